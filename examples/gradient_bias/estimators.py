@@ -54,7 +54,7 @@ ESTIMATORS: dict[str, RolloutCorrectionConfig] = {
     "sequence TIS": RolloutCorrectionConfig(use_tis=True, tis_level="sequence"),
     "sequence MIS": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_mode="mask", tis_lower_bound=0.5),
     "geometric RS": RolloutCorrectionConfig(
-        use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05
+        use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05, rejection_normalizer="kept"
     ),
     "bypass PPO": RolloutCorrectionConfig(use_rollout_logprobs=True),
     "prefix TIS": RolloutCorrectionConfig(use_tis=True, tis_level="prefix"),

@@ -111,9 +111,10 @@ class RolloutCorrectionConfig:
     divergence_mask_anchor: Literal["rollout", "old"] = correction_option("rollout", needs=("--divergence-mask",))
     """The policy that the current policy is compared with."""
     rejection_normalizer: Normalizer = correction_option(
-        "kept", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
+        "original", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
     )
-    """What the loss is averaged over: kept (rejected tokens leave the denominator too) or original."""
+    """Divisor of the loss after rejection: original (all tokens of the loss mask, as in slime) or kept (accepted tokens,
+    as in verl, which enlarges the gradient by 1/gradient_kept_fraction)."""
     nonfinite_policy: NonfinitePolicy = correction_option("reject")
     """A token whose log-prob is NaN, ±inf or missing: reject it, take its ratio as 1 (neutral), or raise."""
     use_rollout_logprobs: bool = correction_option(False)
@@ -327,24 +328,24 @@ _BYPASS: Preset = {"use_rollout_logprobs": True}
 _PURE_GRADIENT: Preset = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 _TOKEN_IS: Preset = {"use_tis": True, "tis_level": "token"}
 _SEQUENCE_IS: Preset = {"use_tis": True, "tis_level": "sequence"}
-# IcePop zeroes the weight and keeps the token in the denominator, hence the original normalizer.
 _TOKEN_ICEPOP: Preset = {
     **_TOKEN_IS,
     "tis_mode": "mask",
     "tis_lower_bound": 0.5,
     "tis_upper_bound": 5.0,
-    "rejection_normalizer": "original",
 }
-_GEOMETRIC_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+# verl averages over the accepted tokens.
+_KEPT: Preset = {"rejection_normalizer": "kept"}
+_FIXED: Preset = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+_GEOMETRIC_RS: Preset = {**_FIXED, **_KEPT}
 _ADAPTIVE_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
-_K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01, **_KEPT}
 _VETO: Preset = {"rs_veto_threshold": 1e-4}
 
 _DPPO: Preset = {
     **_PURE_GRADIENT,
     **_TOKEN_IS,
     "tis_upper_bound": math.inf,
-    "rejection_normalizer": "original",
 }
 
 DIVERGENCE_PRESETS: dict[str, Preset] = {
@@ -369,6 +370,7 @@ PRESETS: dict[str, Preset] = {
         "rs_level": "sequence",
         "rs_lower_bound": 0.5,
         "rs_upper_bound": 2.0,
+        **_KEPT,
     },
     "decoupled_geo_rs": {**_GEOMETRIC_RS, **_VETO},
     "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # of the weights that are measured
@@ -395,10 +397,9 @@ PRESETS: dict[str, Preset] = {
     **DIVERGENCE_PRESETS,
     "seq_mask_tis": {
         **_TOKEN_IS,
-        **_GEOMETRIC_RS,
+        **_FIXED,
         "rs_upper_bound": 1.002,
         "tis_upper_bound": math.inf,
-        "rejection_normalizer": "original",
     },
 }
 """Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers;

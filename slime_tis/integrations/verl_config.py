@@ -80,7 +80,9 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> di
         name: options.pop(name) for name in ("rs_lower_bound", "rs_upper_bound") if name in options
     }
     options.pop("rs_level", None)
-    return {**options, **_weights(block, options, label), **_rejected(block, rejection, label)}
+    result = {**options, **_weights(block, options, label), **_rejected(block, rejection, label)}
+    rejecting = [key for key in ("rollout_rs", "rollout_token_veto_threshold") if block.get(key) is not None]
+    return {**result, "rejection_normalizer": ("kept", rejecting[0])} if rejecting else result  # verl's token mean
 
 
 def _weights(
@@ -103,7 +105,7 @@ def _weights(
         lower, upper = bound.split("_", 1)
         weights["tis_upper_bound"] = (upper, threshold)
         if applied:  # IcePop, whose tokens stay in the denominator
-            icepop = {"tis_lower_bound": lower, "tis_mode": "mask", "rejection_normalizer": "original"}
+            icepop = {"tis_lower_bound": lower, "tis_mode": "mask"}
             weights |= {name: (value, threshold) for name, value in icepop.items()}
     return weights
 

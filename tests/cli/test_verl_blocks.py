@@ -126,7 +126,7 @@ def test_hydra_overrides_are_read_as_verls_block_is(base, tmp_path):
     )
     got = configured(f"{words} {base} actor_rollout_ref.rollout.calculate_log_probs=True --eval-prompt-data eval.jsonl")
     assert got.correction == arguments.RolloutCorrectionConfig(
-        use_rollout_logprobs=True, use_rs=True, rs_level="sequence", rs_upper_bound=3.0
+        use_rollout_logprobs=True, use_rs=True, rs_level="sequence", rs_upper_bound=3.0, rejection_normalizer="kept"
     )
     (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}")
     got = configured(base + f"--custom-config-path verl.yaml {block}bypass_mode=True").correction

@@ -60,14 +60,14 @@ def test_everything_rejected_is_zero_with_a_gradient_of_zero(
     assert value.item() == 0.0 and logits.grad is not None and logits.grad.tolist() == [[0, 0], [0, 0]]
 
 
-def test_the_gradient_is_that_of_the_kept_tokens() -> None:
+def test_the_gradient_is_that_of_the_kept_tokens_over_all() -> None:
     config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
     leaf = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], requires_grad=True)
     delta, mask = torch.cat(DELTA), torch.cat(MASK)
     found = correct(config, delta, torch.zeros(6), mask, lengths=[4, 2])
     found.mean(leaf * 3).backward()
     assert leaf.grad is not None
-    assert leaf.grad.tolist() == pytest.approx([3 / 4, 6 / 4, 0, 0, 1.5 / 4, 3 / 4])
+    assert leaf.grad.tolist() == pytest.approx([3 / 5, 6 / 5, 0, 0, 1.5 / 5, 3 / 5])
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])

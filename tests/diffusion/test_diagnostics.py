@@ -12,7 +12,7 @@ def said(
     diagnostics: Diagnostics, steps: int, prefix: str = "rollout_corr/", **metrics: float
 ) -> list[tuple[int, str]]:
     """(step, message) of so many equal steps."""
-    row = {prefix + name: value for name, value in metrics.items()}
+    row = {prefix + name: value for name, value in {"gradient_kept_fraction": 0.9, **metrics}.items()}
     return [(step, message) for step in range(1, steps + 1) for message in diagnostics.check(row)]
 
 

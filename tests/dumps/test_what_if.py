@@ -66,8 +66,8 @@ def test_a_list_takes_corrections_and_functions_in_slimes_contract():
     row = rows[2]  # weights 1 and 4 at the two accepted tokens
     assert (row.kept, row.weight_mean, row.weight_max) == (pytest.approx(2 / 3), 2.5, 4.0)
     assert row.ess == pytest.approx(25 / (2 * 17))
-    # gradients times 2 of the mean over samples: −1, 4 and 0 against −2, 0.25, 0.5
-    assert row.cosine == pytest.approx(3 / math.sqrt(17 * 4.3125))
+    # gradients times 2 of the mean over samples: −1, 2 and 0 against −2, 0.25, 0.5; the rejected token stays in the mean
+    assert row.cosine == pytest.approx(2.5 / math.sqrt(5 * 4.3125))
     assert row.flags.startswith("--use-tis --custom-tis-function-path ") and row.flags.endswith(".halve")
 
 

@@ -42,7 +42,7 @@ def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) ->
 
 def build(policy: dict[str, Any] | None = None, recompute_old: bool = False, **correction: Any) -> LossStep:
     return LossStep(
-        correction=RolloutCorrectionConfig(**correction),
+        correction=RolloutCorrectionConfig(**{"rejection_normalizer": "kept", **correction}),
         policy=PolicyConfig(**(policy or {})),
         uses_recomputed_old_policy=recompute_old,
     )
