@@ -109,7 +109,10 @@ def test_the_block_on_the_verl_page_is_what_its_table_says(task, tmp_path):
     (tmp_path / "verl.yaml").write_text(block)
     got = configure(shlex.split(task + "--custom-config-path verl.yaml"), {}).correction
     same = "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0 --rs-lower-bound 0.5 "
-    assert got == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}).correction
+    assert (
+        got
+        == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}).correction
+    )
 
 
 def test_the_memory_table_is_the_formula_above_it():

@@ -66,7 +66,7 @@ def test_a_list_takes_corrections_and_functions_in_slimes_contract():
     row = rows[2]  # weights 1 and 4 at the two accepted tokens
     assert (row.kept, row.weight_mean, row.weight_max) == (pytest.approx(2 / 3), 2.5, 4.0)
     assert row.ess == pytest.approx(25 / (2 * 17))
-    # gradients times 2 of the mean over samples: −1, 2 and 0 against −2, 0.25, 0.5; the rejected token stays in the mean
+    # gradients times 2 of the mean over samples: −1, 2 and 0 against −2, 0.25, 0.5 (the rejected token counts)
     assert row.cosine == pytest.approx(2.5 / math.sqrt(5 * 4.3125))
     assert row.flags.startswith("--use-tis --custom-tis-function-path ") and row.flags.endswith(".halve")
 
