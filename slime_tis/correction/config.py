@@ -113,8 +113,8 @@ class RolloutCorrectionConfig:
     rejection_normalizer: Normalizer = correction_option(
         "original", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
     )
-    """Divisor of the loss after rejection: original (all tokens of the loss mask, as in slime) or kept (accepted tokens,
-    as in verl, which enlarges the gradient by 1/gradient_kept_fraction)."""
+    """Divisor of the loss after rejection: original (all tokens of the loss mask, as in slime) or kept (accepted
+    tokens, as in verl, which enlarges the gradient by 1/gradient_kept_fraction)."""
     nonfinite_policy: NonfinitePolicy = correction_option("reject")
     """A token whose log-prob is NaN, ±inf or missing: reject it, take its ratio as 1 (neutral), or raise."""
     use_rollout_logprobs: bool = correction_option(False)
