@@ -175,7 +175,7 @@ def compare(policy: str, name: str, samples: list[Sample], training: TrainingEng
 def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, replays_routing: bool) -> dict[str, float]:
     """The metrics of the training policy's log-probs against the engine's, and the share of ten tokens in k3."""
     partition = fixed_partition(len(batch), PER_PASS)
-    log_probs_L = training.log_probs(batch, partition, replays_routing=replays_routing, counts_routing=True)
+    log_probs_L = training.log_probs(batch, partition, replays_routing=replays_routing)
     delta_L = (log_probs_L - batch.responses.rollout_log_probs_L).double()
     k3_L = delta_L.expm1() - delta_L
     metrics = mismatch_metrics(mismatch(batch.responses, log_probs_L, training.parallel.ranks))

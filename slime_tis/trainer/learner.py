@@ -355,9 +355,7 @@ class Learner:
         replays = not self.rollout.use_rollout_routing_replay
         name = WITH_REPLAY if replays else WITHOUT_REPLAY
         with self.engine.timer(name):
-            log_probs_L = self.engine.log_probs(
-                step.recorded, step.partition, replays_routing=replays, counts_routing=True
-            )
+            log_probs_L = self.engine.log_probs(step.recorded, step.partition, replays_routing=replays)
             statistics = None
             if self.parallel.is_last_stage:
                 tokens = step.recorded.responses.to(self.parallel.backend.device)

@@ -247,7 +247,7 @@ def test_loads_and_differences_are_counted_once_per_fed_token(checkpoints: dict[
     record: RoutingRecord = []
     log_probs(engine, batch_of(None), record=record)
     rows = rows_of(record)
-    log_probs(engine, batch_of([experts[0], None, *experts[2:]]), replays_routing=False, counts_routing=True)
+    log_probs(engine, batch_of([experts[0], None, *experts[2:]]), replays_routing=False)
     found = engine.routing.metrics()
     differs = torch.cat(
         [

@@ -124,14 +124,13 @@ class TrainingEngine:
         record: RoutingRecord | None = None,
         source: RoutingRecord | None = None,
         replays_routing: bool = True,
-        counts_routing: bool = False,
     ) -> Tensor:
         """Log-probs of the response tokens in the micro-batches `partition`; `RoutingReplay.begin` has the options.
 
         Returns:
             [L] float32, this context-parallel rank's tokens in the order of the batch; NaN except on the last stage.
         """
-        self.routing.begin(trains=False, replays=replays_routing, counts=counts_routing, record=record, source=source)
+        self.routing.begin(trains=False, replays=replays_routing, record=record, source=source)
         with torch.no_grad():
             outputs = self._run(batch, partition, lambda _, log_probs_L, __: log_probs_L, forward_only=True)
         lengths = batch.responses.lengths
@@ -179,7 +178,7 @@ class TrainingEngine:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.poison.zero_()
-        self.routing.begin(trains=True, counts=True, source=source)
+        self.routing.begin(trains=True, source=source)
         with self.timer("forward_backward"):
             sums = self._run(batch, partition, partial(self._loss, loss=loss), forward_only=False)
         self._skips = False

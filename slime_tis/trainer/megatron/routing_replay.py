@@ -110,8 +110,6 @@ class LayerReplay:
         if current.taken is not None:
             current.taken[:, self._index] = taken
         counts = self._routing.counts
-        if counts is None:
-            return
         fed_TK = current.is_fed_T[:, None].expand_as(taken)
         counts[self._index].scatter_add_(0, taken.flatten(), fed_TK.flatten().to(counts))
         if current.experts is not None:
@@ -131,7 +129,7 @@ class RoutingReplay:
         self.current: MicroBatchRouting | None = None
         """The micro-batch that runs next."""
         self.trains, self.replays = False, True
-        self.counts: Tensor | None = None
+        self.counts = torch.zeros(0)
         """float64 [layers, experts + 2] of a pass: tokens of each expert, tokens with recorded experts, and tokens
         with recorded experts for which the router chooses another set."""
         self.sizes, self._parallel, self._splits = sizes, parallel, sequence_parallel and parallel.tensor_size > 1
@@ -153,7 +151,6 @@ class RoutingReplay:
         *,
         trains: bool,
         replays: bool = True,
-        counts: bool = False,
         record: RoutingRecord | None = None,
         source: RoutingRecord | None = None,
     ) -> None:
@@ -162,7 +159,6 @@ class RoutingReplay:
         Args:
             trains: whether a backward pass follows.
             replays: whether recorded experts are replayed; if not, the routers' choice is compared with them.
-            counts: whether loads and differences are counted.
             record: receives the experts of every micro-batch.
             source: record of another pass over the same micro-batches, replayed instead of the batch's experts.
         """
@@ -170,8 +166,7 @@ class RoutingReplay:
         self.current, self._compared = None, []
         for layer in self._layers:
             layer.to_recompute.clear()
-        self.counts = None
-        if self.sizes is not None and counts:
+        if self.sizes is not None:
             shape, device = (len(self._layers), self.sizes.num_experts + 2), self._parallel.backend.device
             self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
 
@@ -213,7 +208,7 @@ class RoutingReplay:
 
     def metrics(self) -> dict[str, float]:
         """Loads and differences of the last pass over all ranks, see docs/metrics.md; a collective."""
-        if self.sizes is None or self.counts is None:
+        if self.sizes is None:
             return {}
         parallel, counts = self._parallel, self.counts
         layers = torch.zeros(len(self.sizes.layers), self.sizes.num_experts + 2, dtype=torch.float64)

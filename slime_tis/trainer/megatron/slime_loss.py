@@ -19,7 +19,6 @@ def get_log_probs_and_entropy(
     *,
     args: Namespace,
     unconcat_tokens: Sequence[Tensor],
-    total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     **others: Any,
@@ -31,7 +30,7 @@ def get_log_probs_and_entropy(
     Returns:
         An empty tensor, and the keys "log_probs" and "entropy" with one tensor per sample.
     """
-    slices = context_parallel({}).slices(total_lengths, response_lengths, None)
+    slices = context_parallel({}).slices([len(tokens) for tokens in unconcat_tokens], response_lengths, None)
     responses = [
         tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, response_lengths, strict=True)
     ]
