@@ -61,75 +61,43 @@ def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
     assert string.token_ids == encode("user:31.assistant:")
 
 
+CHAT = {"apply_chat_template": True, "label_key": None}
+
+
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("", {}, "the prompt file '{path}' is empty."),
-        ("\n\n", {}, "the prompt file '{path}' is empty."),
-        (
-            '{"prompt": "1", "label": "1"}\n{"prompt": }\n',
-            {},
-            "{path}, line 2 is not JSON: Expecting value at column 12.",
-        ),
-        ('\n["a"]\n', {}, "{path}, line 2 is JSON of type list, but each line must be an object."),
-        ('{"input": "1"}\n', {}, "{path}, line 1 has no key 'prompt'; its keys are 'input'."),
-        ('{"prompt": "1"}\n', {}, "{path}, line 1 has no key 'label'; its keys are 'prompt'."),
-        ('{"prompt": "", "label": "1"}\n', {}, "{path}, line 1 has an empty prompt."),
-        (
-            '{"prompt": [{"role": "user", "content": "1"}], "label": "1"}\n',
-            {},
-            "{path}, line 1 has a prompt of type list where a string is needed; a list of messages needs "
-            "--apply-chat-template.",
-        ),
-        (
-            '{"prompt": "1", "label": "1", "metadata": "x"}\n',
-            {},
-            "{path}, line 1 has 'metadata' that is not a mapping.",
-        ),
-        (
-            '{"prompt": "12345", "label": "1"}\n{"prompt": "123", "label": "1"}\n',
-            {"max_prompt_len": 3},
-            "--rollout-max-prompt-len is 3, but the shortest prompt of '{path}' has 4 tokens; raise it.",
-        ),
+        ("\n\n", {}, "is empty"),
+        ('{"prompt": "1", "label": "1"}\n{"prompt": }\n', {}, "line 2 is not JSON: Expecting value at column 12"),
+        ('\n["a"]\n', {}, "line 2 is JSON of type list"),
+        ('{"input": "1"}\n', {}, "line 1 has no key 'prompt'; its keys are 'input'"),
+        ('{"prompt": "1"}\n', {}, "line 1 has no key 'label'"),
+        ('{"prompt": "", "label": "1"}\n', {}, "line 1 has an empty prompt"),
+        ('{"prompt": [], "label": "1"}\n', {}, "line 1 has a prompt of type list"),
+        ('{"prompt": "1", "label": "1", "metadata": "x"}\n', {}, "line 1 has 'metadata' that is not a mapping"),
+        ('{"prompt": "12345", "label": "1"}\n', {"max_prompt_len": 3}, "has 6 tokens; raise it"),
+        ('{"prompt": "1"}\n{"prompt": [{"role": "user"}]}\n', CHAT, "line 2 does not fit the chat template"),
     ],
     ids=[
-        "empty",
-        "blank lines",
-        "cut JSON",
-        "a list",
-        "no prompt",
-        "no label",
-        "empty prompt",
-        "messages without a template",
-        "metadata of text",
-        "all prompts too long",
+        *("blank lines", "cut JSON", "a list", "no prompt", "no label", "empty prompt", "messages without a template"),
+        *("metadata of text", "all prompts too long", "messages that do not fit the template"),
     ],
 )
 def test_bad_files_are_refused_in_one_message(tmp_path, content, options, message):
-    path = tmp_path / "p.jsonl"
-    path.write_text(content)
+    (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(ValueError) as refusal:
-        load(path, **options)
-    assert str(refusal.value) == message.replace("{path}", str(path))
+        load(tmp_path / "p.jsonl", **options)
+    assert message in str(refusal.value)
 
 
-def test_messages_that_do_not_fit_the_template_are_refused(tmp_path):
-    path = write(tmp_path / "p.jsonl", [{"prompt": "1"}, {"prompt": [{"role": "user"}]}])
-    with pytest.raises(ValueError, match="line 2 does not fit the chat template"):
-        load(path, label_key=None, apply_chat_template=True)
-
-
-def test_a_chat_template_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_and_a_missing_template_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.jsonl' does not exist"):
+        load(tmp_path / "none.jsonl")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     path = write(tmp_path / "p.jsonl", [{"prompt": "1"}])
-    with pytest.raises(ValueError, match="--apply-chat-template is set, but the tokenizer has no chat template"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=True)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"the prompt file '.*none.jsonl' does not exist\."):
-        load(tmp_path / "none.jsonl")
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
