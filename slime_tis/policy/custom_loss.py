@@ -68,7 +68,7 @@ class CustomLoss:
         logits: Tensor,
         sum_of_sample_mean: Function,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Calls the function on a micro-batch.
+        """Returns the loss of a micro-batch, a scalar that is a sum over samples (or tokens), and sums to report.
 
         Args:
             tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction rejects.
@@ -76,12 +76,6 @@ class CustomLoss:
             sequences: Prompt and response of each sample, int64.
             logits: [1, L, V] logits that predict the response tokens, with gradient.
             sum_of_sample_mean: The sum over samples of the mean over their accepted tokens, or over tokens.
-
-        Returns:
-            The loss, a scalar with gradient that is a sum over samples (or tokens), and sums to report.
-
-        Raises:
-            CustomFunctionError: The function raised, or returned an invalid value.
         """
         batch = loss_batch(tokens, sequences)
         batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))

@@ -51,17 +51,9 @@ class CustomTis:
         train_log_probs_L: Tensor,
         global_batch: GlobalBatch,
     ) -> CustomTisOutputs:
-        """Calls the function on a micro-batch.
+        """Returns the function's results for a micro-batch; raises CustomFunctionError for invalid ones.
 
-        Args:
-            tokens: Tokens of the micro-batch.
-            loss_L: Losses, with gradient.
-            log_probs_L: log π_θ.
-            train_log_probs_L: log π_train, the numerator of the weights.
-            global_batch: Context-parallel ranks, and values of the global batch.
-
-        Raises:
-            CustomFunctionError: The function raised, or returned an invalid value.
+        `loss_L` has a gradient, `log_probs_L` is log π_θ, and `train_log_probs_L` is log π_train, the numerator.
         """
         assert tokens.advantages_L is not None
         lengths = tokens.lengths

@@ -16,12 +16,10 @@ HEAD = "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_pr
 TIS, REWARD = ("--use-tis", "--custom-tis-function-path"), ("--custom-rm-path",)
 GOES_WRONG = {
     # flags, code of a file, part of the message
-    "raises": (TIS, f"{HEAD}return 1 / 0", "mine.py, line 4) raised ZeroDivisionError"),
     "raises deep in torch": (TIS, f"{HEAD}return pg_loss + torch.ones(99999)", "line 4) raised RuntimeError: The size"),
     "raises many lines": (TIS, f"{HEAD}raise OSError('one\\ntwo\\x07')", r"raised OSError: one two\x07. SLIME"),
     "fails in a helper": (TIS, f"{HEAD}import beside\n    beside.fail()", "beside.py, line 2) raised KeyError"),
     "exits with 0": (TIS, f"{HEAD}import sys; sys.exit(0)", "called sys.exit(0); return a value"),
-    "calls backward": (TIS, f"{HEAD}pg_loss.sum().backward()", "belongs to training"),
     "inference mode": (
         TIS,
         f"{HEAD}with torch.inference_mode():\n        return pg_loss * 2, loss_masks, {{}}",
@@ -31,14 +29,6 @@ GOES_WRONG = {
         ("--micro-batch-size", "4", *TIS),
         f"{HEAD}args.n = getattr(args, 'n', 0) + 1\n    return pg_loss, loss_masks, {{str(args.n): pg_loss}}",
         "returned metric '1' for one micro-batch and not for another",
-    ),
-    "reward of nothing": (REWARD, "def fn(args, sample): pass", "returned None"),
-    "enormous reward": (REWARD, "def fn(args, sample): return 1 << 10**7", "returned a int that cannot be shown"),
-    "reward of two": (REWARD, "import torch\ndef fn(args, sample): return torch.ones(2)", "returned tensor([1., 1.])"),
-    "coroutine of a coroutine": (
-        REWARD,
-        "async def g(): return 1\nasync def fn(args, sample): return g()",
-        "return a number",
     ),
     "hostile repr": (
         REWARD,
@@ -52,14 +42,6 @@ GOES_WRONG = {
         "import asyncio\nasync def fn(args, sample):\n    return asyncio.run(asyncio.sleep(0))",
         "raised RuntimeError",
     ),
-    "one bad of a group": (REWARD, "def fn(args, samples): return [1, 2, None, 4]", "returned None"),
-    "empties the samples": (REWARD, "def fn(args, samples):\n    samples.clear()\n    return []", "returned []"),
-    "moves a sample": (
-        REWARD,
-        "def fn(args, sample):\n    sample.group_index = 77\n    return 1",
-        "changed the tokens",
-    ),
-    "masks too little": (REWARD, "def fn(args, sample):\n    sample.loss_mask.pop()\n    return 1", "its loss_mask"),
     "metadata without end": (
         REWARD,
         "def fn(args, sample):\n    sample.metadata['self'] = sample.metadata\n    return 1",

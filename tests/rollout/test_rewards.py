@@ -108,6 +108,9 @@ WRONG = {
     ),
     "tokens": ("sample.tokens.clear(); return 1", {}, "changed the tokens, log-probs, versions or indices of a sample"),
     "metadata": ("sample.metadata = 7; return 1", {}, "changed the tokens"),
+    "index": ("sample.group_index = 77; return 1", {}, "changed the tokens"),
+    "short mask": ("sample.loss_mask.pop(); return 1", {}, "its loss_mask"),
+    "tensor of two": ("import torch; return torch.ones(2)", {}, "returned tensor([1., 1.]) for prompt 10"),
     "raises": ("x = 1\n    return x / 0", {}, "raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK"),
     "exits": ("import sys\n    sys.exit(0)", {}, "called sys.exit(0)"),
     "no key": (

@@ -60,13 +60,7 @@ class Provenance:
 
 
 def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]) -> Provenance:
-    """Finds the request that sampled each response token.
-
-    Args:
-        tokens: Tokens of prompt and response.
-        response_length: Tokens of the response.
-        requests: Requests, in any order. Of several with the same input, the longest agreement counts.
-    """
+    """Finds the request that sampled each response token; of several with the same input, the longest agreement."""
     tokens, first = list(tokens), len(tokens) - response_length
     agreeing = []
     for number, one in enumerate(requests):
@@ -86,10 +80,7 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
 
 
 def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
-    """Copies log-probs, versions, sampling masks and experts of the sampled tokens into a sample.
-
-    Other tokens keep their log-probs, and get the version of the token before them.
-    """
+    """Copies log-probs, versions, sampling masks and experts of the sampled tokens; others get the last version."""
     sources = list(zip(found.request, found.place, strict=True))
     generations = [one.generation for one in requests]
     sample.rollout_log_probs = [

@@ -65,11 +65,7 @@ class TokenEngine(Protocol):
         Args:
             token_ids: The input, at least one token.
             sampling_params: The fields of `SamplingParams`.
-            session_id: Name of one of several concurrent conversations within the sample. The local engine reuses the
-                key/value cache of the conversation's previous turn.
-
-        Raises:
-            ValueError: Tokens or parameters are invalid.
+            session_id: One of several concurrent conversations within the sample, whose key/value cache is reused.
         """
 
 
