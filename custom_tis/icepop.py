@@ -21,12 +21,6 @@ check_args = partial(refuse_unread, function="icepop", read=("use_tis", "nonfini
 def icepop(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
     """pg_loss · w, with w = π_train/π_rollout where tis_clip_low ≤ w ≤ tis_clip and 0 elsewhere.
 
-    Args:
-        args: Reads tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.
-        pg_loss: [N], flat over this rank's response tokens.
-        call: The other arguments of slime's contract, which `weighted_by_token` describes.
-
-    Returns:
-        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
+    Args and returns as `custom_tis.tis.vanilla_tis`.
     """
     return weighted_by_token(args, MODES["mask"].bound, pg_loss, **call)

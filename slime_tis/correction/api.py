@@ -200,22 +200,16 @@ def correct(
     layout = as_layout(inputs, lengths)
     levels = whole_sequence_levels(config)
     if ranks.context is not None and levels:
-        if ranks.slices is None:
-            raise ValueError(
-                f"{levels[0]} needs whole sequences, but they are sliced over context-parallel ranks; "
-                f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
-            )
-        whole = gather_slices(layout, ranks.slices, ranks)
+        slices = _required_slices(ranks, levels[0])
+        whole = gather_slices(layout, slices, ranks)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
-        result = correct(config, **whole, lengths=ranks.slices.lengths, global_batch=known, token_pass=token_pass)
-        return _sliced(result, layout, ranks.slices, ranks)
+        result = correct(config, **whole, lengths=slices.lengths, global_batch=known, token_pass=token_pass)
+        return _sliced(result, layout, slices, ranks)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
-            squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
-            squares_N = torch.cat([torch.zeros(0, device=layout.device), *squares])
-            limit = second_moment_limit(squares_N, config.rs_second_moment_bound, ranks)
+            limit = second_moment_limit(_squares(tokens, layout.device), config.rs_second_moment_bound, ranks)
             global_batch = replace(global_batch, second_moment_limit=limit)
         tokens = [trim(config, part, limit) for part in tokens]
     columns = sequence_columns(config)
@@ -248,11 +242,26 @@ def correct(
     )
 
 
+def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
+    if ranks.slices is None:
+        raise ValueError(
+            f"{level} needs whole sequences, but they are sliced over context-parallel ranks; "
+            f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
+        )
+    return ranks.slices
+
+
 def _sliced(whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks) -> Correction[Any]:
     """This rank's slices of a correction of whole sequences."""
     weights, mask = (local.shaped(slices.slice_flat(values)) for values in (whole.weights, whole.mask))
     global_batch = replace(whole.global_batch, ranks=ranks)
     return replace(whole, weights=weights, mask=mask, lengths=slices.local_lengths, global_batch=global_batch)
+
+
+def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
+    """Δ² of all chunks, [N]; +inf at invalid tokens."""
+    squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
+    return torch.cat([torch.zeros(0, device=device), *squares])
 
 
 def _flat(values: Tensor | list[Tensor]) -> Tensor:

@@ -135,8 +135,7 @@ def correction_metrics(
     if sums.mean_weights is not None:
         metrics |= _mean_weight_metrics(sums.mean_weights, sums.sequences, mins, maxs)
     if sums.rejected is not None:
-        for prefix, counts in {"": sums.rejected, **{f"{name}_": by for name, by in sums.rejected_by.items()}}.items():
-            metrics |= _shares(f"mis_rs_{prefix}{{}}masked_fraction", counts, sums)
+        metrics |= _rejection_metrics(sums, {"": sums.rejected, **sums.rejected_by})
     if sums.bounds is not None:
         metrics |= _bound_metrics(sums.bounds, sums.sequences)
     if sums.veto is not None:
@@ -147,9 +146,14 @@ def correction_metrics(
     return metrics
 
 
-def _shares(name: str, counts: Counts[float], sums: BatchSums[float]) -> dict[str, float]:
-    """Shares of the valid tokens, and of the sequences with one; `name` has a place for "seq_"."""
-    return {name.format(""): counts.tokens / sums.tokens, name.format("seq_"): counts.sequences / sums.sequences}
+def _rejection_metrics(sums: BatchSums[float], rejected: dict[str, Counts[float]]) -> dict[str, float]:
+    """Rejected shares of the valid tokens and of the sequences with one, by criterion; "" is any criterion."""
+    metrics = {}
+    for name, counts in rejected.items():
+        prefix = f"mis_rs_{name}_" if name else "mis_rs_"
+        metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
+        metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
+    return metrics
 
 
 def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]) -> dict[str, float]:
