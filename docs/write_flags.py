@@ -13,7 +13,7 @@ from slime_tis.limits import flag
 from slime_tis.trainer.cli.arguments import build_parser
 from slime_tis.trainer.cli.command_line import needs_of
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
-from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
+from slime_tis.trainer.cli.slime_flags import RENAMED
 
 PAGE = Path(__file__).with_name("flags.md")
 
@@ -63,8 +63,8 @@ responses in bf16, int8 or fp8; `--rs-z-score 3` in addition to the preset repla
 FROM_SLIME = """## flags of slime and Megatron-core
 
 `slime-tis port run.sh` prints a launch script of slime in the flags above, with comments on changed, added and
-dropped flags; it does not run the script. `train.py` refuses every unknown flag in one message, except flags that
-repeat a value of the checkpoint's config.json or a fixed value: these are compared and accepted.
+dropped flags; it does not run the script. `train.py` refuses unknown flags in one message that says what to use
+instead. It accepts flags that repeat a value of the checkpoint's config.json or a fixed value. Other names here:
 """
 
 
@@ -73,9 +73,10 @@ def render() -> str:
     metavars = {action.dest: action.metavar for action in build_parser()._actions if action.metavar}
     parts = [HEAD]
     for title, options in COMMAND_LINE.groups.items():
+        names = [option.name for option in options]
         rows = [
             f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} | {_meaning(name)} |"
-            for name in (option.name for option in options)
+            for name in names
         ]
         parts.append(
             "\n".join([f"## {title}\n", "| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""])
@@ -84,23 +85,13 @@ def render() -> str:
     parts.append("\n".join(["## old names\n", "| old | now |", "|---|---|", *old, ""]))
     presets = [f"| `{name}` | {_preset(name)} |" for name in PRESETS]
     parts.append("\n".join(["## presets\n", PRESETS_NOTE, "| preset | means |", "|---|---|", *presets, ""]))
-    return "\n".join([*parts, FROM_SLIME, *_slime_tables()])
+    return "\n".join([*parts, FROM_SLIME, _renamed()])
 
 
-def _slime_tables() -> list[str]:
-    """Flags of slime and Megatron-core that this program lacks."""
-    restated = [f"| `{name}` | `{each.fact}` |" for name, each in RESTATED.items()]
-    fixed = [f"| `{name}` | {' or '.join(values) or 'always on'} |" for name, values in FIXED.items()]
-    renamed = [f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |" for name, new in RENAMED.items()]
-    advice = [
-        f"| {', '.join(f'`{name}`' for name in flags.split())} | {_escape(text)} |" for flags, text in ADVICE.items()
-    ]
-    return [
-        "\n".join(["| compared with config.json | as |", "|---|---|", *restated, ""]),
-        "\n".join(["| accepted with this value | value |", "|---|---|", *fixed, ""]),
-        "\n".join(["| renamed | here |", "|---|---|", *renamed, ""]),
-        "\n".join(["| not supported | what to do |", "|---|---|", *advice, ""]),
-    ]
+def _renamed() -> str:
+    """Flags of slime and Megatron-core with another name here."""
+    rows = [f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |" for name, new in RENAMED.items()]
+    return "\n".join(["| flag | here |", "|---|---|", *rows, ""])
 
 
 def _preset(name: str) -> str:
