@@ -70,7 +70,7 @@ USER_FUNCTIONS: dict[str, Signature] = {
         },
     ),
     "buffer_filter_path": Signature(positional=("args", "rollout_id", "buffer", "num_samples"), returns=list[Any]),
-    "dynamic_sampling_filter_path": Signature(positional=("args", "samples"), returns=tuple[bool, str | None, bool]),
+    "dynamic_sampling_filter_path": Signature(positional=("args", "samples"), returns=bool),
     "rollout_sample_filter_path": Signature(positional=("args", "samples")),
     "rollout_all_samples_process_path": Signature(positional=("args", "samples", "data_source")),
     "custom_reward_post_process_path": Signature(

@@ -60,8 +60,8 @@ def test_the_filter_of_slime_is_found_under_its_own_path():
 
 WRONG_FILTERS = {
     "raises": ("return 1 / 0", "raised ZeroDivisionError"),
-    "none": ("pass", "returned (None, None, False); 0: Input should be a valid boolean"),
-    "number": ("return 2", "returned (2, None, False); 0: Input should be a valid boolean"),
+    "none": ("pass", "returned None; Input should be a valid boolean"),
+    "number": ("return 2", "returned 2; Input should be a valid boolean"),
     "tokens": ("samples[0].tokens.append(1); return True", "changed the tokens"),
     "mask": ("samples[0].loss_mask = [2]; return True", "changed the tokens"),
     "reward": ("samples[0].reward = 7.0; return True", "changed the reward of a sample of prompt 10"),

@@ -181,10 +181,8 @@ def _chosen(
 def _verdict(output: Any, function: Function) -> DynamicFilterOutput:
     """Returns a filter's bool or DynamicFilterOutput, which may be slime's class, as plain values."""
     keep, reason = getattr(output, "keep", output), getattr(output, "reason", None)
-    fields = (
-        keep.item() if hasattr(keep, "item") else keep,
-        None if reason is None else str(reason),
-        getattr(output, "keep_when_insufficient", False),
+    return DynamicFilterOutput(
+        keep=typed_value(DYNAMIC_FILTER, function, keep.item() if hasattr(keep, "item") else keep),
+        reason=None if reason is None else one_line(str(reason), MAX_REASON_LENGTH),
+        keep_when_insufficient=bool(getattr(output, "keep_when_insufficient", False)),
     )
-    keep, reason, is_fallback = typed_value(DYNAMIC_FILTER, function, fields)
-    return DynamicFilterOutput(keep, reason and one_line(reason, MAX_REASON_LENGTH), is_fallback)
