@@ -131,7 +131,7 @@ WRONG_REWARDS = {
         "[1.0, 1e151], [1.0, 2.0]",
         "returned 2 raw_rewards and 2 rewards for 2 samples",
     ),
-    "text": ("[1.0, 2.0], ['a', 'b']", "returned ([1.0, 2.0], ['a', 'b']); 1.0: Input should be a valid number"),
+    "text": ("[1.0, 2.0], ['a', 'b']", "returned ([1.0, 2.0], ['a', 'b']); 1: 0: Input should be a valid number"),
     "a number": ("[1.0, 2.0], 3", "returned ([1.0, 2.0], 3); 1: Input should be a valid list"),
 }
 

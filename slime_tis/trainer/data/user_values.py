@@ -21,10 +21,10 @@ def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
         return _adapter(option).validate_python(value)
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False)
-        place, returns = ".".join(map(str, first["loc"])), USER_FUNCTIONS[option].returns
+        place, returns = "".join(f"{step}: " for step in first["loc"]), USER_FUNCTIONS[option].returns
         name = returns.__name__ if isinstance(returns, type) else str(returns).replace("typing.", "")
         raise CustomFunctionError(
-            f"{describe(function)} returned {quoted(value)}; {f'{place}: ' if place else ''}{first['msg']}. Return {name}."
+            f"{describe(function)} returned {quoted(value)}; {place}{first['msg']}. Return {name}."
         ) from None
 
 
