@@ -19,9 +19,6 @@ from collections.abc import Sequence
 import slime_tis
 from slime_tis.terminal import protect_output
 
-EXTRAS = {"report": "analysis", "diagnose": "analysis", "what-if": "analysis"}
-"""The extras that a command needs; the others need `train`."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C.
@@ -34,27 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["train"]:
         return train(argv[1:], prog="slime-tis train", owns_process=owns_process)
     protect_output(keep_running=False)
-    parser = argparse.ArgumentParser(
-        prog="slime-tis", description="Training with rollout correction, and tools for its analysis."
-    )
-    parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
-    demo = commands.add_parser(
-        "demo",
-        help="train a tiny model for a minute and write a report on its mismatch",
-        description="Makes a tiny model that sorts digits, trains it on samples of a stale fp8 engine, writes a report "
-        "and prints the diagnosis. Needs the extra train, but no GPU, no network and no checkout.",
-    )
-    demo.add_argument("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
-    ported = commands.add_parser(
-        "port",
-        help="print a launch script of slime in the flags of train.py",
-        description="Reads a bash launch script of slime without running it, and prints the command line of train.py "
-        "with comments on what was changed, added or omitted.",
-    )
-    ported.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
-    _add_analysis(commands)
+    parser = _parser()
     chosen = parser.parse_args(argv)
     if chosen.command is None:
         parser.print_help()
@@ -63,16 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(["what-if", "--help"])
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # Ctrl-C removes unfinished files
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return _run(chosen)
-
-
-def _run(chosen: argparse.Namespace) -> int:
-    """Runs a command and returns its exit status; an expected error ends in one message."""
     try:
-        status = COMMANDS[chosen.command](chosen)
+        status = _run(chosen)
         sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
     except ModuleNotFoundError as error:
-        return _package_is_missing(error, f"slime-tis {chosen.command}", EXTRAS.get(chosen.command, "train"))
+        extra = "train" if chosen.command in ("demo", "port") else "analysis"
+        return _package_is_missing(error, f"slime-tis {chosen.command}", extra)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -86,103 +59,80 @@ def _run(chosen: argparse.Namespace) -> int:
     return status
 
 
-def _demo(chosen: argparse.Namespace) -> int:
-    from slime_tis.demo import demo
+def _run(chosen: argparse.Namespace) -> int:
+    """Runs a command other than `train` and returns its exit status."""
+    if chosen.command == "demo":
+        from slime_tis.demo import demo
 
-    return demo(chosen.out)
+        return demo(chosen.out)
+    if chosen.command == "port":
+        from slime_tis.trainer.cli.port import port_script
 
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
+            sys.stdout.reconfigure(encoding="utf-8")
+        text = port_script(chosen.script).removesuffix("\n")
+    elif chosen.command == "report":
+        from slime_tis.analysis.report.command import report
 
-def _port(chosen: argparse.Namespace) -> int:
-    from slime_tis.trainer.cli.port import port_script
+        if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
+            raise ValueError("error: give one run or dump, or several after --compare.")
+        paths = chosen.compare or [chosen.path]
+        text = report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint)
+    elif chosen.command == "diagnose":
+        from slime_tis.analysis.report.command import diagnosis
 
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
-        sys.stdout.reconfigure(encoding="utf-8")
-    sys.stdout.write(port_script(chosen.script))
+        text = diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json)
+    else:
+        text = what_if_table(chosen.dump, chosen.flags)
+    print(text)
     return 0
 
 
-def _report(chosen: argparse.Namespace) -> int:
-    from slime_tis.analysis.report.command import report
-
-    if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
-        raise ValueError("error: give one run or dump, or several after --compare.")
-    paths = chosen.compare or [chosen.path]
-    print(report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint))
-    return 0
-
-
-def _diagnose(chosen: argparse.Namespace) -> int:
-    from slime_tis.analysis.report.command import diagnosis
-
-    print(diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json))
-    return 0
-
-
-def _what_if(chosen: argparse.Namespace) -> int:
-    print(what_if_table(chosen.dump, chosen.flags))
-    return 0
-
-
-COMMANDS = {
-    "demo": _demo,
-    "port": _port,
-    "report": _report,
-    "diagnose": _diagnose,
-    "what-if": _what_if,
-}
-"""Commands except `train`, by name."""
-
-
-def _add_analysis(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the commands that read what a run wrote."""
-    what = "directory of a run, or dumps of tokens: a file or a directory"
-    reported = commands.add_parser(
-        "report",
-        help="write one HTML file on a run or on dumps of its tokens",
-        description="Writes one self-contained HTML file with metrics, the shape of the mismatch, colored samples, "
-        "other corrections and a diagnosis. Needs the extra analysis.",
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slime-tis", description="Training with rollout correction, and tools for its analysis."
     )
-    reported.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=what)
-    reported.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="RUN_OR_DUMP",
-        help="several in one file; runs that differ in seeds form a group",
-    )
-    reported.add_argument(
-        "--out", default="", metavar="FILE", help="file to write (default RUN/report.html); a report is replaced"
-    )
-    reported.add_argument("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
-    reported.add_argument("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
-    diagnosed = commands.add_parser(
-        "diagnose",
-        help="name the causes of the mismatch between training and rollout",
-        description="Names the causes of the mismatch, ranked, with the evidence and what to change. "
-        "Needs the extra analysis.",
-    )
-    diagnosed.add_argument("path", metavar="RUN_OR_DUMP", help=what)
-    diagnosed.add_argument(
-        "--hf-checkpoint",
-        default="",
-        metavar="DIR",
-        help="model that scores a few samples in fp32: which engine is wrong?",
-    )
-    diagnosed.add_argument("--json", action="store_true", help="print JSON")
-    compared = commands.add_parser(
+    parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
+
+    text = "train a tiny model for a minute and write a report on its mismatch"
+    demo = commands.add_parser("demo", help=text, description=f"{text.capitalize()}. Needs the extra train.")
+    demo.add_argument("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
+
+    text = "print a launch script of slime in the flags of train.py, without running it"
+    port = commands.add_parser("port", help=text, description=f"{text.capitalize()}.")
+    port.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
+
+    dumps = "directory of a run, or dumps of tokens: a file or a directory"
+    text = "write one HTML file on a run or on dumps of its tokens"
+    report = commands.add_parser("report", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
+    report.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
+    several = "several in one file; runs that differ in seeds form a group"
+    report.add_argument("--compare", nargs="+", metavar="RUN_OR_DUMP", help=several)
+    out = "file to write (default RUN/report.html); a report is replaced"
+    report.add_argument("--out", default="", metavar="FILE", help=out)
+    report.add_argument("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
+    report.add_argument("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
+
+    text = "name the causes of the mismatch between training and rollout"
+    diagnose = commands.add_parser("diagnose", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
+    diagnose.add_argument("path", metavar="RUN_OR_DUMP", help=dumps)
+    model = "model that scores a few samples in fp32: which engine is wrong?"
+    diagnose.add_argument("--hf-checkpoint", default="", metavar="DIR", help=model)
+    diagnose.add_argument("--json", action="store_true", help="print JSON")
+
+    text = "print what corrections would have done to the tokens of a dump"
+    what_if = commands.add_parser(
         "what-if",
         usage="slime-tis what-if [-h] RUN_OR_DUMP [FLAGS OF A CORRECTION]",
-        help="print what corrections would have done to the tokens of a dump",
-        description="Prints one row for no correction and one for the chosen correction, or without flags for "
-        "every preset and a sweep. Needs the extra analysis.",
+        help=text,
+        description=f"{text.capitalize()}: of every preset, or of the flags. Needs the extra analysis.",
     )
-    compared.add_argument("dump", metavar="RUN_OR_DUMP", help=what)
-    compared.add_argument(
-        "flags",
-        metavar="FLAGS",
-        nargs=argparse.REMAINDER,
-        help="as train.py takes them, e.g. --use-tis --tis-level sequence, --rollout-correction-preset NAME, or "
-        "--use-tis --custom-tis-function-path FILE.py:FUNCTION",
-    )
+    what_if.add_argument("dump", metavar="RUN_OR_DUMP", help=dumps)
+    flags = "as train.py takes them, e.g. --use-tis --tis-level sequence, or --rollout-correction-preset NAME"
+    what_if.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help=flags)
+    return parser
 
 
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:
