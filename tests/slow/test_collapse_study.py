@@ -16,16 +16,8 @@ def study(tmp_path_factory):
     def call(*more: str, flags: tuple[str, ...] = ()) -> int:
         where = ["--results", str(directory / "results.csv"), "--runs", str(directory / "runs")]
         names = ["--scenarios", "both", "--corrections", "token TIS", "standard PPO", "--jobs", "2"]
-        sizes = [
-            "--num-rollout",
-            "2",
-            "--lr-warmup-iters",
-            "1",
-            "--eval-interval",
-            "1",
-            "--eval-prompt-data",
-            str(directory / "train.jsonl"),
-        ]
+        sizes = ["--num-rollout", "2", "--lr-warmup-iters", "1", "--eval-interval", "1", "--eval-prompt-data"]
+        sizes.append(str(directory / "train.jsonl"))
         return run.main([*where, *names, *more, "--", *task, "--rm-type", "none", *sizes, *flags])
 
     return directory, call
