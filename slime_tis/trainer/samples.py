@@ -86,6 +86,8 @@ class SampleSource:
             measured = {}
         mask_removed_samples(groups)
         measured["rollout/stale_samples"] = mask_stale_samples(groups, version, options.max_weight_staleness)
+        if options.mask_offpolicy_in_partial_rollout:
+            measured["rollout/masked_offpolicy_tokens"] = mask_earlier_tokens(groups)
         measured |= check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
         shaped = hooks.shape_rewards(groups)
         if shaped is not None:
@@ -159,6 +161,20 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
     for sample in stale:
         sample.loss_mask = [0] * len(sample.loss_mask)
     return len(stale)
+
+
+def mask_earlier_tokens(groups: Sequence[Sequence[Sample]]) -> float:
+    """Zeroes the loss mask of tokens that older weights than those of the sample's last token sampled.
+
+    Returns their share of the trained tokens.
+    """
+    trained = masked = 0
+    for sample in (sample for group in groups for sample in group):
+        newest = max(sample.trained_versions, default=0)
+        earlier = [m > 0 and v < newest for m, v in zip(sample.loss_mask, sample.weight_versions, strict=True)]
+        trained, masked = trained + sum(m > 0 for m in sample.loss_mask), masked + sum(earlier)
+        sample.loss_mask = [0 if e else m for e, m in zip(earlier, sample.loss_mask, strict=True)]
+    return masked / max(trained, 1)
 
 
 def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampling: bool) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Samples of old weights lose their loss mask and are counted; the others are untouched."""
 
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.samples import mask_stale_samples
+from slime_tis.trainer.samples import mask_earlier_tokens, mask_stale_samples
 from tests.samples import make_sample
 
 
@@ -27,3 +27,10 @@ def test_a_limit_of_zero_leaves_the_present_weights_alone() -> None:
 
 def test_no_limit_masks_nothing() -> None:
     assert masks(version=400, limit=None) == ([[[1, 1], [1, 1]], [[1, 1, 1], []]], 0)
+
+
+def test_tokens_of_earlier_weights_are_masked_by_token() -> None:
+    samples = [sample([4, 4]), sample([1, 2, 4, 4]), sample([3, 3]), sample([])]
+    samples[1].loss_mask = [1, 0, 1, 1]
+    assert mask_earlier_tokens([samples[:2], samples[2:]]) == 1 / 7
+    assert [each.loss_mask for each in samples] == [[1, 1], [0, 0, 1, 1], [1, 1], []]

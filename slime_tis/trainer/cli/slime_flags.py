@@ -163,7 +163,6 @@ ADVICE: Mapping[str, str] = {
     "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path": (
         HOOK + "set sample.remove_sample or sample.loss_mask in a function for --rollout-sample-filter-path"
     ),
-    "--mask-offpolicy-in-partial-rollout": "use --use-tis or --use-rs, and --max-weight-staleness N",
     "--group-rm": "name the reward function's second parameter samples: it then gets all samples of a prompt",
     "--log-reward-category --log-passrate --log-correct-samples --log-multi-turn": (
         "return a dict of numbers from the function of --custom-rm-path; each is reported as rollout/reward/KEY"

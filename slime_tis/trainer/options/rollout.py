@@ -71,6 +71,9 @@ class RolloutConfig:
     partial_rollout: bool = rollout_option(False)
     """Abort the slowest responses once enough prompts are answered, and resume them in the next rollout."""
 
+    mask_offpolicy_in_partial_rollout: bool = rollout_option(False, needs=("--partial-rollout",))
+    """Do not train tokens of resumed responses that older weights than those of the last token sampled."""
+
     over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = rollout_option(
         None, needs=("--partial-rollout", "--dynamic-sampling-filter-path")
     )
