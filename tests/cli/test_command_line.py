@@ -99,22 +99,6 @@ def test_refusal_names_the_option_as_it_was_written(flags, written):
     assert written in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "--width is unset but required; add --width N."),
-        ("--width x", "--width is 'x' but must be a whole number."),
-        ("--width 1 --hight 2", "--hight is not a flag; did you mean --height?"),
-        ("--width 1 --rollout-correction-preset pg_iz", "--rollout-correction-preset is 'pg_iz'; did you mean pg_is?"),
-    ],
-    ids=["required flag missing", "text for a number", "misspelt flag", "misspelt preset"],
-)
-def test_refusals(line, message):
-    with pytest.raises(ValueError) as error:
-        configured(line)
-    assert str(error.value).startswith(message)
-
-
 def test_help_shows_fields_by_group():
     text = PARSER.format_help()
     assert "rollout correction:\n" in text and "--height N" in text and "Height, in pixels. (default: 8)" in text

@@ -53,15 +53,6 @@ def test_command_line_switches_off_what_yaml_and_preset_turn_on(base, tmp_path):
     assert not configured(base + "--rollout-correction-preset decoupled_token_is --no-use-tis").correction.use_tis
 
 
-def test_use_rollout_correction_turns_on_weights_beside_what_yaml_says(base, tmp_path):
-    (tmp_path / "run.yaml").write_text("use_rollout_correction: true\nuse_rs: true\n")
-    got = configured(base + "--custom-config-path run.yaml").correction
-    assert (got.use_tis, got.use_rs) == (True, True)
-    (tmp_path / "run.yaml").write_text("tis_level: sequence\n")
-    got = configured(base + "--custom-config-path run.yaml --use-rollout-correction").correction
-    assert (got.use_tis, got.tis_level) == (True, "sequence")
-
-
 LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
 
 

@@ -174,11 +174,6 @@ def test_flags_that_contradict_config_json_are_refused(line, model, part):
     assert message.startswith(line.split()[0]) and part in message
 
 
-@pytest.mark.parametrize("name", ["--use-opd", "--opd-kl-coef"])
-def test_flags_of_on_policy_distillation_are_not_to_be_removed(name):
-    assert "distillation" in said(name) and "remove it" not in said(name)
-
-
 @pytest.mark.parametrize(
     ("word", "found"),
     [
