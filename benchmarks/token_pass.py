@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.provenance import commit
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction.layout import as_layout
+from slime_tis.correction.layout import INPUTS, as_layout
 from slime_tis.correction.token_pass import torch_token_pass
 
 ROWS = Path(__file__).with_suffix(".csv")
@@ -54,7 +54,7 @@ def lengths_of(tokens: int, ragged: bool) -> list[int]:
 def contenders(config: RolloutCorrectionConfig, tensors: list[torch.Tensor], lengths: list[int]) -> dict[str, Callable]:
     from experimental.triton_token_pass import token_pass
 
-    (chunk,) = as_layout(*tensors, lengths).chunks()
+    (chunk,) = as_layout(dict(zip(INPUTS, tensors, strict=False)), lengths).chunks()
     moved = torch.empty(7 * sum(lengths), dtype=torch.uint8, device=tensors[0].device)
     target = torch.empty_like(moved)
 

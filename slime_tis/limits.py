@@ -174,12 +174,12 @@ def _check_item(name: str, field: FieldType, value: Any) -> None:
 
 
 def _has_type(value: Any, kind: Any) -> bool:
-    """Whether a value is the switch or the number that it has to be; True for other types."""
+    """Whether a value is the switch, the number or the text that it has to be; True for other types."""
     if kind is bool:
         return isinstance(value, bool)
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return True
+    return not isinstance(value, list | tuple | dict | bool) if kind is str else True
 
 
 def _field_type(hint: Any) -> FieldType:

@@ -87,7 +87,9 @@ def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy: str,
     (wrong,) = run(*flags, "--load-debug-rollout-data", data, name="wrong")
     assert (right["rollout/sampling_mask_violations"], wrong["rollout/sampling_mask_violations"]) == (0, 1)
     assert wrong["train/nonfinite_token_fraction"] == pytest.approx(1 / right["train/loss_denominator"])
-    assert wrong["train/loss_denominator"] == right["train/loss_denominator"] - (policy == "reject")
+    assert wrong["train/loss_denominator"] == right["train/loss_denominator"]
+    kept = 1 - (policy == "reject") / right["train/loss_denominator"]
+    assert wrong["train/gradient_kept_fraction"] == pytest.approx(kept)
     assert wrong["train/nonfinite_gradient_steps"] == 0
     assert 0 < wrong["train/grad_norm"] < 100
 

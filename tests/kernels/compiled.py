@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from experimental import triton_kernels, triton_token_pass
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.correction.layout import as_layout
+from slime_tis.correction.layout import INPUTS, as_layout
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CONFIGS = {
@@ -97,7 +97,7 @@ def main() -> None:
         print(f"# {name}, {dtype}")
         lengths = [4096, 1016, 8]
         tokens = [torch.zeros(sum(lengths), dtype=kind) for kind in (dtype, dtype, torch.bool)]
-        for chunk in as_layout(*tokens, lengths).chunks():
+        for chunk in as_layout(dict(zip(INPUTS, tokens, strict=False)), lengths).chunks():
             triton_token_pass.token_pass(config, chunk)
 
 

@@ -111,6 +111,8 @@ class TrainingEngine:
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.backend.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
+        self.contributing = torch.zeros([], dtype=torch.float64, device=parallel.backend.device)
+        """Tokens with a gradient in the micro-batches of this rank: accepted ones, with a rollout pull all."""
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
         self.token_budget = self._token_budget()
         """None if micro-batches have a fixed number of samples."""
@@ -178,11 +180,13 @@ class TrainingEngine:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.poison.zero_()
+        self.contributing.zero_()
         self.routing.begin(trains=True, source=source)
         with self.timer("forward_backward"):
             sums = self._run(batch, partition, partial(self._loss, loss=loss), forward_only=False)
         self._skips = False
-        loss_denominator = int(self.loss_denominator)
+        contributes = self.parallel.largest(int(self.contributing > 0)) > 0
+        loss_denominator = int(self.loss_denominator) if contributes else 0
         grad_norm = 0.0
         if loss_denominator > 0:
             with self.timer("optimizer_step"):
@@ -379,7 +383,9 @@ class TrainingEngine:
             inputs = replace(inputs, sequences=sequences, logits=micro.logits)
         outputs = loss(inputs)
         self.poison += outputs.numerator.detach() * 0.0
-        return outputs.numerator, outputs.denominator, outputs.sums
+        sums = outputs.sums
+        self.contributing += sums.accepted_tokens if sums.rollout_pull is None else sums.masked_in_tokens
+        return outputs.numerator, outputs.denominator, sums
 
     def _step_if_finite(self) -> float:
         """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping.
