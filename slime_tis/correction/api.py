@@ -172,16 +172,13 @@ def correct(
         lengths: Lengths of the sequences in packed [N] tensors.
         current_log_probs: log π_θ in the same layout, for the divergence mask; train_log_probs when None.
         advantages: Advantages in the same layout, for a divergence mask with direction away.
-        global_batch: The batch that these sequences belong to: the ranks that share it, and what is known of it
-            where this is one of its micro-batches. By default it is these sequences. Where it is sliced over
-            context-parallel ranks, one [S, k] table is summed over them, and a few small ones more where this call
-            finds the second-moment limit; at the levels prefix and segment the one sum is of the [N, 3] tokens of
-            the whole responses, and takes lists or packed tokens with `Ranks.slices`.
+        global_batch: The ranks that share the global batch, and its statistics if this call is one micro-batch. By
+            default these sequences are the global batch. Context-parallel ranks sum one [S, k] table; the levels
+            prefix and segment gather whole responses instead, and need `Ranks.slices`.
         token_pass: The function that reads the tokens, for example fused kernels.
 
     Returns:
-        Weights, mask, statistics, and tokens per sequence. Nothing synchronises with the host, but for the check of
-        `nonfinite_policy="raise"`.
+        Weights, mask, statistics, and tokens per sequence. Only `nonfinite_policy="raise"` synchronizes with the host.
 
     Raises:
         TypeError: if the configuration is of another class, verl's for example.
@@ -193,10 +190,7 @@ def correct(
     ranks = global_batch.ranks
     inputs = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
     if config.divergence_mask is not None:
-        optional = {"current_log_probs": current_log_probs, "advantages": advantages}
-        inputs |= {name: values for name, values in optional.items() if values is not None}
-        if config.divergence_mask_needs_advantages and advantages is None:
-            raise ValueError("divergence_mask needs advantages=; pass them, or set divergence_mask_direction='both'.")
+        inputs |= _policy_inputs(config, current_log_probs=current_log_probs, advantages=advantages)
     layout = as_layout(inputs, lengths)
     levels = whole_sequence_levels(config)
     if ranks.context is not None and levels:
@@ -249,6 +243,17 @@ def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
             f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
         )
     return ranks.slices
+
+
+def _policy_inputs(config: RolloutCorrectionConfig, **inputs: LogProbs | None) -> dict[str, LogProbs]:
+    """The inputs of a divergence mask that are given.
+
+    Raises:
+        ValueError: the mask has a direction and there are no advantages.
+    """
+    if config.divergence_mask_needs_advantages and inputs["advantages"] is None:
+        raise ValueError("divergence_mask needs advantages=; pass them, or set divergence_mask_direction='both'.")
+    return {name: values for name, values in inputs.items() if values is not None}
 
 
 def _sliced(whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks) -> Correction[Any]:
