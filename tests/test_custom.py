@@ -155,7 +155,7 @@ NOT_IMPORTED = {
     "exits": ("import sys\nsys.exit(0)", r"called sys.exit\(0\).*/mine.py, line 2"),
     "null byte": ("\0", "null bytes"),
     "no text file": ("x = '\udcff'", "raised SyntaxError: .*utf-8"),
-    "no function": ("g = 1", "mine.py has no function 'f'; it has none"),
+    "no function": ("g = 1", "has no function 'f'; it has none"),
 }
 
 

@@ -174,7 +174,7 @@ def test_objectives_are_those_of_one_rank(
     weights = load_file(tmp_path / "alone_hf" / "model.safetensors")
     before = load_file(Path(task[task.index("--hf-checkpoint") + 1]) / "model.safetensors")
     moved = max(float((weights[name] - before[name]).abs().max()) for name in before)
-    assert moved > 1e-3
+    assert moved > 1e-4
     for layout in layouts:
         name = f"two{len(layout)}"
         two = run_apart([*flags, *layout, "--save-hf", str(tmp_path / f"{name}_hf")], tmp_path / name, ranks=2)

@@ -66,6 +66,8 @@ class LossOutputs:
     """Scalar, with gradient."""
     denominator: Tensor
     """int32 scalar: tokens or rollouts; 0 but on context-parallel rank 0."""
+    contributing: Tensor
+    """Scalar: tokens with a gradient, the accepted ones, or all of the mask with a pull to the rollout policy."""
     sums: StepSums
     """What metrics are computed from."""
     record: TokenRecord
@@ -140,6 +142,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     return LossOutputs(
         numerator=numerator,
         denominator=sums.loss_denominator.to(torch.int),
+        contributing=sums.accepted_tokens if sums.rollout_pull is None else sums.masked_in_tokens,
         sums=sums,
         record=TokenRecord(
             log_probs_L=inputs.log_probs_L.detach(),

@@ -29,7 +29,7 @@ def outputs(inputs: LossInputs, numerator: Tensor) -> LossOutputs:
     sums: Any = Values([torch.stack([inputs.log_probs_L, inputs.entropy_L]).detach()])
     no_record: Any = None
     count = torch.tensor(len(inputs.log_probs_L), dtype=torch.int)
-    return LossOutputs(numerator=numerator, denominator=count, sums=sums, record=no_record)
+    return LossOutputs(numerator=numerator, denominator=count, contributing=count, sums=sums, record=no_record)
 
 
 def likelihood(inputs: LossInputs) -> LossOutputs:

@@ -112,7 +112,7 @@ class TrainingEngine:
         self.poison = torch.zeros([], device=parallel.backend.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
         self.contributing = torch.zeros([], dtype=torch.float64, device=parallel.backend.device)
-        """Tokens with a gradient in the micro-batches of this rank: accepted ones, with a rollout pull all."""
+        """Sum of `LossOutputs.contributing` over the micro-batches of this rank."""
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
         self.token_budget = self._token_budget()
         """None if micro-batches have a fixed number of samples."""
@@ -383,9 +383,8 @@ class TrainingEngine:
             inputs = replace(inputs, sequences=sequences, logits=micro.logits)
         outputs = loss(inputs)
         self.poison += outputs.numerator.detach() * 0.0
-        sums = outputs.sums
-        self.contributing += sums.accepted_tokens if sums.rollout_pull is None else sums.masked_in_tokens
-        return outputs.numerator, outputs.denominator, sums
+        self.contributing += outputs.contributing
+        return outputs.numerator, outputs.denominator, outputs.sums
 
     def _step_if_finite(self) -> float:
         """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping.
