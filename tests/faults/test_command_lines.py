@@ -246,7 +246,7 @@ WORDS = [
     ["--load-debug-rollout-data", "model"],
     ["--context-parallel-size", "4096"],
     ["--use-tis", "--tis-lower-bound", "3", "--tis-mode", "clip"],
-    ["--use-tis", "--tis-upper-bound", "inf"],
+    ["--use-tis", "--tis-upper-bound", "-inf"],
     ["--use-rs", "--rs-upper-bound", "0.5", "--rs-lower-bound", "0.6"],
     ["--rs-veto-threshold", "1"],
     ["--rollout-engine", "sglang", "--sglang-url", "http://" + "a" * 4000],

@@ -99,7 +99,7 @@ def test_a_killed_run_resumes_bitwise(flags: list[str], tmp_path: Path, tally: C
             kind, moment, delay = [
                 ("saving", within_a_save(save, chance.randint(0, 1)), 0.04),
                 ("after", after_a_save(save, chance.randint(1, 2)), 0.004),
-                ("anywhere", lambda: True, 2.0),
+                ("anywhere", lambda: True, 1.4),
             ][number % 3]
             if kill(run, moment, chance.uniform(0, delay)):
                 failure = damage(save) if group_is_empty(run.pid) else "left a process running"
