@@ -13,13 +13,46 @@ from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.servers import RealServer
-from tests.test_agents import AGENTS
 
+AGENT = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+
+async def search(args, sample, sampling_params):
+    # the pattern of slime's example search-r1: text to the server's address, stop strings, observations in between
+    tokenizer = GenerateState(args).tokenizer
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    sampling_params = {**sampling_params, "stop": ["3", "7"], "max_new_tokens": 6}
+    response, response_ids, loss_mask, log_probs = "", [], [], []
+    for _ in range(3):
+        payload = {"sampling_params": sampling_params, "return_logprob": True}
+        payload |= {"input_ids": prompt_ids + response_ids} if sample.index % 2 else {"text": sample.prompt + response}
+        output = await post(url, payload)
+        pairs = output["meta_info"]["output_token_logprobs"]
+        response += output["text"]
+        response_ids += [pair[1] for pair in pairs]
+        loss_mask += [1] * len(pairs)
+        log_probs += [pair[0] for pair in pairs]
+        if output["meta_info"]["finish_reason"]["type"] == "length":
+            break
+        found = tokenizer("12>", add_special_tokens=False)["input_ids"]
+        response += "12>"
+        response_ids += found
+        loss_mask += [0] * len(found)
+        log_probs += [0.0] * len(found)
+    sample.tokens, sample.response_length = prompt_ids + response_ids, len(response_ids)
+    sample.response, sample.loss_mask, sample.rollout_log_probs = response, loss_mask, log_probs
+    sample.status = Sample.Status.COMPLETED
+    return sample
+"""
 GREEDY = Sampling(temperature=0.0, max_response_len=6, n_samples=2)
 
 
 def function(checkpoint: Path, directory: Path, address: tuple[str, int]) -> GenerateFunction:
-    (directory / "agents.py").write_text(AGENTS)
+    (directory / "agents.py").write_text(AGENT)
     config = RolloutConfig(
         prompt_data="p",
         rollout_batch_size=2,
