@@ -98,3 +98,12 @@ def test_micro_batches_without_advantages_have_no_backward_pass(
     assert gradients.count(False) == without_gradient
     for one, other in zip(skipped, whole, strict=True):
         assert training_metrics(one) == pytest.approx(training_metrics(other), rel=1e-4, abs=1e-5)
+
+
+def test_the_effective_share_of_sequences_scales_the_learning_rate(run: Run) -> None:
+    flags = ["--ess-lr-scaling", "sqrt", "--rollout-precision", "fp8", "--lr", "1e-3"]
+    rows = [row for row in run(*flags, "--micro-batch-size", "1") if "train/lr" in row]
+    assert rows
+    for row in rows:
+        assert 0 < row["train/effective_sequence_share"] < 0.999
+        assert row["train/lr"] == pytest.approx(1e-3 * row["train/effective_sequence_share"] ** 0.5)

@@ -164,6 +164,9 @@ def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extre
         "mismatch_k3_kl": max(sums.ratio_minus_1 - sums.log_ratio, 0.0) / tokens,  # never negative but by rounding
         "mismatch_chi2_token": sums.ratio_squared_minus_1 / tokens,
         "mismatch_chi2_seq": sums.sequence_ratio_squared_minus_1 / sums.sequences,
+        "effective_sequence_share": sums.sequence_weight
+        * sums.sequence_weight
+        / (sums.sequences * sums.sequence_weight_squared),
         "train_rollout_logprob_abs_diff": sums.abs_log_ratio / tokens,
     }
     if sums.measured_sequences:

@@ -25,6 +25,8 @@ from slime_tis.correction.sums import (
 
 LARGEST_EXPONENT = 700.0
 """The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at e^20."""
+SQUARED_EXPONENT = 340.0
+"""The effective sample size takes ratios up to e^340: the square of a sum of a million of them is finite."""
 LOG_PPL_BOUND = 80.0
 """exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
 
@@ -75,6 +77,7 @@ def sequence_pass(
         accept_S = accept_S * indicator(torch.gt, weight_S, 0.0)
     accepted_S = accept_S * sums_S.accepted
     perplexity = _perplexity(sums_S, finite_S, measured_S)
+    ratio_of_sequence_S = _ratio(sums_S.log_ratio, SQUARED_EXPONENT) * nonempty_S
     terms_S = BatchSums(
         sequences=nonempty_S,
         measured_sequences=measured_S,
@@ -87,6 +90,8 @@ def sequence_pass(
         ratio_minus_1=sums_S.ratio_minus_1,
         ratio_squared_minus_1=sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1,
         sequence_ratio_squared_minus_1=torch.expm1(2 * sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
+        sequence_weight=ratio_of_sequence_S,
+        sequence_weight_squared=ratio_of_sequence_S.square(),
         perplexity=perplexity,
         weights=weights,
         mean_weights=mean_weights,

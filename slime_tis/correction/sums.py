@@ -124,6 +124,9 @@ class BatchSums(Generic[V]):
     """ρ² − 1 over tokens."""
     sequence_ratio_squared_minus_1: V
     """ρ² − 1 over sequences, with ρ = exp(clamp(Σ Δ, −20, 20))."""
+    sequence_weight: V
+    """ρ over sequences, with ρ = exp(clamp(Σ Δ, −340, 340)), as the next."""
+    sequence_weight_squared: V
     perplexity: PerplexitySums[V]
     weights: WeightSums[V] | None
     """Under `use_tis`, over tokens if weights differ from token to token, else over sequences."""

@@ -6,6 +6,7 @@ for each step: batch → old log-probs if needed → correction of the global ba
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossStep, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
 from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_metrics
-from slime_tis.policy.step_sums import step_metrics
+from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fixed_partition, shard, unshard
@@ -312,6 +313,7 @@ class Learner:
             loss if self.dump is None else recorded,
             source=step.routing_record,
             scales_with_advantages=self._scales_with_advantages,
+            rate_scale=self._rate_scale,
         )
         self._dump(step, advantages, recorded, known)
         with self.engine.timer("metrics"):
@@ -323,6 +325,16 @@ class Learner:
                 measured |= self._mismatch(trained, loss.statistics if self.parallel.is_last_stage else None)
             metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
         return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
+
+    def _rate_scale(self, sums: StepSums | None) -> float:
+        """Returns --ess-lr-scaling's factor of the learning rate, from the global batch, on every rank."""
+        scaling, share = self.engine.config.ess_lr_scaling, 1.0
+        if scaling == "off":
+            return share
+        if sums is not None:
+            share = sums.statistics.all_reduce(self.parallel.ranks).metrics().get("effective_sequence_share", 1.0)
+        share = self.parallel.broadcast_from_last_stage(share)
+        return math.sqrt(share) if scaling == "sqrt" else share
 
     def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
         """Adds the step's tokens to the dump of each data-parallel rank.

@@ -48,6 +48,13 @@ def expected_correction(
     return result
 
 
+def ess_share(log_weights: list[float]) -> float:
+    """(Σ w)² / (n Σ w²), from the largest weight, so that nothing overflows."""
+    bounded = [min(max(x, -340.0), 340.0) for x in log_weights]
+    relative = [math.exp(x - max(bounded)) for x in bounded]
+    return math.fsum(relative) ** 2 / (len(relative) * math.fsum(x * x for x in relative))
+
+
 def _log_ratios(
     config: RolloutCorrectionConfig, train: list[float], rollout: list[float], mask: list[bool]
 ) -> tuple[list[float], list[bool], int]:
@@ -327,6 +334,7 @@ def _mismatch(
         "mismatch_k3_kl": mean([ratio(x) - 1 - x for x in deltas]),
         "mismatch_chi2_token": mean([ratio(x) ** 2 - 1 for x in deltas]),
         "mismatch_chi2_seq": mean([ratio(math.fsum(ratios[s])) ** 2 - 1 for s in present]),
+        "effective_sequence_share": ess_share([math.fsum(ratios[s]) for s in present]),
         "train_rollout_logprob_abs_diff": mean([abs(x) for x in deltas]),
     }
     if not measured:

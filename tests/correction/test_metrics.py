@@ -29,6 +29,7 @@ MISMATCH = {
     "mismatch_ppl_ratio": (2**-0.5 + 4) / 2,
     "mismatch_chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
     "mismatch_chi2_seq": (4 + 1 / 16) / 2 - 1,
+    "effective_sequence_share": (2 + 1 / 4) ** 2 / (2 * (4 + 1 / 16)),
     "train_rollout_logprob_abs_diff": (LN2 + 0 + 2 * LN2) / 3,
 }
 

@@ -169,3 +169,15 @@ def test_sequence_error_equals_nemo_rl(case: Case) -> None:
     expected = case.output("row_error").double()
     finite = mask.any(1) & (expected < 1e6)
     torch.testing.assert_close(error[finite], expected[finite], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", cases("vcpo.ess_step", use_clipped=False, scaling_rule="sqrt"))
+def test_effective_share_of_sequences_equals_vcpo(case: Case) -> None:
+    mask = case.input("mask").bool()
+    result = correct(RolloutCorrectionConfig(), case.input("old"), case.input("sampler"), mask)
+    log_weights = ((case.input("old").double() - case.input("sampler")) * mask).sum(1)[mask.any(1)]
+    exact = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp().item() / len(log_weights)
+    share = result.statistics.metrics()["effective_sequence_share"]
+    assert share == pytest.approx(exact, rel=1e-5)
+    if mask.any(1).all() and case.outputs["ess"] != "nan":  # VCPO counts fully masked rows; its float32 overflows
+        assert min(1.0, share / case.params["base_ess_ratio"]) ** 0.5 == pytest.approx(case.outputs["lr_scale"], 1e-5)

@@ -167,6 +167,7 @@ class TrainingEngine:
         *,
         source: RoutingRecord | None = None,
         scales_with_advantages: bool = False,
+        rate_scale: Callable[[StepSums | None], float] = lambda sums: 1.0,
     ) -> StepResult:
         """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
 
@@ -174,7 +175,8 @@ class TrainingEngine:
         momentum and weight decay. They also stay if the gradient is not finite.
 
         `scales_with_advantages`: each token's loss is a multiple of its advantage, so that the backward pass of a
-        micro-batch without advantages may be skipped. `source`: see `RoutingReplay.begin`.
+        micro-batch without advantages may be skipped. `source`: see `RoutingReplay.begin`. `rate_scale`: gives the
+        factor of the learning rate from this rank's sums; every rank calls it.
         """
         self._skips = scales_with_advantages and self.skips_backward
         self.ddp.zero_grad_buffer()
@@ -188,11 +190,12 @@ class TrainingEngine:
         contributes = self.parallel.largest(int(self.contributing > 0)) > 0
         loss_denominator = int(self.loss_denominator) if contributes else 0
         grad_norm = 0.0
+        merged = reduce(lambda left, right: left.merge(right), sums) if sums else None
         if loss_denominator > 0:
             with self.timer("optimizer_step"):
-                grad_norm = self._step_if_finite()
+                grad_norm = self._step_if_finite(rate_scale(merged))
         return StepResult(
-            sums=reduce(lambda left, right: left.merge(right), sums) if sums else None,
+            sums=merged,
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             loss_denominator=loss_denominator,
@@ -386,8 +389,10 @@ class TrainingEngine:
         self.contributing += outputs.contributing
         return outputs.numerator, outputs.denominator, outputs.sums
 
-    def _step_if_finite(self) -> float:
+    def _step_if_finite(self, rate_scale: float) -> float:
         """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping.
+
+        `rate_scale` multiplies the scheduled learning rate of this step.
 
         These are the parts of megatron-core's `step`, with a check of the norm between them.
         """
@@ -395,6 +400,8 @@ class TrainingEngine:
         if not math.isfinite(norm):
             return norm
         self.scheduler.step(1)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= rate_scale
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and self.config.clip_grad > 0:

@@ -99,6 +99,9 @@ class MegatronConfig:
     )
     """Optimizer steps until the decay reaches min_lr; unset means the whole run."""
 
+    ess_lr_scaling: Literal["off", "sqrt", "linear"] = optimizer_option("off")
+    """Multiply the learning rate of a step by effective_sequence_share of its global batch, or by the root of it."""
+
     weight_decay: Annotated[float, Limits(ge=0, le=100)] = optimizer_option(0.01)
     """Decoupled weight decay of Adam, per unit of learning rate; biases and norms are exempt."""
 
