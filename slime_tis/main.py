@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
 
     text = "print a launch script of slime in the flags of train.py, without running it"
-    port = commands.add_parser("port", help=text, description=f"{text.capitalize()}.")
+    port = commands.add_parser("port", help=text, description=f"{text.capitalize()}. Needs the extra train.")
     port.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
 
     dumps = "directory of a run, or dumps of tokens: a file or a directory"

@@ -53,6 +53,10 @@ SCRIPTS = {
     "environment": ("CUDA=1 python /root/slime/train.py --a", "--a"),
     "case": ('case $X in\n  a) Y=1 ;;\n  *) Y=2 ;;\nesac\npython train.py --a "1 \\" 2"', ["--a", '1 " 2']),
     "loop": ("for ((i=0; i<3; i++)); do B+=($i); done\npython train.py --a", "--a"),
+    "several variables in a word": (
+        "H=h P=1\nA=(--u http://$H:$P/g)\npython train.py ${A[@]} x$H:$P",
+        "--u http://h:1/g xh:1",
+    ),
     "the last of two": ("python train.py --a\npython train.py --b", "--b"),
 }
 
@@ -106,12 +110,9 @@ def test_pythonpath(script, line):
 
 
 REFUSED = {
-    "an open quote": ("echo 'open\npython train.py", 'line 1: "\'o" has no end'),
-    "an open array": ("A=(\n--a", "line 1: '(' has no end"),
-    "an open substitution": ("echo\necho $(a", "line 2: '$(' has no end"),
+    "an open quote": ("echo\necho 'open\npython train.py", "line 2 and what follows it are not understood"),
     "no training": ("echo hello", "no command that runs train.py"),
-    "null bytes": ("python train.py\0", "null bytes"),
-    "nested too deeply": ("$(" * 5000, "nest more than"),
+    "nested too deeply": ("a && " * 5000, "too deeply"),
     "long variables": ("A=aa\n" + "A=$A$A\n" * 64 + "python train.py $A", "expand to more than"),
 }
 

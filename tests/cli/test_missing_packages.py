@@ -15,7 +15,7 @@ sys.modules.update(dict.fromkeys({missing!r}))
 from slime_tis.main import main
 sys.exit(main({argv!r}))
 """
-TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib")
+TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib", "tree_sitter")
 """Packages that the extra analysis does not bring along."""
 ALL = (*TRAIN, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
 """Packages that a base install does not bring along."""
@@ -47,6 +47,7 @@ NEEDS = {
     "train": (("train", *CHECKPOINT, *BATCH), "train"),
     "train with YAML": (("train", "--custom-config-path", "run.yaml"), "train"),
     "demo": (("demo",), "train"),
+    "port": (("port", "run.sh"), "train"),
     "report": (("report", "dump.jsonl"), "analysis"),
     "diagnose": (("diagnose", "dump.jsonl"), "analysis"),
 }
@@ -60,9 +61,7 @@ def test_a_command_names_the_extra_that_it_needs(command: str, tmp_path: Path) -
     assert f"pip install 'slime_tis[{extra}]'" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "argv", [("--version",), ("port", "run.sh"), ("train", "--help"), ("report", "--help")], ids=" ".join
-)
+@pytest.mark.parametrize("argv", [("--version",), ("train", "--help"), ("report", "--help")], ids=" ".join)
 def test_a_base_install_is_enough(argv: tuple[str, ...], tmp_path: Path) -> None:
     ended = run(tmp_path, (*ALL, "numpy"), *argv)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -221,7 +221,7 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     file = None if path is None or path.unset else Path(path.value)
     given: dict[str, Given] = {}
     if file is not None or flags.overrides:
-        from slime_tis.trainer.cli.yaml_options import read_yaml  # PyYAML: `slime-tis port` works without it
+        from slime_tis.trainer.cli.yaml_options import read_yaml  # PyYAML: --help works without it
 
         given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
     for name, one in flags.given.items():

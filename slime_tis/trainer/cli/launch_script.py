@@ -1,21 +1,22 @@
 """Reads the training command out of a bash launch script; executes nothing.
 
-Supported: assignments (`=`, `+=`, arrays), `source`, quotes, here-documents, redirections, `$X`, `${X}`, `${X[@]}`,
+tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `source`, `$X`, `${X}`, `${X[@]}`,
 `${X:-default}` and its relatives, and the script's own directory. The output of other commands and other expansions
 become marks in the word. An assignment in a block counts if the variable has no other value, and a note names it.
 """
 
 import re
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile
 from pathlib import Path
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
 
 MAX_SCRIPT_BYTES = 1 << 18
 MAX_EXPANDED_CHARACTERS = 1 << 22
 """Characters that all variables of a script expand to, together."""
-MAX_FILES, MAX_SOURCE_DEPTH, MAX_NESTING = 16, 4, 20
+MAX_FILES, MAX_SOURCE_DEPTH = 16, 4
 PROGRAMS = ("train.py", "train_async.py")
 
 UNSET, END, DOUBT = "\ue000", "\ue001", "\ue002"
@@ -24,35 +25,16 @@ OUTPUT = UNSET + END
 """Mark in expanded words for the output of a command."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-TOKEN = re.compile(
-    rf"""(?P<join>\\\n) | (?P<blank>[^\S\n]+ | (?<![^\s;|&()])\#[^\n]*)
-    | (?P<array>{NAME}\+?=\() | (?P<arithmetic>\(\() | (?P<quote>\$?'|["`]|\$[({{])
-    | (?P<heredoc><<-?[ \t]*(?!<)['"\\]?(?P<delimiter>[\w.-]+)['"]?)
-    | (?P<redirect>(?:\d*|&)(?:<<<|>>|>\||<>|[<>])&?(?P<copied>(?<=&)(?:\d|-))?)
-    | (?P<end>[\n;|&()]|\Z) | (?P<word>(?:[^\s\\'"`$();|&<>]+|\\.)+ | [$\\])""",
-    re.VERBOSE | re.ASCII,
-)
-CLOSERS = {"'": "'", "$'": "'", '"': '"', "`": "`", "$(": ")", "${": "}", "(": ")"}
-"""The end of a span, by its beginning."""
-IN_QUOTES = re.compile(r'\\.|\$[({]|["`]', re.DOTALL)
-UNQUOTED = re.compile(r"""\\.|(?<![^\s(;])#[^\n]*|\$?'|\$[({]|["`()}]""", re.DOTALL | re.ASCII)
-SINGLE_QUOTED = {"'": re.compile(r"[^']*'"), "$'": re.compile(r"(?:[^'\\]|\\.)*'", re.DOTALL)}
-
-PIECE = re.compile(r"""([^\\'"`$]+)|\\(.?)|\$?'|"|`|\$""", re.DOTALL)
-QUOTED_PIECE = re.compile(r'((?:[^\\`$]|\\(?![\\$`"\n]))+)|\\(.)|`|\$', re.DOTALL)
-ASSIGNMENT = re.compile(rf"({NAME})(\+?)=(.*)", re.DOTALL)
-PARAMETER = re.compile(rf"({NAME})(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
-VARIABLE = re.compile(rf"\$({NAME}|[0-9@*#?$!-])")
-WHOLE_VARIABLE = re.compile(rf"\$\{{?({NAME})(\[@\])?\}}?")
+PARAMETER = re.compile(rf"({NAME})(\[[@*]\])?(?:(:?[-=+?]).*)?", re.DOTALL)
+WHOLE_VARIABLE = re.compile(rf'"\$\{{?({NAME})(\[@\])?\}}?"')
 DOUBTS = re.compile(f"{DOUBT}([^{END}]*){END}")
 SCRIPT_ITSELF = re.compile(r"\bBASH_SOURCE\b|\$0|\$\{0\}")
 PYTHON_PATH = re.compile(
     rf"""^[^#\n]*PYTHONPATH\\?"?\s*[:=]\s*\\?["']?((?:[^"'\\\s`$]|\$\{{{NAME}\}}|\$(?={NAME}))+)""", re.MULTILINE
 )
-BLOCK_STARTS = {"if", "for", "while", "until", "case", "select", "{"}
-BLOCK_ENDS = {"fi", "done", "esac", "}"}
-KEYWORDS = BLOCK_STARTS | BLOCK_ENDS | {"then", "else", "elif", "do", "!", "time", "exec", "nohup", "sudo", "in"}
-DECLARATIONS = {"export", "local", "declare", "readonly", "typeset"}
+BLOCKS = ("if_statement", "case_statement", "compound_statement", "do_group")
+SUBSTITUTIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
+BASH = Parser(Language(tree_sitter_bash.language()))
 
 
 @dataclass(frozen=True)
@@ -74,9 +56,15 @@ def read_launch(path: str | Path) -> Launch:
     if path.suffix == ".py":
         raise ValueError(f"{str(path)!r} is a Python program; write `python train.py FLAGS` into a file for port.")
     reader = _Reader(path.parent.absolute(), files={path.resolve()})
-    reader.read(_text_of(path), depth=0)
+    try:
+        reader.read(_text_of(path), depth=0)
+    except RecursionError:
+        raise ValueError(f"{str(path)!r} nests its commands too deeply to be read.") from None
     if not reader.launches:
-        raise ValueError(f"{str(path)!r} has no command that runs {' or '.join(PROGRAMS)}; give a slime launch script.")
+        broken = "".join(f" ({note})" for note in reader.notes)[:200]
+        raise ValueError(
+            f"{str(path)!r} has no command that runs {' or '.join(PROGRAMS)}{broken}; give slime's script."
+        )
     if len(reader.launches) > 1:
         reader.notes.append(f"the script runs training {len(reader.launches)} times; this is the last command")
     program, words = reader.launches[-1]
@@ -98,81 +86,12 @@ def legible(word: str) -> str:
 
 
 def _text_of(path: Path) -> str:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{str(path)!r} is not a file; give a slime launch script.")
-        if status.st_size > MAX_SCRIPT_BYTES:
-            raise ValueError(f"{str(path)!r} has {status.st_size} bytes; a script has at most {MAX_SCRIPT_BYTES}.")
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not text: byte {error.start} is not UTF-8.") from None
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
-    if "\0" in text:
-        raise ValueError(f"{str(path)!r} is not text: it has null bytes.")
-    return re.sub(f"[{UNSET}{END}{DOUBT}]", "?", text).replace("\r\n", "\n")
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yields the simple commands of a script as lists of raw words, with quotes and without redirections."""
-    words: list[str] = []
-    delimiters: list[str] = []
-    word, is_redirected, index = "", False, 0
-    while index <= len(text):
-        token = TOKEN.match(text, index)
-        assert token is not None
-        kind, start, index = token.lastgroup, index, token.end() + (not token[0])
-        if kind in ("quote", "array", "arithmetic"):
-            index = _end_of_span(text, index - 1 if kind == "array" else start)
-            word += text[start:index] * (kind != "arithmetic")
-            continue
-        if kind in ("word", "join"):
-            word += token[0] * (kind == "word")
-            continue
-        if word and not is_redirected:
-            words.append(word)
-        is_redirected = (is_redirected and not word) if kind == "blank" else False
-        is_redirected |= kind == "redirect" and token["copied"] is None
-        word = ""
-        delimiters += [token["delimiter"]] if kind == "heredoc" else []
-        if kind == "end":
-            if words:
-                yield words
-            words = []
-        if token[0] == "\n":
-            index = _end_of_documents(text, index, delimiters)
-            delimiters = []
-
-
-def _end_of_documents(text: str, index: int, delimiters: list[str]) -> int:
-    """Returns the index behind the here-documents that begin at `index`."""
-    for delimiter in delimiters:
-        end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(text, index)
-        index = end.end() if end else len(text)
-    return index
-
-
-def _end_of_span(text: str, start: int) -> int:
-    """The index behind the quotes, substitution or parentheses that begin at `start`, in linear time."""
-    closers: list[str] = []
-    index = start
-    while True:
-        inner = closers[-1] if closers else ""
-        token = (IN_QUOTES if inner in ('"', "`") else UNQUOTED).search(text, index)
-        is_quote = token is not None and token[0] in SINGLE_QUOTED
-        if token and is_quote:
-            token = SINGLE_QUOTED[token[0]].match(text, token.end())
-        if token is None or len(closers) > MAX_NESTING:
-            line, opener = text.count("\n", 0, start) + 1, text[start : start + 2].strip()
-            raise ValueError(f"line {line}: {opener!r} has no end, or spans nest more than {MAX_NESTING} deep.")
-        index = token.end()
-        if not is_quote and token[0] == inner:
-            closers.pop()
-        elif not is_quote and token[0] in CLOSERS and (token[0], inner) not in (("(", "}"), ('"', "`")):
-            closers.append(CLOSERS[token[0]])
-        if not closers:
-            return index
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} cannot be read: it is not a file; give a slime launch script.")
+    if path.stat().st_size > MAX_SCRIPT_BYTES:
+        raise ValueError(f"{str(path)!r} is too large; a script has at most {MAX_SCRIPT_BYTES} bytes.")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return re.sub(f"[{UNSET}{END}{DOUBT}\0]", "?", text)
 
 
 @dataclass
@@ -193,33 +112,42 @@ class _Reader:
 
     def read(self, text: str, depth: int) -> None:
         """Follows assignments, sourced files and training commands."""
-        block = 0
-        for words in _commands(text):
-            command = list(dropwhile(KEYWORDS.__contains__, words))
-            for word in words[: len(words) - len(command)]:
-                block = max(0, block + (word in BLOCK_STARTS) - (word in BLOCK_ENDS))
-            if command:
-                self._follow(command, depth, conditional=block > 0)
+        root = BASH.parse(text.encode()).root_node
+        if root.has_error:
+            self.notes.append(f"line {_error_row(root) + 1} and what follows it are not understood")
+        self._follow(root, depth)
         for match in PYTHON_PATH.finditer(text):
-            self.python_path = self._value(f'"{match[1]}"')
+            self.python_path = self._value(_in_quotes(match[1].encode()))
 
-    def _follow(self, words: list[str], depth: int, conditional: bool) -> None:
-        if words[0] in DECLARATIONS:
-            words = [word for word in words[1:] if not word.startswith("-")]
-        command = list(dropwhile(ASSIGNMENT.fullmatch, words))
-        if not command or command[0] in ("source", "."):
-            for word in words[: len(words) - len(command)]:
-                self._assign(word, conditional)
-            if command[1:]:
-                self._source(self._value(command[1]), depth)
-        elif any("train" in word.lower() for word in command):
-            self._note_launch(command, depth)
+    def _follow(self, node: Node, depth: int, conditional: bool = False) -> None:
+        if node.type == "variable_assignment":
+            self._assign(node, conditional)
+        elif node.type == "command" or (node.type == "redirected_statement" and node.children[0].type == "command"):
+            self._run(node, depth, conditional)
+        elif node.type not in ("string", "command_substitution"):
+            for child in node.named_children:
+                self._follow(child, depth, conditional or node.type in BLOCKS)
 
-    def _note_launch(self, command: Iterable[str], depth: int) -> None:
+    def _run(self, node: Node, depth: int, conditional: bool) -> None:
+        """Reads a sourced file, or keeps the words after train.py."""
+        command = node if node.type == "command" else node.children[0]
+        assignments = [child for child in command.named_children if child.type == "variable_assignment"]
+        words = command.named_children[len(assignments) :]
+        for redirect in node.named_children if node is not command else ():  # may take later words for destinations
+            words += redirect.children_by_field_name("destination")[1:]
+        for assignment in assignments:  # of `A=1 B=2` the grammar takes the next line for the command
+            if words[0].text in (b"source", b".") or assignment.end_point.row < words[0].start_point.row:
+                self._assign(assignment, conditional)
+        if words[0].text in (b"source", b"."):
+            self._source(self._value(words[1]) if words[1:] else "", depth)
+        elif b"train" in _bytes(command).lower():
+            self._note_launch(words, depth)
+
+    def _note_launch(self, command: Sequence[Node], depth: int) -> None:
         """Keeps the words after train.py; reads a command inside a word, as in `bash -c`."""
         program, words = "", list[str]()
-        for raw in command:
-            for word in self._expand(raw):
+        for node in _joined(command):
+            for word in self._expand(node):
                 name = DOUBTS.sub("", word).rpartition("/")[2]
                 if program:
                     words.append(word)
@@ -231,13 +159,14 @@ class _Reader:
         if program:
             self.launches.append((program, words))
 
-    def _assign(self, word: str, conditional: bool) -> None:
-        match = ASSIGNMENT.fullmatch(word)
-        assert match is not None
-        name, append, value = match.groups()
-        is_array = value.startswith("(") and value.endswith(")")
-        if is_array:
-            words = [each for raws in _commands(value[1:-1]) for raw in raws for each in self._expand(raw)]
+    def _assign(self, node: Node, conditional: bool) -> None:
+        name, value = _text(node.child_by_field_name("name")), node.child_by_field_name("value")
+        append, is_array = b"+=" in [child.text for child in node.children], value is not None and value.type == "array"
+        if value is None:
+            words = [""]
+        elif is_array:
+            items = _joined(child for child in value.named_children if child.type != "comment")
+            words = [word for item in items for word in self._expand(item)]
         else:
             words = ["".join(self._expand(value, split=False))]
         known = self.variables.get(name)
@@ -267,102 +196,85 @@ class _Reader:
 
     def _find(self, name: str) -> Path | None:
         """The sourced file where the script says, or in slime's scripts/models next to or above the script."""
-        places = [] if _is_open([name]) else [self.directory / name]
+        paths = [] if _is_open([name]) else [self.directory / name]
         if "models/" in name:
             tail = name[name.rindex("models/") :]
             above = (self.directory, *self.directory.parents[:3])
-            places += [each / folder / tail for each in above for folder in ("", "scripts")]
-        for place in places if name else ():
-            try:
-                if place.exists():
-                    return place
-            except (OSError, ValueError):
-                continue
-        return None
+            paths += [each / folder / tail for each in above for folder in ("", "scripts")]
+        return next((path for path in paths if path.is_file()), None)
 
-    def _value(self, raw: str) -> str:
-        """The text that a raw word expands to."""
-        return DOUBTS.sub("", "".join(self._expand(raw, split=False)))
+    def _value(self, node: Node) -> str:
+        """The text that a word expands to."""
+        return DOUBTS.sub("", "".join(self._expand(node, split=False)))
 
-    def _expand(self, raw: str, *, split: bool = True) -> list[str]:
-        """The words that bash makes of a raw word; none for an unquoted variable that is empty."""
-        words: list[list[str]] = []
+    def _expand(self, node: Node, *, split: bool = True) -> list[str]:
+        """The words that bash makes of a node; none for an unquoted variable that is empty."""
+        words: list[str] = []
         is_open = False
-        for values in self._pieces(raw, split):
+        for values in self._pieces(node, split):
             for number, value in enumerate(values):
                 if number or not is_open:
-                    words.append([])
-                words[-1].append(value)
+                    words.append("")
+                words[-1] += value
                 is_open = True
-        return ["".join(parts) for parts in words]
+        return words
 
-    def _pieces(self, raw: str, split: bool) -> Iterator[list[str]]:
+    def _pieces(self, node: Node, split: bool) -> Iterator[list[str]]:
         """The values of a word's pieces; the first value of a piece continues the current word."""
-        index = 0
-        while index < len(raw):
-            piece = PIECE.match(raw, index)
-            assert piece is not None
-            start, index = index, piece.end()
-            if piece[1] or piece[0][0] == "\\":
-                yield [piece[1] or piece[2]]
-            elif piece[0][-1] == "'":
-                index = _end_of_span(raw, start)
-                yield [raw[piece.end() : index - 1]]
-            elif piece[0] == '"':
-                index = _end_of_span(raw, start)
-                inner = raw[start + 1 : index - 1]
-                whole = WHOLE_VARIABLE.fullmatch(inner)
-                if whole and (whole[2] or (whole[1].endswith("ARGS") and whole[1] not in self.variables)):
-                    values = self._look_up(whole[1], every=True)
-                    yield values if split else [" ".join(values)]
-                else:
-                    yield ["".join(self._quoted(inner))]
+        if node.type in SUBSTITUTIONS:
+            values = self._substitute(node)
+            yield " ".join(values).split() if split else [" ".join(values)]
+        elif node.type == "string":
+            whole = WHOLE_VARIABLE.fullmatch(_text(node))
+            if whole and (whole[2] or (whole[1].endswith("ARGS") and whole[1] not in self.variables)):
+                values = self._look_up(whole[1], every=True)
+                yield values if split else [" ".join(values)]
             else:
-                values, index = self._substitute(raw, start)
-                yield " ".join(values).split() if split else [" ".join(values)]
+                yield ["".join(self._quoted(node))]
+        elif node.type in ("raw_string", "ansi_c_string"):
+            yield [_text(node).removeprefix("$")[1:-1]]
+        elif node.named_child_count:
+            for child in node.named_children:
+                yield from self._pieces(child, split)
+        else:
+            yield [re.sub(r"\\(\n)?(.?)", r"\2", _text(node), flags=re.DOTALL)]
 
-    def _quoted(self, inner: str) -> Iterator[str]:
-        """The text between double quotes, expanded."""
-        index = 0
-        while index < len(inner):
-            piece = QUOTED_PIECE.match(inner, index)
-            assert piece is not None
-            if piece[1] or piece[2]:
-                index = piece.end()
-                yield piece[1] or piece[2].strip("\n")
-            else:
-                values, index = self._substitute(inner, index)
-                yield " ".join(values)
+    def _quoted(self, node: Node) -> Iterator[str]:
+        """The text between double quotes, expanded; blanks between two expansions are no nodes."""
+        text, start = _bytes(node), 1
+        for child in [child for child in node.children if child.type in SUBSTITUTIONS]:
+            yield _unescaped(text[start : child.start_byte - node.start_byte])
+            yield " ".join(self._substitute(child))
+            start = child.end_byte - node.start_byte
+        yield _unescaped(text[start:-1])
 
-    def _substitute(self, text: str, start: int) -> tuple[list[str], int]:
-        """The value of the substitution that a `$` or a backquote begins, and the index behind it."""
-        if text[start] == "`" or text.startswith(("$(", "${"), start):
-            end = _end_of_span(text, start)
-            is_parameter = text.startswith("${", start)
-            return self._parameter(text[start + 2 : end - 1]) if is_parameter else self._run(text[start:end]), end
-        match = VARIABLE.match(text, start)
-        return (["$"], start + 1) if match is None else (self._look_up(match[1]), match.end())
-
-    def _run(self, command: str) -> list[str]:
-        """The directory if the command is an idiom for the script's own, else the mark of a command's output."""
-        body = command[2:-1].strip()
+    def _substitute(self, node: Node) -> list[str]:
+        """The value of an expansion; the directory for an idiom of the script's own, else the mark of an output."""
+        text = _text(node)
+        if node.type == "simple_expansion":
+            return self._look_up(text[1:])
+        if node.type == "expansion":
+            return self._parameter(node, text[2:-1])
+        body = text[2:-1].strip()
         if body.startswith("cd ") and body.endswith("&& pwd"):
-            return [self._value(body[3:-6].removeprefix("-- ").replace("&>/dev/null", "").strip())]
+            command = node.named_children[0].named_children[0]
+            return [self._value((command if command.type == "command" else command.named_children[0]).children[-1])]
         is_own = body.startswith("dirname ") and SCRIPT_ITSELF.search(body)
         return [str(self.directory) if is_own else OUTPUT]
 
-    def _parameter(self, inner: str) -> list[str]:
+    def _parameter(self, node: Node, inner: str) -> list[str]:
         """The value of ${...}: a variable or an array, or either with a default."""
         match = PARAMETER.fullmatch(inner)
         if match is None:  # ${#X}, ${X%Y}, ${!X}, ${X[1]}
             return [OUTPUT]
-        name, index, operator, alternative = match.groups()
+        name, index, operator = match.groups()
         value = self.variables.get(name)
         is_set = value is not None and not ((operator or "").startswith(":") and value in ([], [""]))
+        alternatives = node.named_children[1:]
         if operator and operator[-1] == "+":
-            return self._expand(alternative) if is_set else []
+            return [word for each in alternatives for word in self._expand(each)] if is_set else []
         if operator and operator[-1] in "-=" and not is_set:
-            return [" ".join(self._expand(alternative, split=False))]
+            return ["".join(word for each in alternatives for word in self._expand(each, split=False))]
         return self._look_up(name, every=index is not None)
 
     def _look_up(self, name: str, *, every: bool = False) -> list[str]:
@@ -381,3 +293,36 @@ class _Reader:
 
 def _is_open(words: list[str]) -> bool:
     return any(UNSET in word for word in words)
+
+
+def _error_row(node: Node) -> int:
+    """The row of the first part of the script that is not bash."""
+    broken = next((child for child in node.children if child.has_error), None)
+    return node.start_point[0] if node.is_error or broken is None else _error_row(broken)
+
+
+def _joined(nodes: Iterable[Node]) -> list[Node]:
+    """The words of a command or an array; the grammar divides some words with several variables."""
+    groups: list[list[Node]] = []
+    for node in nodes:
+        if groups and groups[-1][-1].end_byte == node.start_byte:
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    return [group[0] if len(group) == 1 else _in_quotes(b"".join(map(_bytes, group))) for group in groups]
+
+
+def _in_quotes(text: bytes) -> Node:
+    return BASH.parse(b'"' + text.replace(b'"', b"") + b'"').root_node
+
+
+def _bytes(node: Node | None) -> bytes:
+    return (node and node.text) or b""
+
+
+def _text(node: Node | None) -> str:
+    return _bytes(node).decode()
+
+
+def _unescaped(quoted: bytes) -> str:
+    return re.sub(r'\\(?:\n|([\\$`"]))', r"\1", quoted.decode())
