@@ -13,11 +13,6 @@ EXACT_MATCH = {
 }
 
 
-@pytest.mark.parametrize(("response", "label", "score"), EXACT_MATCH.values(), ids=EXACT_MATCH)
-def test_exact_match(response, label, score):
-    assert exact_match(response, label) == score
-
-
 MATH = {
     "last number of a sentence": ("so 3 + 4 = 7 apples.", "7", 1.0),
     "label with ####": ("so 3 + 4 = 7 apples.", "6 + 1 = 7\n#### 7", 1.0),
@@ -46,11 +41,6 @@ MATH = {
 }
 
 
-@pytest.mark.parametrize(("response", "label", "score"), MATH.values(), ids=MATH)
-def test_math(response, label, score):
-    assert math_match(response, label) == score
-
-
 F1 = {
     "articles and punctuation": ("The cat sat.", "a cat sat", 1.0),
     "two of three words": ("cat", "the black cat", 2 / 3),
@@ -58,12 +48,11 @@ F1 = {
     "nothing shared": ("dog", "cat", 0.0),
     "empty": ("", "cat", 0.0),
     "articles alone": ("the", "a", 1.0),
+    "yes": ("yes", "Yes.", 1.0),
+    "yes and more": ("yes it is", "yes", 0.0),
+    "no against no answer": ("no", "no answer", 0.0),
+    "yes against no": ("yes", "no", 0.0),
 }
-
-
-@pytest.mark.parametrize(("response", "label", "score"), F1.values(), ids=F1)
-def test_f1(response, label, score):
-    assert token_f1(response, label) == pytest.approx(score)
 
 
 # Expressions, as in slime: a number has to be given as a number, words as they are, the rest up to equality.
@@ -88,11 +77,6 @@ MATH_ON_EXPRESSIONS = {
 }
 
 
-@pytest.mark.parametrize(("answer", "label", "score"), MATH_ON_EXPRESSIONS.values(), ids=MATH_ON_EXPRESSIONS)
-def test_math_on_expressions(answer, label, score):
-    assert math_match(f"so \\boxed{{{answer}}}", label) == score
-
-
 DEEPSCALER = {
     "box after thinking": ("<think>hm</think> It is \\boxed{12}.", "12", 1.0),
     "box within thinking": ("<think>\\boxed{12}</think> It is 12.", "12", 0.0),
@@ -102,11 +86,6 @@ DEEPSCALER = {
     "empty label": ("</think>\\boxed{12}", "", 0.0),
     "empty box": ("</think>\\boxed{}", "12", 0.0),
 }
-
-
-@pytest.mark.parametrize(("response", "label", "score"), DEEPSCALER.values(), ids=DEEPSCALER)
-def test_deepscaler(response, label, score):
-    assert deepscaler(response, label) == score
 
 
 DAPO = {
@@ -121,24 +100,6 @@ DAPO = {
     "nothing after Answer": ("Answer:", "42", 0.0),
     "decimal label": ("Answer: 42", "42.0", 1.0),
 }
-
-
-@pytest.mark.parametrize(("response", "label", "acc"), DAPO.values(), ids=DAPO)
-def test_dapo(response, label, acc):
-    assert dapo(response, label) == {"score": 2 * acc - 1, "acc": acc}
-
-
-F1_OF_A = {
-    "yes": ("yes", "Yes.", 1.0),
-    "yes and more": ("yes it is", "yes", 0.0),
-    "no against no answer": ("no", "no answer", 0.0),
-    "yes against no": ("yes", "no", 0.0),
-}
-
-
-@pytest.mark.parametrize(("response", "label", "score"), F1_OF_A.values(), ids=F1_OF_A)
-def test_f1_of_a_verdict_is_all_or_nothing(response, label, score):
-    assert token_f1(response, label) == score
 
 
 CHOICES = {"choices": ["a red fox", "a blue whale", "a green frog", "none"]}
@@ -164,9 +125,31 @@ GPQA = {
 }
 
 
-@pytest.mark.parametrize(("response", "label", "metadata", "score"), GPQA.values(), ids=GPQA)
-def test_gpqa(response, label, metadata, score):
-    assert gpqa(response, label, metadata) == score
+SCORED = {
+    "exact_match": (exact_match, EXACT_MATCH),
+    "math": (math_match, MATH),
+    "math of expressions": (lambda answer, label: math_match(f"so \\boxed{{{answer}}}", label), MATH_ON_EXPRESSIONS),
+    "f1": (token_f1, F1),
+    "deepscaler": (deepscaler, DEEPSCALER),
+    "dapo": (lambda response, label: dapo(response, label)["acc"], DAPO),
+    "gpqa": (gpqa, GPQA),
+}
+
+
+@pytest.mark.parametrize(
+    ("score", "arguments", "expected"),
+    [
+        pytest.param(score, arguments, expected, id=f"{reward}: {name}")
+        for reward, (score, table) in SCORED.items()
+        for name, (*arguments, expected) in table.items()
+    ],
+)
+def test_scores(score, arguments, expected):
+    assert score(*arguments) == pytest.approx(expected)
+
+
+def test_dapo_reports_accuracy_and_score():
+    assert dapo("Answer: 41", "42") == {"score": -1.0, "acc": 0.0}
 
 
 def test_every_name_has_its_function():

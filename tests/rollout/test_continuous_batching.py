@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma2Config, LlamaConfig
+from transformers import Gemma2Config, LlamaConfig
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import SampleEngine, SampleKey, request_uniforms
@@ -20,8 +20,8 @@ from slime_tis.trainer.engines.local.continuous_batching import (
 )
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
-from slime_tis.trainer.engines.local.slot_cache import Slot, check_config
-from tests.checkpoints import EOS, SIZES, make_checkpoint
+from slime_tis.trainer.engines.local.slot_cache import check_config
+from tests.checkpoints import EOS, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -322,30 +322,6 @@ def test_the_context_ends_a_response(models):
     assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
 
 
-def test_multi_head_latent_attention_is_batched_too(models):
-    config = DeepseekV3Config(
-        **{**SIZES, "head_dim": None, "num_key_value_heads": 4, "max_position_embeddings": 512},
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=24,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        initializer_range=0.2,
-    )
-    torch.manual_seed(0)
-    model, (_, tokenizer) = DeepseekV3ForCausalLM(config).eval().requires_grad_(False), models("llama")
-    for _, ids, key, answer in episodes(model, tokenizer, range(4), turns=2)[0]:
-        tokens, log_probs = reference(model, ids, key)
-        assert answer.token_ids == tokens
-        torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), **EXACT)
-
-
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -368,21 +344,3 @@ def test_common_prefixes():
     assert common_prefix([1, 2], [1, 2, 4]) == 2
     assert common_prefix([7], [8]) == common_prefix([], [8]) == 0
     assert [whole_blocks(length) for length in (1, 32, 33, 255, 257)] == [32, 32, 64, 256, 320]
-
-
-def test_the_longest_prefix_is_found_by_comparing_what_may_be_longer(models, monkeypatch):
-    """Slots that begin alike and continue otherwise are distinguished by one token each."""
-    scheduler = scheduler_of(*models("llama"))
-    compared = []
-    monkeypatch.setattr(
-        continuous_batching, "common_prefix", lambda *pair: compared.append(pair) or common_prefix(*pair)
-    )
-    system = list(range(10, 40))
-    for place in range(50):
-        scheduler._slots.append(Slot(index=place, row=place, tokens=[*system, place, 1, 2], session=(place, None)))
-    found = scheduler._longest_prefix
-    assert found((99, None), [*system, 30, 1, 7, 7]) == (scheduler._slots[30], 32) and len(compared) == 2
-    assert found((99, None), [*system, 99, 1]) == (scheduler._slots[0], 30) and len(compared) == 3
-    assert found((4, None), [*system, 4, 1, 2, 8]) == (scheduler._slots[4], 33) and len(compared) == 3
-    assert found((4, None), [*system[:5], 9, 9]) == (scheduler._slots[4], 5)
-    assert found((99, None), [*system[:5], 9, 9]) == (None, 0)

@@ -43,28 +43,6 @@ def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_af
         assert math.isnan(found[0]) and found[1] == -0.5
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("nonsense", "line 2 is not a sample"),
-        ('{"prompt": {}}', "line 2 is not a sample"),
-    ],
-    ids=["no JSON", "missing fields"],
-)
-def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path) -> None:
-    save_samples(tmp_path / "x", [[sample(0, 0)]])
-    with open(tmp_path / "x", "a") as lines:
-        lines.write(line + "\n")
-    with pytest.raises(ValueError, match=message):
-        load_samples(tmp_path / "x", 1, 1)
-
-
-def test_lists_of_different_lengths_are_named(tmp_path: Path) -> None:
-    save_samples(tmp_path / "x", [[sample(0, 0, loss_mask=[1])]])
-    with pytest.raises(ValueError, match="response_length 2, rollout_log_probs 2, loss_mask 1"):
-        load_samples(tmp_path / "x", 1, 1)
-
-
 def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0), sample(0, 1)]])
     with pytest.raises(ValueError, match=r"has 1 prompts with \[2\] samples each, but --rollout-batch-size is 4"):
@@ -86,15 +64,6 @@ def test_samples_that_do_not_fit_the_model_are_refused(sizes: dict[str, int], me
     assert load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=5))
     with pytest.raises(ValueError, match=message):
         load_samples(tmp_path / "x", 1, 1, ModelSizes(**sizes))
-
-
-@pytest.mark.parametrize("reward", [1e308, float("nan"), "1", {"acc": 1.0}], ids=["overflow", "nan", "text", "dict"])
-def test_a_reward_that_cannot_be_trained_on_is_refused(reward: object, tmp_path: Path) -> None:
-    save_samples(tmp_path / "x", [[sample(0, 0)]])
-    row = json.loads((tmp_path / "x").read_text()) | {"reward": reward}
-    (tmp_path / "x").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match="line 1 has the reward"):
-        load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=None, context_len=None))
 
 
 def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -120,23 +89,28 @@ def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dtype": "float64"}, "dtype is 'float64'"),
-        ({"shape": [4, 1, 3]}, "cannot reshape"),
-        ({"shape": [-1, 1, 2]}, "its shape is"),
-        ({"shape": None}, "not iterable"),
-        ({"base64": "?"}, "base64"),
-    ],
-    ids=["dtype", "too large", "negative", "no shape", "not base64"],
-)
-def test_routing_that_is_not_a_tensor_is_named(changes: dict[str, object], message: str, tmp_path: Path) -> None:
-    save_samples(tmp_path / "x", [[sample(0, 0, rollout_routed_experts=torch.zeros(4, 1, 2, dtype=torch.uint8))]])
-    row = json.loads((tmp_path / "x").read_text())
-    row["rollout_routed_experts"] |= changes
-    (tmp_path / "x").write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=f"line 1 has rollout_routed_experts that are not a tensor: .*{message}"):
+ROUTING = {"dtype": "uint8", "shape": [4, 1, 2], "base64": "AAAAAAAAAAA="}
+DAMAGED: dict[str, tuple[dict[str, object], str]] = {
+    "missing fields": ({"prompt_row": None, "tokens": None}, "line 1 is not a sample"),
+    "another length": ({"loss_mask": [1]}, "response_length 2, rollout_log_probs 2, loss_mask 1"),
+    "overflowing reward": ({"reward": 1e308}, "line 1 has the reward"),
+    "reward of nan": ({"reward": math.nan}, "line 1 has the reward"),
+    "reward of text": ({"reward": "1"}, "line 1 has the reward"),
+    "type of a tensor": ({"rollout_routed_experts": ROUTING | {"dtype": "float64"}}, "dtype is 'float64'"),
+    "shape too large": ({"rollout_routed_experts": ROUTING | {"shape": [4, 1, 3]}}, "cannot reshape"),
+    "negative shape": ({"rollout_routed_experts": ROUTING | {"shape": [-1, 1, 2]}}, "its shape is"),
+    "not base64": ({"rollout_routed_experts": ROUTING | {"base64": "?"}}, "base64"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_line_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    save_samples(tmp_path / "x", [[sample(0, 0)]])
+    (tmp_path / "x").write_text(json.dumps(json.loads((tmp_path / "x").read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=None, context_len=None))
+    (tmp_path / "x").write_text("nonsense")
+    with pytest.raises(ValueError, match="line 1 is not a sample"):
         load_samples(tmp_path / "x", 1, 1)
 
 

@@ -60,16 +60,6 @@ def test_samples_are_numbered_and_belong_to_their_prompts(checkpoint, engine):
     assert len({tuple(sample.response_ids) for sample in (*groups[1], *groups[3])}) == 6  # a prompt that occurs twice
 
 
-def test_log_probs_are_those_of_one_forward_pass(checkpoint, engine):
-    for sample in (
-        s
-        for group in engine.submit_function(prompts_of(checkpoint), one_turn, RUN, 5, concurrency=64).result()
-        for s in group
-    ):
-        found = engine.prompt_log_probs(sample.tokens)["the local engine"][-sample.response_length :]
-        assert sample.rollout_log_probs == pytest.approx(found, abs=1e-5)
-
-
 def test_a_failure_of_the_model_ends_the_rollout_though_functions_swallow_it(checkpoint, engine, monkeypatch):
     seen = []
 
@@ -147,10 +137,6 @@ def test_the_local_engine_has_no_stragglers(checkpoint, engine):
         engine.submit_function(prompts_of(checkpoint), one_turn, RUN, 5, concurrency=6, num_groups=2)
     with pytest.raises(ValueError, match="concurrency is 0 but must be 1 or more"):
         engine.submit_function(prompts_of(checkpoint), one_turn, RUN, 5, concurrency=0)
-
-
-def test_an_empty_rollout_has_no_groups(engine):
-    assert engine.submit_function([], one_turn, RUN, 5, concurrency=1).result() == []
 
 
 def test_what_is_unfinished_is_gone_on_with():

@@ -61,11 +61,8 @@ def test_the_filter_of_slime_is_found_under_its_own_path():
 WRONG_FILTERS = {
     "raises": ("return 1 / 0", "raised ZeroDivisionError"),
     "none": ("pass", "returned None; Input should be a valid boolean"),
-    "number": ("return 2", "returned 2; Input should be a valid boolean"),
     "tokens": ("samples[0].tokens.append(1); return True", "changed the tokens"),
-    "mask": ("samples[0].loss_mask = [2]; return True", "changed the tokens"),
     "reward": ("samples[0].reward = 7.0; return True", "changed the reward of a sample of prompt 10"),
-    "metadata": ("samples[0].metadata = 3; return True", "changed the tokens"),
 }
 
 
@@ -127,12 +124,7 @@ WRONG_REWARDS = {
         "[1.0, 2.0], [1.0, float('nan')]",
         "returned 2 raw_rewards and 2 rewards for 2 samples",
     ),
-    "overflow": (
-        "[1.0, 1e151], [1.0, 2.0]",
-        "returned 2 raw_rewards and 2 rewards for 2 samples",
-    ),
     "text": ("[1.0, 2.0], ['a', 'b']", "returned ([1.0, 2.0], ['a', 'b']); 1: 0: Input should be a valid number"),
-    "a number": ("[1.0, 2.0], 3", "returned ([1.0, 2.0], 3); 1: Input should be a valid list"),
 }
 
 

@@ -93,13 +93,9 @@ def refusal_of(tmp_path, code, **options):
 # (code of a function, options, what the message says after `fn (FILE, line N) `)
 WRONG = {
     "nan": ("return float('nan')", {}, "returned nan for prompt 10; return a number"),
-    "inf": ("return float('inf')", {}, "returned inf for prompt 10"),
     "overflow": ("return -1e151", {}, "returned -1e+151 for prompt 10"),
     "none": ("pass", {}, "returned None for prompt 10"),
-    "text": ("return '1.0'", {}, "returned '1.0' for prompt 10"),
-    "list": ("return [1.0]", {}, "returned [1.0] for prompt 10"),
     "huge": ("return 10**9999", {}, "returned a int that cannot be shown for prompt 10"),
-    "long text": ("return 'x' * 10**6", {}, "returned 'xxx"),
     "later prompt": ("return None if sample.prompt_index == 11 else 1", {}, "returned None for prompt 11"),
     "dict": (
         "return {'acc': 1, 'len': 2}",
@@ -107,8 +103,6 @@ WRONG = {
         "returned {'acc': 1, 'len': 2} for prompt 10; return a number, or add ",
     ),
     "tokens": ("sample.tokens.clear(); return 1", {}, "changed the tokens, log-probs, versions or indices of a sample"),
-    "metadata": ("sample.metadata = 7; return 1", {}, "changed the tokens"),
-    "index": ("sample.group_index = 77; return 1", {}, "changed the tokens"),
     "short mask": ("sample.loss_mask.pop(); return 1", {}, "its loss_mask"),
     "tensor of two": ("import torch; return torch.ones(2)", {}, "returned tensor([1., 1.]) for prompt 10"),
     "raises": ("x = 1\n    return x / 0", {}, "raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK"),
@@ -119,9 +113,7 @@ WRONG = {
         "returned {'score': 1.0} for prompt 10; return a dict with",
     ),
     "no dict": ("return 1.0", {"reward_key": "acc"}, "returned 1.0 for prompt 10; return a dict with the number acc"),
-    "None at the key": ("return {'acc': None}", {"reward_key": "acc"}, "returned {'acc': None} for prompt 10"),
     "no weighted key": ("return {'a': 1}", {"reward_weights": "a=1,b=2"}, "returned {'a': 1} for prompt 10"),
-    "nan at a weight": ("return {'b': float('nan')}", {"reward_weights": "b=2"}, "returned {'b': nan} for prompt 10"),
 }
 
 
@@ -171,15 +163,12 @@ def test_weighted_components_add_up_and_are_reported_one_by_one(tmp_path):
 WRONG_KEYS = {
     "no key of several": ({"rm_type": "dapo"}, "add --reward-key score"),
     "unknown key": ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key is 'pred'"),
-    "key of a number": ({"rm_type": "math", "eval_reward_key": "acc"}, "--eval-reward-key is 'acc'"),
     "weights of a number": ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights is 'a'"),
     "no weight": ({"rm_type": "dapo", "reward_weights": "a"}, "must be KEY=WEIGHT"),
     "a weight that is no number": ({"rm_type": "dapo", "reward_weights": "acc=nan"}, "must be KEY=WEIGHT"),
     "a key twice": ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "different keys"),
     "weights and key": ({"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"}, "remove one of the two"),
     "no url": ({"rm_type": "remote_rm"}, "--rm-url is unset"),
-    "no scheme": ({"rm_type": "remote_rm", "rm_url": "host:1"}, "--rm-url is 'host:1'"),
-    "empty key": ({"rm_type": "math", "reward_key": ""}, "--reward-key is ''"),
 }
 
 

@@ -72,9 +72,7 @@ def test_segments_of_a_rollout_stay_together(make):
 
 WRONG = {
     "too few groups": ("groups = groups[:1]", "returned 1 groups; return 2 (--rollout-batch-size)."),
-    "nothing": ("groups = None", "returned (None, {'seen': 0}); 0: Input should be a valid list"),
     "too few samples": ("groups[1] = [sample]", "returned 1 samples in group 1; return 2 (--n-samples-per-prompt)"),
-    "no sample": ("groups[1] = ['a', 'b']", "returned 'a'; return samples."),
     "no log-probs": ("sample.rollout_log_probs = None", "returned a sample without rollout_log_probs; give the log-"),
     "infinite log-prob": ("sample.rollout_log_probs[0] = -1e999", "gave the log-prob -inf for response token 0, which"),
     "token": ("sample.tokens[-1] = 300", "gave the token 300; the vocabulary ends at 299"),

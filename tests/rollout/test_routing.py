@@ -9,7 +9,7 @@ from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.local.routing import expert_dtype, has_usable_experts, has_usable_weights
+from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from tests.checkpoints import make_checkpoint
 from tests.samples import make_sample
 
@@ -94,13 +94,6 @@ def test_only_what_is_asked_for_is_recorded_and_samples_are_the_same(checkpoint)
     assert all(sample.rollout_routed_experts is not None and sample.rollout_routing_weights is None for sample in ids)
 
 
-@pytest.mark.parametrize("checkpoint", ["qwen3_moe"], indirect=True)
-def test_a_rows_memory_is_its_own(checkpoint):
-    _, path = checkpoint
-    for sample in generate(path, return_routed_experts=True):
-        assert sample.rollout_routed_experts.untyped_storage().nbytes() == sample.rollout_routed_experts.numel()
-
-
 def test_a_dense_model_has_no_router_to_round(tmp_path):
     path = make_checkpoint(tmp_path / "dense", "qwen3")
     with pytest.raises(ValueError, match="the model has no routers"):
@@ -111,11 +104,6 @@ def test_a_dense_model_has_no_experts_to_record(tmp_path):
     path = make_checkpoint(tmp_path / "dense", "qwen3")
     with pytest.raises(ValueError, match="no experts"):
         generate(path, return_routed_experts=True)
-
-
-@pytest.mark.parametrize(("experts", "dtype"), [(8, torch.uint8), (256, torch.uint8), (257, torch.int16)])
-def test_the_smallest_type_that_holds_the_numbers(experts, dtype):
-    assert expert_dtype(experts) is dtype
 
 
 GOOD = torch.tensor([[[0, 1], [2, 3]], [[7, 6], [0, 1]], [[5, 0], [1, 0]]], dtype=torch.uint8)
