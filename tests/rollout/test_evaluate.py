@@ -11,10 +11,8 @@ def test_metrics_are_means_over_the_answers() -> None:
     prompt, done, cut = Prompt(index=0, text="12>", token_ids=(1, 2)), Sample.Status.COMPLETED, Sample.Status.TRUNCATED
     statuses = (done, done, done, cut, done, cut)
     samples = [
-        make_sample(
-            prompt, [3] * length, reward=float(length % 3 > 0), status=status.TRUNCATED if long else status.COMPLETED
-        )
-        for length, long in ((1, False), (2, False), (3, False), (6, True), (5, False), (6, True))
+        make_sample(prompt, [3] * length, reward=float(length % 3 > 0), status=status)
+        for length, status in zip((1, 2, 3, 6, 5, 6), statuses, strict=True)
     ]
     assert accuracy_metrics(samples) == {
         "accuracy": pytest.approx(3 / 6),
