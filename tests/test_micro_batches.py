@@ -107,3 +107,11 @@ def test_the_effective_share_of_sequences_scales_the_learning_rate(run: Run) -> 
     for row in rows:
         assert 0 < row["train/effective_sequence_share"] < 0.999
         assert row["train/lr"] == pytest.approx(1e-3 * row["train/effective_sequence_share"] ** 0.5)
+
+
+def test_float16_in_both_engines_leaves_less_mismatch_than_bfloat16(run: Run) -> None:
+    k3 = {}
+    for precision in ("fp16", "bf16"):
+        rows = run(f"--{precision}", "--rollout-precision", precision, "--num-rollout", "2", name=precision)
+        k3[precision] = max(row["train/mismatch_k3_kl"] for row in rows if "train/mismatch_k3_kl" in row)
+    assert 0 < k3["fp16"] < k3["bf16"] / 5, k3

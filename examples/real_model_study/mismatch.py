@@ -2,7 +2,7 @@
 
     python -m examples.real_model_study.mismatch    # after `make data-smollm2`; some minutes on one core
 
-An engine of each precision answers the same held-out prompts once each. Training in fp32 or bf16, with the same
+An engine of each precision answers the same held-out prompts once each. Training in fp32, fp16 or bf16, with the same
 weights, then computes the log-probs of these answers. The intervals are percentiles of a bootstrap over the answers,
 which are independent of each other (Efron, "Bootstrap Methods: Another Look at the Jackknife", Ann. Statist. 7(1),
 1979).
@@ -37,9 +37,10 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "mismatch.csv"
 PAGE = HERE / "README.md"
 CHECKPOINT, PROMPTS = Path("data/smollm2/checkpoint"), Path("data/smollm2/study_prompts/eval.jsonl")
-PRECISIONS: tuple[tuple[str, tuple[Precision, ...]], ...] = (
-    ("fp32", ("fp32", "bf16", "int8", "fp8")),
-    ("bf16", ("bf16", "fp8")),
+PRECISIONS: tuple[tuple[Precision, tuple[Precision, ...]], ...] = (
+    ("fp32", ("fp32", "fp16", "bf16", "int8", "fp8")),
+    ("fp16", ("fp16",)),
+    ("bf16", ("fp16", "bf16", "fp8")),
 )
 """Of training, and of the rollout engines that it is compared with."""
 RESPONSE = 24  # tokens, at most
@@ -104,7 +105,10 @@ def measure(
     answers: dict[Precision, list[Sample]] = {}
     for precision in PRECISIONS[0][1]:
         answers[precision] = answered(LocalEngine(checkpoint, tokenizer, precision=precision), loaded, response)
-    configs = [MegatronConfig(hf_checkpoint=str(checkpoint), bf16=training == "bf16") for training, _ in PRECISIONS]
+    configs = [
+        MegatronConfig(hf_checkpoint=str(checkpoint), fp16=training == "fp16", bf16=training == "bf16")
+        for training, _ in PRECISIONS
+    ]
     parallel = initialize(configs[0])
     rows = []
     try:

@@ -142,7 +142,10 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
     )
 
 
-RESERVED = ("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "skipped_steps", "nonfinite_gradient_steps")
+RESERVED = (
+    *("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "skipped_steps", "nonfinite_gradient_steps"),
+    *("loss_scale", "overflow_steps"),
+)
 """Metrics of a step that the learner adds."""
 
 

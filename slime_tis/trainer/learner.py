@@ -420,6 +420,10 @@ class Learner:
             "skipped_steps": float(result.loss_denominator == 0),
             "nonfinite_gradient_steps": float(not result.is_finite),
         }
+        if result.loss_scale is not None:
+            metrics |= {"loss_scale": result.loss_scale, "overflow_steps": float(result.overflowed)}
+            if result.overflowed:
+                del metrics["grad_norm"]
         self._old_log_prob_forwards = 0
         return train_metrics(metrics)
 

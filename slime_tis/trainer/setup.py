@@ -289,7 +289,7 @@ def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDum
             "old_policy": old_policy_name(arguments.correction, steps_per_rollout(arguments)),
             "flags": changed_fields(arguments.correction),
             "policy": changed_fields(arguments.policy),
-            "precision": "bf16" if arguments.megatron.bf16 else "fp32",
+            "precision": arguments.megatron.precision,
             # SGLang's servers may choose their precision themselves
             "rollout_precision": rollout.rollout_precision if rollout.rollout_engine == "local" else None,
             "num_experts": 0 if moe is None else moe.num_experts,
@@ -394,7 +394,7 @@ def build_evaluation(
         LocalEngine,
         megatron.hf_checkpoint,
         data.tokenizer,
-        precision="bf16" if megatron.bf16 else "fp32",
+        precision=megatron.precision,
         device=process.parallel.backend.device,
         check_interrupts=process.interrupts.check,
     )

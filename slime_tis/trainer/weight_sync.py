@@ -124,7 +124,7 @@ class PolicyWeights:
             self.check = SyncCheck(
                 probe=make_probe(prompts, min(limits)),
                 bound=self.config.weight_sync_bound,
-                trains_in="bf16" if self.megatron.bf16 else "fp32",
+                trains_in=self.megatron.precision,
             )
 
     def version(self) -> int:
@@ -150,8 +150,8 @@ class PolicyWeights:
 
         A local engine that rounds receives the first weights, so that later updates are measured against them.
         """
-        config = self.config
-        return config.rollout_engine == "local" and config.rollout_precision == "fp32" and not self.megatron.bf16
+        precisions = {self.config.rollout_precision, self.megatron.precision}
+        return self.config.rollout_engine == "local" and precisions == {"fp32"}
 
 
 def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[int, ...]:

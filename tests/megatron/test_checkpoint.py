@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
@@ -33,7 +34,14 @@ def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
     return TrainingEngine(config, parallel, temperature=1.0, total_steps=10)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}, {"bf16": True}], ids=str)
+FP16 = {"fp16": True, "initial_loss_scale": 1024.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_distributed_optimizer": True}, {"bf16": True}, FP16, {**FP16, "use_distributed_optimizer": True}],
+    ids=str,
+)
 def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
     engine = build(model, parallel, **options)
     steps(engine, 2)
@@ -47,6 +55,24 @@ def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: P
     assert steps(resumed, 2) == expected
     for name, tensor in resumed.named_hf_tensors():
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
+
+
+def test_an_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(model: Path, parallel: Parallel) -> None:
+    engine = build(model, parallel, fp16=True, initial_loss_scale=2.0**32)
+    before = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
+    results = [engine.train_step(BATCH, [[0, 2], [1]], likelihood) for _ in range(3)]
+    assert [result.loss_scale for result in results] == [2.0**32, 2.0**32, 2.0**31]  # the second overflow halves it
+    assert all(result.overflowed and result.is_finite for result in results)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_hf_tensors())
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow(model: Path, parallel: Parallel) -> None:
+    def broken(inputs: LossInputs) -> LossOutputs:
+        found = likelihood(inputs)
+        return dataclasses.replace(found, numerator=found.numerator * torch.nan)
+
+    result = build(model, parallel, fp16=True).train_step(BATCH, [[0, 2], [1]], broken)
+    assert not result.overflowed and not result.is_finite
 
 
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(model: Path, parallel: Parallel, tmp_path: Path) -> None:

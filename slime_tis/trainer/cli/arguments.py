@@ -126,7 +126,7 @@ def describe(arguments: Arguments) -> str:
     for title, options in COMMAND_LINE.groups.items():
         changed = [one.name for one in options if one.name in values and values[one.name] != one.default]
         shown = [_as_flag(name, values[name]) for name in changed]
-        if title == "parallelism and precision" and not arguments.megatron.bf16:
+        if title == "parallelism and precision" and arguments.megatron.precision == "fp32":
             shown.append("--no-bf16 (trains in float32)")
         if shown:
             lines.append(f"{title}: {' '.join(shown)}")

@@ -20,8 +20,11 @@ def check_arguments(arguments: Arguments, world_size: int) -> None:
     _check_routing_record(arguments)
     _check_ranks(arguments, world_size)
     rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
-    if rounding != "nearest" and arguments.megatron.bf16 and rollout.rollout_precision not in ("fp8", "int8"):
-        raise ValueError(f"--weight-update-rounding {rounding} has no effect with --bf16, where weights are bfloat16.")
+    precision = arguments.megatron.precision
+    if rounding != "nearest" and precision != "fp32" and rollout.rollout_precision not in ("fp8", "int8"):
+        raise ValueError(
+            f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights' own type."
+        )
     steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
     if steps is not None and warm_up >= ENDLESS_WARM_UP * steps:
         raise ValueError(f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; lower it.")

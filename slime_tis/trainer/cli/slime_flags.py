@@ -139,8 +139,8 @@ ADVICE: Mapping[str, str] = {
         "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the layers"
     ),
     "--enable-mtp-training --mtp-*": "multi-token prediction is not trained; remove it",
-    "--fp8-* --fp16 --megatron-deepgemm-* --train-env-vars": (
-        "training is in bf16 or fp32; use --bf16, and for servers options such as --sglang-quantization fp8"
+    "--fp8-* --megatron-deepgemm-* --train-env-vars": (
+        "training is in bf16, fp16 or fp32; use --bf16, and for servers options such as --sglang-quantization fp8"
     ),
     "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
     "--use-stateless-adam --reset-optimizer-states --optimizer-offload-fraction": (

@@ -20,7 +20,7 @@ Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 
 COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
 """Precisions by their effect on log-probs, smallest first."""
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Tensor dtypes of precisions; fp8 and int8 weights are emulated in float32."""
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
+from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.megatron.layers import (
     MoeRouter,
     TorchAttention,
@@ -152,7 +153,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         if value % size:
             raise ValueError(f"{name}={value} of the checkpoint is not divisible by {flag} {size}")
     family = FAMILIES[hf.architectures[0]]
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    dtype = DTYPES[config.precision]
     on_cpu = parallel.backend.device.type == "cpu"
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
@@ -173,6 +174,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=config.bf16,
+        fp16=config.fp16,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         context_parallel_size=parallel.context_size,

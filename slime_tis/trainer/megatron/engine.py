@@ -19,6 +19,7 @@ from torch import Tensor
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
+from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
@@ -40,6 +41,8 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 
 Loss = Callable[[LossInputs], LossOutputs]
 """The loss of one micro-batch."""
+MIN_LOSS_SCALE = 1.0
+"""A gradient that is not finite at this scale is not an overflow."""
 R = TypeVar("R")
 OnLogProbs = Callable[[MicroBatch, Tensor, Tensor], R]
 """Called on the last pipeline stage with log-probs and entropies [L] of a micro-batch's response tokens."""
@@ -56,11 +59,15 @@ class StepResult:
     learning_rate: float
     loss_denominator: int
     """Tokens or sequences of the global batch that the loss was divided by; 0 means that no step was made."""
+    loss_scale: float | None = None
+    """Of this step, under --fp16."""
+    overflowed: bool = False
+    """The scaled gradient left float16's range: no step was made, and the loss scale falls."""
 
     @property
     def is_finite(self) -> bool:
-        """Whether gradient and loss are finite."""
-        return math.isfinite(self.grad_norm)
+        """Whether gradient and loss are finite, but for an overflow that a lower loss scale prevents."""
+        return self.overflowed or math.isfinite(self.grad_norm)
 
 
 class TrainingEngine:
@@ -102,6 +109,7 @@ class TrainingEngine:
         self.reference = self._load_weights(keep_reference)
         self.ddp = self._wrap()
         self.optimizer = _adam(config, self.ddp)
+        self.model.config.grad_scale_func = self.optimizer.scale_loss if config.fp16 else None
         self.scheduler = _schedule(config, self.optimizer, total_steps)
         self.model.config.finalize_model_grads_func = self._finalize
         logits = self.model.hf_config.vocab_size if gives_logits else 0
@@ -191,6 +199,7 @@ class TrainingEngine:
         loss_denominator = int(self.loss_denominator) if contributes else 0
         grad_norm = 0.0
         merged = reduce(lambda left, right: left.merge(right), sums) if sums else None
+        loss_scale = float(self.optimizer.get_loss_scale()) if self.config.fp16 else None
         if loss_denominator > 0:
             with self.timer("optimizer_step"):
                 grad_norm = self._step_if_finite(rate_scale(merged))
@@ -199,6 +208,8 @@ class TrainingEngine:
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
             loss_denominator=loss_denominator,
+            loss_scale=loss_scale,
+            overflowed=not math.isfinite(grad_norm) and self._can_overflow(loss_scale),
         )
 
     def weights_are_finite(self) -> bool:
@@ -279,7 +290,7 @@ class TrainingEngine:
 
     def _wrap(self) -> DistributedDataParallel:
         module = self.model.module
-        module = Float16Module(self.model.config, module) if self.config.bf16 else module
+        module = Float16Module(self.model.config, module) if self.config.precision != "fp32" else module
         options = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.config.use_distributed_optimizer,
@@ -409,6 +420,12 @@ class TrainingEngine:
         self.optimizer.step_with_ready_grads()
         return norm
 
+    def _can_overflow(self, loss_scale: float | None) -> bool:
+        """Whether a gradient that is not finite may be due to the loss scale; a collective under --fp16."""
+        if loss_scale is None or loss_scale <= MIN_LOSS_SCALE:
+            return False
+        return self.parallel.largest(int(not torch.isfinite(self.poison))) == 0
+
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
         """megatron-core's gradient reduction, which divides by the global batch's denominator; stores the denominator.
 
@@ -430,7 +447,10 @@ def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
         bf16=config.bf16,
-        params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+        fp16=config.fp16,
+        initial_loss_scale=config.initial_loss_scale,
+        min_loss_scale=MIN_LOSS_SCALE,
+        params_dtype=DTYPES[config.precision],
         use_distributed_optimizer=config.use_distributed_optimizer,
     )
     return get_megatron_optimizer(options, [model], use_gloo_process_groups=False)

@@ -123,6 +123,12 @@ class MegatronConfig:
     bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights instead of in float32."""
 
+    fp16: bool = parallel_option(False)
+    """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the step."""
+
+    initial_loss_scale: Annotated[float, Limits(ge=1, le=2**32)] = parallel_option(2.0**12, needs=("--fp16",))
+    """First loss scale; two overflows halve it, and 1,000 steps without one double it."""
+
     recompute_granularity: Literal["full", "selective"] | None = parallel_option(None)
     """Activations recomputed in the backward pass: full layers or only attention; unset means none."""
 
@@ -142,8 +148,15 @@ class MegatronConfig:
     num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = parallel_option(None)
     """CPU threads of each process; unset means torch's default."""
 
+    @property
+    def precision(self) -> Literal["fp32", "fp16", "bf16"]:
+        """Of the weights and activations in training."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.bf16 and self.fp16:
+            raise ValueError("--bf16 and --fp16 exclude each other; remove one.")
         if self.min_lr > self.lr:
             raise ValueError(f"--min-lr is {self.min_lr} but must not exceed --lr, which is {self.lr}.")
         if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:

@@ -29,7 +29,7 @@ class RolloutConfig:
     rollout_engine: Literal["local", "sglang"] = rollout_option("local")
     """Engine that samples: transformers inside the training process, or SGLang servers over HTTP."""
 
-    rollout_precision: Literal["fp32", "bf16", "fp8", "int8"] = rollout_option(
+    rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )
     """Precision of the local engine's copy of the weights; for servers use --sglang-dtype, --sglang-quantization."""
@@ -51,6 +51,7 @@ class RolloutConfig:
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
         needs=(
+            "--rollout-precision=fp16",
             "--rollout-precision=bf16",
             "--rollout-precision=fp8",
             "--rollout-precision=int8",

@@ -11,6 +11,7 @@ from slime_tis.trainer.storage.checkpoints import TRAINER_STATE
 FIXED_OPTIONS = {
     "seed": "the random state is the checkpoint's",
     "bf16": "the optimizer's state has another form",
+    "fp16": "the optimizer's state has another form",
     "use_distributed_optimizer": "the optimizer's state has another form",
     "expert_model_parallel_size": "the optimizer's state of the experts has another form",
     "rollout_shuffle": "prompts of the current epoch would be repeated or skipped",

@@ -29,11 +29,11 @@ from slime_tis.trainer.engines.local.continuous_batching import BatchSettings, C
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
-from slime_tis.trainer.engines.weight_rounding import Precision, round_bits, round_fp8, round_int8
+from slime_tis.trainer.engines.weight_rounding import DTYPES, Precision, round_bits, round_fp8, round_int8
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float32, "int8": torch.float32}
+COMPUTE_DTYPES = {**DTYPES, "fp8": torch.float32, "int8": torch.float32}
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
 NAME = "the local engine"
 """What messages call it."""
@@ -102,7 +102,7 @@ class LocalEngine:
         Args:
             hf_checkpoint: Hugging Face checkpoint directory.
             tokenizer: Tokenizer of the same directory.
-            precision: fp32, bf16, fp8 or int8.
+            precision: fp32, fp16, bf16, fp8 or int8.
             router_bits: Width to which mixture-of-experts routers are rounded; None rounds them by the precision.
             max_batch: Maximum samples per batch; bounds the memory of logits.
             max_batch_tokens: Maximum tokens per batch; bounds the key/value cache. A single sample may exceed it.
@@ -226,7 +226,7 @@ class LocalEngine:
         rounding, held = ROUNDINGS.get(self._precision), self._weights.get(name)
         if rounding is not None and self._roundings.get(name) is rounding:
             return self._precision
-        return "bf16" if held is not None and held.dtype == torch.bfloat16 else "fp32"
+        return "fp32" if held is None else next(name for name, dtype in DTYPES.items() if dtype == held.dtype)
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors whose rows differ in any bit, except routers with their own rounding."""
