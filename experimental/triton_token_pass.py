@@ -47,6 +47,7 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
             "the Triton token pass runs on a GPU; set TRITON_INTERPRET=1 before the import to run it on a CPU."
         )
     unsupported = [criterion.name for criterion in config.rejections if criterion.divergence not in ("k1", "k2", "k3")]
+    unsupported += ["--tis-upper-bound-negative or --tis-lower-bound-negative"] * config.signs_bounds
     if unsupported:
         raise ValueError(f"the Triton token pass does not support {', '.join(unsupported)}; remove --token-pass-path.")
     row_count, sequences = rows.owner_R.numel(), rows.end_S.numel()

@@ -109,6 +109,7 @@ def test_recomputed_activations_give_the_same_step_to_the_bit(granularity: str, 
     assert training_metrics(again) == training_metrics(plain)
 
 
+SIGNED = ("--divergence-mask", "binary_tv", "--tis-upper-bound-negative", "1.001")
 TRIMMING = ("--rs-second-moment-bound", "3e-4")
 ADAPTIVE = ("--use-rs", "--rs-level", "sequence", "--rs-target-fraction", "0.375")
 
@@ -117,12 +118,20 @@ ADAPTIVE = ("--use-rs", "--rs-level", "sequence", "--rs-target-fraction", "0.375
     "mode",
     [
         (*TRIMMING, "--use-tis", "--tis-batch-normalize"),
+        (*TRIMMING, "--use-tis", "--tis-batch-normalize", *SIGNED),
         (*TRIMMING, "--use-rollout-logprobs"),
         (*TRIMMING, "--old-logprobs", "interpolate"),
         (*ADAPTIVE, "--use-tis"),
         (*ADAPTIVE, "--use-rollout-logprobs"),
     ],
-    ids=["trimmed, decoupled", "trimmed, bypass", "trimmed, interpolated", "adaptive, decoupled", "adaptive, bypass"],
+    ids=[
+        "trimmed, decoupled",
+        "by the advantage",
+        "trimmed, bypass",
+        "trimmed, interpolated",
+        "adaptive, decoupled",
+        "adaptive, bypass",
+    ],
 )
 def test_limits_follow_the_whole_step(mode: tuple[str, ...], run: Run) -> None:
     """One limit for all micro-batches, from one forward pass before them."""

@@ -171,7 +171,8 @@ def correct(
         loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
         lengths: Lengths of the sequences in packed [N] tensors.
         current_log_probs: log π_θ in the same layout, for the divergence mask; train_log_probs when None.
-        advantages: Advantages in the same layout, for a divergence mask with direction away.
+        advantages: Advantages in the same layout, for a divergence mask with direction away, or for bounds of the
+            weights that depend on the sign of the advantage.
         global_batch: The ranks that share the global batch, and its statistics if this call is one micro-batch. By
             default these sequences are the global batch. Context-parallel ranks sum one [S, k] table; the levels
             prefix and segment gather whole responses instead, and need `Ranks.slices`.
@@ -189,7 +190,7 @@ def correct(
         raise TypeError(f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig.")
     ranks = global_batch.ranks
     inputs = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
-    if config.divergence_mask is not None:
+    if config.divergence_mask is not None or config.needs_advantages:
         inputs |= _policy_inputs(config, current_log_probs=current_log_probs, advantages=advantages)
     layout = as_layout(inputs, lengths)
     levels = whole_sequence_levels(config)
@@ -246,13 +247,16 @@ def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
 
 
 def _policy_inputs(config: RolloutCorrectionConfig, **inputs: LogProbs | None) -> dict[str, LogProbs]:
-    """The inputs of a divergence mask that are given.
+    """The inputs of a divergence mask, or of bounds by the sign of the advantage, that are given.
 
     Raises:
-        ValueError: the mask has a direction and there are no advantages.
+        ValueError: the mask or the bounds depend on the advantages, which are missing.
     """
-    if config.divergence_mask_needs_advantages and inputs["advantages"] is None:
-        raise ValueError("divergence_mask needs advantages=; pass them, or set divergence_mask_direction='both'.")
+    if config.needs_advantages and inputs["advantages"] is None:
+        option, instead = "divergence_mask", "set divergence_mask_direction='both'"
+        if config.signs_bounds:
+            option, instead = "tis_upper_bound_negative or tis_lower_bound_negative", "remove it"
+        raise ValueError(f"{option} needs advantages=; pass them, or {instead}.")
     return {name: values for name, values in inputs.items() if values is not None}
 
 
@@ -284,11 +288,13 @@ def _statistics(config: RolloutCorrectionConfig, tokens: list[TokenPass], sequen
     """The statistics of the sequences, and the extremes of weights that differ from token to token."""
     extremes = [part.extremes for part in tokens if part.extremes is not None]
     if extremes:
-        lowest, highest, weight = torch.stack(extremes).unbind(1)
+        lowest, highest, weight, *smallest = torch.stack(extremes).unbind(1)
         mins, maxs = (named(EXTREMES, values.unbind()) for values in (sequences.mins, sequences.maxs))
         mins.ratio.copy_(lowest.amin())
         maxs.ratio.copy_(highest.amax())
         maxs.weight.copy_(weight.amax())
+        for values in smallest:
+            mins.weight.copy_(values.amin())
     return Statistics(config=config, sums=sequences.sums, mins=sequences.mins, maxs=sequences.maxs)
 
 

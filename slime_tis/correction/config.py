@@ -28,9 +28,9 @@ DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl":
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 OldLogprobs = Literal["recompute", "interpolate"]
-PolicyLoss = Literal["ppo", "cispo", "gspo", "sapo", "vespo", "dro", "reinforce"]
+PolicyLoss = Literal["ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "dro", "reinforce"]
 
-RATIO_LOSSES = ("ppo", "cispo", "gspo", "sapo", "vespo")
+RATIO_LOSSES = ("ppo", "cispo", "gspo", "aspo", "sapo", "vespo")
 """Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
 FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
@@ -57,6 +57,15 @@ class RolloutCorrectionConfig:
         2.0, needs=("--use-tis", "--use-rs"), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
     )
     """Upper bound of the weight; inf for none."""
+    tis_lower_bound_negative: Annotated[float | None, Limits(ge=0, hint="remove it for --tis-lower-bound")] = (
+        correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
+    )
+    """Lower bound of weights at negative advantages; `tis_lower_bound` when unset."""
+    tis_upper_bound_negative: Annotated[
+        float | None, Limits(gt=0, also=(math.inf,), hint="remove it for --tis-upper-bound")
+    ] = correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
+    """Upper bound of weights at negative advantages; `tis_upper_bound` when unset. A weight per sequence goes by the
+    sum of the advantages of the sequence."""
     tis_batch_normalize: bool = correction_option(False, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     """Divide the bounded weights by their mean over the global batch."""
     use_rs: bool = correction_option(False)
@@ -122,7 +131,8 @@ class RolloutCorrectionConfig:
     old_logprobs: OldLogprobs = correction_option("recompute")
     """recompute the old log-probs with a forward pass, or interpolate them between rollout and current."""
     policy_loss: PolicyLoss = loss_option("ppo")
-    """ppo, cispo, gspo, or reinforce (no clipping; the importance weight carries the correction)."""
+    """The loss per token: ppo, cispo, gspo, aspo, sapo, vespo, dro, or reinforce (no clipping; the importance weight
+    carries the correction)."""
     get_mismatch_metrics: bool = correction_option(False)
     """Take π_old for the mismatch metrics also in bypass, and call a custom correction for its metrics. The metrics
     are always logged; the loss is unchanged."""
@@ -132,10 +142,17 @@ class RolloutCorrectionConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        lower, upper = self.is_bounds
-        if self.use_tis and lower >= upper and (self.tis_lower_bound is not None or self.mode.has_lower_bound):
+        for sign, (lower, upper) in {"": self.is_bounds, "-negative": self.is_bounds_negative}.items():
+            is_constant = lower == upper and self.signs_bounds and self.tis_mode == "clip"  # TOPR
+            has_lower = self.mode.has_lower_bound or self.tis_lower_bound is not None
+            if self.use_tis and has_lower and lower >= upper and not is_constant:
+                raise ValueError(
+                    f"--tis-lower-bound{sign} {lower} is not below --tis-upper-bound{sign} {upper}; lower it or raise "
+                    "the upper bound."
+                )
+        if self.use_tis and self.tis_lower_bound_negative is not None and not self.mode.has_lower_bound:
             raise ValueError(
-                f"--tis-lower-bound {lower} is not below --tis-upper-bound {upper}; lower it or raise the upper bound."
+                f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use clip or mask."
             )
         self._check_adaptive()
         for criterion in self.rejections:
@@ -212,6 +229,18 @@ class RolloutCorrectionConfig:
         return lower, self.tis_upper_bound
 
     @property
+    def is_bounds_negative(self) -> tuple[float, float]:
+        """Lower and upper bound of the importance weight at negative advantages."""
+        upper = self.tis_upper_bound if self.tis_upper_bound_negative is None else self.tis_upper_bound_negative
+        lowers = (self.tis_lower_bound_negative, self.tis_lower_bound, 1.0 / upper)
+        return next(lower for lower in lowers if lower is not None), upper
+
+    @property
+    def signs_bounds(self) -> bool:
+        """Whether the bounds of the importance weight depend on the sign of the advantage."""
+        return self.use_tis and (self.tis_lower_bound_negative, self.tis_upper_bound_negative) != (None, None)
+
+    @property
     def has_token_weights(self) -> bool:
         """Whether importance weights differ from token to token."""
         return self.use_tis and LEVELS[self.tis_level].per_token
@@ -274,9 +303,9 @@ class RolloutCorrectionConfig:
         return self.use_tis and self.mode.rejects
 
     @property
-    def divergence_mask_needs_advantages(self) -> bool:
-        """Whether the divergence mask goes by the direction of the advantage."""
-        return self.divergence_mask is not None and self.divergence_mask_direction == "away"
+    def needs_advantages(self) -> bool:
+        """Whether the divergence mask or the bounds of the weights go by the sign of the advantage."""
+        return self.signs_bounds or (self.divergence_mask is not None and self.divergence_mask_direction == "away")
 
     @property
     def divergence_bounds(self) -> tuple[float, float]:
@@ -348,7 +377,7 @@ _DPPO: Preset = {
     "tis_upper_bound": math.inf,
 }
 
-DIVERGENCE_PRESETS: dict[str, Preset] = {
+POLICY_PRESETS: dict[str, Preset] = {
     "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
     "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
     "ipo": {
@@ -358,8 +387,18 @@ DIVERGENCE_PRESETS: dict[str, Preset] = {
         "divergence_mask_bound": 0.1,
     },
     "kpop": {**_DPPO, "divergence_mask": "binary_kl_max", "divergence_mask_direction": "both"},
+    "topr": {
+        **_PURE_GRADIENT,
+        "use_tis": True,
+        "tis_level": "geometric",
+        "tis_mode": "clip",
+        "tis_lower_bound": 1.0,
+        "tis_upper_bound": 1.0,
+        "tis_lower_bound_negative": 0.0,
+    },
 }
-"""The objective of DPPO with each divergence mask: prime-rl's default, DPPO's KL, prime-rl's IPO, and KPop."""
+"""Presets that take the advantages or the current policy: the objective of DPPO with each divergence mask (prime-rl's
+default, DPPO's KL, prime-rl's IPO, and KPop), and TOPR as in verl#6986."""
 
 PRESETS: dict[str, Preset] = {
     "decoupled_token_is": _TOKEN_IS,
@@ -394,7 +433,7 @@ PRESETS: dict[str, Preset] = {
     "decoupled_geo_rs_adaptive": {**_ADAPTIVE_RS, **_VETO},
     "decoupled_geo_rs_token_tis_adaptive": {**_TOKEN_IS, **_ADAPTIVE_RS, **_VETO},
     "bypass_ppo_clip_geo_rs_adaptive": {**_BYPASS, **_ADAPTIVE_RS, **_VETO},
-    **DIVERGENCE_PRESETS,
+    **POLICY_PRESETS,
     "seq_mask_tis": {
         **_TOKEN_IS,
         **_FIXED,
@@ -403,8 +442,7 @@ PRESETS: dict[str, Preset] = {
     },
 }
 """Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers;
-three with adaptive bounds; divergence masks with the objective of DPPO; and NeMo-RL's seq-mask-tis, the setting of
-MLPerf's GRPO benchmark."""
+three with adaptive bounds; `POLICY_PRESETS`; and NeMo-RL's seq-mask-tis, the setting of MLPerf's GRPO benchmark."""
 
 
 def preset_values(name: str, overrides: Mapping[str, object]) -> Preset:

@@ -191,6 +191,8 @@ def _weight_metrics(
     if config.mode.rejects:
         rejected = weights.high + (weights.low if config.mode.has_lower_bound else 0.0)
         lowest, highest = 0.0 if rejected else _clamped(mins.ratio), maxs.weight
+    elif config.signs_bounds:
+        lowest, highest = mins.weight, maxs.weight
     else:
         ratios = torch.tensor([_clamped(mins.ratio), _clamped(maxs.ratio)], dtype=torch.float64)
         lowest, highest = config.mode.bound(ratios, *config.is_bounds).tolist()

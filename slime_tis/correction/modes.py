@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +22,8 @@ Level = Literal["token", "sequence", "geometric", "prefix", "segment"]
 class Mode:
     """One mode of importance weights."""
 
-    bound: "Callable[[Tensor, float, float], Tensor]"
-    """(w, lower, upper) to the bounded weight in new memory, for w of any shape."""
+    bound: "Callable[[Tensor, Any, Any], Tensor]"
+    """(w, lower, upper) to the bounded weight in new memory, for w of any shape; bounds are numbers or tensors."""
     high_fraction: str
     """Metric: share of the weights above the upper bound."""
     low_fraction: str

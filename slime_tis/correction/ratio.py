@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.layout import LONGEST_SEQUENCE, Chunk
+
+Bound = float | Tensor
+"""A bound of all values, or a tensor of their shape."""
 
 LOG_RATIO_BOUND = 20.0
 """exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
@@ -74,17 +78,30 @@ def safe_expm1(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1_()
 
 
-def indicator(compare: Callable[..., Tensor], x: Tensor, bound: float, out: Tensor | None = None) -> Tensor:
+def indicator(compare: Callable[..., Tensor], x: Tensor, bound: Bound, out: Tensor | None = None) -> Tensor:
     """1.0 where `compare(x, bound)` holds, 0.0 elsewhere, in the dtype of x, written to `out` if given.
 
     A comparison written into floats vectorises on a CPU; one into bools, and sums of bools, do not.
     """
-    return compare(x, in_float32(bound), out=torch.empty_like(x) if out is None else out)
+    if not isinstance(bound, Tensor):
+        bound = in_float32(bound)
+    return compare(x, bound, out=torch.empty_like(x) if out is None else out)
 
 
 def in_float32(bound: float) -> float:
     """A bound as float32 can hold it: torch refuses larger numbers, and no weight or divergence reaches them."""
     return max(-LARGEST_FLOAT32, min(bound, LARGEST_FLOAT32))
+
+
+def weight_bounds(config: RolloutCorrectionConfig, advantage: Tensor | None) -> tuple[Bound, Bound]:
+    """Lower and upper bound of the weights, as tensors of the advantage's shape where they depend on its sign."""
+    lower, upper = map(in_float32, config.is_bounds)
+    if not config.signs_bounds:
+        return lower, upper
+    assert advantage is not None, "called without advantages"
+    pairs = zip((lower, upper), map(in_float32, config.is_bounds_negative), strict=True)
+    lowers, uppers = (torch.full_like(advantage, x).masked_fill_(advantage < 0, negative) for x, negative in pairs)
+    return lowers, uppers
 
 
 def prefix_sums(tokens: Tokens, chunk: Chunk) -> Tensor:

@@ -44,7 +44,7 @@ def reference_correct(
         rollout_log_probs: log π_rollout, [B, T].
         loss_mask: Nonzero at valid tokens, [B, T].
         current_log_probs: log π_θ, [B, T], for the divergence mask. Default: train_log_probs.
-        advantages: [B, T], for a divergence mask with direction away.
+        advantages: [B, T], for a divergence mask with direction away and for bounds by the sign of the advantage.
 
     Raises:
         ValueError: if a token is not finite under the "raise" policy.
@@ -60,7 +60,10 @@ def reference_correct(
     # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
     level_BT = aggregate(LEVELS[config.tis_level].aggregation, delta_BT, valid_BT, masked_in_BT)
     raw_BT = level_BT.clamp(-20, 20).exp()
-    bounded_BT = bounded(config, raw_BT)
+    advantage_BT = torch.zeros_like(delta_BT) if advantages is None else advantages
+    advantage_B1 = torch.where(valid_BT, advantage_BT, 0.0).sum(1, keepdim=True)
+    bounds_BT = bounds_by_sign(config, advantage_BT if config.has_token_weights else advantage_B1.expand_as(raw_BT))
+    bounded_BT = bounded(config, raw_BT, *bounds_BT)
     # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
     factor = bounded_BT[weighed(config, valid_BT)].mean() if config.tis_batch_normalize else torch.ones(())
     factor = torch.where(factor > 1e-8, factor, 1.0)
@@ -90,7 +93,8 @@ def reference_correct(
     if not valid_BT.any():
         return ReferenceCorrection(weights_BT, mask_BT, metrics)
     if config.use_tis:
-        metrics |= weight_metrics(config, level_BT, factor.item(), valid_BT)
+        sequence_bounds_B = bounds_by_sign(config, advantage_B1.squeeze(1))
+        metrics |= weight_metrics(config, level_BT, factor.item(), valid_BT, bounds_BT, sequence_bounds_B)
     for name, by_criterion_BT in ({"": rejected_BT, **criteria} if criteria else {}).items():
         metrics |= _shares(f"mis_rs_{name}{{}}masked_fraction", by_criterion_BT, valid_BT)
     metrics |= bound_metrics(config, delta_BT, valid_BT) if config.adaptive else {}
@@ -122,14 +126,25 @@ def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Te
     return total_B1.expand_as(x_BT)
 
 
-def bounded(config: RolloutCorrectionConfig, raw_BT: Tensor) -> Tensor:
+Bounds = tuple[Tensor, Tensor]
+"""Lower and upper bound of each weight."""
+
+
+def bounds_by_sign(config: RolloutCorrectionConfig, advantages: Tensor) -> Bounds:
+    """The bounds of the weights, others where A < 0; of the sum of A where a sequence has one weight."""
+    (low, high), (low_negative, high_negative) = config.is_bounds, config.is_bounds_negative
+    number = advantages.new_tensor
+    lower = torch.where(advantages < 0, number(low_negative), number(low))
+    return lower, torch.where(advantages < 0, number(high_negative), number(high))
+
+
+def bounded(config: RolloutCorrectionConfig, raw_BT: Tensor, lower_BT: Tensor, upper_BT: Tensor) -> Tensor:
     """truncate: min(w, hi); clip: clamp(w, lo, hi); mask: w where lo ≤ w ≤ hi, else 0."""
-    lower, upper = config.is_bounds
     if config.tis_mode == "truncate":
-        return raw_BT.clamp(max=upper)
+        return raw_BT.minimum(upper_BT)
     if config.tis_mode == "clip":
-        return raw_BT.clamp(lower, upper)
-    return torch.where((raw_BT >= lower) & (raw_BT <= upper), raw_BT, 0.0)
+        return raw_BT.clamp(lower_BT, upper_BT)
+    return torch.where((raw_BT >= lower_BT) & (raw_BT <= upper_BT), raw_BT, 0.0)
 
 
 def weighed(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
@@ -259,16 +274,21 @@ def mismatch_metrics(
 
 
 def weight_metrics(
-    config: RolloutCorrectionConfig, level_BT: Tensor, factor: float, valid_BT: Tensor
+    config: RolloutCorrectionConfig,
+    level_BT: Tensor,
+    factor: float,
+    valid_BT: Tensor,
+    bounds_BT: Bounds,
+    sequence_bounds_B: Bounds,
 ) -> dict[str, float]:
     """The weights before and after the mode, and the mean weights of sequences before batch normalisation."""
-    lower, upper = config.is_bounds
     raw_BT = level_BT.clamp(-20, 20).exp()
-    bounded_BT = bounded(config, raw_BT)
+    bounded_BT = bounded(config, raw_BT, *bounds_BT)
     counted_BT = weighed(config, valid_BT)
     raw_N, weight_N = raw_BT[counted_BT], bounded_BT[counted_BT]
     before_N = raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()
-    high, low = (raw_N > upper).double().mean().item(), (raw_N < lower).double().mean().item()
+    lower_N, upper_N = (bound_BT[counted_BT] for bound_BT in bounds_BT)
+    high, low = (raw_N > upper_N).double().mean().item(), (raw_N < lower_N).double().mean().item()
     square = weight_N.square().mean().item()
     metrics = {
         "mis_mean_is_weight_before_clip": raw_N.mean().item(),
@@ -289,14 +309,15 @@ def weight_metrics(
     n_N = valid_BT.sum(1)[nonempty_B]
     raw_mean_N = torch.where(valid_BT, raw_BT, 0.0).sum(1)[nonempty_B] / n_N
     mean_N = torch.where(valid_BT, bounded_BT, 0.0).sum(1)[nonempty_B] / n_N
+    lower_N, upper_N = (bound_B[nonempty_B] for bound_B in sequence_bounds_B)
     return metrics | {
         "mis_seq_weight_mean": mean_N.mean().item(),
         "mis_seq_weight_std": mean_N.std(correction=0).item(),
         "mis_seq_weight_min": mean_N.min().item(),
         "mis_seq_weight_max": mean_N.max().item(),
         "mis_seq_weight_max_deviation": (mean_N - 1).abs().max().item(),
-        "mis_seq_weight_fraction_high": (raw_mean_N > upper).double().mean().item(),
-        "mis_seq_weight_fraction_low": (raw_mean_N < lower).double().mean().item(),
+        "mis_seq_weight_fraction_high": (raw_mean_N > upper_N).double().mean().item(),
+        "mis_seq_weight_fraction_low": (raw_mean_N < lower_N).double().mean().item(),
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.modes import LEVELS
-from slime_tis.correction.ratio import LOG_RATIO_BOUND, in_float32, indicator, safe_exp, sequence_log_weights
+from slime_tis.correction.ratio import LOG_RATIO_BOUND, indicator, safe_exp, sequence_log_weights, weight_bounds
 from slime_tis.correction.rules import AdaptiveBounds, sequence_accepted
 from slime_tis.correction.sums import (
     BatchSums,
@@ -68,7 +68,7 @@ def sequence_pass(
     elif config.use_tis:
         aggregation = LEVELS[config.tis_level].aggregation
         log_weight_S = sequence_log_weights(aggregation, sums_S.log_ratio, sums_S.valid)
-        weight_S, weights = _sequence_weights(config, log_weight_S, nonempty_S)
+        weight_S, weights = _sequence_weights(config, sums_S, log_weight_S, nonempty_S)
     accept_S, rejected_by = _rejection(config, sums_S, bounds)
     rejected = _counts(sums_S.valid - accept_S * sums_S.rs_accepted) if rejected_by else None
     if sums_S.catastrophic is not None:
@@ -136,12 +136,12 @@ def _perplexity(sums_S: SequenceSums[Tensor], finite_S: Tensor, measured_S: Tens
 
 
 def _sequence_weights(
-    config: RolloutCorrectionConfig, log_weight_S: Tensor, nonempty_S: Tensor
+    config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], log_weight_S: Tensor, nonempty_S: Tensor
 ) -> tuple[Tensor, WeightSums[Tensor]]:
     """The bounded weight of each sequence; it counts once per sequence with a valid token."""
-    lower, upper = config.is_bounds
+    lower, upper = weight_bounds(config, sums_S.advantage)
     raw_S = safe_exp(log_weight_S)
-    weight_S = config.mode.bound(raw_S, in_float32(lower), in_float32(upper))
+    weight_S = config.mode.bound(raw_S, lower, upper)
     minus_1_S = (weight_S - 1) * nonempty_S
     return weight_S, WeightSums(
         before_minus_1=(raw_S - 1) * nonempty_S,
@@ -157,7 +157,7 @@ def _token_weights(
     config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], weights: WeightSums[Tensor], nonempty_S: Tensor
 ) -> tuple[WeightSums[Tensor], WeightSums[Tensor]]:
     """The sums over tokens, and over sequences of the mean weight of their tokens."""
-    lower, upper = config.is_bounds
+    lower, upper = weight_bounds(config, sums_S.advantage)
     before_S = sums_S.ratio_minus_1 if weights.before_minus_1 is None else weights.before_minus_1
     n_S = sums_S.valid.clamp_min(1)
     minus_1_S, raw_S = weights.minus_1 / n_S, 1 + before_S / n_S

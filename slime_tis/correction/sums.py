@@ -71,6 +71,8 @@ class SequenceSums(Generic[V]):
     """Tokens beyond a veto threshold."""
     trimmed: V | None
     """Tokens that second-moment trimming rejects."""
+    advantage: V | None
+    """Advantages, where the bounds of the weights depend on their sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,7 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
         clamped_k3=0.0 if config.adaptive else None,
         catastrophic=0.0 if config.vetoes else None,
         trimmed=0.0 if config.rs_second_moment_bound is not None else None,
+        advantage=0.0 if config.signs_bounds else None,
     )
 
 

@@ -18,11 +18,11 @@ from slime_tis.correction.modes import LEVELS, Criterion
 from slime_tis.correction.ratio import (
     TOKEN_LEVELS,
     Tokens,
-    in_float32,
     indicator,
     log_ratios,
     safe_exp,
     safe_expm1,
+    weight_bounds,
 )
 from slime_tis.correction.rules import accepted, catastrophic_tokens, clamped_k3_of, token_statistic
 from slime_tis.correction.sums import SequenceSums, WeightSums, named, sequence_columns, stacked
@@ -42,7 +42,8 @@ class TokenPass:
     """`SequenceSums` of the chunk's sequences as columns, float64."""
     extremes: Tensor | None
     """[3]: smallest and largest weight of the chunk's valid tokens before the mode, and largest inside the bounds in
-    mask mode (in other modes, before the mode too); +inf and 0 without valid tokens. None without token weights."""
+    mask mode (in other modes, before the mode too); +inf and 0 without valid tokens. None without token weights.
+    [4] where the bounds depend on the advantage: the largest and the smallest weight after the mode."""
     sequence_R: Tensor
     """Which sequence of the chunk owns the row."""
 
@@ -75,6 +76,10 @@ def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> To
     if not config.touches_loss:
         weight = accepted = tokens.masked_in_RK
     trims = config.rs_second_moment_bound is not None
+    advantage_R = None
+    if config.signs_bounds:
+        assert chunk.advantage_RK is not None
+        advantage_R = torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0).nan_to_num(0.0).sum(-1)
     sums_R = SequenceSums(
         masked_in=masked_in_R,
         valid=valid_R,
@@ -91,6 +96,7 @@ def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> To
         clamped_k3=clamped_k3_of(tokens.log_ratio_RK).sum(-1) if config.adaptive else None,
         catastrophic=catastrophic_tokens(config, tokens).sum(-1) if config.vetoes else None,
         trimmed=torch.zeros_like(valid_R) if trims else None,
+        advantage=advantage_R,
     )
     return TokenPass(
         weight_RK=weight,
@@ -141,15 +147,18 @@ def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tup
     raw = safe_exp(TOKEN_LEVELS[LEVELS[config.tis_level].aggregation](tokens, chunk))
     lowest = torch.div(raw, valid, out=scratch).amin()  # x/0 is +inf: no minimum
     raw.mul_(valid)
-    weight = config.mode.bound(raw, *map(in_float32, config.is_bounds))
+    lower, upper = weight_bounds(config, chunk.advantage_RK)
+    weight = config.mode.bound(raw, lower, upper)
     if config.mode.raises_weights:
         weight.mul_(valid)
     highest = raw.amax()
-    extremes = torch.stack([lowest, highest, weight.amax() if config.mode.rejects else highest])
-    lower, upper = config.is_bounds
+    extremes = [lowest, highest, weight.amax() if config.mode.rejects or config.signs_bounds else highest]
+    if config.signs_bounds:
+        extremes.append(torch.where(valid > 0, weight, torch.inf).amin())
     invalid_R = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound
     high_R = indicator(torch.gt, raw, upper, scratch).sum(-1)
-    low_R = indicator(torch.lt, raw, max(lower, LOWEST_BOUND), scratch).sum(-1).sub_(invalid_R)
+    lower = lower.clamp_min(LOWEST_BOUND) if isinstance(lower, Tensor) else max(lower, LOWEST_BOUND)
+    low_R = indicator(torch.lt, raw, lower, scratch).sum(-1).sub_(invalid_R)
     minus_1 = torch.sub(weight, valid, out=scratch)
     minus_1_R, minus_1_squared_R = minus_1.sum(-1), _sum_of_squares(minus_1)
     sums_R = WeightSums(
@@ -160,7 +169,7 @@ def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tup
         high=high_R,
         low=low_R,
     )
-    return weight, extremes, sums_R
+    return weight, torch.stack(extremes), sums_R
 
 
 def _sum_of_squares(x_RK: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from slime_tis.limits import REJECTS, Limits, check_fields, option
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")
 
+CLIPPING_LOSSES = tuple(f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo"))
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
 """Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
 rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and by nothing from the old one."""
@@ -46,20 +47,19 @@ class PolicyConfig:
     """Function that replaces the correction's pass over the tokens, for example the experimental Triton kernels
     experimental.triton_token_pass.token_pass (only in a clone of the repository)."""
 
-    eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = loss_option(
-        0.2, needs=("--policy-loss=ppo", "--policy-loss=cispo", "--policy-loss=gspo")
-    )
+    eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = loss_option(0.2, needs=CLIPPING_LOSSES)
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
     eps_clip_high: Annotated[
         float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="remove it for --eps-clip")
-    ] = loss_option(None, needs=("--policy-loss=ppo", "--policy-loss=cispo", "--policy-loss=gspo"))
+    ] = loss_option(None, needs=CLIPPING_LOSSES)
     """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
 
     eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
-        None, needs=("--policy-loss=ppo",)
+        None, needs=("--policy-loss=ppo", "--policy-loss=aspo")
     )
-    """Dual-clip bound on the ratio at negative advantages, a ratio above 1; unset means no dual clip."""
+    """Dual-clip bound on the ratio at negative advantages, or on the weights of aspo (3 in the source), above 1; unset
+    means no dual clip. TRL's delta."""
 
     use_kl_loss: bool = loss_option(False)
     """Add kl_loss_coef times the KL divergence from the reference policy to the loss."""

@@ -103,6 +103,36 @@ def cispo(
     return -weight_L * advantage_L * log_prob_L, (weight_L != ratio_L).to(ratio_L.dtype)
 
 
+def aspo(
+    log_prob_L: Tensor,
+    old_log_prob_L: Tensor,
+    advantage_L: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Policy gradient weighted by the ratio, or its reciprocal at positive advantages: rare tokens gain most.
+
+        L_t = −sg(u_t) A_t π_θ/sg(π_θ),   u_t = min(1/r_t, c) where A_t ≥ 0, else min(r_t, c);
+        no gradient where A_t ≥ 0 and r_t > 1+ε_high, or A_t < 0 and r_t < 1−ε_low
+
+    Source: "ASPO", Wang et al. (https://arxiv.org/abs/2510.06062); Archer2.0, core_algos.py.
+
+    Args and returns as `ppo_clip`; `dual_clip` bounds the weight and keeps the gradient, 3 in the source.
+    """
+    log_ratio_L = (log_prob_L.detach() - old_log_prob_L).clamp(-20, 20)
+    positive_L = advantage_L >= 0
+    weight_L = where(positive_L, -log_ratio_L, log_ratio_L).exp()
+    if dual_clip is not None:
+        weight_L = weight_L.clamp_max(dual_clip)
+    ratio_L = log_ratio_L.exp()
+    clipped_L = where(positive_L, ratio_L > 1 + clip_high, ratio_L < 1 - clip_low)
+    log_prob_L = where(clipped_L, log_prob_L.detach(), log_prob_L)
+    loss_L = -weight_L * advantage_L * (log_prob_L - log_prob_L.detach()).exp()
+    return loss_L, clipped_L.to(loss_L.dtype)
+
+
 def sapo(
     log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, tau_positive: float, tau_negative: float
 ) -> Tensor:
@@ -219,6 +249,9 @@ LOSSES: dict[str, TokenLoss] = {
         **x.clip_range,
     ),
     "cispo": lambda x: cispo(x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range),
+    "aspo": lambda x: aspo(
+        x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range, dual_clip=x.config.eps_clip_c
+    ),
     "sapo": lambda x: _unclipped(
         sapo(
             x.log_probs_L,

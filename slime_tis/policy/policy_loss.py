@@ -423,7 +423,15 @@ def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionC
     """
     if config.use_tis or not config.use_rollout_logprobs:
         return config
-    return replace(config, use_tis=True, tis_mode="truncate", tis_batch_normalize=False, policy_loss="reinforce")
+    return replace(
+        config,
+        use_tis=True,
+        tis_mode="truncate",
+        tis_lower_bound_negative=None,
+        tis_upper_bound_negative=None,
+        tis_batch_normalize=False,
+        policy_loss="reinforce",
+    )
 
 
 def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:

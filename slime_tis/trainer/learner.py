@@ -265,6 +265,7 @@ class Learner:
             tokens.rollout_log_probs_L,
             tokens.loss_mask_L,
             lengths=tokens.lengths,
+            advantages=tokens.advantages_L,
             global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
             token_pass=self.functions.token_pass,
         )

@@ -138,6 +138,7 @@ EXPECTED = {
     "dppo_kl": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.05),), None),
     "ipo": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.1),), None),
     "kpop": (True, "reinforce", "token", "truncate", (("divergence_mask", None, 0.1),), None),
+    "topr": (True, "reinforce", "geometric", "clip", (), None),
     "seq_mask_tis": (False, "ppo", "token", "truncate", (("geometric", 0.999, 1.002),), None),
 }
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tis import PRESETS, RolloutCorrectionConfig
-from slime_tis.correction.config import DIVERGENCE_PRESETS
+from slime_tis.correction.config import POLICY_PRESETS
 from slime_tis.diffusion import (
     apply_bypass_mode,
     correct_trajectories,
@@ -91,7 +91,7 @@ def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tu
     assert all(value.isfinite() for value in found.sums.values())
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in DIVERGENCE_PRESETS])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in POLICY_PRESETS])
 @pytest.mark.parametrize("shape", [(5,), (5, 3)])
 def test_without_a_mismatch_the_loss_is_the_uncorrected_one(name: str, shape: tuple[int, ...]) -> None:
     """To the bit, and so is its gradient: under every preset, decoupled and in bypass mode."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tis import PRESETS, RolloutCorrectionConfig
-from slime_tis.correction.config import DIVERGENCE_PRESETS
+from slime_tis.correction.config import POLICY_PRESETS
 from slime_tis.diffusion import apply_bypass_mode, correct_trajectories
 from tests.correction.strategies import configurations
 from tests.diffusion.expected import expected_metrics, expected_trajectories
@@ -82,7 +82,7 @@ def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows
     assert flat.statistics.metrics() == column.statistics.metrics()
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in DIVERGENCE_PRESETS])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in POLICY_PRESETS])
 def test_equal_policies_are_left_alone(name: str) -> None:
     """All weights are 1 to the bit and nothing is rejected, under every preset."""
     config = RolloutCorrectionConfig.preset(name)

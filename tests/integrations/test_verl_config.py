@@ -3,10 +3,10 @@
 import pytest
 
 from slime_tis import PRESETS, RolloutCorrectionConfig
-from slime_tis.correction.config import DIVERGENCE_PRESETS
+from slime_tis.correction.config import POLICY_PRESETS
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
 
-OURS = {*DIVERGENCE_PRESETS, "seq_mask_tis", *(name for name in PRESETS if name.endswith("_adaptive"))}
+OURS = {*POLICY_PRESETS, "seq_mask_tis", *(name for name in PRESETS if name.endswith("_adaptive"))}
 VERL_PRESETS = [name for name in PRESETS if name not in OURS]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig, correct, response_slices
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.losses import dro, gspo, kl_estimate, ppo_clip, sapo, vespo
+from slime_tis.policy.losses import aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 from tests.golden.methods import Case, cases
@@ -44,6 +44,18 @@ def test_sapo_equals_verl_and_areal(case: Case) -> None:
     log_prob, old, advantage = policies(case)
     loss = sapo(log_prob, old, advantage, tau_positive=case.params["tau_pos"], tau_negative=case.params["tau_neg"])
     check(case, loss, log_prob, "token-mean" if "loss_agg_mode" not in case.params else "seq-mean-token-mean")
+
+
+def test_aspo_gradient_by_hand() -> None:
+    """r = 0.5, 1.5, 0.5, 1.5, 0.2, 5 at A = 2, 2, −1, −1, 2, −1: 1/r or r, at most 3, and 0 beyond 0.8 and 1.2."""
+    ratio = torch.tensor([0.5, 1.5, 0.5, 1.5, 0.2, 5.0], dtype=torch.float64)
+    old, advantage = torch.full_like(ratio, -3.0), torch.tensor([2.0, 2.0, -1.0, -1.0, 2.0, -1.0])
+    log_prob = (old + ratio.log()).requires_grad_()
+    loss, clipped = aspo(log_prob, old, advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    loss.sum().backward()
+    assert log_prob.grad is not None and log_prob.grad.tolist() == pytest.approx([-4.0, 0.0, 0.0, 1.5, -6.0, 3.0])
+    assert loss.tolist() == pytest.approx([-4.0, -4 / 3, 0.5, 1.5, -6.0, 3.0])
+    assert clipped.tolist() == [0, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("case", cases("verl.dro"))

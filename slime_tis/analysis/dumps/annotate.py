@@ -46,7 +46,7 @@ def annotated(
     trained = table.loss_mask > 0
     rejected: dict[str, Bool] = {}
     for name, criterion in single_criteria(config).items():
-        if criterion.divergence_mask_needs_advantages and table.advantage is None:
+        if criterion.needs_advantages and table.advantage is None:
             continue
         rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
     if config.touches_loss and config.nonfinite_policy == "reject":
@@ -76,6 +76,8 @@ def raw_weights(table: TokenTable, config: RolloutCorrectionConfig) -> Column:
         tis_mode="truncate",
         tis_lower_bound=None,
         tis_upper_bound=UNBOUNDED,
+        tis_lower_bound_negative=None,
+        tis_upper_bound_negative=None,
         tis_batch_normalize=False,
     )
     weights: Column = _corrected(table, unbounded, GlobalBatch()).weights.numpy()

@@ -48,9 +48,10 @@ def check_correction(arguments: Arguments) -> None:
         raise ValueError(
             "--divergence-mask-anchor old has no effect with one optimizer step; raise --num-steps-per-rollout."
         )
-    if arguments.policy.reject_before_advantage and correction.divergence_mask_needs_advantages:
+    if arguments.policy.reject_before_advantage and correction.needs_advantages:
         raise ValueError(
-            "--reject-before-advantage has no advantages yet; add --divergence-mask-direction both, or drop it."
+            "--reject-before-advantage has no advantages yet; drop it, or what needs them: --tis-upper-bound-negative, "
+            "--tis-lower-bound-negative, --divergence-mask without --divergence-mask-direction both."
         )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
