@@ -91,13 +91,6 @@ def test_derived_and_combined_values(base, flags, section, field, value):
     assert got == value and type(got) is type(value)
 
 
-def test_parallel_sizes_land_when_the_ranks_are_there(base):
-    line = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
-    got = configured(base + line + "--context-parallel-size 2 --micro-batch-size 16", world_size=16).megatron
-    assert got.model_parallel_size == 8
-    assert (got.tensor_model_parallel_size, got.sequence_parallel) == (2, True)
-
-
 def test_routing_options_land_where_the_model_has_experts(base, tmp_path):
     model = json.loads((tmp_path / "model/config.json").read_text())
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "model_type": "qwen3_moe"}

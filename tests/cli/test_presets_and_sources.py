@@ -7,9 +7,8 @@ import yaml
 
 from slime_tis.correction.config import PRESETS
 from slime_tis.trainer.cli import arguments
-from slime_tis.trainer.cli.arguments import describe, effective_config, options_in_force
-from slime_tis.trainer.cli.run_options import OPTIONS
-from tests.cli.conftest import configured
+from slime_tis.trainer.cli.arguments import describe, options_in_force
+from tests.cli.conftest import configured, refusal
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -79,16 +78,6 @@ def test_options_in_force_round_trip_through_yaml(base, tmp_path):
         assert configured("--custom-config-path config.yaml") == first
 
 
-def test_options_in_force_are_all_but_those_that_lack_what_they_need(base):
-    sources = {"use_rollout_correction", "rollout_correction_preset", "custom_config_path"}
-    idle = {option.name for option in OPTIONS.values() if option.needs}
-    in_force = {"rollout_precision", "rollout_router_bits"}
-    in_force |= {"eps_clip", "eps_clip_high", "eps_clip_c", "disable_grpo_std_normalization"}
-    found = configured(base)
-    assert set(effective_config(found)) == set(OPTIONS) - sources
-    assert set(options_in_force(found)) == set(OPTIONS) - sources - (idle - in_force)
-
-
 def test_description_has_what_departs_from_the_defaults(base):
     assert describe(configured(base + "--use-tis --tis-clip 3 --rollout-stop-token-ids 2 5 --weight-decay 0.01")) == (
         "model and data: --hf-checkpoint model --prompt-data train.jsonl\n"
@@ -103,3 +92,34 @@ def test_description_has_what_departs_from_the_defaults(base):
         "parallelism and precision: --bf16",
         "reporting: --output-dir 'a b'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "opposite"),
+    [
+        ("--rollout-correction-preset disabled", "the preset disabled has none"),
+        ("--no-use-tis", "--use-tis is off"),
+        ("--custom-config-path off.yaml", "use_tis in off.yaml is off"),
+        ("--custom-config-path verl.yaml", "rollout_is in verl.yaml is off"),
+    ],
+    ids=["preset", "flag", "YAML", "verl block"],
+)
+def test_use_rollout_correction_with_its_opposite_is_refused(base, flags, opposite, tmp_path):
+    (tmp_path / "off.yaml").write_text("use_tis: false\nuse_rs: true\n")
+    (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: null}}\n")
+    assert opposite in refusal(f"{base} --use-rollout-correction {flags}")
+    line = f"{base} --use-rollout-correction {flags} --use-tis".replace("--no-use-tis", "")
+    assert configured(line).correction.use_tis
+
+
+@pytest.mark.parametrize(
+    ("flags", "written"),
+    [
+        ("algorithm.rollout_correction.rollout_is_threshold=-1", "rollout_is_threshold"),
+        ("--use-rollout-correction --use-rollout-logprobs", "(--use-tis is --use-rollout-correction)"),
+        ("--use-tis algorithm.rollout_correction.bypass_mode=True", "rollout_correction.bypass_mode)"),
+    ],
+    ids=["limit", "switch", "combination"],
+)
+def test_refusal_names_the_option_as_it_was_written(base, flags, written):
+    assert written in refusal(base + flags)

@@ -14,9 +14,7 @@ from slime_tis.trainer.cli.slime_flags import (
     FIXED,
     RENAMED,
     RESTATED,
-    UnknownFlag,
     advice_for,
-    checkpoint_facts,
     refusal,
     split_unknown_flags,
 )
@@ -77,18 +75,6 @@ def unknown(line):
 
 def said(line, model=None):
     return refusal(unknown(line), KNOWN, model)
-
-
-def test_unknown_flags_take_their_values_with_them():
-    line = "--use-tis --num-layers 36 --lr 1e-6 --colocate --spec a b --vocab-size=7 --no-use-rs stray"
-    rest, flags = split_unknown_flags(line.split(), FLAGS)
-    assert rest == ["--use-tis", "--lr", "1e-6", "--no-use-rs", "stray"]
-    assert flags == [
-        UnknownFlag("--num-layers", ("36",)),
-        UnknownFlag("--colocate", ()),
-        UnknownFlag("--spec", ("a", "b")),
-        UnknownFlag("--vocab-size", ("7",)),
-    ]
 
 
 def test_all_unknown_flags_are_one_message_in_groups():
@@ -202,16 +188,6 @@ def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():
     assert not FLAGS.intersection(names)
     assert len(set(names)) == len(names)
     assert not [name for name in FLAGS if advice_for(name)]
-
-
-def test_every_new_name_is_a_flag_here_or_one_of_the_servers():
-    assert {new.name for new in RENAMED.values()} - FLAGS == {"--sglang-tp-size"}
-
-
-def test_facts_follow_from_config_json():
-    facts = checkpoint_facts(LLAMA31)
-    assert (facts["head_dim"], facts["num_key_value_heads"], facts["rope_theta"]) == (128, 32, 500000.0)
-    assert (facts["rope_scaling"], facts["rope_scaling_factor"], facts["qk_norm"]) == (True, 8.0, False)
 
 
 @pytest.fixture

@@ -50,12 +50,6 @@ def test_light_modules(module: str) -> None:
     assert not {name.split(".")[0] for name in loaded.stdout.split()}.intersection(HEAVY)
 
 
-def test_a_submodule_of_the_correction_is_an_attribute_before_any_import_of_it() -> None:
-    code = "import slime_tis; print(slime_tis.correction.metrics.Statistics.__name__)"
-    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert asked.stdout == "Statistics\n"
-
-
 def test_what_the_lazy_packages_export_is_what_they_can_import() -> None:
     """A name in one of the two tables alone would be listed and missing, or there and not listed."""
     assert set(slime_tis.__all__) <= set(correction.__all__)

@@ -21,21 +21,6 @@ def test_yaml_reads_lists_mappings_nulls_and_underscored_text(base, tmp_path):
     assert got.rollout.label_key is None and got.megatron.save is None
 
 
-SLIME_PURE_IS = """
-use_tis: true
-use_rs: false
-tis_level: "sequence"
-tis_mode: "truncate"
-tis_lower_bound: null  # 1.0 / tis_upper_bound
-tis_upper_bound: 2.0
-rs_level: null
-rs_lower_bound: null
-rs_upper_bound: null
-rs_veto_threshold: null
-tis_batch_normalize: true
-"""
-
-
 SLIME_GEO_RS = """
 use_tis: false
 use_rs: true
@@ -51,10 +36,7 @@ tis_batch_normalize: false
 """
 
 
-def test_slimes_own_files_are_accepted(base, tmp_path):
-    (tmp_path / "slime.yaml").write_text(SLIME_PURE_IS)
-    got = configured(base + "--custom-config-path slime.yaml").correction
-    assert got == arguments.RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_batch_normalize=True)
+def test_slimes_own_file_is_accepted(base, tmp_path):
     (tmp_path / "slime.yaml").write_text(SLIME_GEO_RS)
     got = configured(base + "--custom-config-path slime.yaml").correction
     assert got == arguments.RolloutCorrectionConfig(

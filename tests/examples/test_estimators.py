@@ -72,27 +72,6 @@ def test_the_true_gradient_is_that_of_the_expected_reward():
     torch.testing.assert_close(true_gradient(4), gradient_V, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("correlation", "sigma"), [(0.1, 0.01), (0.7, 0.3)])
-def test_the_mismatch_is_as_large_as_asked_for(correlation, sigma):
-    mismatch = Mismatch.of_size(sigma, correlation)
-    torch.testing.assert_close(mismatch.rollout_V * mismatch.log_ratio_V.exp(), TRAIN_V)
-    centered_V = mismatch.log_ratio_V - TRAIN_V @ mismatch.log_ratio_V
-    assert float((TRAIN_V @ centered_V**2).sqrt()) == pytest.approx(sigma, rel=1e-9)
-    quality_V = QUALITY_V - MEAN
-    covariance = TRAIN_V @ (centered_V * quality_V)
-    spread = (TRAIN_V @ centered_V**2 * (TRAIN_V @ quality_V**2)).sqrt()
-    assert float(covariance / spread) == pytest.approx(correlation, abs=1e-9)
-
-
-def test_counts_are_all_that_matter():
-    for length, policy_V in ((7, TRAIN_V), (300, Mismatch.of_size(0.5, 0.7).rollout_V)):
-        counts_CV, probability_C = likely_counts(policy_V, length)
-        assert float(probability_C.sum()) == pytest.approx(1, abs=1e-11)
-        torch.testing.assert_close(probability_C @ counts_CV, length * policy_V, rtol=1e-10, atol=0)
-        assert (counts_CV.sum(1) == length).all() and (counts_CV >= 0).all()
-    assert len(likely_counts(TRAIN_V, 7)[0]) == 36, "8·9/2: of short responses none is omitted"
-
-
 def test_whole_sequence_weights_are_unbiased_and_their_variance_is_closed_form():
     """With T tokens E[(Πρ)²] is (Σ π²/π_rollout)^T: it multiplies the variance of a reward-blind estimator."""
     mismatch = Mismatch.of_size(0.2, 0.1)

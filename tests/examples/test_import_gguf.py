@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,7 +16,7 @@ from tests.checkpoints import CHARACTERS, CHAT_TEMPLATE, make_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from examples.smollm2_reasoning_gym.import_gguf import import_gguf, llama3_scaling, main  # noqa: E402
+from examples.smollm2_reasoning_gym.import_gguf import import_gguf, main  # noqa: E402
 
 TOKENS = torch.tensor([[1, 5, 9, 44, 17, 3, 60, 21]])
 
@@ -148,21 +147,6 @@ def test_rotary_scaling_is_kept(tmp_path: Path, kind: str) -> None:
     rope = json.loads((tmp_path / "made/config.json").read_text())["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 10000.0)
     assert rope.get("original_max_position_embeddings") == (32 if kind == "yarn" else None)
-
-
-def test_divisors_of_llama_3_become_its_scaling() -> None:
-    """Those of Llama 3.2 as transformers computes them: factor 32, base 500000, heads of 64 numbers."""
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 8192}
-    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=rope | {"rope_theta": 500000.0})
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    divisors = (500000.0 ** (-np.arange(0, 64, 2) / 64) / frequencies.numpy()).astype(np.float32)
-    assert llama3_scaling(divisors, 500000.0) == rope
-    with pytest.raises(ValueError, match="Llama 3"):
-        llama3_scaling(divisors[::-1], 500000.0)
 
 
 def test_only_earlier_imports_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

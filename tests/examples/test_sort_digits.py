@@ -72,14 +72,6 @@ def test_rows_are_sorted_digits_and_none_is_held_out_and_trained_on(made):
     assert len({row["prompt"] for row in rows["train"] + rows["eval"]}) == 70
 
 
-def test_the_tokenizer_takes_a_character_a_token(made):
-    tokenizer = load_tokenizer(made[0] / "checkpoint")
-    ids = tokenizer("407>")["input_ids"]
-    assert len(ids) == 5 and ids[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "407>"
-    assert tokenizer("4x")["input_ids"][-1] == tokenizer.unk_token_id
-
-
 def test_the_same_seed_makes_the_same_example(made, tmp_path):
     directory, report = made
     again = prepare.prepare(tmp_path / "again", seed=3, example=SMALL)
