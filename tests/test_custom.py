@@ -108,20 +108,11 @@ def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_el
 
 NOT_FOUND = {
     "no dot": ("sqrt", "names no module and function"),
-    "empty": ("", "names no module and function"),
-    "a file alone": ("dir/file.py", "names no module and function"),
-    "no function": ("file.py:", "names no module and function"),
-    "relative module": ("..tis.x", "names no module and function"),
     "no module": ("nowhere.sqrt", "there is no module 'nowhere'"),
     "path without .py": ("dir/file.f", "there is no module 'dir/file'"),
     "no such function": ("math.square", "math has no function 'square'; it has"),
-    "constant": ("math.pi", "math has no function 'pi'"),
     "no file": ("nowhere/file.py:f", "there is no file nowhere/file.py"),
     "not Python": ("pyproject.toml:f", "is not a Python file"),
-    "directory": ("docs:f", "is not a Python file"),
-    "null byte": ("a\0b.py:f", "there is no file"),
-    "unknown home": ("~nobody/x.py:f", "there is no file"),
-    "long path": ("x" * 5000 + ".py:f", "there is no file"),
 }
 
 
@@ -134,16 +125,13 @@ def test_a_missing_function_is_one_short_message(path: str, message: str) -> Non
 
 NOT_IMPORTED = {
     "syntax": ("def f(:", r"raised SyntaxError: .*/mine.py, line 1\)"),
-    "tabs": ("def f():\n\tif 1:\n        pass", r"TabError: .*mine.py, line 3"),
     "raises": ("import os\n1 / 0", r"raised ZeroDivisionError: division by zero \(.*/mine.py, line 2\)"),
     "its import raises": (
         "from helper_with_a_fault import x",
         r"RuntimeError: deep \(.*/helper_with_a_fault.py, line 2\)",
     ),
     "long text": ("raise RuntimeError('a\\nb\\x1b[31m' * 1000)", r"RuntimeError: a b\\x1b\[31ma b.*… "),
-    "no text": ("class Odd(Exception):\n  def __str__(self): raise ValueError\nraise Odd", r"raised Odd \(.*line 3\)"),
     "no such module": ("import not_there_at_all", "No module named 'not_there_at_all'.*install it, copy it"),
-    "relative import": ("from .. import x", "attempted relative import"),
     "module that slime has": (
         "from slime.ray.misc import x",
         "slime is not installed, and of its modules this program has",
@@ -153,9 +141,7 @@ NOT_IMPORTED = {
         "cannot import name 'y'.*all_gather_with_cp",
     ),
     "exits": ("import sys\nsys.exit(0)", r"called sys.exit\(0\).*/mine.py, line 2"),
-    "null byte": ("\0", "null bytes"),
     "no text file": ("x = '\udcff'", "raised SyntaxError: .*utf-8"),
-    "no function": ("g = 1", "has no function 'f'; it has none"),
 }
 
 
@@ -345,35 +331,24 @@ def loss(change: Callable[[Any], Any]) -> Callable[..., Any]:
 
 WRONG = {
     "loss alone": (lambda args, **kw: kw["pg_loss"], r"returned a tensor of shape \(3,\).*; return the tuple"),
-    "nothing": (lambda args, **kw: None, "returned NoneType; return the tuple"),
     "no metrics": (lambda args, **kw: (kw["pg_loss"], kw["loss_masks"]), "returned a tuple of 2"),
     "loss None": (loss(lambda _: None), r"function \(.*, line \d+\) returned NoneType as pg_loss"),
     "loss shorter": (shorter, r"shorter \(.*test_custom.py, line \d+\) returned .* shape \(2,\) .* as pg_loss"),
     "loss on meta": (loss(lambda loss: loss.to("meta")), "on meta as pg_loss"),
-    "loss sparse": (loss(lambda loss: loss.to_sparse()), "a sparse_coo tensor"),
     "loss of integers": (loss(lambda loss: loss.long()), "a pg_loss of torch.int64; return torch.float32"),
-    "loss in half": (loss(lambda loss: loss.half()), "a pg_loss of torch.float16; return torch.float32"),
     "loss detached": (loss(lambda loss: loss.detach()), "lost the gradient of pg_loss"),
     "loss without grad mode": (without_grad, "without_grad .*lost the gradient of pg_loss"),
-    "another leaf": (loss(lambda loss: torch.zeros_like(loss, requires_grad=True)), "lost the gradient"),
     "loss NaN": (loss(lambda loss: loss * NAN), "made a finite pg_loss NaN or infinite, at 3 of 3"),
-    "loss overflows": (loss(lambda loss: loss.double() * 1e300), "made a finite pg_loss NaN or infinite"),
     "backward": (loss(lambda loss: loss.sum().backward()), "belongs to training"),
     "one mask of two": (returning(masks=lambda kw: kw["loss_masks"][:1]), "a list of 1 as masks"),
-    "masks None": (returning(masks=lambda kw: None), "returned NoneType as masks"),
-    "flat masks": (returning(masks=lambda kw: torch.ones(3)), "as masks; return a list of 2"),
     "mask shorter": (returning(masks=lambda kw: [torch.ones(1), torch.ones(1)]), "as mask 0"),
-    "mask a list": (returning(masks=lambda kw: [[1, 1], [1]]), "a list of 2 as mask 0"),
     "mask NaN": (returning(masks=lambda kw: [torch.ones(2), torch.tensor([NAN])]), "a mask with nan in it"),
     "mask below 0": (returning(masks=lambda kw: [-torch.ones(2), torch.ones(1)]), "a mask with -1 in it"),
     "mask of halves": (returning(masks=lambda kw: [torch.ones(2) / 2, torch.ones(1)]), "a mask with 0.5 in it"),
     "metrics None": (returning(metrics=lambda kw: None), "returned NoneType as metrics"),
     "metric a float": (returning(metrics=lambda kw: {"m": 1.0}), "returned float as metric 'm'"),
     "metric of two": (returning(metrics=lambda kw: {"m": torch.ones(2)}), r"shape \(2,\) .* as metric 'm'"),
-    "metric complex": (returning(metrics=lambda kw: {"m": torch.ones(3) * 1j}), "as metric 'm'"),
     "name 3": (returning(metrics=lambda kw: {3: torch.ones(3)}), "returned a metric named 3"),
-    "no name": (returning(metrics=lambda kw: {"": torch.ones(3)}), "returned a metric named ''"),
-    "line break": (returning(metrics=lambda kw: {"a\nb": torch.ones(3)}), r"returned a metric named 'a\\nb'"),
 }
 
 

@@ -11,13 +11,9 @@ from tests.conftest import Run
 MIS = ("--custom-tis-function-path", "custom_tis.mis.compute_mis_weights_with_cp")
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2", "--micro-batch-size", "4")
 CORRECTIONS = {
-    "geometric, one bound": "--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.001",
     "token, one bound, veto": "--use-rs --rs-upper-bound 1.01 --rs-veto-threshold 0.95",
     "normalised over micro-batches": "--use-tis --tis-level sequence --tis-mode clip --tis-batch-normalize",
-    "second moment of the global batch": "--use-tis --rs-second-moment-bound 1e-4",
     "share of the global batch": "--use-rs --rs-level sequence --rs-target-fraction 0.25",
-    "criteria": "--rollout-rs token_k1,seq_max_k3 --rollout-rs-threshold 0.98_1.02,0.001",
-    "bypass": "--use-rollout-logprobs --policy-loss reinforce --use-tis --tis-mode mask --tis-upper-bound 1.01",
 }
 SAME = ("train/loss", "train/grad_norm", "train/gradient_kept_fraction", "train/loss_denominator")
 

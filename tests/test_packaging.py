@@ -1,13 +1,11 @@
 """What pip installs: every package of the tree, the version that the package says, and the console script."""
 
-import re
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from setuptools import find_packages
 
-import slime_tis
 from slime_tis.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -18,17 +16,6 @@ def test_the_wheel_has_every_folder_of_code() -> None:
     folders = {path.parent for name in ("slime_tis", "custom_tis") for path in (ROOT / name).rglob("*.py")}
     expected = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])) == expected
-
-
-def test_type_hints_are_shipped() -> None:
-    assert PROJECT["tool"]["setuptools"]["package-data"]["slime_tis"] == ["py.typed"]
-    assert (ROOT / "slime_tis" / "py.typed").is_file()
-
-
-def test_one_place_gives_the_version() -> None:
-    assert PROJECT["project"]["dynamic"] == ["version"] and "version" not in PROJECT["project"]
-    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "slime_tis.__version__"}
-    assert re.fullmatch(r"\d+\.\d+\.\d+", slime_tis.__version__)
 
 
 def test_the_console_script_is_the_command() -> None:

@@ -60,16 +60,12 @@ REFUSED = {
     "ranks": ({}, f"{TENSOR_2} --expert-model-parallel-size 2", 2, "WORLD_SIZE is 2"),
     "sglang, tied": ({"tie_word_embeddings": True}, ENGINE, 1, "ties embeddings"),
     "sglang, first layer dense": ({"mlp_only_layers": [0]}, ENGINE, 1, "dense layers"),
-    "sglang, every second layer sparse": ({"decoder_sparse_step": 2}, ENGINE, 1, "dense layers"),
     "one expert per token, normalized": ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "", 1, "norm_topk_prob"),
     "more experts per token than there are": ({"num_experts_per_tok": 7}, "", 1, "of 6 experts"),
     "the type of a dense model": ({"model_type": "qwen3"}, "", 1, "'qwen3'"),
     "dense layers before the first": (GLM | {"first_k_dense_replace": -1}, "", 1, "first_k_dense_replace -1"),
-    "sigmoid scores as they are": (GLM | {"norm_topk_prob": False}, "", 1, "norm_topk_prob"),
     "groups that do not fit": (GLM | {"n_group": 4, "topk_group": 1}, "", 1, "n_group 4"),
-    "more experts per group than two": (GLM | {"n_group": 2, "topk_group": 2}, "", 1, "topk_group 2"),
     "no experts": ({"num_experts": 0}, "", 1, "num_experts"),
-    "a negative scale": (GLM | {"routed_scaling_factor": -1}, "", 1, "routed_scaling_factor -1"),
 }
 
 

@@ -32,25 +32,16 @@ def test_every_option_is_read_from_its_flag_and_from_yaml(name, tmp_path):
 LANDINGS = [
     # flags, config, field, value
     ("--use-tis --tis-upper-bound 1e1", "correction", "tis_upper_bound", 10.0),
-    ("--use-tis --tis-level geometric", "correction", "tis_level", "geometric"),
     ("--rollout-correction-preset pg_rs --rs-z-score 3", "correction", "rs_upper_bound", None),
     ("--rollout-correction-preset decoupled_geo_rs_adaptive", "correction", "rs_z_score", 3.0),
-    ("--use-rollout-correction --use-rs", "correction", "use_tis", True),
-    ("--use-rs --rs-lower-bound 0", "correction", "rs_lower_bound", 0.0),
     ("--use-tis --tis-mode clip --tis-clip-low 0", "correction", "tis_lower_bound", 0.0),
     ("--eps-clip-high 0.28", "policy", "clip_high", 0.28),
-    ("--eps-clip 0.1", "policy", "clip_high", 0.1),
-    ("--load ckpt --save ckpt", "megatron", "load", "ckpt"),
     ("--no-share-prompts", "megatron", "share_prompts", False),
     ("--lr-decay-style linear --lr 1e-4 --min-lr 1e-5", "megatron", "min_lr", 1e-5),
-    ("--num-rollout 11 --lr-warmup-iters 10", "megatron", "lr_warmup_iters", 10),
     ("--custom-generate-function-path a.py:f --generate-concurrency 8", "rollout", "generate_concurrency", 8),
     ("--eval-prompt-data eval.jsonl --eval-engine rollout", "rollout", "evaluates_locally", False),
-    ("--rollout-top-k -1", "rollout", "rollout_top_k", -1),
     ("--rollout-stop-token-ids 2 5", "rollout", "rollout_stop_token_ids", (2, 5)),
-    ("--rm-type none --custom-rm-path mine.py:score", "rollout", "custom_rm_path", "mine.py:score"),
     ("--rm-type dapo --reward-weights acc=1,score=2", "rollout", "reward_weights", "acc=1,score=2"),
-    ("--rm-type dapo --reward-key acc", "rollout", "reward_key", "acc"),
     ("--eval-prompt-data eval.jsonl", "rollout", "eval_prompt_sets", (("accuracy", "eval.jsonl"),)),
     (
         "--eval-prompt-data easy eval.jsonl hard hard.jsonl --eval-interval 10",
@@ -73,15 +64,12 @@ LANDINGS = [
         "sglang_server_args",
         ("--tp-size", "2", "--disable-x", "--dtype=float32"),
     ),
-    ("--num-rollout none --num-epoch 2", "loop", "num_epoch", 2),
     ("", "loop", "global_batch_size", 32),
     ("", "loop", "num_steps_per_rollout", 1),
     ("--global-batch-size 16", "loop", "num_steps_per_rollout", 2),
     ("--num-steps-per-rollout 4", "loop", "global_batch_size", 8),
     ("--dump-details d", "loop", "save_debug_train_data", "d/train_data/{rollout_id}_{rank}.parquet"),
     ("--dump-details d", "loop", "save_debug_rollout_data", "d/rollout_data/{rollout_id}.jsonl"),
-    ("--load-debug-rollout-data d/{rollout_id}.pt", "loop", "load_debug_rollout_data", "d/{rollout_id}.pt"),
-    ("--no-progress", "reporting", "progress", False),
 ]
 
 

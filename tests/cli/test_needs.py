@@ -11,21 +11,8 @@ from tests.cli.conftest import configured, refusal
 IDLE = [
     ("--custom-loss-function-path a.f", "--custom-loss-function-path", "--loss-type custom_loss"),
     ("--rs-upper-bound 1.1", "--rs-upper-bound", "--use-rs"),
-    ("--tis-mode truncate", "--tis-mode", "--use-tis"),
     ("--tis-upper-bound 2", "--tis-upper-bound", "--use-tis or --use-rs"),
     ("--use-tis --reject-before-advantage", "--reject-before-advantage", "--divergence-mask or --tis-mode mask"),
-    ("--kl-loss-coef 0", "--kl-loss-coef", "--use-kl-loss"),
-    (
-        "--rollout-engine sglang --sglang-url http://a:1 --rollout-router-bits 4",
-        "--rollout-router-bits",
-        "--rollout-engine local",
-    ),
-    (
-        "--advantage-estimator rloo --disable-grpo-std-normalization",
-        "--disable-grpo-std-normalization",
-        "--advantage-estimator grpo",
-    ),
-    ("--policy-loss cispo --eps-clip-c 3", "--eps-clip-c", "--policy-loss ppo"),
     (
         "--use-rollout-logprobs --policy-loss reinforce --eps-clip 0.2",
         "--eps-clip",
@@ -33,11 +20,6 @@ IDLE = [
     ),
     ("--lr-decay-style constant --lr-decay-iters 9", "--lr-decay-iters", "--lr-decay-style linear"),
     ("--eval-temperature 1 --eval-top-p 1", "--eval-temperature", "--eval-prompt-data"),
-    (
-        "--rollout-engine sglang --sglang-url http://a:1 --sglang-weight-dir w",
-        "--sglang-weight-dir",
-        "--sglang-weight-sync disk",
-    ),
 ]
 
 

@@ -57,30 +57,22 @@ FOREIGN = ("data/train.jsonl", "data/model/config.json", "lost", "pipe.pt", "oth
 # part of the message by flags
 REFUSED = {
     "--save-hf data/model": "the same as --hf-checkpoint",
-    "--save-hf data/model/": "the same as --hf-checkpoint",
     "--save-hf link/model": "the same as --hf-checkpoint",
     "--save-hf data/model/hf": "inside --hf-checkpoint",
-    "--save-hf runs/../data": "above --hf-checkpoint",
     "--save-hf data/ref/x": "inside --ref-load",
-    "--save-hf .": "above --hf-checkpoint",
     "--save-hf /": "above --hf-checkpoint",
     "--save c --save-hf c": "the same as --save",
-    "--save c --save-hf c/hf": "inside --save",
     "--save c/d --save-hf c": "above --save",
     "--load old --seed 7 --save-hf old/x": "inside --load",
     "--output-dir r --save-hf r": "the same as --output-dir",
-    "--output-dir r/s --save-hf r": "above --output-dir",
     "--output-dir r --save-hf r/tensorboard/hf": "the run itself uses",
     "--save-hf project": "'thesis.txt'",
     "--save-hf data/train.jsonl": "that is a file",
     "--save-hf /proc": "mount point",
     "--output-dir data/train.jsonl": "that is a file",
-    "--save data/train.jsonl/x": "data/train.jsonl' is a file",
     "--save old": "up to iter_0000003",
-    "--save old --load runs/x/checkpoints": "up to iter_0000003",
     "--load old": "--seed is 1234 but the run that --load resumes has 7",
     "--use-tensorboard --tb-project-name ../../..": "leads out of the run directory",
-    "--use-tensorboard --tb-experiment-name /tmp/x": "leads out of the run directory",
     **{f"{flag} {path}": "is no dump of this program" for flag in DUMPS for path in FOREIGN},
     "--save-debug-train-data data": "it is a directory",
     "--save-hf hf --dump-details hf/dump": "inside --save-hf",
@@ -90,7 +82,6 @@ REFUSED = {
     "--dump-details ~/dump": "~",
     "--rm-url http://me:s3cret@host/x": "--rm-url",
     "--rm-url https://host/x?token=s3cret": "--rm-url",
-    "--rm-url ftp://me:s3cret@host/": "--rm-url",
 }
 
 

@@ -64,22 +64,6 @@ def test_every_option_has_a_flag_and_help(parser: argparse.ArgumentParser) -> No
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [("--use-tis --tis-upper-bound -1", "--tis-upper-bound"), ("--rs-z-score 0", "--rs-z-score")],
-    ids=["bound", "z-score"],
-)
-def test_limits_are_checked(line: str, message: str, parser: argparse.ArgumentParser) -> None:
-    with pytest.raises(ValueError, match=message):
-        rollout_correction_config(parser.parse_args(line.split()))
-
-
-@pytest.mark.parametrize("line", ["--tis-mode nonsense", "--rs-z-score x"], ids=["choice", "number"])
-def test_argparse_refuses_wrong_values(line: str, parser: argparse.ArgumentParser) -> None:
-    with pytest.raises(SystemExit):
-        parser.parse_args(line.split())
-
-
-@pytest.mark.parametrize(
     "options",
     [{"action": "store_true"}, {"dest": "level"}],
     ids=["a switch", "another attribute"],

@@ -51,33 +51,6 @@ def test_arguments_of_presets() -> None:
         VerlConfig.pg_is(treshold=3.0)
 
 
-def test_presets_have_verls_fields() -> None:
-    geometric = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-    reinforce = {"bypass_mode": True, "loss_type": "reinforce"}
-    icepop = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
-    expected = {
-        "decoupled_token_is": {"rollout_is": "token"},
-        "decoupled_seq_is": {"rollout_is": "sequence"},
-        "decoupled_token_icepop": icepop,
-        "decoupled_seq_is_rs": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-        "decoupled_geo_rs": {**geometric, "rollout_is": None, "rollout_token_veto_threshold": 1e-4},
-        "decoupled_k3_rs_token_tis": {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-        "ppo_is_bypass": {"rollout_is": "token", "bypass_mode": True},
-        "bypass_ppo_clip": {"rollout_is": None, "bypass_mode": True},
-        "bypass_pg_token_icepop": {**icepop, **reinforce},
-        "bypass_pg_geo_rs_seq_tis": {**geometric, **reinforce},
-        "pg_rs": {**geometric, **reinforce, "rollout_is": None, "rollout_token_veto_threshold": 1e-4},
-        "disabled": {"rollout_is": None},
-    }
-    for name, fields in expected.items():
-        assert getattr(VerlConfig, name)() == VerlConfig(**fields), name
-
-
-def test_reading_by_name() -> None:
-    config = VerlConfig.decoupled_token_is()
-    assert config.get("rollout_is") == "token" and config.get("nothing", 7) == 7
-
-
 def test_what_means_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="loss_type is 'dpo'; choose ppo_clip or reinforce"):
         VerlConfig(loss_type="dpo")

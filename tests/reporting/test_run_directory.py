@@ -4,7 +4,6 @@ import json
 import os
 
 import pytest
-import yaml
 
 from slime_tis.metrics_file import metrics_before
 from slime_tis.trainer.reporting.reporters import JsonLines
@@ -19,15 +18,6 @@ from tests.storage.killed import killed_at_each_operation
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def test_configuration_is_written_in_order(tmp_path):
-    directory = prepare_run_directory(str(tmp_path / "a" / "b"), {"lr": 1e-4, "bf16": False, "ids": [2]}, 0, "r1")
-    text = (directory / "config.yaml").read_text()
-    assert text == "lr: 0.0001\nbf16: false\nids:\n- 2\n"
-    assert yaml.safe_load(text) == {"lr": 1e-4, "bf16": False, "ids": [2]}
-    assert json.loads((directory / "run.json").read_text()) == {"run": "r1"}
-    assert names(directory) == ["config.yaml", "run.json"]
 
 
 def test_a_fresh_run_sets_an_earlier_one_aside_and_a_resumed_one_does_not(tmp_path):

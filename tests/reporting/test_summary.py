@@ -8,21 +8,11 @@ import matplotlib
 import pytest
 
 from slime_tis.trainer.reporting import summary
-from slime_tis.trainer.reporting.summary import PANELS, plot_summary, read_series, running_mean
+from slime_tis.trainer.reporting.summary import PANELS, plot_summary
 
 
 def write_metrics(directory, rows):
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_series_are_the_finite_values_by_step(tmp_path):
-    write_metrics(tmp_path, [{"step": 0, "a": 1.0}, {"step": 1, "a": None, "b": 2}, {"step": 2, "a": 3.0}])
-    assert read_series(tmp_path / "metrics.jsonl") == {"a": [(0, 1.0), (2, 3.0)], "b": [(1, 2)]}
-
-
-def test_running_mean_takes_the_neighbours_there_are():
-    assert running_mean([1.0, 2.0, 6.0, 7.0], 1) == [1.5, 3.0, 5.0, 6.5]
-    assert running_mean([1.0, 2.0], 0) == [1.0, 2.0]
 
 
 def test_panels_have_the_logged_series(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.trainer.storage.directories import DirectoryInUse, exchange, held, remove_files, same_path, unwritable
+from slime_tis.trainer.storage.directories import DirectoryInUse, held, same_path, unwritable
 
 HOLD = """
 import sys
@@ -43,27 +43,6 @@ def test_a_directory_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
         held({tmp_path / "file" / "run" / ".lock": "--save"}),
     ):
         pass
-
-
-def test_directories_are_exchanged(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
-    exchange(tmp_path / "one", tmp_path / "other")
-    assert [(tmp_path / name / "file").read_text() for name in ("one", "other")] == ["other", "one"]
-    with pytest.raises(FileNotFoundError):
-        exchange(tmp_path / "one", tmp_path / "absent")
-
-
-def test_only_named_files_are_removed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "sub").mkdir(parents=True)
-    for name in ("a", "b", "sub/c"):
-        (run / name).write_text("")
-    remove_files(run, ["a", "sub/c", "gone"])
-    assert [path.name for path in run.iterdir()] == ["b"]
-    remove_files(run, ["b"])
-    assert not run.exists()
 
 
 def test_why_a_directory_cannot_be_written(tmp_path: Path) -> None:
