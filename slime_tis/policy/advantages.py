@@ -65,6 +65,58 @@ def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accep
     return whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted)
 
 
+def optimal_token_baseline(
+    rewards_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Tensor,
+    log_probs_BT: Tensor,
+    sum_pi_squared_BT: Tensor,
+    *,
+    weights_BT: Tensor | None = None,
+    zero_tail: bool = True,
+) -> Tensor:
+    """Advantages whose baseline at each position minimizes the variance of the gradient of the prompt's samples.
+
+        A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,   e = (1 − π)² + Σ_{v≠y} π_v²
+
+    G_t is the sum of the rewards from t on, and e the squared norm of the gradient of log π(y) in the logits.
+
+    Source: verl, core_algos.py, compute_optimal_token_baseline_advantage, which computes e as 1 − 2π + Σ_v π_v² in
+    float32: for sure tokens that is 0, and so is the baseline. Here Σ_{v≠y} π_v² is at most (1 − π)², as it must be.
+
+    Args:
+        rewards_BT: reward of each token.
+        mask_BT: nonzero at tokens of the loss.
+        group_B: int64, number of the prompt of each sample.
+        log_probs_BT: log π of the sampled token y under the policy before the step.
+        sum_pi_squared_BT: Σ_v π_v² over the vocabulary, at each token.
+        weights_BT: importance weights of the tokens; None for 1.
+        zero_tail: no baseline where the longest sample of a prompt is longer than all others, as in verl.
+
+    Returns:
+        float64 [B, T], 0 where masked; without baseline for the only sample of a prompt.
+    """
+    mask_BT = (mask_BT != 0).double()
+    returns_BT = (rewards_BT.double() * mask_BT).flip(1).cumsum(1).flip(1)
+    log_probs_BT = torch.where(mask_BT > 0, log_probs_BT.double(), 0.0)
+    rest_BT = log_probs_BT.expm1().square()
+    others_BT = (sum_pi_squared_BT.double() - (2 * log_probs_BT).exp()).clamp_min(0).minimum(rest_BT)
+    energy_BT = (rest_BT + others_BT) * (1.0 if weights_BT is None else weights_BT.double().square())
+    path_BT = torch.where(mask_BT > 0, energy_BT, 0.0).cumsum(1) * mask_BT
+    baseline_BT = torch.zeros_like(returns_BT)
+    for group in group_B.unique():
+        members = (group_B == group).nonzero().squeeze(1)
+        if len(members) < 2:
+            continue
+        total_T = path_BT[members].sum(0)
+        weighted_T = (returns_BT[members] * path_BT[members]).sum(0)
+        baseline_BT[members] = torch.where(total_T > 0, weighted_T / total_T, 0.0)
+        lengths, order = mask_BT[members].sum(1).sort()
+        if zero_tail and lengths[-1] > lengths[-2]:
+            baseline_BT[members[order[-1]], int(lengths[-2]) :] = 0.0
+    return (returns_BT - baseline_BT) * mask_BT
+
+
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
     """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; 0 where the weight is."""
     total = weights.sum().clamp_min(1)

@@ -8,11 +8,13 @@ from slime_tis.policy.advantages import (
     MAX_REWARD,
     advantages,
     grpo,
+    optimal_token_baseline,
     reinforce_plus_plus_baseline,
     rloo,
     whiten,
 )
 from slime_tis.policy.config import PolicyConfig
+from tests.golden.methods import BATCHES, Case, cases
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
 ONES = torch.ones_like(REWARDS)
@@ -91,3 +93,37 @@ def test_keeping_all_is_keeping_nothing_back(estimator: str) -> None:
 def test_a_group_of_one_is_refused(function: object) -> None:
     with pytest.raises(ValueError, match=r"\[groups, n ≥ 2\], got \(4, 1\)"):
         function(torch.ones(4, 1))  # type: ignore[operator]
+
+
+def token_advantages(case: Case, **inputs: torch.Tensor) -> torch.Tensor:
+    """The optimal token baseline on a golden batch."""
+    old, weights = case.input("old"), None
+    if case.params["use_weights"]:
+        weights = (old - case.input("sampler")).exp().clamp_max(2)
+    names = sorted(set(BATCHES[case.batch]["group"]))
+    group = torch.tensor([names.index(name) for name in BATCHES[case.batch]["group"]])
+    given = {"log_probs_BT": old, "sum_pi_squared_BT": case.input("sum_pi_squared"), "group_B": group, **inputs}
+    rewards, mask = case.input("token_rewards"), case.input("mask")
+    return optimal_token_baseline(rewards, mask, **given, weights_BT=weights, zero_tail=case.params["handle_zero_tail"])
+
+
+@pytest.mark.parametrize("case", cases("verl.optimal_token_baseline"))
+def test_optimal_token_baseline_equals_verl(case: Case) -> None:
+    found, theirs = token_advantages(case), case.output("advantages").double()
+    energy = (1 - 2 * case.input("old").exp() + case.input("sum_pi_squared")) * case.input("mask")
+    compared = (energy.cumsum(1) > 1e-6) & (case.input("mask") > 0)  # verl adds 1e-8
+    torch.testing.assert_close(found[compared], theirs[compared], rtol=0, atol=2e-6)
+    assert found.isfinite().all() and not found[case.input("mask") == 0].any()
+
+
+def test_sure_tokens_have_a_baseline() -> None:
+    """Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ² is 0 in float32."""
+    log_probs = -torch.tensor([[1.0], [1.0], [2.0**0.5], [2.0]]) * 1e-9
+    found = optimal_token_baseline(
+        torch.tensor([[1.0], [0.0], [1.0], [0.0]]),
+        torch.ones(4, 1),
+        torch.zeros(4, dtype=torch.int64),
+        log_probs,
+        (2 * log_probs).exp(),
+    )
+    assert found.flatten().tolist() == pytest.approx([1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4)
