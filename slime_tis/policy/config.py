@@ -77,6 +77,10 @@ class PolicyConfig:
     """Coefficient of (log-prob of the current policy minus log-prob of the rollout policy)², added for every trained
     token, also rejected ones; 0 omits it."""
 
+    staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
+    """Multiply the policy loss of a token by this value once per optimizer step between the weights that sampled the
+    token and the trained weights; 1 for no decay."""
+
     sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=sapo",))
     """Temperature of SAPO's gate at positive advantages."""
 

@@ -270,7 +270,14 @@ def applied_weights(tokens: ResponseTokens, correction: Correction[Tensor], step
     """Returns the weights [L] that multiply the loss; in bypass mode the correction's weights are only measured."""
     if step.custom is not None and step.correction.corrects:
         return torch.full_like(correction.weights, torch.nan)
-    return correction.weights if step.correction.use_tis else (tokens.loss_mask_L > 0).float()
+    weights_L = correction.weights if step.correction.use_tis else (tokens.loss_mask_L > 0).float()
+    return weights_L if step.policy.staleness_decay == 1 else weights_L * staleness_weights(tokens, step)
+
+
+def staleness_weights(tokens: ResponseTokens, step: LossStep) -> Tensor:
+    """γ^(v_θ − v) of tokens that weights of version v sampled, float32 [L]; 1 where v is not known (below 0)."""
+    age_L = (step.version - tokens.weight_versions_L).clamp_min(0)
+    return torch.where(tokens.weight_versions_L < 0, 1.0, step.policy.staleness_decay ** age_L.double()).float()
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
@@ -321,6 +328,8 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
             mask_L, accepted_S = corrected.without_opsm(custom.mask_L, custom.accepted_per_sequence, tokens.lengths)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
+    if policy.staleness_decay < 1:
+        loss_L = loss_L * staleness_weights(tokens, step)
     kl_L = torch.zeros_like(log_probs_L)
     if policy.use_kl_loss:
         assert tokens.ref_log_probs_L is not None

@@ -76,6 +76,17 @@ CURRENT = [-1.0, -1.0, -1.0, -1.0, -1.5, -0.5]
 ADVANTAGES = [[1.0] * 4, [-2.0] * 2]
 
 
+def test_the_loss_decays_with_the_age_of_the_weights() -> None:
+    """Versions 5 (trained), 3, 4 and unknown: factors 1, 0.25, 0.5 and 1; masked tokens and the divisor as before."""
+    versions = {"weight_versions": [[5, 3, 3, 4], [-1, 7]]}
+    tokens = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, **versions)
+    step = build({"calculate_per_token_loss": True}, use_tis=True)
+    _, plain, _ = loss_of(replace(step, version=5), tokens, CURRENT)
+    decayed = replace(step, version=5, policy=replace(step.policy, staleness_decay=0.5))
+    _, gradient, _ = loss_of(decayed, tokens, CURRENT)
+    assert (gradient / plain)[[0, 1, 3, 4, 5]].tolist() == pytest.approx([1, 0.25, 0.5, 1, 1])
+
+
 def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_over_sequences() -> None:
     _, grad, _ = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))

@@ -53,6 +53,14 @@ def check_correction(arguments: Arguments) -> None:
             "--reject-before-advantage has no advantages yet; drop it, or what needs them: --tis-upper-bound-negative, "
             "--tis-lower-bound-negative, --divergence-mask without --divergence-mask-direction both."
         )
+    rollout, loop = arguments.rollout, arguments.loop
+    stale = (rollout.rollout_lookahead, rollout.partial_rollout, rollout.rollout_function_path)
+    is_fresh = steps == 1 and rollout.update_weights_interval == 1 and not any((*stale, loop.load_debug_rollout_data))
+    if arguments.policy.staleness_decay < 1 and is_fresh:
+        raise ValueError(
+            "--staleness-decay has no effect, because the trained weights sample all tokens; add "
+            "--num-steps-per-rollout, --update-weights-interval, --rollout-lookahead or --partial-rollout, or drop it."
+        )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
         raise ValueError(
@@ -79,6 +87,7 @@ REPLACED = {
         "use_opsm",
         "entropy_coef",
         "rollout_pull_coef",
+        "staleness_decay",
         "rollout_top_p",
         "rollout_top_k",
     ),
