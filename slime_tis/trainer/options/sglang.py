@@ -91,7 +91,7 @@ class SGLangConfig:
     """Transport of new weights: a broadcast over NCCL (gloo without GPUs), or safetensors on a shared disk."""
 
     sglang_weight_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-weight-sync=disk",))
-    """Directory for weights on disk, shared with the servers; unset means a temporary one of this machine."""
+    """Directory for weights on disk, shared with the servers; unset means `sglang_weights` in the output directory."""
 
     sglang_sync_address: str | None = sglang_option(
         None, metavar="ADDRESS", needs=("--sglang-weight-sync=distributed",)

@@ -10,7 +10,6 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers
 from tests.rollout.sglang.rollouts import Run
-from tests.rollout.sglang.weight_servers import WeightServer, running
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +29,3 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Run]]:
             return run
 
         yield make
-
-
-@pytest.fixture(scope="module")
-def weight_servers() -> Iterator[list[WeightServer]]:
-    servers = [WeightServer(), WeightServer()]
-    with running(*servers):
-        yield servers
-
-
-@pytest.fixture
-def pair(weight_servers: list[WeightServer]) -> list[WeightServer]:
-    """Two servers of weights, well-behaved at first."""
-    for server in weight_servers:
-        server.behave()
-    return weight_servers

@@ -1,7 +1,7 @@
 """An HTTP server for tests that answers as SGLang does, in the words of recorded answers, and fails on demand.
 
-Its model is a rule: the next token follows from the tokens before it, and the log-prob from token and weights, so that
-a test knows what every sample has to be, whoever samples it and however often that was tried.
+Its model is a rule: the next token follows from the tokens before it, and the log-prob from token and weights. A test
+therefore knows every sample, whoever samples it and however often. Weights are received as in SGLang, and kept.
 """
 
 import asyncio
@@ -13,12 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
 from tests.checkpoints import CHARACTERS
 
@@ -26,6 +31,8 @@ RECORDED = Path(__file__).parent / "recorded"
 STOP = 2
 FIRST, LAST = 3, 63
 LAYERS, EXPERTS = 2, 8
+REFUSED = (400, {"success": False, "message": "refused on purpose"})
+JOIN_TIMEOUT = timedelta(seconds=60)
 
 
 def recorded(name: str) -> Any:
@@ -62,10 +69,10 @@ def sampled_from(token: int) -> list[int]:
 
 def continuation(ids: list[int], limit: int) -> list[int]:
     """The response that the model gives to a prompt."""
-    found: list[int] = []
-    while len(found) < limit and (not found or found[-1] != STOP):
-        found.append(next_token([*ids, *found]))
-    return found
+    response: list[int] = []
+    while len(response) < limit and (not response or response[-1] != STOP):
+        response.append(next_token([*ids, *response]))
+    return response
 
 
 class FakeSGLang:
@@ -75,41 +82,37 @@ class FakeSGLang:
         self.weight_version = "default"
         self.version = 0
         self.healthy = True
-        self.reports_token_versions = True
         self.stop_after: int | None = None
         """Tokens after which every request waits until this is None or more."""
         self.pace = 0.0
         """Seconds that each token takes."""
-        self.failing_checks = 0
-        """Number of next health checks that fail."""
         self.faults: deque[Any] = deque()
         """What becomes of the next requests: a status, drop, hang, or a function that spoils the answer."""
+        self.replies: dict[str, list[tuple[int, Any]]] = {}
+        """Status and body of the next answers of an endpoint."""
         self.requests: list[dict[str, Any]] = []
-        self.calls: list[str] = []
+        self.posts: list[tuple[str, dict[str, Any]]] = []
+        """Endpoints and bodies of the other POST requests."""
+        self.gets: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.key: str | None = None
-        self.updates_fail = False
-        self.spoken: Any = None
-        self.spoken_status = 400
         self.workers: list[FakeSGLang] = []
         self.most_at_once = self.at_once = 0
         self.aborted: set[str] = set()
         self.live: set[str] = set()
         self.held: dict[str, int] = {}
         """Tokens of the requests that wait at `stop_after`, by id."""
-        self.longest: int | None = None
-        """What /server_info says that inputs must be shorter than; None is as recorded."""
-        self.set_tokens: int | None = 4096
-        """Most tokens of a sampling mask that it reports; None as before SGLang 0.5.23, where none is."""
-        self.dtype: str | None = None
-        self.quantization: str | None = None
-        self.checksums: list[dict[str, str]] | None = None  # by rank
-        """Of its tensors; None as before SGLang 0.5.23, which gives none."""
-        self.deterministic = False
-        self.returns_experts = True
+        self.info: dict[str, Any] = {"enable_return_routed_experts": True, "sampling_mask_max_tokens": 4096}
+        """Fields of /server_info that differ from the recorded one."""
         self.deaf = False
         """Whether aborts are heard and not followed."""
-        self.paused = False
+        self.paused = self.session = False
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        """The weights of each tensor-parallel rank."""
+        self.groups: dict[str, list[Any]] = {}
+        self.buckets = 0
+        self.bucket_faults: dict[int, str] = {}
+        """What happens at a bucket, by its number from 1 on: refuse, die or hang."""
         self._loop = loop
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
@@ -133,7 +136,14 @@ class FakeSGLang:
 
     def count(self, path: str) -> int:
         """Calls of a path so far."""
-        return sum(call.endswith(f" {path}") for call in self.calls)
+        return self.gets.count(path) + self.called.count(path.removeprefix("/"))
+
+    @property
+    def called(self) -> list[str]:
+        return [path.removeprefix("/") for path, _ in self.posts]
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for called, body in self.posts if called == path]
 
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -148,9 +158,11 @@ class FakeSGLang:
             self._server = None
         for writer in list(self._open):
             writer.transport.abort()
-        for task in list(self._handlers):
+        for task in self._handlers - {asyncio.current_task()}:
             task.cancel()
-        await asyncio.gather(*self._handlers, return_exceptions=True)
+        await asyncio.gather(*self._handlers - {asyncio.current_task()}, return_exceptions=True)
+        for name in list(self.groups):
+            self._leave(name)
         self.at_once = 0
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -189,50 +201,107 @@ class FakeSGLang:
     async def _answer(self, method: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
         if path == "/generate":
             return await self._generate_or_fail(body)
-        self.calls.append(f"{method} {path}")
+        if method == "POST":
+            self.posts.append((path, body))
+        else:
+            self.gets.append(path)
+        if self.replies.get(path):
+            return self.replies[path].pop(0)
         if path == "/health":
-            if self.failing_checks:
-                self.failing_checks -= 1
-                return 503, ""
             return (200, "") if self.healthy and not self.paused else (503, "")
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             return 401, recorded("error_401")
         if path == "/model_info":
             return 200, {**recorded("model_info"), "weight_version": self.weight_version}
         if path == "/server_info":
-            info = {**recorded("server_info"), "enable_deterministic_inference": self.deterministic}
-            info |= {"dtype": self.dtype, "quantization": self.quantization}
-            info["enable_return_routed_experts"] = self.returns_experts
-            info["sampling_mask_max_tokens"] = self.set_tokens
-            return 200, info if self.longest is None else {**info, "max_req_input_len": self.longest}
+            return 200, {**recorded("server_info"), **self.info}
         if path == "/workers" and self.workers:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
-        return self._control(path, body) if method == "POST" else (404, recorded("error_404"))
+        return await self._control(path, body) if method == "POST" else (404, recorded("error_404"))
 
-    def _control(self, path: str, body: dict[str, Any]) -> Any:
+    async def _control(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/faults":
             self.faults.extend(body["faults"])
-            return 200, ""
-        if path == "/speak":
-            return self.spoken_status, self.spoken
-        if path == "/abort_request":
+        elif path == "/abort_request":
             self.aborted |= {"*"} if body.get("abort_all") else {body["rid"]}
-            return 200, ""
-        if path in ("/pause_generation", "/continue_generation"):
+        elif path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
             return 200, recorded(path[1:])
-        if path == "/weights_checker" and self.checksums is not None:
-            more = {"per_gpu_checksum": "0", "parallelism_info": []}
-            ranks = [{"checksums": checksums, **more} for checksums in self.checksums]
-            return 200, {"success": True, "message": "Success.", "ranks": ranks, "per_engine_checksum": "0"}
-        if path == "/flush_cache":
-            return 200, "Cache flushed."
-        if path == "/update_weights_from_disk":
-            if self.updates_fail:
-                return 400, {"success": False, "message": "no such directory", "num_paused_requests": 0}
+        elif path == "/flush_cache":
+            return (200, "Cache flushed.") if self.paused else (400, "Flush cache failed.")
+        elif path in ("/begin_weight_update", "/end_weight_update"):
+            opens = path == "/begin_weight_update"
+            if self.session == opens:
+                return 400, recorded("begin_weight_update_open") if opens else REFUSED[1]
+            self.session = opens
+            return 200, recorded(path[1:])
+        elif path == "/update_weights_from_disk":
+            files = Path(body["model_path"]).glob("*.safetensors") if "model_path" in body else ()
+            self.tensors = [{name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}]
             self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
             return 200, recorded("update_from_disk")
-        return 404, recorded("error_404")
+        elif path == "/init_weights_update_group":
+            await self._join(body)
+            return 200, recorded("init_weights_update_group")
+        elif path == "/destroy_weights_update_group":
+            return (200, recorded(path[1:])) if self._leave(body["group_name"]) else REFUSED
+        elif path == "/update_weights_from_distributed":
+            return await self._receive(body)
+        else:
+            return 404, recorded("error_404")
+        return 200, ""
+
+    async def _join(self, body: dict[str, Any]) -> None:
+        """Joins a group, the first rank as `init_custom_process_group` of SGLang does."""
+        address, port, name, size = (body[f] for f in ("master_address", "master_port", "group_name", "world_size"))
+
+        def join(rank: int) -> Any:
+            if rank != body["rank_offset"]:  # a process registers a name only once
+                store = PrefixStore(name, dist.TCPStore(address, port, is_master=False))
+                store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
+                return dist.ProcessGroupGloo(store, rank, size, JOIN_TIMEOUT)
+            store, _, _ = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=JOIN_TIMEOUT))
+            store.set_timeout(JOIN_TIMEOUT)
+            backend, store = Backend(body["backend"]), PrefixStore(name, store)
+            group, _ = _new_process_group_helper(size, rank, [], backend, store, name, timeout=JOIN_TIMEOUT)
+            _world.pg_group_ranks[group] = {i: i for i in range(size)}
+            return group
+
+        ranks = range(body["rank_offset"], size)
+        self.groups[name] = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in ranks))
+        self.tensors = [{} for _ in ranks]
+
+    def _leave(self, name: str) -> bool:
+        groups = self.groups.pop(name, [])
+        if groups:
+            dist.destroy_process_group(groups[0])
+        return bool(groups)
+
+    async def _receive(self, body: dict[str, Any]) -> Any:
+        """Receives a bucket of weights."""
+        if not self.session or body["group_name"] not in self.groups:
+            return REFUSED
+        self.buckets += 1
+        fault = self.bucket_faults.get(self.buckets)
+        if fault == "die":
+            await self._die()
+            return None
+        if fault == "hang":
+            await asyncio.sleep(3600)
+
+        def receive(group: Any, tensors: dict[str, torch.Tensor]) -> None:
+            shapes = zip(body["dtypes"], body["shapes"], strict=True)
+            new = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in shapes]
+            for work in [group.broadcast(tensor, 0) for tensor in new]:
+                work.wait()
+            tensors.update(zip(body["names"], new, strict=True))
+
+        groups = self.groups[body["group_name"]]
+        await asyncio.gather(*(asyncio.to_thread(receive, *rank) for rank in zip(groups, self.tensors, strict=True)))
+        if fault == "refuse":
+            return REFUSED
+        self.weight_version = body.get("weight_version", self.weight_version)
+        return 200, recorded("update_distributed")
 
     async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
         self.requests.append(body)
@@ -278,50 +347,45 @@ class FakeSGLang:
             worker._handlers.discard(asked)  # type: ignore[arg-type]
 
     async def _sample(self, body: dict[str, Any]) -> Any:
-        limit, found, versions = body["sampling_params"]["max_new_tokens"], [], []
+        limit, response, versions = body["sampling_params"]["max_new_tokens"], [], []
         finish: dict[str, Any] = {"type": "length", "length": limit}
-        while len(found) < limit:
+        while len(response) < limit:
             waiting = True
             while waiting:
                 await asyncio.sleep(self.pace or (0.0005 if self.paused or self.stop_after is not None else 0))
                 if self.aborted & {"*", body["rid"]} and not self.deaf:
-                    return self._formed(body, found, versions, {"type": "abort", "message": "Aborted"})
-                waiting = self.stop_after is not None and len(found) >= self.stop_after
+                    return self._formed(body, response, versions, {"type": "abort", "message": "Aborted"})
+                waiting = self.stop_after is not None and len(response) >= self.stop_after
                 if waiting:
-                    self.held[body["rid"]] = len(found)
+                    self.held[body["rid"]] = len(response)
                 waiting = waiting or self.paused
-            token = next_token([*body["input_ids"], *found])
-            found.append(token)
+            token = next_token([*body["input_ids"], *response])
+            response.append(token)
             versions.append(self.version)
             if token == STOP or token in body["sampling_params"].get("stop_token_ids", []):
                 finish = {"type": "stop", "matched": token}
                 break
-            matched = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(found)]
+            matched = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(response)]
             if matched:
                 finish = {"type": "stop", "matched": matched[0]}
                 break
-        return self._formed(body, found, versions, finish)
+        return self._formed(body, response, versions, finish)
 
-    def _formed(self, body: dict[str, Any], found: list[int], versions: list[int], finish: dict[str, Any]) -> Any:
+    def _formed(self, body: dict[str, Any], response: list[int], versions: list[int], finish: dict[str, Any]) -> Any:
         answer = recorded("generate_length")
         meta = answer["meta_info"]
-        answer["output_ids"], meta["id"], meta["finish_reason"] = found, body["rid"], finish
-        meta["output_token_logprobs"] = [
-            [log_prob(token, version), token, None] for token, version in zip(found, versions, strict=True)
-        ]
-        meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(found)
-        if body.get("return_sampling_mask") and self.set_tokens:
-            meta["output_token_sampling_mask"] = [sampled_from(token) for token in found]
-            meta["output_token_sampling_logprobs"] = [
-                log_prob(token, version) / 2 for token, version in zip(found, versions, strict=True)
-            ]
+        values = [log_prob(token, version) for token, version in zip(response, versions, strict=True)]
+        answer["output_ids"], meta["id"], meta["finish_reason"] = response, body["rid"], finish
+        meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(values, response, strict=True)]
+        meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(response)
+        if body.get("return_sampling_mask") and self.info["sampling_mask_max_tokens"]:
+            meta["output_token_sampling_mask"] = [sampled_from(token) for token in response]
+            meta["output_token_sampling_logprobs"] = [value / 2 for value in values]
         meta["weight_version"] = self.weight_version
-        del meta["weight_versions"]
-        if self.reports_token_versions:
-            meta["weight_versions"] = list(self._spans(versions))
-        if self.returns_experts and body.get("return_routed_experts"):
+        meta["weight_versions"] = list(self._spans(versions))
+        if self.info["enable_return_routed_experts"] and body.get("return_routed_experts"):
             # As after a retraction: by the weights that it has when it answers.
-            fed = [*body["input_ids"], *found][body["routed_experts_start_len"] : -1]
+            fed = [*body["input_ids"], *response][body["routed_experts_start_len"] : -1]
             rows = np.array([chosen_experts(token, self.version) for token in fed], dtype="<i4")
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         return answer
@@ -349,7 +413,7 @@ Fake = TypeVar("Fake", bound=FakeSGLang)
 
 @contextmanager
 def servers_of(kind: type[Fake], count: int) -> Iterator[list[Fake]]:
-    """Some servers of a class, on a thread of their own."""
+    """Some servers of a class, on a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

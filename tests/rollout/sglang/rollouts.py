@@ -1,9 +1,10 @@
 """Servers, an engine on them, and what every sample has to be."""
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from torch import Tensor
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, WeightSource
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.sglang.client import Server
+from slime_tis.trainer.engines.sglang.client import Server, make_client
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import STOP, FakeSGLang, continuation, log_prob
 
+Result = TypeVar("Result")
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
 LIMIT = 20
 SAMPLING = Sampling(max_response_len=LIMIT, n_samples=3)
@@ -30,6 +32,22 @@ def prompt(index: int) -> Prompt:
 PROMPTS = [prompt(index) for index in range(12)]
 EARLY = [p for p in map(prompt, range(300)) if len(continuation(list(p.token_ids), 60)) <= 5]
 LATE = [p for p in map(prompt, range(300)) if len(continuation(list(p.token_ids), 60)) == 60]
+
+
+def with_clients(
+    servers: Sequence[FakeSGLang], work: Callable[[list[Server]], Awaitable[Result]], *keys: str | None, **options: Any
+) -> Result:
+    """Runs a coroutine with a client of each server."""
+
+    async def run() -> Result:
+        async with make_client(*keys) as client:
+            clients = [Server(server.url, client, **{"timeout": 10.0, **options}) for server in servers]
+            try:
+                return await work(clients)
+            finally:
+                await asyncio.gather(*(each.close() for each in clients))
+
+    return asyncio.run(run())
 
 
 class Weights:

@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
 
-import httpx
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
@@ -19,9 +18,10 @@ from slime_tis.trainer.engines.sglang.client import (
 )
 from slime_tis.trainer.engines.sglang.schema import Completion, GenerateRequest
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
+from tests.rollout.sglang.rollouts import with_clients
 
 KEY = "sk-not-to-be-seen"
-ROUTER = "http://router:3000"
+Result = TypeVar("Result")
 PROMPT = [1, 5, 9]
 SAMPLING = Sampling(max_response_len=1000)
 LONG = continuation(PROMPT, 1000)
@@ -33,18 +33,8 @@ def fake() -> Iterator[FakeSGLang]:
         yield server
 
 
-def ask(
-    fake: FakeSGLang, use: Callable[[Server], Coroutine[Any, Any, Any]], *, key: str | None = None, **options: Any
-) -> Any:
-    async def work() -> Any:
-        async with make_client(key) as client:
-            server = Server(fake.url, client, **{"timeout": 10.0, "abort_timeout": 5.0, **options})
-            try:
-                return await use(server)
-            finally:
-                await server.close()
-
-    return asyncio.run(work())
+def ask(fake: FakeSGLang, use: Callable[[Server], Awaitable[Result]], *keys: str | None, **options: Any) -> Result:
+    return with_clients([fake], lambda servers: use(servers[0]), *keys, **{"abort_timeout": 5.0, **options})
 
 
 def request(max_new_tokens: int = 1000, request_id: str = "r1") -> GenerateRequest:
@@ -129,15 +119,14 @@ def test_a_request_that_is_cancelled_is_aborted_by_its_id(fake: FakeSGLang) -> N
 
 
 def test_a_router_has_requests_aborted_where_they_are() -> None:
-    with fake_servers(3) as (router, *workers):
+    with fake_servers(3) as fakes:
 
-        async def work() -> None:
-            async with make_client(None) as client:
-                behind = [Server(worker.url, client, timeout=5.0) for worker in workers]
-                await Server(router.url, client, timeout=5.0, workers=behind).abort("r7")
+        async def work(clients: list[Server]) -> None:
+            clients[0].workers = clients[1:]
+            await clients[0].abort("r7")
 
-        asyncio.run(work())
-        assert [server.aborted for server in (router, *workers)] == [set(), {"r7"}, {"r7"}]
+        with_clients(fakes, work)
+        assert [server.aborted for server in fakes] == [set(), {"r7"}, {"r7"}]
 
 
 @pytest.mark.parametrize(
@@ -150,14 +139,14 @@ def test_a_router_has_requests_aborted_where_they_are() -> None:
     ids=["400", "404", "weights not received"],
 )
 def test_the_message_of_a_refusal_is_found_in_all_its_forms(fake: FakeSGLang, name: str, message: str) -> None:
-    fake.spoken = recorded(name)
+    fake.replies["/speak"] = [(400, recorded(name))]
     with pytest.raises(RequestRefused, match=message) as caught:
         ask(fake, lambda server: server.post("/speak", {}))
     assert len(str(caught.value)) < 600 and "\n" not in str(caught.value)
 
 
 def test_an_answer_of_success_false_is_a_refusal(fake: FakeSGLang) -> None:
-    fake.spoken_status, fake.spoken = 200, {"success": False, "message": "a batch is under way."}
+    fake.replies["/speak"] = [(200, {"success": False, "message": "a batch is under way."})]
     with pytest.raises(RequestRefused, match=r"/speak failed: a batch is under way\.$") as caught:
         ask(fake, lambda server: server.post("/speak", {}))
     assert caught.value.status == 200
@@ -172,7 +161,7 @@ def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogC
         shown.append(f"{server!r} {server.client!r} {server.client.headers!r} {vars(server)!r}")
         await server.info()
         fake.faults.extend([503, "drop", 400])
-        fake.spoken = {"message": f"you sent Authorization: Bearer {KEY}"}
+        fake.replies["/speak"] = [(400, {"message": f"you sent Authorization: Bearer {KEY}"})]
         for work in (*(generate(server) for _ in range(3)), server.post("/speak", {})):
             try:
                 await work
@@ -180,23 +169,21 @@ def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogC
                 shown.append("".join(traceback.format_exception(error)))
                 assert error.__cause__ is None
 
-    ask(fake, use, key=KEY)
+    ask(fake, use, KEY)
     assert {headers["authorization"] for headers in fake.headers} == {f"Bearer {KEY}"}
     assert len(shown) == 5 and "Bearer ***" in shown[-1]
     assert not any(KEY in text for text in [*shown, caplog.text])
 
 
 def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: FakeSGLang) -> None:
-    async def work() -> None:
-        async with make_client("user-key", "admin-key") as client:
-            server = Server(fake.url, client, timeout=10.0)
-            await server.info()
-            await generate(server, max_new_tokens=2)
-            await server.post("/pause_generation", {"mode": "retract"})
-            await server.post("/update_weights_from_disk", {"weight_version": "1"})
-            await server.abort("r1")
+    async def use(server: Server) -> None:
+        await server.info()
+        await generate(server, max_new_tokens=2)
+        await server.post("/pause_generation", {"mode": "retract"})
+        await server.post("/update_weights_from_disk", {"weight_version": "1"})
+        await server.abort("r1")
 
-    asyncio.run(work())
+    ask(fake, use, "user-key", "admin-key")
     keys = [headers["authorization"].removeprefix("Bearer ") for headers in fake.headers]
     assert keys == ["user-key"] * 2 + ["admin-key"] * 3
     assert {headers["accept-encoding"] for headers in fake.headers} == {"identity"}
@@ -205,7 +192,7 @@ def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: Fa
 def test_a_wrong_key_is_refused_with_a_hint(fake: FakeSGLang) -> None:
     fake.key = KEY
     with pytest.raises(RequestRefused, match="--sglang-api-key-env") as caught:
-        ask(fake, lambda server: server.info(), key="other-key")
+        ask(fake, lambda server: server.info(), "other-key")
     assert "other-key" not in str(caught.value)
 
 
@@ -216,58 +203,27 @@ def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
     assert key not in str(caught.value)
 
 
-def worker_urls_of(answers: Callable[[httpx.Request], httpx.Response]) -> tuple[str, ...]:
-    class Body(httpx.AsyncByteStream):
-        def __init__(self, content: bytes) -> None:
-            self.content = content
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            yield self.content
-
-    def streamed(request: httpx.Request) -> httpx.Response:
-        answer = answers(request)
-        return httpx.Response(answer.status_code, headers=answer.headers, stream=Body(answer.content))
-
-    async def run() -> tuple[str, ...]:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(streamed)) as client:
-            return await Server(ROUTER, client, timeout=10.0).worker_urls()
-
-    return asyncio.run(run())
+def test_workers(fake: FakeSGLang) -> None:
+    urls = ["http://10.0.0.5:30000/", "http://10.0.0.6:30000@0", "http://10.0.0.6:30000@1"]
+    fake.replies["/workers"] = [(200, {"workers": [{"id": "1", "url": url} for url in urls], "total": 3})]
+    assert ask(fake, Server.worker_urls) == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
 
 
-def test_workers() -> None:
-    body = {
-        "workers": [
-            {"id": "1", "url": "http://10.0.0.5:30000/", "is_healthy": True},
-            {"id": "2", "url": "http://10.0.0.6:30000@0"},
-            {"id": "3", "url": "http://10.0.0.6:30000@1"},
-        ],
-        "total": 3,
-    }
-    found = worker_urls_of(lambda request: httpx.Response(200, json=body))
-    assert found == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
+WORKERS = {
+    "no servers": (200, {"workers": []}, "has no servers; add some"),
+    "HTTP 401": (401, "", "answered HTTP 401.* --sglang-api-key-env"),
+    "text": (200, "hello", "Check --sglang-router-ip"),
+    "workers of text": (200, {"workers": ["http://a:1"]}, "Check --sglang-router-ip"),
+    "a URL that steers": (200, {"workers": [{"url": "http://a\x1b[2J:1"}]}, "Check --sglang-router-ip"),
+    "5 MB": (200, " " * 5_000_000, "larger than the 4194304 bytes"),
+}
 
 
-NOT_A_ROUTER = f"unknown: {ROUTER}.* Check --sglang-router-ip and --sglang-router-port, or"
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        pytest.param(httpx.Response(200, json={"workers": []}), f"{ROUTER} has no servers; add some", id="no servers"),
-        pytest.param(httpx.Response(401), f"{ROUTER}/workers answered HTTP 401.* --sglang-api-key-env", id="HTTP 401"),
-        pytest.param(httpx.Response(200, text="hello"), NOT_A_ROUTER, id="text"),
-        pytest.param(httpx.Response(200, json={"workers": ["http://a:1"]}), NOT_A_ROUTER, id="workers of text"),
-        pytest.param(httpx.Response(200, json={"workers": [{"url": None}]}), NOT_A_ROUTER, id="a URL of null"),
-        pytest.param(
-            httpx.Response(200, json={"workers": [{"url": "http://a\x1b[2J:1"}]}), NOT_A_ROUTER, id="a URL that steers"
-        ),
-        pytest.param(httpx.Response(200, text=" " * 5_000_000), "larger than the 4194304 bytes", id="5 MB"),
-    ],
-)
-def test_a_router_that_names_no_servers_is_refused(answer: httpx.Response, message: str) -> None:
+@pytest.mark.parametrize(("status", "body", "message"), WORKERS.values(), ids=WORKERS)
+def test_a_router_that_names_no_servers_is_refused(fake: FakeSGLang, status: int, body: Any, message: str) -> None:
+    fake.replies["/workers"] = [(status, body)]
     with pytest.raises(ValueError, match=message):
-        worker_urls_of(lambda request: answer)
+        ask(fake, Server.worker_urls)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_single_failed_health_checks_mark_no_server_down(start: Callable[..., Ru
     run = start(1)
     (server,) = run.servers
     for _ in range(3):
-        server.failing_checks = 2
-        wait_until(lambda: server.failing_checks == 0)
+        server.replies["/health"] = [(503, "")] * 2
+        wait_until(lambda: not server.replies["/health"])
         checked_again(server, times=2)
     assert run.engine.metrics()["rollout/sglang_deaths"] == 0
 

@@ -237,7 +237,7 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
 
 def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., Run]) -> None:
     def prepare(servers: list[FakeSGLang]) -> None:
-        servers[1].returns_experts = False
+        servers[1].info["enable_return_routed_experts"] = False
 
     flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
     with pytest.raises(ValueError, match=f"^{flags} is on"):
@@ -248,7 +248,7 @@ def test_a_server_that_comes_back_without_the_flag_is_used_without(
     start: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start(1)
-    run.servers[0].returns_experts = False
+    run.servers[0].info["enable_return_routed_experts"] = False
     groups = run.engine.generate(PROMPTS[:2], SAMPLING, seed=0)
     assert_exact(groups, PROMPTS[:2])
     assert all(sample.rollout_routed_experts is None for sample in flat(groups))
@@ -312,7 +312,6 @@ def completion(experts: list[list[int]], finish_reason: FinishReason) -> Complet
         token_ids=[5],
         log_probs=[-1.0],
         versions=[0],
-        reports_token_versions=True,
         finish_reason=finish_reason,
         routed_experts=torch.tensor(experts, dtype=torch.uint8)[..., None],
     )
@@ -322,10 +321,10 @@ def test_one_expert_per_token_is_judged_over_the_whole_response(checkpoint: Path
     tokenizer = load_tokenizer(checkpoint)
     for last, unrecorded in (([0, 0], 0), ([0, 3], 0), ([6, 0], 1), ([6, 3], None)):
         pending = PendingSample(prompt=SHORT, max_new_tokens=8)
-        pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"), [0])
+        pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"))
         assert pending.unrecorded_layer is None  # the rows to come may be others
         assert pending.to_sample(tokenizer).rollout_routed_experts is not None
-        pending.append(completion([last], "stop"), [0])
+        pending.append(completion([last], "stop"))
         assert pending.unrecorded_layer == unrecorded
         experts = pending.to_sample(tokenizer).rollout_routed_experts
         assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last

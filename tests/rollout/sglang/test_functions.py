@@ -10,7 +10,7 @@ import pytest
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until
+from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until, when
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
 
 RUN = Sampling(max_response_len=12, n_samples=2)
@@ -87,10 +87,8 @@ def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Calla
         run.engine.submit_function(PROMPTS[:3], careless, RUN, concurrency=9).result()
 
 
-@pytest.mark.parametrize("spans", [True, False], ids=["versions by token", "one version per answer"])
-def test_weights_change_in_the_middle_of_a_turn(start: Callable[..., Run], spans: bool) -> None:
-    run = start(1, prepare=lambda servers: [setattr(server, "reports_token_versions", spans) for server in servers])
-    run.engine.submit_function(EARLY[:1], two_turns, RUN, concurrency=1).result()  # tells how versions are reported
+def test_weights_change_in_the_middle_of_a_turn(start: Callable[..., Run]) -> None:
+    run = start(1)
     with held(run, 5):
         future = run.engine.submit_function(LATE[:2], two_turns, RUN, concurrency=4)
         wait_until(lambda: run.num_held == 4)
@@ -167,8 +165,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run]
 
 
 def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
-    run = start(1, prepare=lambda servers: setattr(servers[0], "reports_token_versions", False))
-    run.engine.submit_function(EARLY[:1], two_turns, RUN, concurrency=1).result()
+    run = start(1, sglang_request_timeout=0.1)
     expected = continuation(list(LATE[0].token_ids), 60)
     stop = text_of(expected[4:7])
     end = text_of(expected).index(stop) + 3
@@ -178,15 +175,12 @@ def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
         answers.append(await engine.generate(sample.tokens, {"stop": stop, "max_new_tokens": 60}))
         return [sample]
 
-    with held(run, 5):
-        future = run.engine.submit_function(LATE[:1], stops, Sampling(max_response_len=5), concurrency=1)
-        wait_until(lambda: run.num_held == 1)
-        run.update(1)
-    future.result()
+    run.servers[0].stop_after = 5  # then the request takes too long
+    when(lambda: run.servers[0].aborted, run.release)
+    run.engine.submit_function(LATE[:1], stops, Sampling(max_response_len=5), concurrency=1).result()
     (answer,) = answers
     assert answer.token_ids == expected[:end]
     assert (answer.finish_reason, answer.text) == ("stop", text_of(expected[: end - 3]))
-    assert answer.weight_versions == [0] * 5 + [1] * (end - 5)
     assert run.requests[-1]["sampling_params"]["stop"] == [stop]
 
 
@@ -210,7 +204,7 @@ def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Call
 
 
 def test_servers_that_take_seeds_get_one_for_each_request(start: Callable[..., Run]) -> None:
-    run = start(1, prepare=lambda servers: setattr(servers[0], "deterministic", True))
+    run = start(1, prepare=lambda servers: servers[0].info.update(enable_deterministic_inference=True))
 
     async def asks(sample, engine):
         for _ in range(2):

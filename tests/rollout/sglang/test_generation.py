@@ -71,7 +71,7 @@ def begun(tokens: int) -> Sample:
 
 def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run]) -> None:
     def short(servers: list[FakeSGLang]) -> None:
-        servers[0].longest = 8
+        servers[0].info["max_req_input_len"] = 8
 
     run = start(2, short)
     long = Prompt(index=4, text="", token_ids=(3,) * 8)
@@ -87,7 +87,7 @@ def test_a_limit_that_is_lower_since_a_server_was_started_anew_is_kept_to(start:
     run = start(1)
     server = run.servers[0]
     server.die()
-    server.longest = 8
+    server.info["max_req_input_len"] = 8
     wait_until(lambda: run.engine.metrics()["rollout/sglang_deaths"] == 1)
     server.come_back()
     wait_until(lambda: run.engine.metrics()["rollout/sglang_returns"] == 1)
@@ -110,7 +110,7 @@ def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Call
 
     def deterministic(servers: list[FakeSGLang]) -> None:
         for server in servers:
-            server.deterministic = True
+            server.info["enable_deterministic_inference"] = True
 
     run = start(2, deterministic)
     first = seeds(run, seed=5)

@@ -106,7 +106,7 @@ def test_samples_carry_the_sets(start: Start, limit: int, top_k: int, sent: int)
     sampling = dataclasses.replace(TRUNCATED, top_k=top_k)
 
     def report(servers: list[FakeSGLang]) -> None:
-        servers[0].set_tokens = limit
+        servers[0].info["sampling_mask_max_tokens"] = limit
 
     run = start(1, report, sampling=sampling)
     for sample in flat(run.engine.generate(PROMPTS, sampling)):
@@ -126,31 +126,25 @@ def test_no_sets_are_asked_for_where_nothing_is_cut_or_nothing_is_trained(start:
     assert not any("return_sampling_mask" in body for body in run.requests)
 
 
-def old(servers: list[FakeSGLang]) -> None:
-    servers[-1].set_tokens = None
+def small(servers: list[FakeSGLang]) -> None:
+    servers[-1].info["sampling_mask_max_tokens"] = 1
 
 
-def test_servers_that_report_no_sets_are_refused_at_the_start(start: Start) -> None:
-    with pytest.raises(ValueError, match="does not report which tokens") as error:
-        start(2, old, sampling=TRUNCATED)
-    assert str(error.value).startswith("--rollout-top-p is 0.9 and --rollout-top-k -1, but http://127.0.0.1:")
-    assert "add --allow-truncation-bias" in str(error.value)
-    with pytest.raises(ValueError, match="at most 4096"):
-        start(1, sampling=dataclasses.replace(TRUNCATED, top_k=5000))
-    assert start(1, old, sampling=dataclasses.replace(TRUNCATED, return_sampling_mask=False))
-
-
-def test_their_bias_may_be_allowed_and_then_no_sets_are_asked_for(
+def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allowed(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = start(2, old, sampling=TRUNCATED, allow_truncation_bias=True)
+    with pytest.raises(ValueError, match="--rollout-top-k -1, but a server reports at most 1 "):
+        start(2, small, sampling=TRUNCATED)
+    with pytest.raises(ValueError, match="at most 4096"):
+        start(1, sampling=dataclasses.replace(TRUNCATED, top_k=5000))
+    with pytest.raises(ValueError, match=r"runs SGLang 0\.5\.9"):
+        start(1, lambda servers: servers[0].info.update(version="0.5.9"))
+    run = start(2, small, sampling=TRUNCATED, allow_truncation_bias=True)
     assert "uses the whole vocabulary" in caplog.text
     for sample in flat(run.engine.generate(PROMPTS, TRUNCATED)):
         assert sample.sampling_mask is None
         assert sample.rollout_log_probs == [log_prob(token, 0) for token in sample.response_ids]
-    assert {(body["sampling_params"]["top_p"], "return_sampling_mask" in body) for body in run.requests} == {
-        (0.9, False)
-    }
+    assert not any("return_sampling_mask" in body for body in run.requests)
 
 
 @pytest.mark.parametrize("recorded_before", [True, False], ids=["with sets", "of an older checkpoint"])

@@ -68,7 +68,7 @@ def test_a_completed_answer() -> None:
     completion = generation(recorded("generate_length"), max_new_tokens=8)
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs[:2] == [-5.014503479003906, -4.9953131675720215]
-    assert completion.versions == [0] * 8 and completion.reports_token_versions
+    assert completion.versions == [0] * 8
     assert completion.finish_reason == "length"
     stopped = generation(recorded("generate_stop"), max_new_tokens=8)
     assert (stopped.token_ids, stopped.finish_reason, stopped.versions) == ([7], "stop", [0])
@@ -94,7 +94,7 @@ def test_an_aborted_answer_has_what_was_sampled(name: str) -> None:
     completion = generation(answer, max_new_tokens=1000)
     assert completion.finish_reason == "abort"
     assert completion.token_ids == answer["output_ids"] != []
-    assert len(completion.log_probs) == len(completion.versions or []) == len(completion.token_ids)
+    assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
 
 
 def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
@@ -104,16 +104,6 @@ def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
         completion = generation(answer, max_new_tokens=8)
         assert (completion.token_ids, completion.log_probs, completion.versions) == ([], [], [])
         assert completion.finish_reason == "abort"
-
-
-def test_servers_without_spans_report_one_version_or_none() -> None:
-    answer = recorded("generate_length")
-    del answer["meta_info"]["weight_versions"]
-    answer["meta_info"]["weight_version"] = "12"
-    completion = generation(answer, max_new_tokens=8)
-    assert completion.versions == [12] * 8 and not completion.reports_token_versions
-    del answer["meta_info"]["weight_version"]
-    assert generation(answer, max_new_tokens=8).versions is None
 
 
 def set_log_prob(value: Any) -> Any:

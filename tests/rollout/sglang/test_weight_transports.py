@@ -1,42 +1,420 @@
-"""Every weight transport delivers the weights, names their version, and releases a server that failed."""
+"""Weight transports: servers receive the weights bit by bit; a server that fails is released and holds up no other."""
 
+import asyncio
+import gc
+import json
+import os
 import pkgutil
+import resource
+import signal
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.trainer.engines.engine import EngineHost
-from slime_tis.trainer.engines.sglang.client import Server
+from slime_tis.trainer.engines.sglang.client import ServerError
+from slime_tis.trainer.engines.sglang.weights import protocol
+from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
+from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup
 from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
-from tests.rollout.sglang.weight_servers import WeightServer, digests, some_weights, with_clients
+from tests.rollout.sglang.fake_sglang import REFUSED, FakeSGLang, fake_servers
+from tests.rollout.sglang.rollouts import with_clients
+from tests.runs import fork_server
 
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "distributed": {},
-    "disk": {},
+Servers = list[FakeSGLang]
+Make = Callable[..., Any]
+RELEASED = ["abort_request", "continue_generation"]
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    with fake_servers(3) as servers:
+        yield servers
+
+
+@pytest.fixture(params=WEIGHT_TRANSPORTS)
+def make(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> Make:
+    """Builds a transport with buckets of 300 bytes."""
+    return partial(DistributedSync, **OPTIONS) if request.param == "distributed" else on_disk(tmp_path, checkpoint)
+
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 300, "timeout": 60.0}
+
+
+def distributed(**options: Any) -> DistributedSync:
+    return DistributedSync(**{**OPTIONS, **options})
+
+
+def on_disk(directory: Path, checkpoint: Path) -> Make:
+    return partial(DiskSync, directory=directory / "weights", hf_checkpoint=checkpoint, **OPTIONS)
+
+
+def some_weights(seed: int) -> dict[str, Tensor]:
+    """Tensors of odd shapes and several types, one that is not contiguous, and one with values beyond bf16."""
+    make = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(37, 11, generator=make),
+        "scalar": torch.randn((), generator=make),
+        "one": torch.randn(1, generator=make),
+        "half": torch.randn(5, 3, 2, generator=make).bfloat16(),
+        "turned": torch.randn(8, 6, generator=make).T,
+        "large": torch.randn(64, generator=make),
+        "extreme": torch.tensor([float("inf"), -0.0, 1e-45, 3.4e38, float("-inf")]),
+        "count": torch.randint(0, 9, (3,), generator=make),
+    }
+
+
+def bits(named: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.contiguous().flatten().view(torch.uint8).tolist())
+        for name, tensor in named.items()
+    }
+
+
+def assert_weights(servers: Servers, version: int, ranks: int = 1) -> None:
+    """The servers have `some_weights` of this version, and generate."""
+    for server in servers:
+        assert list(map(bits, server.tensors)) == [bits(some_weights(version))] * ranks
+        assert (server.weight_version, server.paused, server.session) == (str(version), False, False)
+
+
+def push(weights: Any, servers: Servers, *versions: int) -> dict[str, str]:
+    """Sends `some_weights` of these versions, and closes the transport; returns the last failures by URL."""
+
+    async def work(clients: Any) -> dict[str, str]:
+        try:
+            for version in versions:
+                failed = await weights.push(clients, some_weights(version).items, version)
+            return {server.url: reason for server, reason in failed.items()}
+        finally:
+            await weights.close()
+
+    return with_clients(servers, work)
+
+
+def test_weights_arrive_to_the_bit(make: Make, servers: Servers) -> None:
+    assert push(make(), servers, 1, 2) == {}
+    assert_weights(servers, 2)
+    for server in servers:
+        assert server.groups == {} and server.bodies("/pause_generation") == [{"mode": "retract"}] * 2
+        updates = server.bodies("/update_weights_from_distributed")
+        if updates:
+            half = len(updates) // 2
+            assert half > 2 and [body.get("weight_version") for body in updates[:half]] == [None] * (half - 1) + ["1"]
+            session = ["begin_weight_update", *["update_weights_from_distributed"] * half, "end_weight_update"]
+            calls = ["pause_generation", "flush_cache", *session, "continue_generation"]
+            joined = [*calls[:2], "init_weights_update_group", *calls[2:]]
+            assert server.called == [*joined, *calls, "destroy_weights_update_group"]
+        else:
+            calls = ["pause_generation", "flush_cache", "update_weights_from_disk", "continue_generation"]
+            assert server.called == calls * 2
+            body = server.bodies("/update_weights_from_disk")[1]
+            assert "/weights_00000002_" in body.pop("model_path")
+            assert body == {"weight_version": "2", "load_format": "auto", "flush_cache": False}
+
+
+REFUSALS = {
+    "pause": ("distributed", "/pause_generation"),
+    "join": ("distributed", "/init_weights_update_group"),
+    "pause, disk": ("disk", "/pause_generation"),
+    "load": ("disk", "/update_weights_from_disk"),
 }
-"""Options of each transport in these tests."""
 
 
-def test_every_transport_is_tested() -> None:
-    assert TRANSPORTS.keys() == WEIGHT_TRANSPORTS.keys()
+@pytest.mark.parametrize(("make", "endpoint"), REFUSALS.values(), ids=REFUSALS, indirect=["make"])
+def test_a_server_that_refuses_is_released(make: Make, endpoint: str, servers: Servers) -> None:
+    servers[0].replies[endpoint] = [REFUSED]
+    failed = push(make(), servers, 1)
+    assert list(failed) == [servers[0].url] and "refused on purpose" in failed[servers[0].url]
+    assert servers[0].called[-2:] == RELEASED
+    assert_weights(servers[1:], 1)
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_weights_arrive_and_a_failed_server_is_released(name: str, pair: list[WeightServer], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    config = SGLangConfig(sglang_weight_sync=name, sglang_request_timeout=60.0, **TRANSPORTS[name])
-    host = EngineHost(hf_checkpoint=tmp_path, weights=list, output_dir=tmp_path)
+def test_a_source_that_fails_leaves_the_servers_as_they_were(make: Make, servers: Servers) -> None:
+    def source() -> Iterator[tuple[str, Tensor]]:
+        yield from list(some_weights(1).items())[:4]
+        raise RuntimeError("rank 3 went away")
 
-    async def work(clients: list[Server]) -> None:
-        weights = pkgutil.resolve_name(WEIGHT_TRANSPORTS[name]).build(config, host, [server.url for server in pair])
-        assert await weights.push(clients, some_weights(1).items, 1) == {}
-        pair[0].behave(refuse={"/pause_generation": 1})
-        assert list(await weights.push(clients, some_weights(2).items, 2)) == [clients[0]]
+    with pytest.raises(RuntimeError, match="rank 3 went away"):
+        with_clients(servers, lambda clients: make().push(clients, source, 5))
+    for server in servers:
+        assert (server.weight_version, server.paused, server.session, server.groups) == ("default", False, False, {})
+
+
+def test_never_more_than_a_bucket_is_held(make: Make, servers: Servers) -> None:
+    alive, most, kilobyte = weakref.WeakSet(), [], 1024
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for i in range(40):
+            tensor = torch.full((kilobyte,), i, dtype=torch.uint8)
+            alive.add(tensor)
+            most.append(len(alive))
+            yield f"w{i}", tensor
+
+    weights = make(bucket_bytes=4 * kilobyte)
+
+    async def work(clients: Any) -> None:
+        assert await weights.push(clients, source, 5) == {}
         await weights.close()
 
-    with_clients(pair, work)
-    assert pair[0].calls()[-2:] == ["abort_request", "continue_generation"]
-    state = pair[1].state()
-    assert state["weights"] == [digests(some_weights(2))]
-    assert (state["version"], state["paused"]) == ("2", False)
+    gc.disable()  # nothing waits for the collector
+    try:
+        with_clients(servers, work)
+    finally:
+        gc.enable()
+    assert len(most) == 40 and not alive
+    assert max(most) <= (5 if isinstance(weights, DistributedSync) else 2)  # a bucket and the next tensor; disk copies
+
+
+def test_buckets_are_full_and_no_fuller() -> None:
+    named = [(f"w{i}", torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate((4, 5, 1, 1, 20, 3, 7, 3))]
+    found = list(protocol.buckets(lambda: named, 10, lambda tensor: tensor))
+    assert [each.names for each in found] == [["w0", "w1", "w2"], ["w3"], ["w4"], ["w5", "w6"], ["w7"]]
+    assert [each.last for each in found] == [False, False, False, False, True]
+    with pytest.raises(ValueError, match="no weights to send"):
+        next(protocol.buckets(list, 10, lambda tensor: tensor))
+
+
+def test_a_group_serves_until_its_server_starts_again(servers: Servers) -> None:
+    weights, first = distributed(), servers[0]
+
+    async def work(clients: Any) -> None:
+        for version in (1, 2):
+            assert await weights.push(clients, some_weights(version).items, version) == {}
+        assert first.count("/init_weights_update_group") == 1
+        await asyncio.to_thread(first.die)
+        await asyncio.to_thread(first.come_back)
+        assert await weights.push(clients, some_weights(3).items, 3) == {}
+        assert [server.count("/init_weights_update_group") for server in servers] == [2, 1, 1]
+        assert await weights.push(clients[:1], some_weights(4).items, 4) == {}
+        await weights.close()
+
+    with_clients(servers, work)
+    assert_weights(servers[:1], 4)
+    assert_weights(servers[1:], 3)
+    assert [server.groups for server in servers] == [{}, {}, {}]
+
+
+def test_a_server_of_two_ranks_whose_session_was_left_open(servers: Servers) -> None:
+    server = servers[0]
+    server.info["tp_size"], server.session = 2, True
+    assert push(distributed(), [server], 3) == {}
+    assert_weights([server], 3, ranks=2)
+    assert server.bodies("/init_weights_update_group")[0]["world_size"] == 3
+    session = [call for call in server.called if call in ("begin_weight_update", "end_weight_update")]
+    assert session == ["begin_weight_update", "end_weight_update"] * 2
+
+
+@pytest.mark.parametrize("status", [400, 200], ids=["HTTP 400", "success false"])
+def test_flush_is_asked_for_until_it_is_done(servers: Servers, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers[0].replies["/flush_cache"] = [(status, REFUSED[1])] * 3
+    assert push(distributed(), servers, 1) == {}
+    assert servers[0].called[:5] == ["pause_generation", *["flush_cache"] * 4]
+    monkeypatch.setattr(protocol, "CONTROL_TIMEOUT", 0.3)
+    servers[0].replies["/flush_cache"] = [(status, REFUSED[1])] * 1000
+    assert list(push(distributed(), servers, 2)) == [servers[0].url]
+    assert servers[0].called[-2:] == RELEASED and servers[1].weight_version == "2"
+
+
+@pytest.mark.parametrize("fault", ["die", "refuse", "hang"])
+def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers: Servers, fault: str) -> None:
+    weights, victim, names = distributed(timeout=2.0 if fault == "hang" else 60.0), servers[1], list[str]()
+    victim.bucket_faults = {2: fault}
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in some_weights(7).items():
+            names.append(name)
+            yield name, tensor
+
+    async def work(clients: Any) -> list[str]:
+        failed = await weights.push(clients, source, 9)
+        again = await weights.push([clients[0], clients[2]], some_weights(8).items, 8)
+        await weights.close()
+        return [server.url for server in [*failed, *again]]
+
+    assert with_clients(servers, work) == [victim.url]
+    assert names == list(some_weights(7))  # iterated once, to the end
+    assert_weights([servers[0], servers[2]], 8)
+    assert [server.count("/init_weights_update_group") for server in servers] == [1, 1, 1]
+    if fault == "refuse":
+        assert victim.called[-4:] == ["end_weight_update", "destroy_weights_update_group", *RELEASED]
+        assert victim.bodies("/abort_request") == [{"abort_all": True}]
+        assert (victim.weight_version, victim.paused, victim.session) == ("default", False, False)
+
+
+def test_a_server_with_replicas_is_refused(servers: Servers) -> None:
+    servers[0].info["dp_size"] = 2
+    assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1], 5)[servers[0].url]
+
+
+def test_only_the_loopback_listens_and_the_default_group_stays(servers: Servers) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        default, addresses = dist.group.WORLD, set[str]()
+
+        def source() -> Iterator[tuple[str, Tensor]]:
+            connections = psutil.Process(os.getpid()).net_connections("tcp")
+            addresses.update(each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN)
+            yield from some_weights(1).items()
+
+        async def work(clients: Any) -> None:
+            weights = distributed()
+            assert await weights.push(clients, source, 5) == {}
+            await weights.close()
+
+        with_clients(servers, work)
+        assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
+        assert dist.group.WORLD is default and dist.get_world_size() == 1
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "localhost", socket.gethostname()], ids=["IP address", "localhost", "host name"]
+)
+def test_closing_ends_a_join_under_way(address: str) -> None:
+    async def work() -> None:
+        group = UpdateGroup(address, server_ranks=1, device=torch.device("cpu"), timeout=60.0)
+        assert group._store is not None
+        before = group._store.num_keys()
+        joining = protocol.in_thread(group.join)
+        while group._store.num_keys() <= before:  # until its own rank waits for the server's
+            await asyncio.sleep(0.002)
+        assert not joining.done()
+        group.close()
+        with pytest.raises(RuntimeError):
+            await asyncio.wait_for(joining, 5.0)
+
+    asyncio.run(work())
+
+
+def directories(path: Path) -> list[str]:
+    """Names without the random part."""
+    return sorted(each.name.rsplit("_", 1)[0] for each in (path / "weights").iterdir() if each.is_dir())
+
+
+def test_transformers_reads_the_files(tmp_path: Path, checkpoint: Path) -> None:
+    named = {
+        name: tensor + 0.125 for name, tensor in AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().items()
+    }
+    weights = on_disk(tmp_path, checkpoint)(bucket_bytes=20_000)
+    assert asyncio.run(weights.push([], named.items, 3)) == {}
+    (written,) = (tmp_path / "weights").glob("weights_*")
+    loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == dict.fromkeys(named, torch.float32)
+    assert all(torch.equal(tensor, named[name]) for name, tensor in loaded.items())
+    prompt = "sort 312>"
+    assert AutoTokenizer.from_pretrained(written)(prompt) == AutoTokenizer.from_pretrained(checkpoint)(prompt)
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in named.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        with safe_open(str(written / file), "pt") as tensors:
+            assert set(tensors.keys()) == {name for name, of in index["weight_map"].items() if of == file}
+            size = sum(named[name].nbytes for name in tensors.keys())  # noqa: SIM118
+            assert size <= 20_000 or len(tensors.keys()) == 1
+
+
+def test_a_server_that_comes_back_reads_the_newest(servers: Servers, tmp_path: Path, checkpoint: Path) -> None:
+    servers[0].replies["/update_weights_from_disk"] = [REFUSED] * 2
+    weights = on_disk(tmp_path, checkpoint)()
+
+    async def work(clients: Any) -> None:
+        assert await weights.restore(clients[0]) is False  # nothing has been written yet
+        assert list(await weights.push(clients, some_weights(1).items, 1)) == [clients[0]]
+        with pytest.raises(ServerError, match="refused on purpose"):
+            await weights.restore(clients[0])
+        assert await weights.restore(clients[0]) is True
+        await weights.close()
+
+    with_clients(servers, work)
+    assert_weights(servers, 1)
+
+
+def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path: Path, checkpoint: Path) -> None:
+    weights, sent = on_disk(tmp_path, checkpoint)(bucket_bytes=100_000), []
+    asyncio.run(weights.push([], some_weights(1).items, 1))
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        for i in range(8):
+            sent.append(i)
+            yield f"w{i}", torch.zeros(100_000, dtype=torch.uint8)
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match="the weights of version 2 could not be written"):
+            asyncio.run(weights.push([], source, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sent == list(range(8)) and directories(tmp_path) == ["weights_00000001"]
+
+
+def crash(root: Path, checkpoint: Path) -> None:
+    """Writes weights, and ends in the middle of writing others."""
+    weights = on_disk(root, checkpoint)(bucket_bytes=10)
+    asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
+
+    def source() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.ones(9)
+        yield "b", torch.ones(9)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    asyncio.run(weights.push([], source, 2))
+
+
+def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: Path, checkpoint: Path) -> None:
+    process = fork_server().Process(target=crash, args=(tmp_path, checkpoint))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert directories(tmp_path) == ["unfinished_00000002", "weights_00000001"]
+    (old,) = (tmp_path / "weights").glob("weights_*")
+    with safe_open(str(old / "model.safetensors"), "pt") as tensors:
+        assert torch.equal(tensors.get_tensor("a"), torch.zeros(9))
+    others = [
+        tmp_path / "weights" / name
+        for name in ("weights_of_mine", "weights_00000007_abcdef01", "weights_00000008_abcdef01")
+    ]
+    others[0].mkdir()
+    others[1].touch()
+    os.symlink(checkpoint, others[2])
+    make = on_disk(tmp_path, checkpoint)
+    weights = make()
+    assert sorted((tmp_path / "weights").iterdir()) == sorted([tmp_path / "weights/.lock", *others])
+    with pytest.raises(ValueError, match="another run is using"):
+        make()
+    asyncio.run(weights.push([], some_weights(1).items, 1))
+    asyncio.run(weights.close())
+    assert "weights_00000001" in directories(tmp_path)  # servers may still be asked to read it
+    asyncio.run(make(is_temporary=True).close())
+    assert "weights_00000001" not in directories(tmp_path)
+    with pytest.raises(ValueError, match="cannot be written"):
+        make(directory=others[1] / "w")
+
+
+def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path: Path) -> None:
+    here, away = "http://127.0.0.1:1", "http://10.0.0.9:1"
+    host = EngineHost(hf_checkpoint=tmp_path, weights=dict, output_dir=tmp_path)
+    disk = SGLangConfig(sglang_weight_sync="disk")
+    with pytest.raises(ValueError, match="may not see"):
+        DiskSync.build(disk, host, [here, away])
+    shared = SGLangConfig(sglang_weight_sync="disk", sglang_weight_dir=str(tmp_path / "shared"))
+    for config, urls in ((disk, [here]), (shared, [here, away])):
+        weights = pkgutil.resolve_name(WEIGHT_TRANSPORTS["disk"]).build(config, host, urls)
+        asyncio.run(weights.close())

@@ -1,7 +1,9 @@
 """Rollouts while weights change: every token carries the version of the weights that sampled it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +12,14 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.sglang.server_group import is_stale, server_name, server_precision
-from tests.rollout.sglang.fake_sglang import FakeSGLang, spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat
+from tests.rollout.sglang.fake_sglang import REFUSED, FakeSGLang, spoiled, wait_until, when
+from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat, held
 
 
 def test_an_answer_from_other_weights_is_tried_again(start: Callable[..., Run]) -> None:
     run = start(2)
     for server in run.servers:
-        server.faults.append(
-            spoiled(lambda answer: answer["meta_info"].update(weight_versions=None, weight_version="99"))
-        )
+        server.faults.append(spoiled(lambda answer: answer["meta_info"]["weight_versions"][0].update(version="99")))
     assert_exact(
         run.engine.generate(PROMPTS[:1], Sampling(max_response_len=LIMIT), seed=0),
         PROMPTS[:1],
@@ -81,40 +81,31 @@ def test_weights_of_a_returning_server_carry_their_own_version(start: Callable[.
     assert run.engine.weight_version == 0
 
 
-@pytest.mark.parametrize("reports_token_versions", [True, False], ids=["per token", "per answer"])
-def test_tokens_carry_the_versions_that_sampled_them(start: Callable[..., Run], reports_token_versions: bool) -> None:
-    def prepare(servers: list[FakeSGLang]) -> None:
-        for server in servers:
-            server.reports_token_versions = reports_token_versions
-
-    run = start(2, prepare)
-    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
-    for server in run.servers:
-        server.requests.clear()
-        server.stop_after = 4
+def test_tokens_carry_the_versions_that_sampled_them(start: Callable[..., Run]) -> None:
+    run = start(2)
     sampling = Sampling(max_response_len=12, n_samples=2)
-    pending = run.engine.submit(LATE[:4], sampling, seed=0)
-    for version in (3, 4):
-        wait_until(lambda: run.num_held == 8)
-        run.update(version)
-        for server in run.servers:
-            server.stop_after = None if version == 4 else 8 if reports_token_versions else 4
+    with held(run, 4):
+        pending = run.engine.submit(LATE[:4], sampling, seed=0)
+        for version in (3, 4):
+            wait_until(lambda: run.num_held == 8)
+            run.update(version)
+            for server in run.servers:
+                server.stop_after = None if version == 4 else 8
     groups = pending.result()
     assert_exact(groups, LATE[:4], sampling)
     for sample in flat(groups):
         assert sample.weight_versions == [0] * 4 + [3] * 4 + [4] * 4
-    assert len(run.requests) == (8 if reports_token_versions else 24)
-    assert run.engine.metrics()["rollout/sglang_retries"] == 0
+    assert len(run.requests) == 8 and run.engine.metrics()["rollout/sglang_retries"] == 0
 
 
 def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start: Callable[..., Run]) -> None:
     run = start(2)
-    run.servers[1].updates_fail = True
+    run.servers[1].replies["/update_weights_from_disk"] = [REFUSED]
     run.update(1)
     assert run.engine.weight_version == 1
     assert_exact(run.engine.generate(PROMPTS[:4], SAMPLING, seed=0), PROMPTS[:4])
     assert run.servers[1].requests == []
-    run.servers[1].updates_fail = run.servers[1].paused = False
+    run.servers[1].paused = False
     run.update(2)
     wait_until(lambda: run.servers[1].version == 2 or run.engine.generate(PROMPTS, SAMPLING, seed=0))
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=1)
@@ -131,25 +122,25 @@ def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path
     assert (run.engine.weight_version, run.servers[0].weight_version) == (3, "3")
 
 
-def test_tensors_that_did_not_change_with_the_update_are_named(
-    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def checksums(*ranks: dict[str, str]) -> tuple[int, Any]:
+    return 200, {"success": True, "ranks": [{"checksums": rank} for rank in ranks]}
+
+
+def test_tensors_that_did_not_change_with_the_update_are_named(start: Callable[..., Run]) -> None:
     run = start(2)
-    first, second = run.servers
-    checksums = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
-    first.checksums = [checksums]
+    first = run.servers[0]
+    before = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
+    after = before | {"model.layers.0.self_attn.qkv_proj.weight": "4"}
+    first.replies["/weights_checker"] = [
+        checksums(each) for each in (before, before, after, dict.fromkeys(before, "5"))
+    ]
     rows = SentRows(rows=torch.zeros(1), changed=True)
-    same = SentRows(rows=torch.zeros(1), changed=False)
     names = ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "unknown.weight")
-    sent = dict.fromkeys(names, rows) | {"other": same}
+    sent = dict.fromkeys(names, rows) | {"other": replace(rows, changed=False)}
     assert run.engine.wrong_weights(sent) == {}  # there is nothing to compare with
     assert run.engine.wrong_weights(sent) == {first.url: list(names[:2])}
-    first.checksums = [checksums | {"model.layers.0.self_attn.qkv_proj.weight": "4"}]
     assert run.engine.wrong_weights(sent) == {first.url: ["model.norm.weight"]}
-    first.checksums = [dict.fromkeys(checksums, "5")]
     assert run.engine.wrong_weights(sent) == {first.url: []}
-    assert caplog.text.count("checked by log-probs only") == 1
-    assert second.count("/weights_checker") == 1
 
 
 @pytest.mark.parametrize(
@@ -175,9 +166,9 @@ def test_a_stale_shard_of_one_rank_is_named(start: Callable[..., Run]) -> None:
     (server,) = run.servers
     name, head = "model.layers.0.mlp.down_proj.weight", "lm_head.weight"
     sent = dict.fromkeys((name, head), SentRows(rows=torch.zeros(1), changed=True, changed_everywhere=True))
-    server.checksums = [{name: "1", head: "1"}, {name: "2", head: "2"}]
+    ranks = [checksums(dict.fromkeys((name, head), first), {name: "2", head: "2"}) for first in "133"]
+    server.replies["/weights_checker"] = ranks
     assert run.engine.wrong_weights(sent) == {}
-    server.checksums = [{name: "3", head: "3"}, {name: "2", head: "2"}]
     assert run.engine.wrong_weights(sent) == {server.url: [name]}  # a rank's vocabulary may be padding
     assert run.engine.wrong_weights(sent) == {server.url: [name, head]}
 
@@ -219,7 +210,7 @@ def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callab
     def saying(*dtypes: str | None, quantization: str | None = None) -> Callable[[list[FakeSGLang]], None]:
         def say(servers: list[FakeSGLang]) -> None:
             for server, dtype in zip(servers, dtypes, strict=True):
-                server.dtype, server.quantization = dtype, quantization
+                server.info |= {"dtype": dtype, "quantization": quantization}
 
         return say
 

@@ -95,8 +95,6 @@ class Server:
     """Servers behind a router at this address; requests are aborted there."""
     abort_timeout: float = ABORT_TIMEOUT
     health_timeout: float = HEALTH_TIMEOUT
-    reports_token_versions: bool | None = None
-    """Whether answers have a weight version per token; None before the first answer."""
     malformed_answers: int = 0
     _aborts: BackgroundTasks = field(default_factory=BackgroundTasks)
 
@@ -172,7 +170,7 @@ class Server:
             return schema.parse_scores(answer, token_ids)
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:
-        """Checksums of tensors by name, one per rank that has the tensor; SGLang has them since 0.5.23."""
+        """Checksums of tensors by name, one per rank that has the tensor."""
         body = {"action": "checksum", "selector": "target"}
         answer = await self._request("POST", "/weights_checker", body, timeout=self.timeout, max_bytes=CHECKSUM_BYTES)
         with self._reading("/weights_checker"):

@@ -22,7 +22,7 @@ from slime_tis.trainer.engines.generation import RequestOptions, RolloutFunction
 from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, Requests, RolloutTask
+from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, RolloutTask
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
 from slime_tis.trainer.engines.tasks import CANCELLED
 from slime_tis.trainer.engines.weight_rounding import Precision
@@ -81,7 +81,7 @@ class SGLangEngine:
             self._servers = servers = ServerGroup(settings, self._host, sizes.vocab_size, launched)
             self._loop.run(servers.connect())
             stack.callback(lambda: self._loop.run(servers.close()))
-            servers.check_routed_experts()
+            servers.check_features()
             limits = Limits(
                 context_len=sizes.context_len,
                 vocab_size=sizes.vocab_size,
@@ -232,10 +232,16 @@ class SGLangEngine:
             raise ValueError(f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more prompts.")
         rollout = SGLangRollout(self, calls, num_groups, makes_segments=concurrency is not None)
         if self._rank_zero.is_self:
-            servers, records_experts = self._servers, sampling.return_routed_experts
-            # The longest input may have changed since the start, with a restart of a server.
-            requests = Requests(servers.health, servers.dispatcher, servers.max_input_len, records_experts)
-            task = RolloutTask(f"{self._run_id}-r{self._num_batches:08d}", requests, self._tokenizer, self._limits)
+            servers = self._servers
+            task = RolloutTask(
+                name=f"{self._run_id}-r{self._num_batches:08d}",
+                health=servers.health,
+                dispatcher=servers.dispatcher,
+                max_input_len=servers.max_input_len,  # may have changed with a restart of a server
+                records_experts=sampling.return_routed_experts,
+                tokenizer=self._tokenizer,
+                limits=self._limits,
+            )
             task.batch = FunctionBatch(
                 calls,
                 bind(task),
@@ -244,14 +250,14 @@ class SGLangEngine:
                 concurrency=sum(map(len, calls)) or 1 if concurrency is None else concurrency,
                 vocab_size=self._limits.vocab_size,
                 num_groups=num_groups,
-                end_requests=requests.stop if num_groups is not None else None,
+                end_requests=task.stop if num_groups is not None else None,
             )
-            self._servers.rollouts.add(task)
+            servers.rollouts.add(task)
             rollout.future = self._loop.submit(task.run())
 
             def done(_: object) -> None:
-                self._servers.rollouts.discard(task)
-                self._servers.changed.set()
+                servers.rollouts.discard(task)
+                servers.changed.set()
 
             rollout.future.add_done_callback(done)
         self._num_batches += 1

@@ -72,7 +72,7 @@ class Limits:
 
     def _of_servers(self, length: int) -> list[int]:
         limits = []
-        if self.context_len is not None:  # SGLang 0.5.9 refuses a request for the whole context
+        if self.context_len is not None:  # SGLang may refuse a request for the whole context
             limits.append(self.context_len - 1 - length)
         if self.max_input_len is not None:  # a server may have been started with a shorter context
             limits.append(self.max_input_len + INPUT_MARGIN - length)
@@ -165,7 +165,7 @@ class PendingSample:
         """Experts to replay; None if a layer was not recorded."""
         return self.routed_experts if self.unrecorded_layer is None else None
 
-    def append(self, completion: Completion, versions: list[int]) -> None:
+    def append(self, completion: Completion) -> None:
         """Adds the tokens of a request; after an aborted request the response is incomplete."""
         if completion.token_ids:
             earlier, rows = self.routed_experts, completion.routed_experts
@@ -179,7 +179,7 @@ class PendingSample:
             )
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
-        self.versions += versions
+        self.versions += completion.versions
         if completion.finish_reason != "abort":
             self.finish_reason = completion.finish_reason
         self.finish_if_full()
@@ -215,58 +215,105 @@ class PendingSample:
         )
 
 
-@dataclass(eq=False)
-class Requests:
-    """Samples responses with one or more requests each, until stopped. It belongs to one loop."""
+@dataclass(eq=False, kw_only=True)
+class RolloutTask:
+    """Calls of a function in flight, and their requests. It belongs to one loop."""
 
+    name: str
+    """Unique prefix of its request ids, of equal width for all rollouts."""
     health: HealthMonitor
     dispatcher: Dispatcher
     max_input_len: int | None
     """Longest input that all servers take, in tokens."""
     records_experts: bool
+    tokenizer: PreTrainedTokenizerBase
+    limits: Limits
+    batch: FunctionBatch = field(init=False)
     stopping: bool = False
     """Whether requests are aborted and no new ones are sent."""
-    _tasks: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _task: asyncio.Task[None] | None = None
+    _responses: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
     _interrupted: set[PendingSample] = field(default_factory=set)
 
-    async def finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
-        """Samples a response to its end, or until requests are aborted; raises the errors of `RolloutTask.run`.
+    async def run(self) -> None:
+        """Calls the function until enough groups are complete.
 
-        `request_id` is the prefix of the ids of its requests, of equal width for all responses.
+        Raises RolloutUnavailable without servers or after too many failures, RequestRefused, or a call's error.
         """
+        self._task = asyncio.current_task()
+        await self.batch.run()
+
+    async def close(self) -> None:
+        """Ends `run`; requests in flight are aborted."""
+        if self._task is not None:
+            await cancel_and_wait([self._task])
+
+    async def answer(self, request: Request) -> Generation:
+        """Answers one request, with abort once enough groups are complete."""
+        if self.stopping:
+            await asyncio.sleep(ABORTED_PAUSE)
+        options = replace(request.options, sampling=self.limits.with_reported_masks(request.options.sampling))
+        response = PendingSample(
+            prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
+            max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
+            seed=int.from_bytes(request.key[:8], "big") >> 1,
+        )
+        if response.max_new_tokens < 1:
+            response.finish_reason = "length"
+        try:
+            await self.finish(response, options)
+        except Exception as error:  # functions may swallow it
+            self.batch.fail(error)
+            raise
+        if options.stop and response.num_requests > 1:  # servers search only the tokens of one request
+            end = StopStrings(self.tokenizer, options.stop).first(response.token_ids)
+            if end is not None:
+                response.stop_after(end)
+        finish_reason = response.finish_reason or "abort"
+        return Generation(
+            token_ids=response.token_ids,
+            log_probs=response.log_probs,
+            weight_versions=response.versions,
+            finish_reason=finish_reason,
+            text=response_text(self.tokenizer, response.token_ids, options, finish_reason),
+            routed_experts=response.recorded_experts,
+            sampling_mask=response.sampling_mask,
+        )
+
+    async def finish(self, response: PendingSample, options: RequestOptions) -> None:
+        """Samples a response to its end, or until requests are aborted; raises the errors of `run`."""
+        request_id = f"{self.name}-{next(self._numbers) % 10**8:08d}"
         task = asyncio.create_task(self._finish(response, options, request_id))
-        self._tasks[task] = response
+        self._responses[task] = response
         try:
             await asyncio.wait({task})
             if not task.cancelled():
                 task.result()
         finally:
             await cancel_and_wait([task])
-            del self._tasks[task]
+            del self._responses[task]
 
     async def stop(self) -> None:
         """Aborts all requests in flight, which return their partial responses, and sends no more."""
         self.stopping = True
 
         def in_flight() -> list[tuple[Server, str]]:
-            for task, response in self._tasks.items():
+            for task, response in self._responses.items():
                 if response.request is None:
                     task.cancel()
-            return [response.request for task, response in self._tasks.items() if response.request and not task.done()]
+            return [each.request for task, each in self._responses.items() if each.request and not task.done()]
 
         await _abort_all(in_flight)
 
     async def end_before_update(self) -> None:
-        """Aborts requests that must not span a weight update; new requests continue their responses.
+        """Aborts requests that ask for experts before a weight update; new requests continue their responses.
 
-        Their answers have one version for all tokens, or routed experts: after an update the server feeds earlier
-        tokens again and would return the experts that the new weights choose.
+        After an update a server feeds earlier tokens again, and would return the experts that the new weights choose.
         """
-        requests = [
-            (response, response.request)
-            for response in self._tasks.values()
-            if response.request is not None and (self.records_experts or not response.request[0].reports_token_versions)
-        ]
+        if not self.records_experts:
+            return
+        requests = [(response, response.request) for response in self._responses.values() if response.request]
         self._interrupted.update(response for response, _ in requests)
         # A response may have sent its next request meanwhile, which has another tuple.
         await _abort_all(lambda: [request for response, request in requests if response.request is request])
@@ -302,83 +349,15 @@ class Requests:
             )
         finally:
             response.request = None
-        versions = completion.versions
-        if versions is None:
-            versions = [first_version] * len(completion.token_ids)
-        self.health.check_versions(state, first_version, versions)
-        server.reports_token_versions = completion.reports_token_versions
+        self.health.check_versions(state, first_version, completion.versions)
         if completion.experts_problem is not None:
             self.health.note_missing_experts(server, completion.experts_problem)
-        response.append(completion, versions)
+        response.append(completion)
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
             self.health.note_missing_experts(server, f"{problem}, as if it were not recorded")
         if not completion.token_ids and not self.stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")
-
-
-@dataclass(eq=False)
-class RolloutTask:
-    """Calls of a function in flight, and their requests. It belongs to one loop."""
-
-    name: str
-    """Unique prefix of its request ids, of equal width for all rollouts."""
-    requests: Requests
-    tokenizer: PreTrainedTokenizerBase
-    limits: Limits
-    batch: FunctionBatch = field(init=False)
-    """The calls of the function."""
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _task: asyncio.Task[None] | None = None
-
-    async def run(self) -> None:
-        """Calls the function until enough groups are complete.
-
-        Raises RolloutUnavailable without servers or after too many failures, RequestRefused, or a call's error.
-        """
-        self._task = asyncio.current_task()
-        await self.batch.run()
-
-    async def close(self) -> None:
-        """Ends `run`; requests in flight are aborted."""
-        if self._task is not None:
-            await cancel_and_wait([self._task])
-
-    async def finish(self, response: PendingSample, options: RequestOptions) -> None:
-        """Samples a response to its end, or until requests are aborted; see `Requests.finish`."""
-        await self.requests.finish(response, options, f"{self.name}-{next(self._numbers) % 10**8:08d}")
-
-    async def answer(self, request: Request) -> Generation:
-        """Answers one request, with abort once enough groups are complete."""
-        if self.requests.stopping:
-            await asyncio.sleep(ABORTED_PAUSE)
-        options = replace(request.options, sampling=self.limits.with_reported_masks(request.options.sampling))
-        response = PendingSample(
-            prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
-            max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
-            seed=int.from_bytes(request.key[:8], "big") >> 1,
-        )
-        if response.max_new_tokens < 1:
-            response.finish_reason = "length"
-        try:
-            await self.finish(response, options)
-        except Exception as error:  # functions may swallow it
-            self.batch.fail(error)
-            raise
-        if options.stop and response.num_requests > 1:  # servers search only the tokens of one request
-            end = StopStrings(self.tokenizer, options.stop).first(response.token_ids)
-            if end is not None:
-                response.stop_after(end)
-        finish_reason = response.finish_reason or "abort"
-        return Generation(
-            token_ids=response.token_ids,
-            log_probs=response.log_probs,
-            weight_versions=response.versions,
-            finish_reason=finish_reason,
-            text=response_text(self.tokenizer, response.token_ids, options, finish_reason),
-            routed_experts=response.recorded_experts,
-            sampling_mask=response.sampling_mask,
-        )
 
 
 async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> None:

@@ -176,8 +176,7 @@ class OutputMeta(Answer):
     finish_reason: Finish
     output_token_logprobs: Annotated[list[TokenLogProb] | None, FailFast()] = None
     completion_tokens: int | None = None
-    weight_version: WeightVersion | None = None
-    weight_versions: Annotated[list[WeightSpan] | None, FailFast()] = None
+    weight_versions: Annotated[list[WeightSpan], FailFast()]
     routed_experts: Any = None
     """Experts of the fed tokens; not validated here, because a sample is usable without them."""
     output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
@@ -204,13 +203,14 @@ class ModelInfo(Answer):
 class ServerInfo(Answer):
     """The answer to GET /server_info. Never log it: it contains the API key. Its weight version is the initial one."""
 
+    version: Annotated[str, Field(max_length=MAX_NAME)] = ""
     max_req_input_len: TokenCount | None = None
     """Every input must be shorter than this number of tokens."""
     tp_size: RankCount = 1
     pp_size: RankCount = 1
     dp_size: RankCount = 1
     sampling_mask_max_tokens: TokenCount | None = None
-    """Largest reported sampling mask (--sampling-mask-max-tokens); SGLang before 0.5.23 reports no masks."""
+    """Largest reported sampling mask (--sampling-mask-max-tokens)."""
     dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     """Dtype of the computation; "auto" for the checkpoint's."""
     quantization: Any = None
@@ -251,10 +251,8 @@ class Completion:
     """Sampled tokens, including the stop token."""
     log_probs: list[float]
     """Log-prob of each token in the distribution it was sampled from."""
-    versions: list[int] | None
-    """Weight version of each token; None if not reported."""
-    reports_token_versions: bool
-    """Whether versions were reported per token, not per answer."""
+    versions: list[int]
+    """Weight version of each token."""
     finish_reason: FinishReason
     routed_experts: Tensor | None = None
     """As in `Sample`, from the first requested token to the last but one; None if unusable."""
@@ -307,7 +305,7 @@ def parse_generation(
     versions = _token_versions(meta, length)
     routed_experts, problem, mask = None, None, None
     if layout is not None and request.first_experts is not None and token_ids:
-        if len(set(versions or ())) > 1:  # after an update, earlier tokens were fed again to other routers
+        if len(set(versions)) > 1:  # after an update, earlier tokens were fed again to other routers
             problem = "its weights were updated in the middle of a request"
         else:
             num_rows = len(request.input_ids) + length - 1 - request.first_experts  # the last token was not fed
@@ -321,7 +319,6 @@ def parse_generation(
         token_ids=token_ids,
         log_probs=log_probs,
         versions=versions,
-        reports_token_versions=meta.weight_versions is not None,
         finish_reason=meta.finish_reason.type,
         routed_experts=routed_experts,
         experts_problem=problem,
@@ -414,9 +411,7 @@ def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> 
     return log_probs
 
 
-def _token_versions(meta: OutputMeta, length: int) -> list[int] | None:
-    if meta.weight_versions is None:
-        return None if meta.weight_version is None else [meta.weight_version] * length
+def _token_versions(meta: OutputMeta, length: int) -> list[int]:
     versions: list[int] = []
     for span in meta.weight_versions:
         if span.start != len(versions) or not span.start <= span.end <= length:

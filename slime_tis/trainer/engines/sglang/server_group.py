@@ -54,6 +54,8 @@ JOINED = {
     r"\.(gate|up)_proj\.": ".gate_up_proj.",
 }
 """Pattern of Hugging Face names → SGLang's name of the tensor that joins them."""
+OLDEST_SGLANG = (0, 5, 23)
+"""Reports a weight version per token, sampling masks and checksums."""
 RESTART_INTERVAL = 1.0
 """Seconds between two checks that launched servers still run."""
 
@@ -100,7 +102,6 @@ class ServerGroup:
         self._settings, self._host, self._vocab_size, self._launched = settings, host, vocab_size, launched
         self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
         self._checksums: dict[Server, TensorChecksums | None] = {}
-        self._without_checksums: set[Server] = set()
         self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
 
@@ -158,8 +159,12 @@ class ServerGroup:
         """Servers that have answered."""
         return [state for state in self.health.states.values() if state.seen]
 
-    def check_routed_experts(self) -> None:
-        """Raises ValueError if the run needs routed experts but a server was started without their flag."""
+    def check_features(self) -> None:
+        """Raises ValueError if a server is too old, or the run needs experts that it was not started to return."""
+        for state in self._seen:
+            numbers = tuple(map(int, re.findall("[0-9]{1,9}", state.info.version)[:3]))
+            if (0, 0, 0) < numbers < OLDEST_SGLANG:
+                raise ValueError(f"{state.server.url} runs SGLang {state.info.version}; update it to 0.5.23 or newer.")
         lacking = [state.server.url for state in self._seen if state.info.enable_return_routed_experts is not True]
         if lacking and self._settings.records_experts:
             raise ValueError(
@@ -170,26 +175,22 @@ class ServerGroup:
     def sampling_mask_tokens(self) -> int | None:
         """The largest sampling mask that all servers report; None if the run samples without masks.
 
-        Raises ValueError if a server reports none, or fewer tokens than top-k keeps, and the bias is not allowed.
+        Raises ValueError if a server reports fewer tokens than top-k keeps, and the bias is not allowed.
         """
         sampling = self._settings.sampling
         if sampling is None or not sampling.return_sampling_mask:
             return None
-        limits = {state.server.url: state.info.sampling_mask_max_tokens or 1 for state in self._seen}
-        url, limit = min(limits.items(), key=lambda item: item[1])
+        limit = min(state.info.sampling_mask_max_tokens or 0 for state in self._seen)
         if limit >= max(sampling.top_k, 2):
             return limit
-        problem = (
-            f"{url} reports at most {limit} of the tokens they keep; start it with --sampling-mask-max-tokens "
-            f"{sampling.top_k} or more"
+        message = (
+            f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but a server reports at most "
+            f"{limit} of the tokens they keep; start it with a larger --sampling-mask-max-tokens."
         )
-        if limit < 2:
-            problem = f"{url} does not report which tokens they keep; SGLang does since 0.5.23"
-        message = f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but {problem}."
         if self._settings.allow_truncation_bias:
             logger.warning("%s Training uses the whole vocabulary (--allow-truncation-bias).", message)
             return None
-        raise ValueError(f"{message} Remove the two flags, or add --allow-truncation-bias.")
+        raise ValueError(f"{message} Or remove the two flags, or add --allow-truncation-bias.")
 
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
         """The precision of all servers' weights with this config.json; None if it is unknown, differs or is quantized.
@@ -209,7 +210,7 @@ class ServerGroup:
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Sends new weights to all reachable servers; a server that fails is marked down."""
         async with self._one_update, self.health.updating(version):
-            await asyncio.gather(*(rollout.requests.end_before_update() for rollout in list(self.rollouts)))
+            await asyncio.gather(*(rollout.end_before_update() for rollout in list(self.rollouts)))
             await self._push(self.health.reachable(), source, version)
             self.health.version = version
 
@@ -242,14 +243,11 @@ class ServerGroup:
         async def ask(server: Server) -> TensorChecksums | None:
             try:
                 return await server.weight_checksums()
-            except RequestRefused as error:
-                self._without_checksums.add(server)
+            except SGLangError as error:
                 logger.warning("%s Its weights are checked by log-probs only.", error)
-            except ServerError as error:
-                logger.warning("checksums of the weights failed: %s", error)
             return None
 
-        servers = [state.server for state in self.health.available() if state.server not in self._without_checksums]
+        servers = [state.server for state in self.health.available()]
         answers = await asyncio.gather(*map(ask, servers))
         before, self._checksums = self._checksums, dict(zip(servers, answers, strict=True))
         return {

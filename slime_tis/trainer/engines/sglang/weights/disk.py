@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -23,50 +21,45 @@ from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pa
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 
-TEMPORARY, LOCK = "slime_tis_weights_", ".lock"
+LOCK = ".lock"
 FINISHED, UNFINISHED = "weights_", "unfinished_"
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 """Names of directories that this module writes and may remove."""
 
 
+@dataclass(eq=False, kw_only=True)
 class DiskSync:
-    """Writes weights as a Hugging Face checkpoint that the servers read."""
+    """Writes weights as a Hugging Face checkpoint that the servers read.
 
-    def __init__(
-        self,
-        directory: str | Path | None,
-        *,
-        hf_checkpoint: str | Path,
-        device: torch.device | str,
-        bucket_bytes: int,
-        timeout: float,
-    ) -> None:
-        """Locks the directory, and removes the weights of earlier runs.
+    Locks the directory, and removes the weights of earlier runs. Raises ValueError if another run uses the directory,
+    or it is not writable.
+    """
 
-        A `directory` of None creates a temporary one, and removes temporary directories of killed runs. Raises
-        ValueError if another run uses the directory, or it is not writable.
-        """
-        self._temporary = directory is None
-        if directory is None:
-            self._directory, self._lock = _make_temporary()
-        else:
-            self._directory = Path(directory).absolute()
-            self._lock = _lock(self._directory)
-        self._hf_checkpoint = Path(hf_checkpoint)
-        self._bucket_bytes, self._timeout = bucket_bytes, timeout
-        self._weights_thread = weights_thread(torch.device(device))
+    directory: Path
+    is_temporary: bool = False
+    """Whether `close` removes the weights."""
+    hf_checkpoint: str | Path
+    device: torch.device | str
+    bucket_bytes: int
+    timeout: float
+
+    def __post_init__(self) -> None:
+        self.directory = self.directory.absolute()
+        self._lock = _lock(self.directory)
+        self._weights_thread = weights_thread(torch.device(self.device))
         self._current: tuple[Path, int] | None = None
-        _remove_own(self._directory)
+        _remove_own(self.directory)
 
     @classmethod
     def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DiskSync:
         """See WeightSync."""
-        remote = [url for url in urls if not is_loopback(url)]
-        if config.sglang_weight_dir is None and remote:
-            problem = f"{remote[0]} may not see a temporary directory; set --sglang-weight-dir"
+        directory, remote = config.sglang_weight_dir, [url for url in urls if not is_loopback(url)]
+        if directory is None and remote:
+            problem = f"{remote[0]} may not see the output directory; set --sglang-weight-dir"
             raise ValueError(f"--sglang-weight-sync is disk but {problem}.")
         return cls(
-            config.sglang_weight_dir,
+            directory=host.output_dir / "sglang_weights" if directory is None else Path(directory),
+            is_temporary=directory is None,
             hf_checkpoint=host.hf_checkpoint,
             device=host.device,
             bucket_bytes=config.bucket_bytes,
@@ -77,12 +70,12 @@ class DiskSync:
         """See WeightSync; generation pauses while servers read, not while files are written."""
 
         def write() -> Path:
-            return write_checkpoint(self._directory, source(), version, self._hf_checkpoint, self._bucket_bytes)
+            return write_checkpoint(self.directory, source(), version, Path(self.hf_checkpoint), self.bucket_bytes)
 
         written = await asyncio.get_running_loop().run_in_executor(self._weights_thread, write)
         self._current = written, version
         failed = await self._hand_out(servers)
-        _remove_own(self._directory, but=written)
+        _remove_own(self.directory, but=written)
         return failed
 
     async def restore(self, server: Server) -> bool:
@@ -94,11 +87,11 @@ class DiskSync:
         return True
 
     async def close(self) -> None:
-        """Removes a temporary directory; a user's directory keeps the newest weights."""
+        """Removes temporary weights; a user's directory keeps the newest ones."""
         self._weights_thread.shutdown(wait=False)
+        if self.is_temporary:
+            _remove_own(self.directory)
         self._lock.close()
-        if self._temporary:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _hand_out(self, servers: Sequence[Server]) -> dict[Server, str]:
         failed: dict[Server, str] = {}
@@ -112,7 +105,7 @@ class DiskSync:
         # The initial load format may be dummy; the pause emptied the cache.
         body = {"model_path": str(path), "weight_version": str(version), "load_format": "auto", "flush_cache": False}
         await pause(server)
-        await server.post("/update_weights_from_disk", body, timeout=self._timeout)
+        await server.post("/update_weights_from_disk", body, timeout=self.timeout)
         await resume(server, version)
 
 
@@ -140,31 +133,6 @@ def write_checkpoint(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return finished
-
-
-def _make_temporary() -> tuple[Path, IO[str]]:
-    """Removes temporary directories of killed runs, then creates one with its lock."""
-    parent = Path(tempfile.gettempdir())
-    _remove_abandoned(parent)
-    made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY}"))
-    lock = _lock(made)
-    directory = made.rename(parent / made.name.removeprefix("."))  # locked now, so other runs do not remove it
-    return directory, lock
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Removes this user's unlocked temporary directories, unless they contain other files."""
-    for path in parent.glob(f"{TEMPORARY}*"):
-        with suppress(OSError):
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
-                continue
-            names = {each.name for each in path.iterdir()}
-            with open(path / LOCK, "r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if all(OWN.fullmatch(name) for name in names - {LOCK}):
-                    _remove_own(path)
-                    (path / LOCK).unlink()
-                    path.rmdir()
 
 
 def _lock(directory: Path) -> IO[str]:

@@ -119,7 +119,7 @@ class DistributedSync:
         await protocol.exchange(request, protocol.in_thread(partial(group.broadcast, bucket.tensors)))
 
     async def _finish(self, server: Server, *, version: int) -> None:
-        await protocol.post_if_known(server, "/end_weight_update")
+        await server.post("/end_weight_update", {}, timeout=protocol.CONTROL_TIMEOUT)
         await protocol.resume(server, version)
         self._groups[server].version = str(version)
 

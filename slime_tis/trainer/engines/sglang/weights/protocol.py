@@ -149,12 +149,12 @@ async def release(server: Server, group_name: str | None = None) -> None:
 
 
 async def begin_session(server: Server) -> None:
-    """Opens the session that servers newer than 0.5.9 require around an update; closes one that was left open."""
+    """Opens the session around an update; first closes one that a killed run left open."""
     try:
-        await post_if_known(server, "/begin_weight_update")
+        await server.post("/begin_weight_update", {}, timeout=CONTROL_TIMEOUT)
     except RequestRefused:
         await try_post(server, "/end_weight_update", {})
-        await post_if_known(server, "/begin_weight_update")
+        await server.post("/begin_weight_update", {}, timeout=CONTROL_TIMEOUT)
 
 
 async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
@@ -189,12 +189,3 @@ async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bo
     except ServerError:
         return False
     return True
-
-
-async def post_if_known(server: Server, endpoint: str) -> None:
-    """Posts to an endpoint that older servers lack."""
-    try:
-        await server.post(endpoint, {}, timeout=CONTROL_TIMEOUT)
-    except RequestRefused as error:
-        if error.status not in (404, 405):
-            raise
