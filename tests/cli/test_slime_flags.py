@@ -160,7 +160,6 @@ def test_flags_that_contradict_config_json_are_refused(line, model, part):
     [
         ("--use-tiss", "--use-tis"),
         ("--rollout-batchsize", "--rollout-batch-size"),
-        ("--tis-upper", "--tis-upper-bound"),
         ("--colocate", None),
         ("--custom-megatron-before-train-step-hook-path", None),
         ("--" + "x" * 100_000, None),

@@ -49,13 +49,13 @@ YAML_REFUSALS = [
     ("tis_upper: 2.0", "did you mean tis_upper_bound?"),
     ("custom_config_path: a.yaml", "is not an option"),
     ("drop_above: 2", "no user function is given"),
-    ("drop_above: 2024-01-01\ncustom_rm_path: a.b", "type date"),
+    ("drop_above: 2024-01-01\ncustom_rm_path: a.b", "is a date"),
     ("use_tis: 3", "'3' but must be true or false"),
     ("rollout_stop_token_ids: [a]", "must be a list"),
     ("tis_clip: 2\ntis-upper-bound: 3", "a second time"),
     ("use_tis: true\nlr: 1e-5\nuse_tis: false", "line 3: 'use_tis' is given a second time, after line 1"),
     ("a: &x [1, 2]\nlr: *x", "line 2: *x is an alias"),
-    ("lr: " + "[" * 500, "more than 8 levels"),
+    ("lr: " + "[" * 5000, "not YAML"),
     ("? [a]\n: 1", "a key must be a word"),
     ("#" * 70000, "70000 bytes"),
     ("a: [", "not YAML"),
@@ -74,7 +74,7 @@ YAML_REFUSALS = [
         "belongs to rollout_rs token",
     ),
     ("algorithm: {rollout_correction: {rollout_is: token}}\nuse_tis: false", "gives use_tis a second time"),
-    ("actor_rollout_ref: {rollout: {calculate_log_probs: False}}", "always have log-probs"),
+    ("actor_rollout_ref: {rollout: {calculate_log_probs: False}}", "is not read"),
     ("algorithm: {adv_estimator: grpo}", "is not read"),
 ]
 
@@ -95,8 +95,3 @@ def test_options_of_user_functions_keep_their_yaml_types(base, tmp_path):
     assert arguments.effective_config(got)["count"] == 3 and "drop_above 0.0001" in arguments.describe(got)
     (tmp_path / "saved.yaml").write_text(yaml.safe_dump(arguments.options_in_force(got)))
     assert configured("--custom-config-path saved.yaml").user_options == got.user_options
-
-
-def test_two_files_are_refused(base):
-    with pytest.raises(ValueError, match="given twice"):
-        configured(base + "--custom-config-path a.yaml --custom-config-path=b.yaml")

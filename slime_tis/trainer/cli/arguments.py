@@ -2,16 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.errors import quoted, quoted_path
+from slime_tis.hf_directory import read_model_config
 from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, warnings_of
@@ -168,7 +167,7 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Unkn
     argv = sorted(argv, key=lambda word: not is_override(word))  # else they would pass for values of unknown flags
     names = {token.split("=")[0] for token in argv}
     rest, server_args = list(argv), list[str]()
-    if not names.isdisjoint(("--sglang-launch", "--custom-config-path")):
+    if names & {"--sglang-launch", "--custom-config-path"}:
         rest, server_args = split_server_flags(argv, FLAGS | NOT_FOR_SERVERS)
     rest, unknown = split_unknown_flags(rest, FLAGS)
     _refuse_unknown(unknown, _peek_at_model(rest))
@@ -192,13 +191,11 @@ def _refuse_unknown(unknown: Sequence[UnknownFlag], model: Mapping[str, Any] | N
 def _peek_at_model(argv: Sequence[str]) -> dict[str, Any] | None:
     """The config.json of --hf-checkpoint, so that one message can also say what differs from it; None without one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--hf-checkpoint")
+    parser.add_argument("--hf-checkpoint", default=os.devnull)
     try:
-        directory = parser.parse_known_args(list(argv))[0].hf_checkpoint
-        model = json.loads((Path(directory or "") / "config.json").read_text(encoding="utf-8"))
-    except (argparse.ArgumentError, OSError, ValueError, RecursionError):
+        return read_model_config(parser.parse_known_args(list(argv))[0].hf_checkpoint)
+    except (argparse.ArgumentError, ValueError):
         return None
-    return model if isinstance(model, dict) else None
 
 
 def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
@@ -244,11 +241,6 @@ def read_correction(
         raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
     known = dataclasses.asdict(policy) | dataclasses.asdict(correction)
     return correction, path, _slime_names(known | user_options(values), correction, policy)
-
-
-def _slime_namespace(arguments: Arguments) -> argparse.Namespace:
-    """Every option under its name, and under the names that slime's correction functions read."""
-    return _slime_names(effective_config(arguments), arguments.correction, arguments.policy)
 
 
 def _slime_names(

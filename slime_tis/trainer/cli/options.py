@@ -133,24 +133,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def similar(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that is most similar to a misspelled one, or None.
-
-    A known name is also similar if it extends the word by one or two parts: `tis_upper` and `tis_upper_bound`.
-    """
+    """Returns the known word that is most similar to a misspelled or cut one, or None."""
     word, known = word[:MAX_COMPARED], list(known)
-    matches = difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY)
-    longer = [name for name in known if _extends(_parts(word), _parts(name))]
-    return matches[0] if matches else min(longer, key=len, default=None)
-
-
-def _parts(word: str) -> list[str]:
-    return word.strip("-").replace("-", "_").split("_")
-
-
-def _extends(parts: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether the longer of two names begins with the shorter, and has at most two words more."""
-    short, long = sorted((parts, others), key=len)
-    return len(short) > 1 and 0 < len(long) - len(short) <= 2 and list(long[: len(short)]) == list(short)
+    longer = [name for name in known if len(word) > 5 and name.startswith(word)]
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY) or longer), None)
 
 
 class _UnfitText(ValueError):
@@ -163,24 +149,13 @@ def _is_blank(value: Any) -> bool:
 
 
 def _read_kind(kind: FieldType, value: Any) -> Any:
-    if kind.is_list:
-        return _read_list(kind.item, value)
-    if not isinstance(value, str):
-        raise ValueError(value)
-    if kind.choices:
-        if value not in kind.choices:
-            raise ValueError(value)
-        return value
-    return READERS[kind.kind](value)
-
-
-def _read_list(item: Any, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, dict):
+    if isinstance(value, dict) and kind.is_list:
         value = [part for pair in value.items() for part in pair]
-    texts = [value] if isinstance(value, str) else value
-    if not all(isinstance(text, str) for text in texts):
+    texts = value if kind.is_list and not isinstance(value, str) else [value]
+    if not all(isinstance(text, str) and (not kind.choices or text in kind.choices) for text in texts):
         raise ValueError(value)
-    return tuple(READERS[item](text) for text in texts)
+    items = tuple(text if kind.choices else READERS[kind.item](text) for text in texts)
+    return items if kind.is_list else items[0]
 
 
 def _read_int(text: str) -> int:

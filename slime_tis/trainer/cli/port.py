@@ -3,7 +3,6 @@
 The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is executed.
 """
 
-import json
 import re
 import shlex
 import textwrap
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_tis.hf_directory import read_model_config
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.launch_script import END, NAME, OUTPUT, UNSET, Launch, legible, read_launch
 from slime_tis.trainer.cli.options import read_value
@@ -129,7 +129,10 @@ def port(launch: Launch) -> Ported:
         ported.note(CHANGED, "--eval-top-k 1 becomes --eval-temperature 0: evaluation is greedy.")
         given["--eval-temperature"] = UnknownFlag("--eval-temperature", ("0",))
         del given["--eval-top-k"]
-    model = _model_of(given)
+    try:
+        model = read_model_config(" ".join(given["--hf-checkpoint"].values))
+    except (KeyError, ValueError):  # on another machine
+        model = None
     for flag in given.values():
         outcome = _port_flag(flag, given, model, ported)
         ported.counts[outcome] = ported.counts.get(outcome, 0) + 1
@@ -335,16 +338,6 @@ def _add_defaults(ported: Ported) -> None:
             values = ported.flags.get("--rollout-temperature", values)
         ported.flags[flag] = values
         ported.note(ADDED, " ".join([flag, *map(legible, values)]))
-
-
-def _model_of(given: Given) -> dict[str, Any] | None:
-    """config.json of the checkpoint if this machine has it."""
-    try:
-        path = Path(" ".join(given["--hf-checkpoint"].values)) / "config.json"
-        model = json.loads(path.read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError, RecursionError):
-        return None
-    return model if isinstance(model, dict) else None
 
 
 def _count(given: Given, name: str, default: int) -> int:

@@ -26,29 +26,16 @@ def is_override(word: str) -> bool:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes Hydra overrides of verl's blocks off a command line.
-
-    Returns:
-        The rest of the command line, and the overrides' text by dotted key; of a key that is given twice, the last.
-    """
+    """Returns a command line without Hydra overrides of verl's blocks, and their text by dotted key."""
     matches = [(word, OVERRIDE.fullmatch(word)) for word in argv]
     overrides = {match[1]: match[2].strip("'\"") for _, match in matches if match}
     return [word for word, match in matches if not match], overrides
 
 
-def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], place: str) -> dict[str, Given]:
-    """The options of ours that verl's blocks give, by name, not yet read.
-
-    Args:
-        blocks: top-level keys of a YAML document among BLOCKS.
-        overrides: dotted keys and text, which replace what the blocks say.
-        place: what follows the key in messages, for example ` in run.yaml`.
-
-    Raises:
-        ValueError: a key that is not read, or keys that contradict each other.
-    """
+def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], where: str) -> dict[str, Given]:
+    """Returns this program's options of verl's blocks, not yet read; overrides replace what the blocks say."""
     entries = {
-        key: Given(value=value, label=quoted(key)[1:-1] + place, source=Source.YAML)
+        key: Given(value=value, label=quoted(key)[1:-1] + where, source=Source.YAML)
         for name, block in blocks.items()
         for key, value in _leaves(name, block).items()
     }
@@ -58,11 +45,10 @@ def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], place: st
         parent, _, name = key.rpartition(".")
         if parent == CORRECTION:
             block[name] = entry
-        elif key == LOG_PROBS:
-            _check_log_probs(entry)
-        elif not (key in (*BLOCKS, CORRECTION) and is_unset(entry.value)):
+        elif not is_unset(entry.value) and not (key == LOG_PROBS and _switch(entry)):
             raise ValueError(
-                f"{entry.label} is not read: of verl's options {CORRECTION}.* and {LOG_PROBS} are; give it as a flag."
+                f"{entry.label} is {quoted(entry.value)} but is not read; of verl's options {CORRECTION}.* and "
+                f"{LOG_PROBS}=True are."
             )
     return _correction(block)
 
@@ -72,14 +58,6 @@ def _leaves(key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {key: value}
     return {leaf: part for name in value for leaf, part in _leaves(f"{key}.{name}", value[name]).items()}
-
-
-def _check_log_probs(entry: Given) -> None:
-    if not is_unset(entry.value) and not _switch(entry):
-        raise ValueError(
-            f"{entry.label} is {quoted(entry.value)} but rollouts here always have log-probs; "
-            "make it true or remove it."
-        )
 
 
 def _correction(block: Mapping[str, Given]) -> dict[str, Given]:

@@ -12,11 +12,8 @@ from slime_tis.errors import quoted
 from slime_tis.trainer.cli.options import Given, Option, Source, read_given, similar
 from slime_tis.trainer.cli.verl_options import BLOCKS, from_verl
 
-LARGEST_FILE = 64 * 1024
-"""Bytes of a configuration; one with every option is below 8 KiB."""
-
-DEEPEST = 8
-"""Levels of nesting; verl's block has three."""
+MAX_BYTES = 64 * 1024
+"""Size of a configuration; one with every option is below 8 KiB."""
 
 YAML_NULLS = ("", "~", "null")
 
@@ -59,71 +56,53 @@ def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) 
     try:
         json.dumps(value)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{label} has a value of type {type(value).__name__}; give a number, text, a list or a mapping."
-        ) from None
+        raise ValueError(f"{label} is a {type(value).__name__}; give a number, text, a list or a mapping.") from None
     return Given(value=value, label=label, source=Source.YAML)
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    place = f"--custom-config-path is {quoted(str(path))}"
+    """Returns the file with its scalars as text; refuses aliases, whose expansion may be endless."""
+    label = f"--custom-config-path is {quoted(str(path))}"
     if not path.is_file():
-        raise ValueError(f"{place} but there is no such file; give a YAML file.")
-    if path.stat().st_size > LARGEST_FILE:
-        raise ValueError(f"{place} but it has {path.stat().st_size} bytes; at most {LARGEST_FILE} are read.")
+        raise ValueError(f"{label} but there is no such file; give a YAML file.")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{label} but it has {path.stat().st_size} bytes; at most {MAX_BYTES} are read.")
     try:
-        document = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except _Refused as error:
-        raise ValueError(f"{_shown(path)}, {error}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
+        if alias is not None:
+            raise ValueError(f"{_shown(path)}, {_line(alias)}: *{alias.anchor:.40} is an alias; write the value out.")
+        root = yaml.compose(text, yaml.BaseLoader)
+        document = None if root is None else _plain(root, _shown(path))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
-        raise ValueError(f"{place} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
+        raise ValueError(f"{label} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
     if document is not None and not isinstance(document, dict):
-        raise ValueError(f"{place} but it contains no keys; write one `key: value` per line.")
+        raise ValueError(f"{label} but it contains no keys; write one `key: value` per line.")
     return document or {}
+
+
+def _plain(node: Any, file: str) -> Any:
+    """Returns a node as mappings, lists and text, null as None; refuses keys that are repeated or no words."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, file) for item in node.value]
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.style is None and node.value.lower() in YAML_NULLS else node.value
+    lines: dict[str, str] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(f"{file}, {_line(key)}: a key must be a word; write `key: value`.")
+        if key.value in lines:
+            raise ValueError(
+                f"{file}, {_line(key)}: {quoted(key.value)} is given a second time, after {lines[key.value]}; "
+                "remove one of the two."
+            )
+        lines[key.value] = _line(key)
+    return {key.value: _plain(value, file) for key, value in node.value}
 
 
 def _shown(path: Path) -> str:
     return quoted(str(path))[1:-1]
-
-
-class _Refused(Exception):
-    """YAML that is valid but not taken here; the text begins with the line."""
-
-
-class _Loader(yaml.BaseLoader):
-    """Mappings, lists and text, null as None; refuses aliases, keys given twice and deep nesting."""
-
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's
-        if isinstance(event, yaml.AliasEvent):
-            raise _Refused(
-                f"{_line(event)}: *{str(event.anchor)[:40]} is an alias, which is not read; write the value out"
-            )
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise _Refused(f"{_line(event)}: more than {DEEPEST} levels are nested; write one `key: value` per line")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_scalar(self, node: Any) -> Any:
-        return None if node.style is None and node.value.lower() in YAML_NULLS else node.value
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, str] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _Refused(f"{_line(key)}: a key must be a word; write `key: value`")
-            if key.value in lines:
-                raise _Refused(
-                    f"{_line(key)}: {quoted(key.value)} is given a second time, after {lines[key.value]}; "
-                    "remove one of the two"
-                )
-            lines[key.value] = _line(key)
-        return {key.value: self.construct_object(value, deep=True) for key, value in node.value}
 
 
 class _UserLoader(yaml.SafeLoader):
