@@ -31,6 +31,7 @@ REFUSALS = [
     ("--zzz", "is not a flag"),
     ("--rollout-correction-preset decoupled_token", "did you mean"),
     ("--rollout-rs geometric", "write --use-rs"),
+    ("--use-tis --tis-clip 2 --tis-upper-bound 3", "--tis-clip and --tis-upper-bound are one option"),
     ("algorithm.rollout_correction.rollout_iz=token", "did you mean rollout_is?"),
     ("data.train_batch_size=4", "is an override of Hydra"),
     ("actor_rollout_ref.rollout.calculate_log_probs=false", "is not read"),

@@ -157,6 +157,9 @@ def _metavar(option: Option) -> str:
 def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
     """Reads values of flags, and Hydra overrides of verl's options; refuses wrong ones with a ValueError."""
     words, overrides = split_overrides(argv)
+    if "--" in words:  # argparse would take everything after it for values
+        raise ValueError(_not_a_flag(line, "--"))
+    _check_names(line, words)
     known, unknown = parser.parse_known_args(words)
     if unknown:
         names = [word for word in unknown if word.startswith("-")] or unknown
@@ -166,6 +169,15 @@ def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequenc
         for name, text in vars(known).items()
     }
     return Flags(given=values, overrides=overrides)
+
+
+def _check_names(line: CommandLine, words: Sequence[str]) -> None:
+    """Refuses an option under two names, because the precedence would be arbitrary."""
+    spellings = {flag(name): name for name in line.options} | {flag(old): new for old, new in line.aliases.items()}
+    used: dict[str, str] = {}
+    for spelling in (word.split("=")[0] for word in words):
+        if spelling in spellings and used.setdefault(spellings[spelling], spelling) != spelling:
+            raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; remove one of the two.")
 
 
 def _not_a_flag(line: CommandLine, word: str) -> str:

@@ -5,6 +5,7 @@ tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `so
 become marks in the word. An assignment in a block counts if the variable has no other value, and a note names it.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 PARAMETER = re.compile(rf"({NAME})(\[[@*]\])?(?:(:?[-=+?]).*)?", re.DOTALL)
 WHOLE_VARIABLE = re.compile(rf'"\$\{{?({NAME})(\[@\])?\}}?"')
 DOUBTS = re.compile(f"{DOUBT}([^{END}]*){END}")
+OWN_DIRECTORY = re.compile(r"cd (?:-- )?(.*?)(?: *&>/dev/null)? *&& pwd", re.DOTALL)
 SCRIPT_ITSELF = re.compile(r"\bBASH_SOURCE\b|\$0|\$\{0\}")
 PYTHON_PATH = re.compile(
     rf"""^[^#\n]*PYTHONPATH\\?"?\s*[:=]\s*\\?["']?((?:[^"'\\\s`$]|\$\{{{NAME}\}}|\$(?={NAME}))+)""", re.MULTILINE
@@ -91,6 +93,8 @@ def _text_of(path: Path) -> str:
     if path.stat().st_size > MAX_SCRIPT_BYTES:
         raise ValueError(f"{str(path)!r} is too large; a script has at most {MAX_SCRIPT_BYTES} bytes.")
     text = path.read_text(encoding="utf-8", errors="replace")
+    if "\ufffd" in text:
+        raise ValueError(f"{str(path)!r} is not text in UTF-8; give a slime launch script.")
     return re.sub(f"[{UNSET}{END}{DOUBT}\0]", "?", text)
 
 
@@ -135,6 +139,8 @@ class _Reader:
         words = command.named_children[len(assignments) :]
         for redirect in node.named_children if node is not command else ():  # may take later words for destinations
             words += redirect.children_by_field_name("destination")[1:]
+        if not words:
+            return
         for assignment in assignments:  # of `A=1 B=2` the grammar takes the next line for the command
             if words[0].text in (b"source", b".") or assignment.end_point.row < words[0].start_point.row:
                 self._assign(assignment, conditional)
@@ -201,7 +207,7 @@ class _Reader:
             tail = name[name.rindex("models/") :]
             above = (self.directory, *self.directory.parents[:3])
             paths += [each / folder / tail for each in above for folder in ("", "scripts")]
-        return next((path for path in paths if path.is_file()), None)
+        return next((path for path in paths if os.path.exists(path)), None)
 
     def _value(self, node: Node) -> str:
         """The text that a word expands to."""
@@ -256,9 +262,9 @@ class _Reader:
         if node.type == "expansion":
             return self._parameter(node, text[2:-1])
         body = text[2:-1].strip()
-        if body.startswith("cd ") and body.endswith("&& pwd"):
-            command = node.named_children[0].named_children[0]
-            return [self._value((command if command.type == "command" else command.named_children[0]).children[-1])]
+        directory = OWN_DIRECTORY.fullmatch(body)
+        if directory:
+            return [self._value(_in_quotes(directory[1].encode()))]
         is_own = body.startswith("dirname ") and SCRIPT_ITSELF.search(body)
         return [str(self.directory) if is_own else OUTPUT]
 

@@ -14,6 +14,8 @@ from slime_tis.trainer.cli.verl_options import BLOCKS, from_verl
 
 MAX_BYTES = 64 * 1024
 """Size of a configuration; one with every option is below 8 KiB."""
+MAX_DEPTH = 8
+"""Levels of nesting; verl's block has three."""
 
 YAML_NULLS = ("", "~", "null")
 
@@ -61,7 +63,7 @@ def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) 
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """Returns the file with its scalars as text; refuses aliases, whose expansion may be endless."""
+    """Returns the file with its scalars as text; refuses aliases and deep nesting."""
     label = f"--custom-config-path is {quoted(str(path))}"
     if not path.is_file():
         raise ValueError(f"{label} but there is no such file; give a YAML file.")
@@ -69,12 +71,15 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise ValueError(f"{label} but it has {path.stat().st_size} bytes; at most {MAX_BYTES} are read.")
     try:
         text = path.read_text(encoding="utf-8")
-        alias = next((event for event in yaml.parse(text) if isinstance(event, yaml.AliasEvent)), None)
-        if alias is not None:
-            raise ValueError(f"{_shown(path)}, {_line(alias)}: *{alias.anchor:.40} is an alias; write the value out.")
+        depth = 0
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+                refused = f"an alias or more than {MAX_DEPTH} levels are not read; write the values out"
+                raise ValueError(f"{_shown(path)}, {_line(event)}: {refused}.")
         root = yaml.compose(text, yaml.BaseLoader)
         document = None if root is None else _plain(root, _shown(path))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).replace("<unicode string>", "the file").split())
         raise ValueError(f"{label} but it is not YAML: {quoted(reason, 220)[1:-1]}.") from None
     if document is not None and not isinstance(document, dict):
