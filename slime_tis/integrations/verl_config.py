@@ -39,6 +39,41 @@ SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
 LOSSES = {"ppo_clip": "ppo", "reinforce": "reinforce"}
 """Values of loss_type, and what each one is here."""
 
+LOSS_MODE = "policy_loss.loss_mode"
+_DPPO: dict[str, str | float] = {
+    "policy_loss": "cispo",
+    "eps_clip": 1.0,
+    "eps_clip_high": 2.0,
+    "divergence_mask_anchor": "old",
+    "divergence_mask_bound": 0.2,
+}
+LOSS_MODES: dict[str, dict[str, str | float]] = {
+    "vanilla": {"policy_loss": "ppo", "eps_clip_c": 3.0},
+    "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
+    "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
+    **{name: {"policy_loss": name} for name in ("gspo", "sapo", "vespo", "cispo", "dro")},
+}
+"""Values of `LOSS_MODE`, and the options that each one is here, with verl's defaults where they differ from ours."""
+
+ACTOR_NAMES = {
+    "clip_ratio": "eps_clip",
+    "clip_ratio_low": "eps_clip",
+    "clip_ratio_high": "eps_clip_high",
+    "clip_ratio_c": "eps_clip_c",
+    "policy_loss.dro_beta": "dro_beta",
+    "tau_pos": "sapo_tau_pos",
+    "tau_neg": "sapo_tau_neg",
+}
+"""Keys of verl's actor_rollout_ref.actor block besides `LOSS_MODE`, and the option each one is here."""
+
+DPPO_NAMES = {
+    "clip_ratio": "divergence_mask_bound",
+    "clip_ratio_low": "divergence_mask_bound_negative",
+    "clip_ratio_high": "divergence_mask_bound",
+    "clip_ratio_c": "eps_clip_high",
+}
+"""The same keys under the loss modes dppo_tv and dppo_kl, where clip_ratio_c − 1 is meant."""
+
 WEIGHT_LEVELS = ("token", "sequence")
 """Values of rollout_is."""
 
@@ -83,6 +118,30 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> di
     result = {**options, **_weights(block, options, label), **_rejected(block, rejection, label)}
     rejecting = [key for key in ("rollout_rs", "rollout_token_veto_threshold") if block.get(key) is not None]
     return {**result, "rejection_normalizer": ("kept", rejecting[0])} if rejecting else result  # verl's token mean
+
+
+def translate_actor(
+    values: Mapping[str, str | float | None], label: Callable[[str], str] = str
+) -> dict[str, tuple[str | float, str]]:
+    """verl's options of the policy loss as options of ours: name to the value, and verl's key that it comes from.
+
+    Args:
+        values: by verl's key, `LOSS_MODE` or among `ACTOR_NAMES`; None where unset.
+        label: the name of a key in messages.
+
+    Raises:
+        ValueError: an unknown loss mode, or a clip_ratio_c of dppo that is not a number.
+    """
+    mode = values.get(LOSS_MODE)
+    if mode is not None and mode not in LOSS_MODES:
+        raise ValueError(f"{label(LOSS_MODE)} is {quoted(mode)} but must be one of {', '.join(LOSS_MODES)}.")
+    options = {name: (value, LOSS_MODE) for name, value in LOSS_MODES.get(str(mode), {}).items()}
+    is_dppo = "divergence_mask" in options
+    for key, name in (ACTOR_NAMES | (DPPO_NAMES if is_dppo else {})).items():
+        value = values.get(key)
+        if value is not None:
+            options[name] = (_numbers(key, value)[0] - 1 if is_dppo and key == "clip_ratio_c" else value, key)
+    return options
 
 
 def _weights(

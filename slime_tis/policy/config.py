@@ -47,7 +47,7 @@ class PolicyConfig:
     """Function that replaces the correction's pass over the tokens, for example the experimental Triton kernels
     experimental.triton_token_pass.token_pass (only in a clone of the repository)."""
 
-    eps_clip: Annotated[float, Limits(gt=0, lt=1, hint="0.2 is customary")] = loss_option(0.2, needs=CLIPPING_LOSSES)
+    eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(0.2, needs=CLIPPING_LOSSES)
     """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
 
     eps_clip_high: Annotated[

@@ -8,7 +8,7 @@ import yaml
 
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
 from slime_tis.trainer.cli import arguments
-from tests.cli.conftest import configured
+from tests.cli.conftest import configured, refusal
 
 # verl's YAML blocks, as its documents give them, and what they are here.
 VERL_BLOCKS = {
@@ -113,3 +113,16 @@ def test_hydra_overrides_are_read_as_verls_block_is(base, tmp_path):
         True,
         3.0,
     )  # one block, translated once
+
+
+def test_verls_policy_loss_is_translated(base):
+    actor = "actor_rollout_ref.actor."
+    words = f"{actor}policy_loss.loss_mode=dppo_kl {actor}clip_ratio_low=0.03 {actor}clip_ratio_high=0.04 "
+    got = configured(words + f"{actor}clip_ratio_c=20 {base} --num-steps-per-rollout 2")
+    mask, policy = got.correction, got.policy
+    assert (mask.policy_loss, mask.divergence_mask, mask.divergence_mask_anchor) == ("cispo", "binary_kl", "old")
+    assert mask.divergence_bounds == (0.04, 0.03) and (policy.eps_clip, policy.eps_clip_high) == (1.0, 19.0)
+    assert "must be one of vanilla" in refusal(f"{actor}policy_loss.loss_mode=geo_mean {base}")
+    assert "is not read" in refusal(f"{actor}ppo_epochs=3 {base}")
+    bypass = "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=ppo_clip"
+    assert "drop one of them" in refusal(f"{actor}policy_loss.loss_mode=sapo {bypass} {base}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import RolloutCorrectionConfig, correct, response_slices
+from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.losses import aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
@@ -193,3 +194,27 @@ def test_effective_share_of_sequences_equals_vcpo(case: Case) -> None:
     assert share == pytest.approx(exact, rel=1e-5)
     if mask.any(1).all() and case.outputs["ess"] != "nan":  # VCPO counts fully masked rows; its float32 overflows
         assert min(1.0, share / case.params["base_ess_ratio"]) ** 0.5 == pytest.approx(case.outputs["lr_scale"], 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl", "gspo", "cispo", "dro"])
+def test_verls_loss_modes_equal_verl(mode: str) -> None:
+    compared = 0
+    for (case,) in (entry.values for entry in cases(f"verl.{mode}", without="rollout_is_threshold")):
+        keys = {**case.params, "policy_loss.dro_beta": case.params.get("policy_loss", {}).get("dro_beta")}
+        if case.params["loss_agg_mode"] != "token-mean" or case.params.get("anchor") == "sampler":
+            continue
+        options = {name: value for name, (value, _) in translate_actor({LOSS_MODE: mode, **keys}).items()}
+        policy = {name: value for name, value in options.items() if name in PolicyConfig.__dataclass_fields__}
+        correction = {name: options[name] for name in options.keys() - policy.keys()}
+        step = LossStep(
+            correction=RolloutCorrectionConfig(**correction),
+            policy=PolicyConfig(**policy, calculate_per_token_loss=True),
+            uses_recomputed_old_policy=True,
+        )
+        value, gradient, _ = step_of(case, step, old=True)
+        exact = ~case.inexact("kept") if "kept" in case.outputs else torch.ones_like(gradient).bool()
+        torch.testing.assert_close(gradient[exact], case.output("grad")[exact], rtol=1e-5, atol=1e-6)
+        if exact.all():
+            assert value.item() == pytest.approx(case.outputs["loss"], rel=1e-5, abs=1e-6)
+        compared += 1
+    assert compared >= 3

@@ -19,6 +19,7 @@ from torch import Tensor
 from slime_tis.analysis.dumps.annotate import UNBOUNDED
 from slime_tis.analysis.dumps.table import Column, TokenTable
 from slime_tis.correction import PRESETS, GlobalBatch, RolloutCorrectionConfig, response_slices
+from slime_tis.correction.config import DIVERGENCE_BOUNDS
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss
@@ -37,6 +38,8 @@ SWEEP_MODES = ("truncate", "mask")
 SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
 SWEEP_REJECTION_BOUNDS = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
 SWEEP_Z_SCORES = (2.0, 3.0, 4.0)
+SWEEP_MASK_SCALES = (0.5, 1.0, 2.0)
+"""Bounds of the divergence masks, in multiples of the default."""
 
 CorrectionChoice = RolloutCorrectionConfig | Callable[..., Any]
 """A configuration, or a function in slime's contract."""
@@ -93,6 +96,9 @@ def sweep() -> dict[str, RolloutCorrectionConfig]:
             options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
     for z_score in SWEEP_Z_SCORES:
         options[f"rs geometric z {z_score:g}"] = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
+    for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), SWEEP_MASK_SCALES):
+        mask = {"divergence_mask": kind, "divergence_mask_bound": scale * bound}
+        options[f"{kind} {scale * bound:g}"] = mask
     return {name: RolloutCorrectionConfig(**each) for name, each in options.items()}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.integrations.verl_config import NAMES, SWITCHES, translate
+from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE, NAMES, SWITCHES, translate, translate_actor
 from slime_tis.trainer.cli.options import Given, Source, is_unset, nearest, read_switch
 
 BLOCKS = ("algorithm", "actor_rollout_ref")
@@ -16,6 +16,7 @@ OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.D
 """A Hydra override of a verl command line: `algorithm.rollout_correction.bypass_mode=True`."""
 
 CORRECTION = "algorithm.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 """The option that verl's correction asks for; here rollouts always have log-probs."""
 
@@ -40,17 +41,27 @@ def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], where: st
         for key, value in _leaves(name, block).items()
     }
     entries |= {key: Given(value=text, label=key, source=Source.COMMAND_LINE) for key, text in overrides.items()}
-    block = {}
+    block, actor = {}, {}
     for key, entry in entries.items():
         parent, _, name = key.rpartition(".")
         if parent == CORRECTION:
             block[name] = entry
+        elif key.removeprefix(f"{ACTOR}.") in (LOSS_MODE, *ACTOR_NAMES):
+            actor[key.removeprefix(f"{ACTOR}.")] = entry
         elif not is_unset(entry.value) and not (key == LOG_PROBS and _switch(entry)):
             raise ValueError(
-                f"{entry.label} is {quoted(entry.value)} but is not read; of verl's options {CORRECTION}.* and "
-                f"{LOG_PROBS}=True are."
+                f"{entry.label} is {quoted(entry.value)} but is not read; of verl's options {CORRECTION}.*, "
+                f"{LOG_PROBS}=True and {ACTOR}.NAME with {', '.join((LOSS_MODE, *ACTOR_NAMES))} are."
             )
-    return _correction(block)
+    options = translate_actor(
+        {key: None if is_unset(entry.value) else entry.value for key, entry in actor.items()},
+        lambda key: actor[key].label,
+    )
+    losses = {name: replace(actor[key], value=str(value)) for name, (value, key) in options.items()}
+    correction = _correction(block)
+    if "policy_loss" in correction and "policy_loss" in losses:
+        raise ValueError(f"{correction['policy_loss'].label} replaces {losses['policy_loss'].label}; drop one of them.")
+    return losses | correction
 
 
 def _leaves(key: str, value: Any) -> dict[str, Any]:
