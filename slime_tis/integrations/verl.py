@@ -21,7 +21,7 @@ from torch import Tensor
 from slime_tis.correction import CRITERIA, LOG_RATIO_BOUND, GlobalBatch, Ranks, correct, parse_criteria
 from slime_tis.correction import RolloutCorrectionConfig as Config
 from slime_tis.integrations import verl_metrics
-from slime_tis.integrations.verl_config import RolloutCorrectionConfig, rejection_options, weight_options
+from slime_tis.integrations.verl_config import RolloutCorrectionConfig, config_fields
 from slime_tis.integrations.verl_metrics import compute_is_metrics, compute_rs_metrics
 
 __all__ = [
@@ -108,8 +108,13 @@ def compute_rollout_correction_and_rejection_mask(
         metrics |= found
     mask = response_mask.detach().clone()
     if rollout_rs is not None or rollout_token_veto_threshold is not None:
-        options = rejection_options(rollout_rs, rollout_rs_threshold, rollout_rs_threshold_lower)
-        config = Config(**options, rs_veto_threshold=rollout_token_veto_threshold)
+        options = {
+            "rollout_rs": rollout_rs,
+            "rollout_rs_threshold": rollout_rs_threshold,
+            "rollout_rs_threshold_lower": rollout_rs_threshold_lower,
+            "rollout_token_veto_threshold": rollout_token_veto_threshold,
+        }
+        config = Config(**config_fields(options))
         mask, found = _reject(config, log_ratio, response_mask, verl_compat)
         metrics |= found
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
@@ -124,9 +129,8 @@ def compute_rollout_correction_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
-    config = Config(
-        **weight_options(rollout_is, rollout_is_threshold), tis_batch_normalize=bool(rollout_is_batch_normalize)
-    )
+    options = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
+    config = Config(**config_fields({**options, "rollout_is_batch_normalize": rollout_is_batch_normalize}))
     ranks = _default_ranks() if rollout_is_batch_normalize else Ranks()
     known = GlobalBatch(ranks=ranks)
     found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, global_batch=known)
@@ -145,9 +149,7 @@ def compute_rollout_rejection_mask(
     verl_compat: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask without what the criteria reject, and their metrics without prefix."""
-    if not isinstance(rollout_rs, str) or not rollout_rs:
-        raise ValueError("rollout_rs must be a non-empty string (comma separated for multiple options).")
-    config = Config(**rejection_options(rollout_rs, rollout_rs_threshold, None))
+    config = Config(**config_fields({"rollout_rs": rollout_rs, "rollout_rs_threshold": rollout_rs_threshold}))
     if log_ratio.shape[0] == 0:
         return response_mask.detach(), {}
     return _reject(config, log_ratio, response_mask, verl_compat)

@@ -287,12 +287,9 @@ class RolloutCorrectionConfig:
 
         In bypass mode with the PPO loss verl computes weights for its metrics alone, and so they are not applied.
         """
-        if self.rollout_is is not None:
-            _check_weights(self.rollout_is, self.rollout_is_threshold)
-        rejection = _rejection(self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
         older = ("bypass_old_logprob_for_rollout", "use_policy_gradient", "use_pure_rollout_correction")
         words = {name: getattr(self, name) for name in NAMES if name not in older}
-        return Config(**_options({**words, **rejection}), get_mismatch_metrics=True)
+        return Config(**config_fields(words), get_mismatch_metrics=True)
 
     decoupled_token_is = _preset("decoupled_token_is", "threshold")
     decoupled_seq_is = _preset("decoupled_seq_is", "threshold")
@@ -318,70 +315,22 @@ class RolloutCorrectionConfig:
     disabled = _preset("disabled")
 
 
-def weight_options(rollout_is: str, threshold: str | float) -> dict[str, Any]:
-    """verl's level and threshold of weights as fields of our configuration."""
-    _check_weights(rollout_is, threshold)
-    return _options({"rollout_is": rollout_is, "rollout_is_threshold": threshold})
-
-
-def rejection_options(
-    rollout_rs: str | None, threshold: str | float | None, threshold_lower: float | None
-) -> dict[str, Any]:
-    """verl's criteria, or a level of the older API, as fields of our configuration."""
-    return _options(_rejection(rollout_rs, threshold, threshold_lower))
-
-
-def _check_weights(rollout_is: str, threshold: str | float) -> None:
-    if rollout_is not in WEIGHT_LEVELS:
-        raise ValueError(f"Invalid rollout_is: {rollout_is}. Must be one of {', '.join(WEIGHT_LEVELS)}.")
-    if isinstance(threshold, bool):
-        raise TypeError(
-            "rollout_is_threshold must be specified as a float or a string threshold specification, not a boolean."
-        )
-    if not isinstance(threshold, str | int | float):
-        raise TypeError("rollout_is_threshold must be a float or a string threshold specification.")
-
-
-def _rejection(
-    rollout_rs: str | None, threshold: str | float | None, threshold_lower: float | None
-) -> dict[str, str | float | None]:
-    """The three options of the rejection, the lower bound taken out of a level's pair."""
-    names = ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower")
-    if rollout_rs is None:
-        return dict.fromkeys(names)
-    if threshold is None:
-        raise ValueError("rollout_rs_threshold must be explicitly provided when rollout_rs is enabled.")
-    if isinstance(threshold, bool) or not isinstance(threshold, str | int | float):
-        raise TypeError("rollout_rs_threshold must be a string or numeric value specifying per-option thresholds.")
-    if rollout_rs in REJECTION_LEVELS:
-        *lower, upper = _numbers("rollout_rs_threshold", threshold)
-        if lower and threshold_lower is not None:
-            raise ValueError(
-                f"rollout_rs_threshold '{threshold}' has a lower bound, and rollout_rs_threshold_lower is "
-                f"{threshold_lower}; give one of them."
-            )
-        threshold, threshold_lower = upper, lower[0] if lower else threshold_lower
-    return dict(zip(names, (rollout_rs, threshold, threshold_lower), strict=True))
-
-
-def _options(words: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's options as ours, text of the weights' bounds as numbers."""
+def config_fields(words: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's options, by name, as fields of our configuration; text of bounds becomes numbers."""
     block = {name: bool(value) if name in SWITCHES else value for name, value in words.items()}
     options = {name: value for name, (value, _) in translate(block).items()}
-    if "tis_upper_bound" in options:
-        *lower, options["tis_upper_bound"] = _numbers("rollout_is_threshold", words["rollout_is_threshold"])
-        options |= {"tis_lower_bound": lower[0]} if "tis_lower_bound" in options else {}
+    for name in ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound"):
+        if isinstance(options.get(name), str):
+            options[name] = _number(options[name])
     if not options.get("use_tis"):
         options.pop("tis_batch_normalize", None)  # weights that are measured alone are so before normalisation
     return options
 
 
-def _numbers(name: str, threshold: str | float) -> list[float]:
-    """`upper` or `lower_upper` as numbers; Python itself would read 0.5_2 as 0.52."""
+def _number(text: str) -> float:
     try:
-        numbers = [float(part) for part in str(threshold).split("_")]
-        if len(numbers) <= 2:
-            return numbers
+        if "_" not in text:  # Python reads 0.5_2 as 0.52
+            return float(text)
     except ValueError:
         pass
-    raise ValueError(f"Invalid {name} {str(threshold)[:80]!r}; give 2.0 or '0.5_5.0'.")
+    raise ValueError(f"the threshold {quoted(text)} is not a number or two; give 2.0 or '0.5_5.0'.")

@@ -104,16 +104,16 @@ def test_icepop_that_zeroes_everything() -> None:
     assert weights.tolist() == [[0, 0]] and metrics["rollout_is_eff_sample_size"] == 0.0
 
 
-def test_errors_are_those_of_verl() -> None:
+def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="response_mask must contain at least one valid token"):
         compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="does not match rollout_log_prob shape"):
         compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="rollout_rs_threshold must be explicitly provided"):
+    with pytest.raises(ValueError, match="rollout_rs_threshold is unset"):
         compute_rollout_correction_and_rejection_mask(*inputs(), rollout_rs="token_k1")
-    with pytest.raises(ValueError, match="Invalid rollout_is: geometric"):
+    with pytest.raises(ValueError, match="rollout_is is 'geometric'"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "geometric")
-    with pytest.raises(TypeError, match="a float or a string threshold specification, not a boolean"):
+    with pytest.raises(ValueError, match="is True but must be a number"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "token", True)
 
 
@@ -148,11 +148,11 @@ def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number() -> None:
     old = {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2"}
     _, mask, _ = compute_rollout_correction_and_rejection_mask(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old)
     assert mask.tolist() == [[0, 1, 1, 0]]
-    with pytest.raises(ValueError, match=r"has a lower bound, and rollout_rs_threshold_lower is 0\.4"):
+    with pytest.raises(ValueError, match="so has rollout_rs_threshold_lower"):
         compute_rollout_correction_and_rejection_mask(
             log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old, rollout_rs_threshold_lower=0.4
         )
-    with pytest.raises(ValueError, match="Invalid rollout_is_threshold '1_2_3'"):
+    with pytest.raises(ValueError, match="'2_3' is not a number"):
         compute_rollout_correction_weights(log_ratio, torch.ones(1, 4), "token", "1_2_3")
 
 
