@@ -66,14 +66,14 @@ def rollout_correction_config(args: argparse.Namespace) -> RolloutCorrectionConf
     Raises:
         ValueError: A value is out of its limits, or options exclude each other.
     """
-    values: dict[str, Any] = {}
-    for name in field_types(RolloutCorrectionConfig):
-        names = (name, *(old for old, new in CORRECTION_ALIASES.items() if new == name))
-        given = (getattr(args, attribute, None) for attribute in names)
-        value = next((value for value in given if value is not None), None)
-        if value is not None:
-            values[name] = value
-    return RolloutCorrectionConfig(**values)
+    return RolloutCorrectionConfig(**given_options(args))
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the attributes that are options of the correction, under their own or slime's names, without None."""
+    attributes = {old: new for old, new in CORRECTION_ALIASES.items() if getattr(args, old, None) is not None}
+    attributes |= {name: name for name in field_types(RolloutCorrectionConfig) if getattr(args, name, None) is not None}
+    return {new: getattr(args, attribute) for attribute, new in attributes.items()}
 
 
 def _check_definition(action: argparse.Action, name: str, field: FieldType) -> None:

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime_tis.correction import Ranks, ResponseSlices, RolloutCorrectionConfig, correct, response_slices
+from slime_tis.integrations.arguments import given_options
+from slime_tis.limits import flag
 
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 """Loss, loss masks and metrics that a custom function returns."""
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
 """Raw token ratios: exp(±20) bounds them before this."""
 
-OLD_NAMES = {"tis_upper_bound": "tis_clip", "tis_lower_bound": "tis_clip_low"}
-"""Options of the correction, and slime's older names of them."""
 NOT_OF_THE_CORRECTION = ("policy_loss", "use_rollout_logprobs", "old_logprobs", "get_mismatch_metrics")
 """Fields that choose the corrected loss: a custom function gets the finished loss."""
 FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
@@ -35,13 +35,9 @@ def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     Attributes that are missing or None take their defaults. `tis_clip` and `tis_clip_low` bound the weight; a
     `tis_clip_low` of 0, slime's default, counts as unset.
     """
-    values = {}
-    for field in fields(RolloutCorrectionConfig):
-        if field.name not in NOT_OF_THE_CORRECTION:
-            values[field.name] = _first(args, field.name, OLD_NAMES.get(field.name, field.name))
-    if getattr(args, "tis_lower_bound", None) is None:
-        values["tis_lower_bound"] = values["tis_lower_bound"] or None
-    options = {name: value for name, value in values.items() if value is not None}
+    options = {name: value for name, value in given_options(args).items() if name not in NOT_OF_THE_CORRECTION}
+    if getattr(args, "tis_lower_bound", None) is None and not options.get("tis_lower_bound"):
+        options.pop("tis_lower_bound", None)
     return RolloutCorrectionConfig(**options, policy_loss="reinforce", get_mismatch_metrics=True)
 
 
@@ -50,10 +46,9 @@ def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None
     for field in fields(RolloutCorrectionConfig):
         value = getattr(args, field.name, field.default)
         if value != field.default and field.name not in (*read, *BOUNDS, *FOLLOWED_BY_THE_TRAINER):
-            flag = "--" + field.name.replace("_", "-")
             raise ValueError(
-                f"{flag} is {'on' if value is True else value}, and {function} does not follow it; remove it, or "
-                f"omit --custom-tis-function-path: the built-in correction follows every option."
+                f"{flag(field.name)} is {'on' if value is True else value}, and {function} does not follow it; remove "
+                "it, or omit --custom-tis-function-path: the built-in correction follows every option."
             )
 
 
@@ -140,8 +135,3 @@ def weighted_by_token(
     weight = bounded(ratio, getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
     metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
     return torch.where((ratio > 0) & (weight > 0), pg_loss * weight, 0.0), masks, metrics
-
-
-def _first(args: Namespace, *names: str) -> Any:
-    """Returns the first attribute that is not None."""
-    return next((value for name in names if (value := getattr(args, name, None)) is not None), None)
