@@ -140,7 +140,7 @@ def translate_actor(
     for key, name in (ACTOR_NAMES | (DPPO_NAMES if is_dppo else {})).items():
         value = values.get(key)
         if value is not None:
-            options[name] = (_numbers(key, value)[0] - 1 if is_dppo and key == "clip_ratio_c" else value, key)
+            options[name] = (_number(label(key), str(value)) - 1 if is_dppo and key == "clip_ratio_c" else value, key)
     return options
 
 
@@ -321,16 +321,16 @@ def config_fields(words: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, (value, _) in translate(block).items()}
     for name in ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound"):
         if isinstance(options.get(name), str):
-            options[name] = _number(options[name])
+            options[name] = _number(name, options[name])
     if not options.get("use_tis"):
         options.pop("tis_batch_normalize", None)  # weights that are measured alone are so before normalisation
     return options
 
 
-def _number(text: str) -> float:
+def _number(name: str, text: str) -> float:
     try:
         if "_" not in text:  # Python reads 0.5_2 as 0.52
             return float(text)
     except ValueError:
         pass
-    raise ValueError(f"the threshold {quoted(text)} is not a number or two; give 2.0 or '0.5_5.0'.")
+    raise ValueError(f"{name} is {quoted(text)}, which is not a number; give 2.0, or '0.5_5.0' for two bounds.")

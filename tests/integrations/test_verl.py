@@ -152,7 +152,7 @@ def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number() -> None:
         compute_rollout_correction_and_rejection_mask(
             log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old, rollout_rs_threshold_lower=0.4
         )
-    with pytest.raises(ValueError, match="'2_3' is not a number"):
+    with pytest.raises(ValueError, match="tis_upper_bound is '2_3'"):
         compute_rollout_correction_weights(log_ratio, torch.ones(1, 4), "token", "1_2_3")
 
 
