@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.generation import TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from tests.checkpoints import EOS
 from tests.sglang_server.conftest import MakeEngine
-from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer
 
 OBSERVATION = [11, 12, 13]
@@ -46,30 +43,3 @@ def test_turns_are_those_of_the_local_engine(
         assert (one.tokens, one.loss_mask, one.status) == (other.tokens, other.loss_mask, other.status)
         assert one.response == other.response
         assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=BOUND)
-
-
-def test_sampled_turns_have_the_log_probs_of_one_forward_pass(
-    two_servers: list[RealServer],
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    checkpoint: Path,
-) -> None:
-    engine = make_engine(*two_servers)
-    sampling = Sampling(max_response_len=24, n_samples=3)
-    samples = flat(engine.submit_function(prompts, three_turns, sampling, seed=0, concurrency=20).result())
-    assert len(samples) == 24 and len({tuple(sample.tokens) for sample in samples}) == 24
-    ends = {EOS, *load_tokenizer(checkpoint).convert_tokens_to_ids(DIGITS)}
-    for sample in samples:
-        log_probs = reference.log_probs(sample.tokens)[-sample.response_length :]
-        trained = torch.tensor(sample.loss_mask) > 0
-        gap = (torch.tensor(sample.rollout_log_probs) - torch.as_tensor(log_probs)).abs()
-        assert gap[trained].max() < BOUND
-        turns = "".join("x" if m else " " for m in sample.loss_mask).split()
-        assert len(turns) == 3 and max(map(len, turns)) <= 24
-        where = [place for place, m in enumerate(sample.loss_mask) if m]
-        last = {place for place in where if place + 1 not in where}
-        assert all((sample.response_ids[place] in ends) <= (place in last) for place in where)
-        assert all(
-            sample.response_ids[p] in ends or len(turn) == 24 for p, turn in zip(sorted(last), turns, strict=True)
-        )

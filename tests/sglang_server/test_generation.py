@@ -59,16 +59,6 @@ def test_log_probs_are_those_of_transformers_and_of_training(
         torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, atol=BOUND, rtol=0)
 
 
-def test_greedy_answers_are_the_likeliest_tokens(real: Real) -> None:
-    greedy = Sampling(temperature=0.0, max_response_len=16)
-    (sample,), *_ = groups = real.make_engine(real.server).generate(real.prompts[:2], greedy, seed=0)
-    assert all(real.reference.gap(sample) < BOUND for (sample,) in groups)
-    for count in range(len(sample.response_ids)):
-        before = [*sample.row.token_ids, *sample.response_ids[:count]]
-        likeliest = max(real.reference.log_probs([*before, token])[-1] for token in range(0, 1024, 37))
-        assert sample.rollout_log_probs[count] >= likeliest - BOUND
-
-
 def test_a_stop_token_ends_a_response_and_is_part_of_it(real: Real) -> None:
     stops = tuple(range(3, 1024, 8))
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)

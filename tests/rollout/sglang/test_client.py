@@ -1,6 +1,5 @@
 """One server over real HTTP: its answers, its failures, requests that are left, and the key that nobody sees."""
 
-import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
@@ -45,11 +44,6 @@ async def generate(server: Server, request_id: str = "r1", max_new_tokens: int =
     return await server.generate(request(max_new_tokens, request_id))
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
-
-
 def test_a_request_is_answered(fake: FakeSGLang) -> None:
     completion = ask(fake, lambda server: generate(server, max_new_tokens=6))
     assert completion.token_ids == continuation(PROMPT, 6)
@@ -65,14 +59,14 @@ def test_health(fake: FakeSGLang) -> None:
     assert f"{fake.url}/health failed: " in ask(fake, lambda server: server.health_error())
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 408], ids="HTTP {}".format)
+@pytest.mark.parametrize("status", [500, 429, 408], ids="HTTP {}".format)
 def test_what_another_server_may_answer_is_a_server_error(fake: FakeSGLang, status: int) -> None:
     fake.faults.append(status)
     with pytest.raises(ServerError, match=f"answered HTTP {status}"):
         ask(fake, generate)
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 413, 422], ids="HTTP {}".format)
+@pytest.mark.parametrize("status", [400, 401, 422], ids="HTTP {}".format)
 def test_what_every_server_would_refuse_is_refused(fake: FakeSGLang, status: int) -> None:
     fake.faults.append(status)
     with pytest.raises(RequestRefused, match=f"answered HTTP {status}") as caught:
@@ -90,32 +84,11 @@ def test_broken_connections_are_server_errors(fake: FakeSGLang) -> None:
         ask(fake, generate)
 
 
-def test_a_request_that_takes_too_long_is_aborted_and_gives_what_it_has(fake: FakeSGLang) -> None:
-    fake.stop_after = 4
-    completion = ask(fake, generate, timeout=0.1)
-    assert (completion.token_ids, completion.finish_reason) == (LONG[:4], "abort")
-    assert fake.count("/abort_request") >= 1
-
-
 def test_a_server_that_hangs_is_given_up(fake: FakeSGLang) -> None:
     fake.faults.append("hang")
     with pytest.raises(ServerError, match=r"did not answer within 0\.05 s"):
         ask(fake, generate, timeout=0.05, abort_timeout=0.05)
     assert "r1" in fake.aborted
-
-
-def test_a_request_that_is_cancelled_is_aborted_by_its_id(fake: FakeSGLang) -> None:
-    fake.stop_after = 4
-
-    async def leave(server: Server) -> None:
-        request = asyncio.ensure_future(generate(server, "left"))
-        await until(lambda: fake.requests)
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-
-    ask(fake, leave)
-    assert fake.aborted == {"left"}
 
 
 def test_a_router_has_requests_aborted_where_they_are() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.client import UnexpectedWeights
 from slime_tis.trainer.engines.sglang.engine import SGLangRollout
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, flat
@@ -78,17 +77,6 @@ def test_a_server_that_kept_its_weights_serves_at_once(start: Callable[..., Run]
     wait_until(lambda: live(run) == 1)
     rollout.result()
     assert run.weights.iterated == 1
-
-
-def test_versions_that_a_server_was_not_given_are_refused(start: Callable[..., Run]) -> None:
-    health = start(1).engine._servers.health
-    (state,) = health.states.values()
-    health.mark_current(state.server, 4)
-    health.expect(5)
-    health.check_versions(state, 4, [4, 4, 5])
-    for versions in ([3, 4], [4, 6], [0]):
-        with pytest.raises(UnexpectedWeights):
-            health.check_versions(state, 4, versions)
 
 
 def test_slow_servers_are_awaited_and_missing_ones_are_not(checkpoint: Path) -> None:

@@ -25,7 +25,6 @@ from slime_tis.trainer.engines.sglang.sampling import PendingSample
 from slime_tis.trainer.engines.sglang.schema import (
     Completion,
     ExpertLayout,
-    GenerateRequest,
     InvalidAnswer,
     max_answer_bytes,
     parse_routed_experts,
@@ -200,16 +199,12 @@ def put(place: tuple[int, int, int], value: int) -> Callable[[Any], None]:
 
 HOSTILE = {
     "absent": (spoiled(lambda answer: answer["meta_info"].pop("routed_experts")), "it has no routed_experts"),
-    "a list": (with_field([[1, 2]]), r"routed_experts is \[\[1, 2\]\]"),
     "a row too few": (
         with_rows(lambda rows: rows[1:]),
         r"has \d+ characters, not \d+",
     ),
-    "empty": (with_field(""), "has 0 characters"),
     "not base64": (with_field(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
-    "not ASCII": (with_field(lambda text: "é" + text[1:]), "is not base64 of whole rows"),
     "an expert too many": (with_rows(put((0, 1, 1), EXPERTS)), "has expert 8, but there are 8"),
-    "a negative expert": (with_rows(put((2, 0, 0), -1)), "has expert -1, but there are 8"),
     "the same expert twice": (with_rows(lambda rows: rows[1].fill(3)), "the same expert twice for a token"),
     "a layer of zeros": (with_rows(lambda rows: rows[:, 1].fill(0)), "is all zeros in layer 1"),
 }
@@ -259,14 +254,6 @@ def layout(**fields: Any) -> ExpertLayout:
     sizes = {"layers": (0, 1), "num_experts": 8, "top_k": 2, "intermediate_size": 4, "shared_intermediate_size": None}
     num_hidden_layers = fields.pop("num_hidden_layers", 2)
     return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**{**sizes, **fields}))
-
-
-def test_a_request_asks_for_the_experts_that_are_missing() -> None:
-    sampling = Sampling(max_response_len=100, return_routed_experts=True)
-    body = GenerateRequest(
-        input_ids=(1, 5, 6, 7), sampling=sampling, max_new_tokens=60, request_id="r1", first_experts=3
-    ).body()
-    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 3)
 
 
 def test_bytes_of_experts_by_hand() -> None:

@@ -1,7 +1,6 @@
 """Whole rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,9 @@ from tests.rollout.sglang.rollouts import (
     PROMPTS,
     SAMPLING,
     Run,
-    Weights,
     assert_exact,
     flat,
     held,
-    make_engine,
 )
 from tests.samples import make_sample
 
@@ -46,21 +43,6 @@ def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[...
         "rollout/sglang_live_servers": 3,
         "rollout/sglang_malformed_responses": 0,
     }
-
-
-def test_responses_end_with_the_context(start: Callable[..., Run]) -> None:
-    late = next(
-        p
-        for i in range(300)
-        if len(continuation(list((p := Prompt(index=i, text="", token_ids=(1, *[3 + i % 60] * 119))).token_ids), 9))
-        == 9
-    )
-    sampling = Sampling(max_response_len=50)
-    ((sample,),) = start(1).engine.generate([late], sampling, seed=0)
-    assert (len(sample.tokens), sample.status) == (
-        127,
-        Sample.Status.TRUNCATED,
-    )  # 0.5.9 refuses to be asked for all 128
 
 
 def begun(tokens: int) -> Sample:
@@ -138,14 +120,6 @@ def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.
     left = {thread.name for thread in set(threading.enumerate()) - threads}
     assert "sglang" not in left
     assert not [record for record in caplog.records if record.name == "asyncio"]
-
-
-def test_a_config_json_that_cannot_be_read_is_named(tmp_path: Path, checkpoint: Path) -> None:
-    shutil.copytree(checkpoint, tmp_path / "model")
-    (tmp_path / "model/config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        tokenizer = load_tokenizer(checkpoint)
-        make_engine(tmp_path / "model", Weights(), tokenizer=tokenizer, sglang_url=("http://127.0.0.1:1",))
 
 
 def test_rollouts_and_evaluations_are_in_flight_together(start: Callable[..., Run]) -> None:

@@ -332,12 +332,6 @@ def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | N
         assert (last and words[last + 1]) == first, json.dumps(words)
 
 
-def test_a_size_that_is_not_a_number() -> None:
-    config = SGLangConfig(sglang_launch=2, sglang_server_args=("--tp-size", "two"))
-    with pytest.raises(ValueError, match="invalid int value"):
-        server_command(config, "m", 1, 1, Path("log"))
-
-
 @pytest.mark.parametrize("records", [False, True], ids=["plain", "with routed experts"])
 def test_servers_record_experts_where_they_are_replayed(records: bool) -> None:
     sampling = Sampling(max_response_len=1, return_routed_experts=records)

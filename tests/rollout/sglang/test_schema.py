@@ -140,41 +140,24 @@ def set_versions(*names: Any) -> Any:
 SPOILED = {
     "no meta_info": (lambda a: a.pop("meta_info"), "it has no meta_info"),
     "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), "it has no meta_info.finish_reason"),
-    "unknown finish_reason": (
-        lambda a: a["meta_info"].update(finish_reason={"type": "error"}),
-        "meta_info.finish_reason.type is 'error'",
-    ),
     "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
     "a log-prob too few": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "7 log-probs for 8 tokens"),
-    "a token too few": (lambda a: a["output_ids"].pop(), "8 log-probs for 7 tokens"),
     "another completion_tokens": (
         lambda a: (a["output_ids"].pop(), a["meta_info"]["output_token_logprobs"].pop()),
         "7 tokens and says.* 8",
     ),
     "another token's log-prob": (set_token(57), "log-prob 2 is of token 58, but the token is 57"),
     "a negative token": (set_token(-1), r"output_ids\[2\] is -1"),
-    "a token that is true": (set_token(True), r"output_ids\[2\] is True"),
     "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
-    "a log-prob of text": (set_log_prob("x"), r"output_token_logprobs\[3\]\[0\] is 'x'"),
     "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
     "a positive log-prob": (set_log_prob(0.5), r"output_token_logprobs\[3\]\[0\] is 0\.5"),
     "a log-prob of 400 digits": (
         set_log_prob(-(10**400)),
         r"output_token_logprobs\[3\]\[0\] is -10{58}… \(402 characters\)$",
     ),
-    "a log-prob that steers": (set_log_prob("\x1b[2J\u202e"), r"\[3\]\[0\] is '\\x1b\[2J\\u202e'"),
     "spans that end early": (set_spans((0, 5)), "covers 5 tokens of 8"),
     "spans with a gap": (set_spans((0, 5), (6, 8)), "after 5 of 8"),
-    "spans that end late": (set_spans((0, 9)), "to 9 after 0 of 8"),
-    "a span of 2**70 tokens": (set_spans((0, 2**70)), "to 1180591620717411303424 after 0 of 8"),
     "versions that go back": (set_versions("3", "1"), "goes back from 3 to 1"),
-    "a negative version": (set_versions("-3", "1"), "the version of its weights is '-3'"),
-    "a version of 2**60": (set_versions(str(2**60), "1"), "the version of its weights is '1152921504606846976'"),
-    "a version that is an object": (set_versions({}, "1"), "the name of its weights is {}"),
-    "a version of 500 characters": (
-        set_versions("x" * 500, "1"),
-        r"the name of its weights is 'x{59}… \(502 characters\)$",
-    ),
     "completion_tokens of text": (
         lambda a: a["meta_info"].update(completion_tokens="\x07" * 200),
         r"meta_info.completion_tokens is '(\\x07){14}\\x0… \(802 characters\)$",
@@ -199,11 +182,6 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
     with pytest.raises(InvalidAnswer, match=f"has token {2**70}, but"):
         generation(answer, max_new_tokens=8, vocab_size=64)
-
-
-def test_a_seed_goes_along_where_there_is_one() -> None:
-    payload = request(seed=7).body()
-    assert payload["sampling_params"]["sampling_seed"] == 7  # type: ignore[index]
 
 
 def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
@@ -260,11 +238,7 @@ def test_what_a_server_says_of_itself() -> None:
     ("schema", "answer", "message"),
     [
         pytest.param(ModelInfo, {"weight_version": "-3"}, "the version of its weights is '-3'", id="negative version"),
-        pytest.param(ModelInfo, {"weight_version": ["1"]}, r"the name of its weights is \['1'\]", id="a list as name"),
         pytest.param(ServerInfo, {"max_req_input_len": -5}, "max_req_input_len is -5", id="negative length"),
-        pytest.param(ServerInfo, {"max_req_input_len": 2**40}, "max_req_input_len is 1099511627776", id="huge length"),
-        pytest.param(ServerInfo, {"tp_size": 10**12}, "tp_size is 1000000000000", id="a trillion ranks"),
-        pytest.param(ServerInfo, {"dp_size": "2"}, "dp_size is '2'", id="a size of text"),
         pytest.param(ServerInfo, {"pp_size": True}, "pp_size is True", id="a size that is true"),
     ],
 )
