@@ -177,21 +177,6 @@ def test_python_that_does_not_run(servers: Launch) -> None:
         servers(sglang_python="/no/python").start()
 
 
-def test_python_without_sglang(servers: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONPATH")
-    with pytest.raises(RolloutUnavailable, match="No module named 'sglang'"):
-        servers().start()
-
-
-def test_programs_of_the_other_python_come_first(servers: Launch, tmp_path: Path) -> None:
-    other = tmp_path / "other/bin/python"
-    other.parent.mkdir(parents=True)
-    other.symlink_to(sys.executable)
-    started = servers(sglang_python=str(other))
-    (url,) = started.start()
-    assert facts(url)["environ"]["PATH"].split(os.pathsep)[0] == str(other.parent)
-
-
 def test_death_and_new_start(servers: Launch, tmp_path: Path) -> None:
     started = servers("--family", count=2)
     urls = started.start()
@@ -230,15 +215,6 @@ def test_given_up_after_three_restarts(servers: Launch, monkeypatch: pytest.Monk
     now += 1000.0
     assert started.poll() == [] and started.restarts == 3
     monkeypatch.undo()
-
-
-def test_a_long_life_clears_the_count(servers: Launch) -> None:
-    started = servers(sglang_startup_timeout=60.0)
-    started.start()
-    started.servers[0].failures = 3
-    started.servers[0].started -= 61.0
-    os.kill(facts(started.urls[0])["pid"], signal.SIGKILL)
-    assert "(1 of 3)" in poll_until(started, bool)[0]
 
 
 def test_a_server_that_ignores_sigterm_is_killed(servers: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,16 +46,6 @@ def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(sta
     assert run.weights.iterated == iterated
 
 
-def test_a_server_started_anew_unseen_gives_no_sample(start: Callable[..., Run]) -> None:
-    run = start(2)
-    run.update(1)
-    run.servers[0].weight_version, run.servers[0].version = "default", 0
-    groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
-    assert_exact(groups, PROMPTS)
-    assert {version for sample in flat(groups) for version in sample.weight_versions} == {1}
-    assert run.sync.pushes[-1] == ([run.servers[0].url], 1)
-
-
 @pytest.mark.parametrize("version", [7, 0], ids=["version 7", "the version of the start"])
 def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Callable[..., Run], version: int) -> None:
     def used(servers: list[FakeSGLang]) -> None:
