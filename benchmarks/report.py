@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import TokenTable, offsets_of
 
 STEPS, LENGTH, PROMPT = 500, 200, 64
@@ -40,7 +40,7 @@ def main(directory: Path, millions: float, others: Sequence[Path]) -> None:
 def write_run(run: Path, samples: int) -> None:
     """A run of 500 steps of some samples each."""
     for step in range(STEPS):
-        write_parquet(run / "dumps" / f"{step}.parquet", tokens_of(step, samples))
+        write(run / "dumps" / f"{step}.parquet", tokens_of(step, samples))
     rows = [{"step": i, "train/mismatch_k3_kl": 1e-3, "train/grad_norm": 1 + i / STEPS} for i in range(STEPS)]
     (run / "config.yaml").write_text(f"save_debug_train_data: {run.resolve()}/dumps/{{rollout_id}}.parquet\n")
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -19,7 +19,7 @@ from examples.diagnose_study.faults import FAULTS, HEALTHY, healthy
 from examples.diagnose_study.world import World, make_world
 from examples.tables import write_rows
 from slime_tis.analysis.diagnosis import diagnose
-from slime_tis.analysis.dumps.parquet import parquet_tables, write_parquet
+from slime_tis.analysis.dumps.files import parquet_tables, write
 from slime_tis.analysis.dumps.table import TokenTable
 
 HERE = Path(__file__).parent
@@ -121,7 +121,7 @@ def tables(seed: int, strengths: Sequence[int], dumps: Path) -> Iterator[tuple[C
             if case.family not in worlds:
                 worlds[case.family] = make_world(seed, case.family)
             fault = healthy if case.fault == "healthy" else FAULTS[case.fault][2]
-            write_parquet(path, fault(worlds[case.family], case.strength))
+            write(path, fault(worlds[case.family], case.strength))
         yield case, TokenTable.concatenate(list(parquet_tables(path)))
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slime_tis.analysis.diagnosis.rescore import rescore
-from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
@@ -86,7 +86,7 @@ def test_the_command_prints_the_verdict(
     model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     dump = tmp_path / "dump.parquet"
-    write_parquet(dump, replace(exact, rollout_log_prob=noisy(exact.rollout_log_prob, 0.05)))
+    write(dump, replace(exact, rollout_log_prob=noisy(exact.rollout_log_prob, 0.05)))
     assert main(["diagnose", str(dump), "--hf-checkpoint", str(model)]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "the rollout engine is wrong" in words and "48 tokens of 4 samples" in words
@@ -107,7 +107,7 @@ def test_bad_input_is_refused_with_one_line(
         (exact, tmp_path, "config.json"),
         (exact.select([]), model, "no sample of the dump has log-probs"),
     ):
-        write_parquet(dump, table)
+        write(dump, table)
         assert main(["diagnose", str(dump), "--hf-checkpoint", str(directory)]) == 2
         written = capsys.readouterr().err
         assert message in written and len(written.splitlines()) == 1, written

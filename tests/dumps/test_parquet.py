@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from slime_tis.analysis.dumps import parquet as own
-from slime_tis.analysis.dumps.parquet import is_own_parquet, parquet_tables, write_parquet
+from slime_tis.analysis.dumps import files as own
+from slime_tis.analysis.dumps.files import is_own_parquet, parquet_tables, write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
@@ -16,7 +16,7 @@ from tests.dumps.tables import assert_same, full_table
 def test_a_table_survives_the_round_trip_in_row_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(own, "ROW_GROUP_BYTES", 2 * (full_table().nbytes // 5))  # two of its five tokens
     path = tmp_path / "new" / "dump.parquet"
-    write_parquet(path, full_table())
+    write(path, full_table())
     monkeypatch.undo()
     tables = list(parquet_tables(path))
     assert len(tables) == 2 and is_own_parquet(path)
@@ -25,7 +25,7 @@ def test_a_table_survives_the_round_trip_in_row_groups(tmp_path, monkeypatch):
 
 
 def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
-    write_parquet(tmp_path / "a.parquet", full_table())
+    write(tmp_path / "a.parquet", full_table())
     assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
     monkeypatch.setattr(own, "ROW_GROUP_BYTES", 100)
     tables = list(parquet_tables(tmp_path / "a.parquet"))
@@ -34,7 +34,7 @@ def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
 
 
 def test_one_row_per_sample_with_lists_of_its_tokens(tmp_path):
-    write_parquet(tmp_path / "a.parquet", full_table())
+    write(tmp_path / "a.parquet", full_table())
     rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [row["token"] for row in rows] == [[5, 6, 7], [], [8, 9]]
     assert rows[0]["prompt"] == [1, 2] and rows[0]["experts"] == list(range(12)) and rows[2]["truncated"] == 1
@@ -42,20 +42,20 @@ def test_one_row_per_sample_with_lists_of_its_tokens(tmp_path):
 
 def test_columns_without_values_are_skipped(tmp_path):
     table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0])])
-    write_parquet(tmp_path / "a.parquet", table)
+    write(tmp_path / "a.parquet", table)
     names = parquet.read_schema(tmp_path / "a.parquet").names
     assert names == ["train_log_prob", "old_log_prob", "rollout_log_prob", "loss_mask"]
     assert_same(TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))), table)
 
 
 def test_a_table_without_samples_is_a_file(tmp_path):
-    write_parquet(tmp_path / "a.parquet", TokenTable.from_parts([]))
+    write(tmp_path / "a.parquet", TokenTable.from_parts([]))
     assert TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))).tokens == 0
 
 
 def test_text_that_is_not_unicode_is_written(tmp_path):
     part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0], text="a\ud800b")
-    write_parquet(tmp_path / "a.parquet", TokenTable.from_parts([part]))
+    write(tmp_path / "a.parquet", TokenTable.from_parts([part]))
     assert next(parquet_tables(tmp_path / "a.parquet")).text == ("a?b",)
 
 
@@ -103,7 +103,7 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
 )
 def test_a_damaged_schema_is_refused(tmp_path, change, message):
     path = tmp_path / "a.parquet"
-    write_parquet(path, full_table())
+    write(path, full_table())
     _rewritten(path, change)
     with pytest.raises(ValueError, match=message):
         list(parquet_tables(path))
@@ -111,7 +111,7 @@ def test_a_damaged_schema_is_refused(tmp_path, change, message):
 
 def test_a_truncated_file_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
-    write_parquet(path, full_table())
+    write(path, full_table())
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
         list(parquet_tables(path))
@@ -119,10 +119,10 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 def test_a_failed_write_keeps_the_earlier_file(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
-    write_parquet(path, full_table())
+    write(path, full_table())
     before = path.read_bytes()
     table = full_table().select([0])
     object.__setattr__(table, "metadata", {"bad": np.zeros(1)})
     with pytest.raises(TypeError):
-        write_parquet(path, table)
+        write(path, table)
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

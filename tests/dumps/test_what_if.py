@@ -12,7 +12,6 @@ from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, flags_of, sweep, what_if
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
 from slime_tis.main import main
-from slime_tis.policy.config import PolicyConfig
 
 
 def table(advantages=(1.0, -1.0)) -> TokenTable:
@@ -123,7 +122,8 @@ def test_bypass_is_clipped_as_ppo_clips():
     row = one(RolloutCorrectionConfig(use_rollout_logprobs=True))
     # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is left
     assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
-    wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), policy=PolicyConfig(eps_clip=0.9, eps_clip_high=9))
+    metadata = {"policy": {"eps_clip": 0.9, "eps_clip_high": 9}}
+    wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), replace(table(), metadata=metadata))
     assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
 
 
@@ -149,7 +149,7 @@ def test_batch_statistics_belong_to_each_step():
 
 def test_whole_batch_corrections_use_a_part_of_many_steps():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
-    row = one(config, max_steps=1, seed=1)
+    row = one(config, max_steps=1)
     assert (row.steps, one(config).steps, one(RolloutCorrectionConfig(use_tis=True)).steps) == (1, 2, None)
     # step 0 alone: one token, whose weight is normalised to 1
     assert (row.weight_max, row.cosine, row.norm_ratio) == (1.0, pytest.approx(1.0), pytest.approx(0.5))

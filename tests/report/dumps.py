@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 HOSTILE = (
@@ -73,7 +73,7 @@ def make_run(directory: Path, steps: int = 20) -> Path:
             row["health/mismatch"] = float(step < 12)
         rows.append(row)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_parquet(directory / "dumps" / "0.parquet", make_table())
+    write(directory / "dumps" / "0.parquet", make_table())
     pattern = directory / "dumps" / "{rollout_id}.parquet"
     (directory / "config.yaml").write_text(f"save_debug_train_data: {pattern}\n")
     return directory

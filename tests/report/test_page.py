@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime_tis.analysis.dumps.parquet import write_parquet
+from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import overview, samples, shape
 from slime_tis.analysis.report.groups import group_runs, spread
@@ -122,7 +122,7 @@ def test_only_reports_are_overwritten(run: Path, page: str, tmp_path: Path, caps
     own.write_text(page)
     foreign.write_text("<html>my notes</html>")
     dump = tmp_path / "dump.parquet"
-    write_parquet(dump, make_table(4))
+    write(dump, make_table(4))
     assert main(["report", str(dump), "--out", str(own)]) == 0
     assert '"dump.parquet"' in own.read_text()
     for place, message in [
@@ -198,7 +198,7 @@ def test_the_spread_of_curves_is_taken_at_common_steps() -> None:
 
 def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     dump = tmp_path / "dump.parquet"
-    write_parquet(dump, make_table(8))
+    write(dump, make_table(8))
     assert main(["report", str(dump), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["sources"][0]["mismatch"]["samples"] == 8 and numbers["what_if"] and numbers["diagnoses"]
@@ -230,7 +230,7 @@ def test_custom_tokenizer_code_never_runs(
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(maps))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    write_parquet(tmp_path / "a.parquet", replace(make_table(), metadata={"tokenizer": str(tmp_path)}))
+    write(tmp_path / "a.parquet", replace(make_table(), metadata={"tokenizer": str(tmp_path)}))
     assert main(["report", str(tmp_path / "a.parquet"), "--out", str(tmp_path / "a.html")]) == 0
     assert main(["report", str(tmp_path / "a.parquet"), "--hf-checkpoint", str(tmp_path)]) == 2
     captured = capsys.readouterr()

@@ -58,12 +58,7 @@ class Diagnosis:
 
 
 def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()) -> Diagnosis:
-    """Names the causes of a mismatch.
-
-    Args:
-        table: Tokens of a dump, or None.
-        metrics: Rows of metrics.jsonl.
-    """
+    """Names the causes of a mismatch."""
     from_metrics = metric_rules.findings(metrics)
     if table is None or not (table.loss_mask > 0).any():
         return Diagnosis(

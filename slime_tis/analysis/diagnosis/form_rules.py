@@ -184,12 +184,7 @@ FITS = {
 
 
 def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str, bool]:
-    """The precision that explains noise of a size, a statement about the run's precisions, and whether they fit.
-
-    Args:
-        precisions: Precisions of the training and the rollout engine in the dump, empty if unknown.
-        size: Precision that the size of the noise suggests.
-    """
+    """The precision that explains noise of a size, a statement about the run's precisions, and whether they fit."""
     train, rollout = precisions
     if not rollout:
         return size, "", False

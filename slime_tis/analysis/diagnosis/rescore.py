@@ -64,9 +64,6 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
     """Rescores a few samples in fp32 with the model that sampled them.
 
     The initial checkpoint of a training run fits its first step, and an exported checkpoint fits the last step.
-
-    Raises:
-        ValueError: The dump has no token ids or prompts, or `hf_checkpoint` is not a model directory.
     """
     if table.token is None or table.prompt is None:
         raise ValueError("--hf-checkpoint needs token ids and prompts, which this dump lacks.")

@@ -139,10 +139,6 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
 
     Dynamic programming over the tokens: min over k of Σ_t min(abs(train_t − rollout_{t+k_t}), 5) plus a cost for each
     change of k.
-
-    Returns:
-        The lags; the cost reduction in nats; and the residual cost as a share of the original cost. Both costs cover
-        the shifted tokens whose partner lies in the sample.
     """
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)

@@ -34,14 +34,7 @@ def annotated(
     accepted: Bool | None = None,
     global_batch: GlobalBatch | None = None,
 ) -> TokenTable:
-    """The table with weights before bounds, the criteria that reject each token, and vetoes.
-
-    Args:
-        table: Complete samples of one step.
-        config: Correction of the step.
-        accepted: [N] tokens that counted in the loss, if known.
-        global_batch: Statistics of the batch over all ranks. Default: statistics of the table.
-    """
+    """The table with weights before bounds, the criteria that reject each token, and vetoes."""
     global_batch = replace(global_batch or GlobalBatch(), ranks=Ranks())
     trained = table.loss_mask > 0
     rejected: dict[str, Bool] = {}

@@ -39,11 +39,7 @@ class RowFormat:
     """Whether lists cover prompt and response; the response starts at the first token with a loss mask."""
 
     def parts(self, row: Row, path: Path) -> SampleParts:
-        """The sample of a row of a file.
-
-        Raises:
-            ValueError: a value is missing or has the wrong form; names its key.
-        """
+        """The sample of a row of a file."""
         row = dict(row)
         self.prepare(row, path)
         length = None
@@ -235,11 +231,7 @@ SLIME = RowFormat(
 
 
 def format_of(row: Row) -> RowFormat:
-    """The form of a row.
-
-    Raises:
-        ValueError: the form is unknown.
-    """
+    """The form of a row."""
     for known in FORMATS:
         if known.identifying_keys <= row.keys():
             return known

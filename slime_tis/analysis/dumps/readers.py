@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
-from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
-from slime_tis.analysis.dumps.parquet import (
+from slime_tis.analysis.dumps.files import (
     MAX_EXPANSION,
     MAX_GROUP_BYTES,
     batches,
@@ -33,6 +31,7 @@ from slime_tis.analysis.dumps.parquet import (
     text_columns,
     texts,
 )
+from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.errors import first_line, quoted_path
 
@@ -40,8 +39,6 @@ CHUNK_TOKENS = 1 << 18
 """Response tokens and characters of text per table of a JSON or parquet file."""
 PYTHON_NUMBER_BYTES = 32
 """Memory of a float in a Python list."""
-MAX_LINE_BYTES = 1 << 28
-"""Largest line of a JSONL file."""
 PATTERNS = (
     "train_data/*.parquet",
     "train_data/*.pt",
@@ -72,9 +69,6 @@ def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | No
             one batch of a parquet file or one .pt file. Default: all.
         max_bytes: Size of the table, likewise. Bounds the memory of tokens with many experts.
         seed: Seed of the random part.
-
-    Raises:
-        ValueError: there is no dump, its form is unknown, or it is damaged; names the file and the line.
     """
     reservoir = Reservoir(max_tokens, max_bytes, seed)
     files = files_of(Path(path))
@@ -115,8 +109,6 @@ class Reservoir:
         self._priorities: list[Column] = []
         self._bound = np.inf
         """Lowest number of a discarded sample."""
-        self._held = 0
-        """Response tokens in `tables`."""
         self.tables: list[TokenTable] = []
         self.samples = self.tokens = 0
         """Totals of all added tables."""
@@ -130,8 +122,7 @@ class Reservoir:
         chosen = np.flatnonzero(priority < self._bound)
         self.tables.append(table if len(chosen) == len(table) else table.select(chosen))
         self._priorities.append(priority[chosen])
-        self._held += self.tables[-1].tokens
-        if self._held > 2 * self._max_tokens:
+        if sum(held.tokens for held in self.tables) > 2 * self._max_tokens:
             self._thin()
 
     def table(self) -> TokenTable:
@@ -147,15 +138,10 @@ class Reservoir:
         chosen = lowest_priorities(priority, table.response_length, self._max_tokens)
         self._bound = min(self._bound, np.delete(priority, chosen).min(initial=np.inf))
         self.tables, self._priorities = [table.select(chosen)], [priority[chosen]]
-        self._held = self.tables[0].tokens
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a dump, in the order of the numbers in their names.
-
-    Raises:
-        ValueError: there is no file.
-    """
+    """The files of a dump, in the order of the numbers in their names."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -189,22 +175,17 @@ def _numbers_in(path: Path) -> tuple[list[int], str]:
 
 
 def tables_of(path: Path) -> Iterator[TokenTable]:
-    """The tables of a file, some samples each.
-
-    Raises:
-        ValueError: the file is of no known form, or damaged; names it and the line or sample.
-    """
+    """The tables of a file, some samples each."""
     if path.suffix == ".pt":
         yield slime_table(path)
-        return
-    if path.suffix != ".parquet":
+    elif path.suffix != ".parquet":
         yield from _tables(_json_rows(path), path)
-        return
-    try:
-        own = is_own_parquet(path)
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
-    yield from parquet_tables(path) if own else _tables(_parquet_rows(path), path)
+    else:
+        try:
+            own = is_own_parquet(path)
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
+        yield from parquet_tables(path) if own else _tables(_parquet_rows(path), path)
 
 
 def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[TokenTable]:
@@ -218,12 +199,12 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
             _check_log_probs(part)
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
-        parts.append(part)
-        tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
         if tokens >= CHUNK_TOKENS:
             yield _table(parts, form, path)
             parts, tokens = [], 0
-    if form is not None and parts:
+        parts.append(part)
+        tokens += len(part.rollout_log_prob) + len(part.text or "") + len(part.prompt_text or "")
+    if form is not None:
         yield _table(parts, form, path)
 
 
@@ -244,40 +225,26 @@ def _check_log_probs(part: SampleParts) -> None:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        with path.open("rb") as lines:
-            for number in count(1):
-                line = lines.readline(MAX_LINE_BYTES)
-                where = f"{path}, line {number}"
-                if len(line) == MAX_LINE_BYTES:
-                    raise ValueError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB.")
-                if not line:
-                    return
-                if line.strip():
-                    yield where, _parsed(line, where)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is JSON of type {type(row).__name__}, but each line must be an object.")
-    return row
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where} is JSON of type {type(row).__name__}, but each line must be an object.")
+            yield where, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         text = text_columns(path)
-        columns = [
-            name
-            for name in parquet.read_schema(path).names
-            if name in text or not any(column.startswith(f"{name}.") for column in text)
-        ]
+        with_text = {name.split(".")[0] for name in text} - text  # lists of text
+        columns = [name for name in parquet.read_schema(path).names if name not in with_text]
         for batch in batches(path, columns, PYTHON_NUMBER_BYTES):
             values = [texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns]
             for row in zip(*values, strict=True):
@@ -293,9 +260,6 @@ def slime_table(path: Path) -> TokenTable:
     Source: THUDM/slime, slime/observability/train_data_utils.py, save_debug_train_data: format_version 2 has a list of
     samples. Earlier versions, and radixark/miles, miles/utils/train_dump_utils.py, have a dict of lists "rollout_data".
     Log-probs cover the response; `log_probs` are the training engine's before the rollout's first step.
-
-    Raises:
-        ValueError: the file has another form, holds slices of context-parallel ranks, or has no rollout log-probs.
     """
     try:
         file_bytes = path.stat().st_size

@@ -55,6 +55,7 @@ TEXT_COLUMNS = ("text", "prompt_text")
 """Sample columns of text."""
 OBJECT_COLUMNS: dict[str, Any] = {"text": "", "prompt_text": "", "prompt": np.zeros(0, np.int32)}
 """Sample columns that are tuples, and the entry of a sample without a value."""
+COLUMNS: dict[str, type] = TOKEN_COLUMNS | SAMPLE_COLUMNS | dict.fromkeys(OBJECT_COLUMNS, object)
 METADATA: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("source", "run", "precision", "rollout_precision", "tokenizer", "old_policy"), str),
     **dict.fromkeys(("flags", "policy", "sampled"), dict),
@@ -155,39 +156,23 @@ class TokenTable:
     """[S] text of the prompts."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Values for all tokens, as JSON; each key may be missing.
-
-    source: project and format, "slime_tis", "slime", "nemo_rl", "prime_rl", "verl" or "plain".
-    precision: precision of the training engine, "bf16" or "fp32".
-    rollout_precision: precision of the rollout engine; None if servers choose it.
-    num_experts: routed experts per sparse layer, 0 for a dense model.
-    replays_experts: whether training used the recorded experts of the rollout engine.
-    temperature: temperature of the log-probs.
-    tokenizer: directory of the tokenizer.
-    old_policy: source of `old_log_prob`.
-    criteria: names of the bits of `rejected`.
-    flags: options of the run's correction, by name.
-    sampled: {"samples", "tokens"} of the complete dump, if the table is a random part of it.
-    """
+    """Values for all tokens, as JSON; docs/dumps.md ("Schema") lists the keys, each of which may be missing."""
 
     def __post_init__(self) -> None:
-        """Checks offsets, metadata, and the type and length of each column."""
         if not len(self.offsets) or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
             raise ValueError("offsets must start with 0 and never decrease.")
-        _check_metadata(self.metadata)
-        for columns, rows in ((TOKEN_COLUMNS, self.tokens), (SAMPLE_COLUMNS, len(self)), (OBJECT_COLUMNS, len(self))):
-            for name, dtype in columns.items():
-                column = getattr(self, name)
-                if column is None and name not in REQUIRED_COLUMNS:
-                    continue
-                if len(column) != rows:
-                    raise ValueError(f"{name} has {len(column)} rows but must have {rows}.")
-                if columns is OBJECT_COLUMNS:
-                    continue
-                if column.dtype != dtype:
-                    raise ValueError(f"{name} is {column.dtype} but must be {np.dtype(dtype).name}.")
-                if column.ndim != (3 if name == "experts" else 1):
-                    raise ValueError(f"{name} has {column.ndim} dimensions.")
+        for key, kind in METADATA.items():
+            if (value := self.metadata.get(key)) is not None and not isinstance(value, kind):
+                raise ValueError(f"metadata has {key} {quoted(value, 40)}, which has the wrong type.")
+        for name, dtype in COLUMNS.items():
+            if (column := getattr(self, name)) is None and name not in REQUIRED_COLUMNS:
+                continue
+            rows = self.tokens if name in TOKEN_COLUMNS else len(self)
+            if len(column) != rows:
+                raise ValueError(f"{name} has {len(column)} rows but must have {rows}.")
+            dimensions = 3 if name == "experts" else 1
+            if name not in OBJECT_COLUMNS and (column.dtype, column.ndim) != (dtype, dimensions):
+                raise ValueError(f"{name} is {column.dtype} in {column.ndim} dimensions but must be {np.dtype(dtype)}.")
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -240,28 +225,19 @@ class TokenTable:
 
     @classmethod
     def from_parts(cls, parts: Sequence[SampleParts], metadata: Mapping[str, Any] | None = None) -> TokenTable:
-        """The table of some samples.
+        """The table of some samples; a column without a value in any sample is None.
 
-        A column without a value in any sample is None. Samples without a value get NaN, −1, or 0 for flags.
-
-        Raises:
-            ValueError: the lists of a sample differ in length, or an entry does not fit the column's type.
+        Other samples without a value get NaN, −1, or 0 for flags.
         """
         lengths = [len(part.rollout_log_prob) for part in parts]
-        rows: dict[str, list[Any]] = {
-            item.name: [getattr(part, item.name) for part in parts] for item in fields(SampleParts)
-        }
-        rows["old_log_prob"] = [
-            train if old is None else old
-            for train, old in zip(rows["train_log_prob"], rows["old_log_prob"], strict=True)
-        ]
-        rows["loss_mask"] = [
-            np.ones(length, np.uint8) if mask is None else np.asarray(mask) > 0
-            for mask, length in zip(rows["loss_mask"], lengths, strict=True)
-        ]
+        rows = {item.name: [getattr(part, item.name) for part in parts] for item in fields(SampleParts)}
+        pairs = zip(rows["train_log_prob"], rows["old_log_prob"], strict=True)
+        rows["old_log_prob"] = [train if old is None else old for train, old in pairs]
+        masks = zip(rows["loss_mask"], lengths, strict=True)
+        rows["loss_mask"] = [np.ones(length) if mask is None else np.asarray(mask) > 0 for mask, length in masks]
         for name, dtype in SAMPLE_COLUMNS.items():
-            given = any(value is not None for value in rows[name])
-            rows[name] = [[MISSING[dtype] if value is None else value for value in rows[name]] if given else None]
+            has_values = any(value is not None for value in rows[name])
+            rows[name] = [[MISSING[dtype] if value is None else value for value in rows[name]] if has_values else None]
         rows["prompt"] = [None if prompt is None else cast(prompt, np.int32, "prompt") for prompt in rows["prompt"]]
         return cls(offsets=offsets_of(lengths), **_columns(rows, lengths, [len(parts)]), metadata=dict(metadata or {}))
 
@@ -270,18 +246,13 @@ class TokenTable:
         """The samples of all tables, one table after another.
 
         Missing columns are filled as in `from_parts`. Metadata keys that differ are dropped.
-
-        Raises:
-            ValueError: there is no table, or the tables' rejection criteria differ.
         """
-        if not tables:
-            raise ValueError("no tables to concatenate.")
         if len(tables) == 1:
             return tables[0]
         criteria = [table.metadata.get("criteria") for table in tables if table.rejected is not None]
         if any(names != criteria[0] for names in criteria):
             raise ValueError("the tables have different rejection criteria; read them one at a time.")
-        rows = {name: [getattr(table, name) for table in tables] for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS)}
+        rows = {name: [getattr(table, name) for table in tables] for name in COLUMNS}
         for name in OBJECT_COLUMNS:
             rows[name] = [entry for table in tables for entry in getattr(table, name) or (None,) * len(table)]
         columns = _columns(rows, [table.tokens for table in tables], [len(table) for table in tables])
@@ -296,10 +267,8 @@ class TokenTable:
         lengths = np.diff(self.offsets)[chosen]
         offsets = offsets_of(lengths)
         rows = np.repeat(self.offsets[:-1][chosen] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        columns: dict[str, Any] = {}
-        for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS, *OBJECT_COLUMNS):
-            if (column := getattr(self, name)) is None:
-                continue
+        columns = {name: column for name in COLUMNS if (column := getattr(self, name)) is not None}
+        for name, column in columns.items():
             if name in OBJECT_COLUMNS:
                 columns[name] = tuple(copy(column[i]) for i in chosen)  # a view would keep all prompts in memory
             else:
@@ -332,20 +301,15 @@ def offsets_of(lengths: Sequence[int] | Column) -> Int64:
 
 
 def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
-    """Numbers in the type of a column.
-
-    Raises:
-        ValueError: an entry is not a number, or does not fit an integer type.
-    """
+    """Numbers in the type of a column."""
     array = np.asarray(values)
     if array.dtype == dtype or not array.size:
         return array.astype(dtype, copy=False)
     try:
         flat = pa.array(array.reshape(-1)).cast(pa.from_numpy_dtype(dtype))
     except (pa.ArrowException, TypeError, OverflowError) as error:
-        raise ValueError(
-            f"{name} has an entry that does not fit {np.dtype(dtype).name}: {first_line(error)}."
-        ) from None
+        kind = np.dtype(dtype).name
+        raise ValueError(f"{name} has an entry that does not fit {kind}: {first_line(error)}.") from None
     numbers: Column = flat.to_numpy(zero_copy_only=False).reshape(array.shape)
     return numbers
 
@@ -377,15 +341,3 @@ def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str)
             raise ValueError(f"sample {index} has {len(piece)} entries of {name} but {length} rollout log-probs.")
         filled.append(np.full((length, *shape), missing, dtype) if piece is None else piece.reshape(length, *shape))
     return np.concatenate(filled)
-
-
-def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Refuses known keys whose values have the wrong type."""
-    for key, kind in METADATA.items():
-        if (value := metadata.get(key)) is not None and not isinstance(value, kind):
-            raise ValueError(f"metadata has {key} {quoted(value, 40)}, which has the wrong type.")
-    if not all(isinstance(name, str) for name in metadata.get("criteria") or ()):
-        raise ValueError("metadata has criteria that are not strings.")
-    sampled = metadata.get("sampled")
-    if sampled and not all(isinstance(sampled.get(key), int) for key in ("samples", "tokens")):
-        raise ValueError("metadata has sampled without the numbers of samples and tokens.")

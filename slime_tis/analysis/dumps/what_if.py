@@ -36,7 +36,11 @@ CUSTOM_FUNCTION_CONFIG = RolloutCorrectionConfig(use_tis=True)
 SWEEP_LEVELS = ("token", "sequence", "geometric")
 SWEEP_MODES = ("truncate", "mask")
 SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
-SWEEP_REJECTION_BOUNDS = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
+SWEEP_REJECTION_BOUNDS = (
+    *product(["token"], (2.0, 5.0, 10.0)),
+    *product(["sequence"], (1.5, 2.0, 5.0)),
+    *product(["geometric"], (1.001, 1.01, 1.05)),
+)
 SWEEP_Z_SCORES = (2.0, 3.0, 4.0)
 SWEEP_MASK_SCALES = (0.5, 1.0, 2.0)
 """Bounds of the divergence masks, in multiples of the default."""
@@ -47,7 +51,7 @@ CorrectionChoice = RolloutCorrectionConfig | Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The effect of one correction on a table."""
+    """The effect of one correction on a table; docs/dumps.md ("What if") describes the numbers."""
 
     name: str
     """Name of the preset or of the point of the sweep."""
@@ -56,24 +60,16 @@ class WhatIf:
     config: RolloutCorrectionConfig
     """`CUSTOM_FUNCTION_CONFIG` for a function."""
     kept: float
-    """Share of accepted tokens among trained tokens, 0 to 1."""
     ess: float
-    """Effective sample size (Σw)²/(n·Σw²) of the bounded weights, 0 to 1; 1 without weights. The weight of a function
-    is its output for an accepted token with loss 1."""
+    """(Σw)²/(n·Σw²) of the bounded weights; the weight of a function is its output for an accepted token of loss 1."""
     weight_mean: float
-    """Mean bounded weight; 1 without weights."""
     weight_max: float
-    """Largest bounded weight; 1 without weights."""
     cosine: float | None
-    """Cosine between the gradients with respect to log π_θ of the policy loss and of −ρ_t·A_t·log π_θ, with the exact
-    ratio ρ_t of each token. None without advantages, or if a gradient is 0."""
+    """Against the gradient of −ρ_t·A_t·log π_θ; None without advantages, or if a gradient is 0."""
     norm_ratio: float | None
-    """Ratio of the norms of these two gradients."""
     sequence_cosine: float | None
-    """As `cosine`, with the exact ratio of the sequence, Π_t ρ_t. Its gradient is unbiased, but mostly noise for long
-    or stale sequences."""
+    """As `cosine`, with the exact ratio of the sequence, Π_t ρ_t."""
     sequence_norm_ratio: float | None
-    """As `norm_ratio`, with the ratio of the sequence."""
     steps: int | None
     """Number of steps a whole-batch correction was applied to; None if it was applied to all tokens at once."""
     metrics: dict[str, float]
@@ -82,18 +78,12 @@ class WhatIf:
 
 def sweep() -> dict[str, RolloutCorrectionConfig]:
     """Weights and rejection over levels, modes and bounds, by name."""
-    options: dict[str, dict[str, Any]] = {
-        f"tis {level} {mode} {upper:g}": {
-            "use_tis": True,
-            "tis_level": level,
-            "tis_mode": mode,
-            "tis_upper_bound": upper,
-        }
-        for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS)
-    }
-    for level, bounds in SWEEP_REJECTION_BOUNDS.items():
-        for upper in bounds:
-            options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
+    options: dict[str, dict[str, Any]] = {}
+    for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS):
+        bounds = {"tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
+        options[f"tis {level} {mode} {upper:g}"] = {"use_tis": True, **bounds}
+    for level, upper in SWEEP_REJECTION_BOUNDS:
+        options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
     for z_score in SWEEP_Z_SCORES:
         options[f"rs geometric z {z_score:g}"] = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
     for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), SWEEP_MASK_SCALES):
@@ -114,7 +104,7 @@ class _Batches:
     inputs: tuple[LossInputs, ...]
     """One batch of all samples, or one batch per step."""
     has_advantages: bool
-    exact: Mapping[str, Tensor] = field(default_factory=dict)
+    exact: dict[str, Tensor | None] = field(default_factory=dict)
     """Gradients with the exact ratio of each token, and of each sequence."""
 
 
@@ -123,35 +113,24 @@ def what_if(
     configs: Mapping[str, CorrectionChoice] | Sequence[CorrectionChoice] | None = None,
     *,
     args: Namespace | None = None,
-    policy: PolicyConfig | None = None,
     max_tokens: int = MAX_TOKENS,
     max_steps: int = MAX_STEPS,
-    seed: int = 0,
 ) -> list[WhatIf]:
-    """Applies each correction to a table, instead of the correction that its run had.
+    """Applies each correction to a table, instead of the correction that its run had; one row per correction.
 
     All numbers come from the functions that train.py calls. Statistics of the global batch (mean weight, second-moment
-    limit, adaptive bounds) are computed over the samples of each step in the table.
+    limit, adaptive bounds) are computed over the samples of each step in the table. Clip ranges and the averaging of
+    the loss are in the table's metadata.
 
     Args:
         table: Samples of one or several steps.
         configs: Corrections or functions in slime's contract, in a list or by name. Default: `corrections()`.
-        args: Options for functions. Default: the options of `CUSTOM_FUNCTION_CONFIG` and `policy`.
-        policy: Clip ranges and averaging of the loss. Default: the table's metadata.
+        args: Options for functions. Default: the options of `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
         max_tokens: Response tokens to use, a random part of a larger table. Bounds the memory.
         max_steps: Steps for whole-batch corrections, a random part of more.
-        seed: Seed of both random parts.
-
-    Returns:
-        One row per correction, in order.
-
-    Raises:
-        ValueError: a correction interpolates old log-probs and the table has no weight versions, or a token is not
-            finite under the "raise" policy.
-        CustomFunctionError: a function raised, or violated its contract.
     """
-    table = table.sampled(max_tokens, seed)
-    policy = policy_of(table) if policy is None else replace(policy, use_kl_loss=False)
+    table = table.sampled(max_tokens)
+    policy = policy_of(table)
     if configs is None:
         configs = corrections()
     named = configs.items() if isinstance(configs, Mapping) else [(_name_of(choice), choice) for choice in configs]
@@ -162,8 +141,7 @@ def what_if(
         config = choice if isinstance(choice, RolloutCorrectionConfig) else CUSTOM_FUNCTION_CONFIG
         stepwise = needs_global_batch(config)
         if stepwise not in batches:
-            parts = _steps(table, max_steps, seed) if stepwise else [table]
-            batches[stepwise] = _with_exact(parts, policy)
+            batches[stepwise] = _with_exact(_steps(table, max_steps) if stepwise else [table], policy)
         step = _loss_step(table, config, policy)
         if isinstance(choice, RolloutCorrectionConfig):
             rows.append(_row(name, config, batches[stepwise], step))
@@ -182,20 +160,21 @@ def _row_of_function(
     name: str, function: Callable[..., Any], args: Namespace, batches: _Batches, step: LossStep
 ) -> WhatIf:
     (inputs,) = batches.inputs
+    custom = CustomTis(function=function, args=args, seed=0)
+    path = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    row = replace(
+        _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom)),
+        flags=f"--use-tis --custom-tis-function-path {path}",
+    )
     old_L = old_log_probs(inputs, step).detach()
-    ones_L = torch.ones_like(old_L).requires_grad_() * 1
-    outputs = CustomTis(function=function, args=args, seed=0)(
+    outputs = custom(
         inputs.tokens,
-        loss_L=ones_L,
+        loss_L=torch.ones_like(old_L).requires_grad_() * 1,
         log_probs_L=inputs.log_probs_L,
         train_log_probs_L=old_L,
         global_batch=GlobalBatch(),
     )
     weights = outputs.loss_L.detach()[outputs.mask_L & (inputs.tokens.loss_mask_L > 0)].double()
-    row = _row(
-        name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=CustomTis(function=function, args=args, seed=0))
-    )
-    row = replace(row, flags=f"--use-tis --custom-tis-function-path {path_of(function)}")
     if not len(weights):
         return replace(row, ess=0.0, weight_mean=0.0, weight_max=0.0)
     square = len(weights) * weights.square().sum()
@@ -215,18 +194,14 @@ def as_text(rows: Sequence[WhatIf], *, flags: str = "") -> str:
     return "\n".join(lines)
 
 
-def path_of(function: Callable[..., Any]) -> str:
-    """The value of --custom-tis-function-path for a function."""
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
-
-
 def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
     metrics, gradient_N = _applied(batches, step)
+    is_preset = name in PRESETS and RolloutCorrectionConfig.preset(name) == config
     cosine, norm_ratio = _compared(gradient_N, batches.exact.get("token"))
     sequence_cosine, sequence_norm_ratio = _compared(gradient_N, batches.exact.get("sequence"))
     return WhatIf(
         name=name,
-        flags=f"--rollout-correction-preset {name}" if is_preset(name, config) else flags_of(config),
+        flags=f"--rollout-correction-preset {name}" if is_preset else flags_of(config),
         config=config,
         kept=metrics["gradient_kept_fraction"],
         ess=metrics.get("mis_eff_sample_size", 1.0),
@@ -249,11 +224,6 @@ def policy_of(table: TokenTable) -> PolicyConfig:
     return replace(PolicyConfig(**options), use_kl_loss=False)
 
 
-def is_preset(name: str, config: RolloutCorrectionConfig) -> bool:
-    """Whether a configuration equals the preset of this name."""
-    return name in PRESETS and RolloutCorrectionConfig.preset(name) == config
-
-
 def flags_of(config: RolloutCorrectionConfig) -> str:
     """The flags of train.py for all options that differ from their defaults."""
     words = []
@@ -266,23 +236,18 @@ def flags_of(config: RolloutCorrectionConfig) -> str:
     return " ".join(words)
 
 
-def _exact_weights(level: str) -> RolloutCorrectionConfig:
-    """−ρ·A·log π_θ with the unbounded ratio of a level."""
-    options: dict[str, Any] = {"use_tis": True, "tis_level": level, "tis_upper_bound": UNBOUNDED}
-    return RolloutCorrectionConfig(use_rollout_logprobs=True, policy_loss="reinforce", **options)
-
-
 def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
+    """The batches with the gradients of −ρ·A·log π_θ, with the unbounded ratio of each level."""
     batches = _Batches(
         inputs=tuple(loss_inputs(part) for part in parts),
         has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
     )
-    exact = {}
-    for level in ("token", "sequence"):
-        _, gradient_N = _applied(batches, _loss_step(parts[0], _exact_weights(level), policy))
-        if gradient_N is not None:
-            exact[level] = gradient_N
-    return replace(batches, exact=exact)
+    reinforce = RolloutCorrectionConfig(
+        use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=UNBOUNDED
+    )
+    for level in ("token", "sequence") if batches.has_advantages else ():
+        _, batches.exact[level] = _applied(batches, _loss_step(parts[0], replace(reinforce, tis_level=level), policy))
+    return batches
 
 
 def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:
@@ -300,13 +265,13 @@ def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tenso
     return metrics, torch.cat(torch.autograd.grad(numerator / denominator, log_probs))
 
 
-def _steps(table: TokenTable, max_steps: int, seed: int) -> list[TokenTable]:
+def _steps(table: TokenTable, max_steps: int) -> list[TokenTable]:
     """One table per optimizer step, at most `max_steps`; a single table without a step column."""
     if table.step is None or not len(table):
         return [table]
     order = np.argsort(table.step, kind="stable")
     steps = np.split(order, np.flatnonzero(np.diff(table.step[order])) + 1)
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(steps))[:max_steps])
+    chosen = np.sort(np.random.default_rng(0).permutation(len(steps))[:max_steps])
     return [table.select(steps[i]) for i in chosen]
 
 
@@ -353,12 +318,7 @@ def _loss_step(table: TokenTable, config: RolloutCorrectionConfig, policy: Polic
         raise ValueError("--old-logprobs interpolate needs weight versions, which the dump does not have.")
     recomputed = table.metadata.get("old_policy") == "recomputed"
     follows = config.use_rollout_logprobs or config.old_logprobs == "interpolate"
-    return LossStep(
-        correction=config,
-        policy=policy,
-        uses_recomputed_old_policy=recomputed and not follows,
-        version=0,
-    )
+    return LossStep(correction=config, policy=policy, uses_recomputed_old_policy=recomputed and not follows, version=0)
 
 
 def _tensor(values: Column) -> Tensor:

@@ -18,19 +18,7 @@ from slime_tis.analysis.report.source import Source, open_source
 
 
 def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
-    """Writes a report on one or several runs or dumps; returns the text to print.
-
-    Args:
-        paths: Run directories or dumps.
-        out: File to write. Default: report.html in the run directory, DUMP.report.html next to a dump, or
-            comparison.html in the working directory.
-        as_json: Print the numbers as JSON, and write the page only with `out`.
-        hf_checkpoint: Directory of the tokenizer, if the dump names none.
-
-    Raises:
-        ValueError: A path cannot be read, or `out` may not be replaced; nothing is written.
-        OSError: Reading or writing failed.
-    """
+    """Writes a report on one or several runs or dumps; returns the text to print."""
     if out:
         check_output(out)
     sources = [open_source(path, len(paths)) for path in paths]
@@ -47,17 +35,7 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
 
 
 def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> str:
-    """Names the causes of the mismatch of a run or a dump; returns the text to print.
-
-    Args:
-        path: Run directory or dump.
-        hf_checkpoint: Directory of a model that rescores a few samples in fp32.
-        as_json: JSON instead of text.
-
-    Raises:
-        ValueError: The path or the model cannot be read.
-        OSError: Reading failed.
-    """
+    """Names the causes of the mismatch of a run or a dump; returns the text to print."""
     source = open_source(path)
     result = diagnose(source.table, source.metrics)
     rescored = None

@@ -43,13 +43,7 @@ FACTS = {
 def page_data(
     sources: Sequence[Source], decode: samples.Decode | None = None, *, with_samples: bool = True
 ) -> dict[str, Any]:
-    """All data of the page as JSON values, except `samples`, which `samples.packed` converts.
-
-    Args:
-        sources: Runs or dumps. Samples, worst tokens and what-if belong to the first.
-        decode: Texts of token ids; None shows the ids.
-        with_samples: Whether to include samples.
-    """
+    """All data of the page as JSON values, except `samples`, which `samples.packed` converts."""
     first = sources[0]
     what_if = what_if_rows.section(first.table)
     shown = None if first.table is None or not with_samples else samples.chosen_samples(first.table)
@@ -99,11 +93,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def check_output(path: str | Path) -> None:
-    """Checks that a page can be written.
-
-    Raises:
-        ValueError: The path exists and is not a report, or it cannot be written.
-    """
+    """Checks that a page can be written."""
     out = Path(path)
     if out.is_symlink() or out.exists():
         if not out.is_file():
@@ -122,11 +112,7 @@ def check_output(path: str | Path) -> None:
 
 
 def write_page(path: str | Path, data: dict[str, Any]) -> None:
-    """Writes the page atomically; replaces an earlier report.
-
-    Raises:
-        ValueError: as `check_output`, or writing failed.
-    """
+    """Writes the page atomically; replaces an earlier report."""
     check_output(path)
     page = render(data)
     try:

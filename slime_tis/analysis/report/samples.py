@@ -31,15 +31,7 @@ Decode = Callable[[Sequence[int]], list[str]]
 
 
 def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
-    """A function from token ids to their texts, decoded one by one; None without a tokenizer.
-
-    Args:
-        table: A dump; its metadata may name the directory of its tokenizer.
-        hf_checkpoint: Directory of the tokenizer, which has priority.
-
-    Raises:
-        ValueError: `hf_checkpoint` is given and has no readable tokenizer.
-    """
+    """A function from token ids to their texts, decoded one by one; None without a tokenizer."""
     named = None if table is None else table.metadata.get("tokenizer")
     directory = hf_checkpoint or (named if isinstance(named, str) else "")
     if not directory or not Path(directory).is_dir():

@@ -43,16 +43,7 @@ class Source:
 
 
 def open_source(path: str, part: int = 1) -> Source:
-    """Reads a run directory with the dumps that its configuration names, or a dump in any format that `read` knows.
-
-    Args:
-        path: Run directory or dump.
-        part: Number of sources that share the memory for dumps.
-
-    Raises:
-        ValueError: The path does not exist, or a file is damaged, too large or of an unknown form.
-        OSError: A file cannot be read.
-    """
+    """Reads a run directory with the dumps that its configuration names, or a dump in any format that `read` knows."""
     source = Path(path)
     table: TokenTable | None
     if not (source / METRICS).is_file():
