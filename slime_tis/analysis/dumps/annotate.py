@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_tis.analysis.dumps.table import Bool, Column, TokenTable
+from slime_tis.analysis.dumps.table import Bool, TokenTable
 from slime_tis.correction import (
     LEVELS,
     LOG_RATIO_BOUND,
@@ -28,53 +28,41 @@ UNEXPLAINED_CRITERION = "other"
 
 
 def annotated(
-    table: TokenTable,
-    config: RolloutCorrectionConfig,
-    *,
-    accepted: Bool | None = None,
-    global_batch: GlobalBatch | None = None,
+    table: TokenTable, config: RolloutCorrectionConfig, accepted: Bool, global_batch: GlobalBatch
 ) -> TokenTable:
-    """The table with weights before bounds, the criteria that reject each token, and vetoes."""
-    global_batch = replace(global_batch or GlobalBatch(), ranks=Ranks())
+    """The table with weights before bounds, the criteria that reject each token, and vetoes.
+
+    Args:
+        table: Complete samples of one step.
+        config: Correction of the step.
+        accepted: [N] tokens that counted in the loss.
+        global_batch: Statistics of the batch over all ranks.
+    """
+    global_batch = replace(global_batch, ranks=Ranks())
     trained = table.loss_mask > 0
     rejected: dict[str, Bool] = {}
     for name, criterion in single_criteria(config).items():
-        if criterion.needs_advantages and table.advantage is None:
-            continue
-        rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
+        if not criterion.needs_advantages or table.advantage is not None:
+            rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
     if config.touches_loss and config.nonfinite_policy == "reject":
+        rejected = {name: mask & table.valid for name, mask in rejected.items()}  # they ignore tokens without log-probs
         rejected["nonfinite"] = trained & ~table.valid
-        for name in rejected.keys() - {"nonfinite"}:  # other criteria ignore tokens without log-probs
-            rejected[name] &= table.valid
-    if accepted is not None:
-        explained = np.any([*rejected.values(), np.zeros(table.tokens, np.bool_)], axis=0)
-        rejected[UNEXPLAINED_CRITERION] = trained & ~accepted & ~explained
+    explained = np.any([*rejected.values(), np.zeros(table.tokens, np.bool_)], axis=0)
+    rejected[UNEXPLAINED_CRITERION] = trained & ~accepted & ~explained
     bits = np.zeros(table.tokens, np.int32)
     for bit, mask in enumerate(rejected.values()):
         bits |= mask.astype(np.int32) << bit
+    level, nonfinite = config.tis_level, config.nonfinite_policy
+    unbounded = RolloutCorrectionConfig(
+        use_tis=True, tis_level=level, tis_upper_bound=UNBOUNDED, nonfinite_policy=nonfinite
+    )
     return replace(
         table,
-        weight=raw_weights(table, config),
+        weight=_corrected(table, unbounded, GlobalBatch()).weights.numpy(),
         rejected=bits,
-        vetoed=rejected["veto"].astype(np.uint8) if "veto" in rejected else np.zeros(table.tokens, np.uint8),
+        vetoed=rejected.get("veto", np.zeros(table.tokens)).astype(np.uint8),
         metadata={**table.metadata, "criteria": list(rejected)},
     )
-
-
-def raw_weights(table: TokenTable, config: RolloutCorrectionConfig) -> Column:
-    """Importance weights [N] before their bounds, exp(clamp(L, −20, 20)) at `tis_level`; 0 at invalid tokens."""
-    unbounded = replace(
-        _without_correction(config),
-        use_tis=True,
-        tis_mode="truncate",
-        tis_lower_bound=None,
-        tis_upper_bound=UNBOUNDED,
-        tis_lower_bound_negative=None,
-        tis_upper_bound_negative=None,
-        tis_batch_normalize=False,
-    )
-    weights: Column = _corrected(table, unbounded, GlobalBatch()).weights.numpy()
-    return weights
 
 
 def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrectionConfig]:

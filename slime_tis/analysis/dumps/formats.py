@@ -44,11 +44,9 @@ class RowFormat:
         self.prepare(row, path)
         length = None
         values: dict[str, Any] = {}
+        required = {"train_log_prob", "rollout_log_prob"} | ({"loss_mask"} if self.has_prompt else set())
         for column, key in self.columns.items():
-            is_required = column in ("train_log_prob", "rollout_log_prob") or (
-                column == "loss_mask" and self.has_prompt
-            )
-            if row.get(key) is None and not is_required:
+            if row.get(key) is None and column not in required:
                 continue
             if column in TEXT_COLUMNS:
                 values[column] = row[key] if isinstance(row[key], str) else None
@@ -59,20 +57,17 @@ class RowFormat:
             else:
                 values[column] = _numbers(row, key, None if column == "prompt" else length)
             length = len(values["train_log_prob"])
-        values = _response(values) if self.has_prompt else values
+        if self.has_prompt:
+            mask = values["loss_mask"] > 0
+            start = int(mask.argmax()) if mask.any() else len(mask)
+            prompt = values["token"][:start] if "token" in values else None
+            values = {name: value[start:] if name in TOKEN_COLUMNS else value for name, value in values.items()}
+            values["prompt"] = prompt
+            if "rejected" in values:
+                values["rejected"] = (values["rejected"] > 0) & mask[start:]
         if "sample_loss_mask" in row and _number(row, "sample_loss_mask") <= 0:
             values["loss_mask"] = np.zeros(len(values["train_log_prob"]), np.uint8)
         return SampleParts(**values)
-
-
-def _response(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of the response, from lists over prompt and response."""
-    mask = values["loss_mask"] > 0
-    start = int(mask.argmax()) if mask.any() else len(mask)
-    response = {name: value[start:] if name in TOKEN_COLUMNS else value for name, value in values.items()}
-    if "rejected" in response:
-        response["rejected"] = (response["rejected"] > 0) & mask[start:]
-    return response | ({"prompt": values["token"][:start]} if "token" in values else {})
 
 
 def _prepare_nemo_rl(row: dict[str, Any], path: Path) -> None:
@@ -235,14 +230,10 @@ def format_of(row: Row) -> RowFormat:
     for known in FORMATS:
         if known.identifying_keys <= row.keys():
             return known
+    hint = "plain rows have train_log_probs, rollout_log_probs and loss_mask."
     if "rollout_log_probs" in row and row.keys() & {"response_ids", "response_length"}:
-        raise ValueError(
-            "is of --save-debug-rollout-data, without training log-probs; --save-debug-train-data has them."
-        )
-    raise ValueError(
-        f"has an unknown form, with the keys {quoted(sorted(map(str, row)))}; plain rows have train_log_probs, "
-        "rollout_log_probs and loss_mask."
-    )
+        hint = "--save-debug-rollout-data has no training log-probs; --save-debug-train-data has them."
+    raise ValueError(f"has an unknown form, with the keys {quoted(sorted(map(str, row)))}; {hint}")
 
 
 def _numbers(row: Row, key: str, length: int | None = None) -> Column:
@@ -257,10 +248,10 @@ def _numbers(row: Row, key: str, length: int | None = None) -> Column:
             numbers = np.array(values)
             if numbers.dtype.kind == "O" and all(value is None or isinstance(value, int | float) for value in values):
                 numbers = np.array(values, np.float64)
-        except (ValueError, OverflowError) as error:  # nested lists of different lengths, or huge numbers
-            raise ValueError(f"has {key} with an entry that is not a number of 64 bits.") from error
-        if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
-            raise ValueError(f"has {key} with an entry that is not a number of 64 bits.")
+            if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
+                raise ValueError
+        except (ValueError, OverflowError):  # nested lists, text, or huge numbers
+            raise ValueError(f"has {key} with an entry that is not a number of 64 bits.") from None
     if length is not None and len(numbers) != length:
         raise ValueError(f"has {len(numbers)} entries of {key} but {length} log-probs.")
     return numbers

@@ -160,14 +160,13 @@ def _row_of_function(
     name: str, function: Callable[..., Any], args: Namespace, batches: _Batches, step: LossStep
 ) -> WhatIf:
     (inputs,) = batches.inputs
-    custom = CustomTis(function=function, args=args, seed=0)
     path = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
-    row = replace(
-        _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom)),
-        flags=f"--use-tis --custom-tis-function-path {path}",
+    row = _row(
+        name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=CustomTis(function=function, args=args, seed=0))
     )
+    row = replace(row, flags=f"--use-tis --custom-tis-function-path {path}")
     old_L = old_log_probs(inputs, step).detach()
-    outputs = custom(
+    outputs = CustomTis(function=function, args=args, seed=0)(
         inputs.tokens,
         loss_L=torch.ones_like(old_L).requires_grad_() * 1,
         log_probs_L=inputs.log_probs_L,
