@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
-from slime_tis.analysis.diagnosis.causes import describe
-from slime_tis.analysis.diagnosis.diagnose import as_text
+from slime_tis.analysis.diagnosis.diagnose import _ranked, as_text
 from slime_tis.analysis.diagnosis.form_rules import concentration, reported_grid
 from slime_tis.analysis.diagnosis.metric_rules import findings
 from slime_tis.analysis.diagnosis.token_rules import best_lags
@@ -359,15 +358,11 @@ def test_empty_input_is_healthy() -> None:
     assert diagnose(masked).cause == "healthy"
 
 
-def test_every_cause_has_a_title_and_a_fix() -> None:
-    assert all(title and fix for title, fix in CAUSES.values())
-    assert describe(Finding(cause="rounding", evidence=(), detail="int8")).title.endswith("(int8)")
-
-
 @pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"])
 def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, names: bool) -> None:
-    finding = describe(Finding(cause="rounding", confidence=confidence, evidence=()))
-    assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names
+    (finding,) = _ranked([Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")], "")
+    assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names and finding.title.endswith("(int8)")
+    assert all(title and fix for title, fix in CAUSES.values())
 
 
 def test_one_broken_token_is_singular() -> None:

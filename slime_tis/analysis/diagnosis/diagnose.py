@@ -1,4 +1,4 @@
-"""Ranks the causes of a mismatch from a table of tokens and the metrics of a run."""
+"""The causes of a mismatch, ranked from a table of tokens and the metrics of a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,82 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
-from slime_tis.analysis.diagnosis.causes import describe
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
 from slime_tis.rules import Finding
 
+CAUSES: dict[str, tuple[str, str]] = {
+    "shifted_tokens": (
+        "tokens shifted against their log-probs",
+        "Compare how both engines index log-probs: log_probs[t] must belong to token t given the tokens before it. A "
+        "shift by one usually means a missing or doubled first token (BOS), or logits that were not moved by one.",
+    ),
+    "other_prompt": (
+        "different prompt or chat template",
+        "Print the prompt's token ids in both engines: they condition on different prompts. Use one chat template and "
+        "one system prompt, and send token ids instead of text.",
+    ),
+    "temperature": (
+        "log-probs at a different temperature",
+        "Score and sample at the same temperature: divide the training logits by --rollout-temperature, or ask the "
+        "rollout engine for log-probs after temperature scaling.",
+    ),
+    "truncated_sampling": (
+        "top-p or top-k truncation",
+        "Sample with top-p 1 and without top-k, or record the allowed token sets and train over them.",
+    ),
+    "stale_weights": (
+        "stale weights",
+        "Correct for staleness (--use-tis or --use-rollout-logprobs), or sample with newer weights: "
+        "--update-weights-interval 1, a smaller --rollout-lookahead, --max-weight-staleness.",
+    ),
+    "weights_not_updated": (
+        "weights not updated or only partly updated",
+        "Compare the weights of both engines with --check-weight-sync. Tensors are skipped, sent under a name that the "
+        "engine ignores, or rounded away (--weight-update-rounding stochastic).",
+    ),
+    "rounding": (
+        "precision of the engines",
+        "Low precision makes noise of this size; correct for it with --use-tis. To remove it, raise the rollout's "
+        "precision, or train in fp16 or in the rollout's precision.",
+    ),
+    "broken_tokens": (
+        "a few broken tokens",
+        "Look at these tokens in the report: NaN, infinite or absurd log-probs point to a faulty kernel. Reject their "
+        "sequences (--rs-veto-threshold) until the engine is fixed.",
+    ),
+    "position_drift": (
+        "mismatch that grows with position",
+        "Compare settings that depend on position: rope_theta and rope scaling, the sliding window, KV cache "
+        "precision, context parallelism. Answers that start with the same template look the same.",
+    ),
+    "moe_routing": (
+        "different expert routing",
+        "Replay the rollout's experts in training (--use-rollout-routing-replay), and keep routers in fp32 in both "
+        "engines.",
+    ),
+    "retokenised": (
+        "retokenized text",
+        "Train on the sampled token ids: decoding and encoding again merges tokens differently. Pass token ids through "
+        "tools and chat templates (token-in, token-out).",
+    ),
+    "mask_mistake": (
+        "trained tokens that the policy did not sample",
+        "Set loss_mask to 0 on tool output, padding and all other tokens without a rollout log-prob; these tokens have "
+        "a placeholder value.",
+    ),
+    "unexplained": (
+        "a large mismatch without a known pattern",
+        "Compare the two engines on one prompt, with --hf-checkpoint as the reference: model, tokenizer, weights.",
+    ),
+    "healthy": ("healthy", "Nothing to change."),
+}
+"""Title and fix of each cause."""
+
+MIN_CERTAIN_CONFIDENCE = 0.9
+"""Below this confidence a finding names the command that proves it."""
+PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it names the wrong engine."
 TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
 """Rules that remove the tokens they explain, in this order."""
 FORM_RULES = (
@@ -61,12 +131,8 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     """Names the causes of a mismatch."""
     from_metrics = metric_rules.findings(metrics)
     if table is None or not (table.loss_mask > 0).any():
-        return Diagnosis(
-            findings=_ranked(from_metrics, "the metrics show no cause; dumps of tokens show more"),
-            tokens=0,
-            samples=0,
-            mean_abs_log_ratio=float("nan"),
-        )
+        ranked = _ranked(from_metrics, "the metrics show no cause; dumps of tokens show more")
+        return Diagnosis(findings=ranked, tokens=0, samples=0, mean_abs_log_ratio=float("nan"))
     tokens = tokens_of(table)
     findings = findings_of(tokens)
     causes = {finding.cause for finding in findings}
@@ -98,9 +164,15 @@ def findings_of(tokens: Tokens) -> list[Finding]:
 
 
 def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:
+    """The findings with title and fix, the highest score first."""
     ranked = sorted((finding for finding in findings if finding.score >= MIN_SCORE), key=lambda f: -f.score)
-    healthy = Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))
-    return tuple(map(describe, ranked or [healthy]))
+    described = []
+    for finding in ranked or [Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))]:
+        title, fix = CAUSES[finding.cause]
+        title += f" ({finding.detail})" if finding.detail else ""
+        proof = PROOF if finding.confidence < MIN_CERTAIN_CONFIDENCE else ""
+        described.append(replace(finding, title=title, fix=fix + proof))
+    return tuple(described)
 
 
 def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:

@@ -18,13 +18,14 @@ def findings(rows: Rows) -> list[Finding]:
 def run_statistics(rows: Rows) -> dict[str, float]:
     """Named statistics of a run's metrics. A statistic is missing if its metrics are."""
     series = {name: _series(rows, name) for name in SERIES}
-    values = {f"mean {name}": fmean(numbers) for name, numbers in series.items() if numbers}
-    values |= {f"max {name}": max(numbers) for name, numbers in series.items() if numbers}
-    values |= {f"count {name}": float(len(numbers)) for name, numbers in series.items()}
+    values = {f"count {name}": float(len(numbers)) for name, numbers in series.items()}
+    for name, numbers in series.items():
+        if numbers:
+            values |= {f"mean {name}": fmean(numbers), f"max {name}": max(numbers)}
     size, gaps = series["train_rollout_logprob_abs_diff"], series["train/entropy_gap"]
     if (third := len(size) // 3) >= 3:
-        parts = (size[:third], size[third:-third], size[-third:])
-        values |= dict(zip(("first third", "second third", "last third"), map(fmean, parts), strict=True))
+        parts = {"first third": size[:third], "second third": size[third:-third], "last third": size[-third:]}
+        values |= {name: fmean(part) for name, part in parts.items()}
     if len(gaps) >= 5:
         mean = fmean(gaps)
         error = (fmean((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 + 1e-9

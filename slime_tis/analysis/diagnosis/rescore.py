@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line, quoted_path
@@ -82,12 +83,10 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
 
 
 def _model(directory: str) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     read_model_config(directory)
-    shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # stderr is for messages
     try:
         return AutoModelForCausalLM.from_pretrained(
@@ -95,9 +94,6 @@ def _model(directory: str) -> Any:
         ).eval()
     except Exception as error:  # safetensors raises its own exception class
         raise ValueError(f"{quoted_path(directory)} does not load as a model: {first_line(error)}.") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
@@ -111,33 +107,20 @@ def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
 
 
 def _compare(table: TokenTable, model: Any, step: int | None, chosen: Sequence[int]) -> Rescored | None:
-    train, rollout = [], []
+    assert table.token is not None and table.prompt is not None
+    temperature = float(table.metadata.get("temperature") or 1.0)
+    train, rollout = [np.zeros(0)], [np.zeros(0)]
     for i in chosen:
         rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
-        valid = table.valid[rows]
-        reference = _log_probs(table, model, i)[valid]
+        prompt, valid = table.prompt[i], table.valid[rows]
+        ids = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))[None]
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+        reference = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()[valid]
         train.append(np.abs(table.policy_log_prob[rows][valid] - reference))
         rollout.append(np.abs(table.rollout_log_prob[rows][valid] - reference))
     tokens = sum(map(len, train))
     if not tokens:
         return None
-    return Rescored(
-        samples=len(chosen),
-        tokens=tokens,
-        step=step,
-        train_error=float(np.concatenate(train).mean()),
-        rollout_error=float(np.concatenate(rollout).mean()),
-    )
-
-
-def _log_probs(table: TokenTable, model: Any, i: int) -> Any:
-    import torch
-
-    assert table.token is not None and table.prompt is not None
-    prompt = table.prompt[i]
-    response = table.token[table.offsets[i] : table.offsets[i + 1]]
-    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-    temperature = float(table.metadata.get("temperature") or 1.0)
-    with torch.inference_mode():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    train_error, rollout_error = (float(np.concatenate(errors).sum() / tokens) for errors in (train, rollout))
+    return Rescored(samples=len(chosen), tokens=tokens, step=step, train_error=train_error, rollout_error=rollout_error)

@@ -5,8 +5,7 @@ Shapes: suffix _N the tokens, one sample after another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +45,7 @@ class Tokens:
     step: Integers | None
     """Optimizer steps made before the step that trained on the token."""
     has_experts: bool
-    """Whether the engines may route tokens to different experts."""
+    """Whether the engines may route tokens to different experts: not if training replays the recorded experts."""
     precisions: tuple[str, str] = ("", "")
     """Precisions of the training and the rollout engine; empty if unknown."""
 
@@ -81,11 +80,9 @@ class Tokens:
 
     def only(self, chosen: Mask) -> Tokens:
         """The chosen tokens."""
-        columns: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            columns[item.name] = value[chosen] if isinstance(value, np.ndarray) else value
-        return replace(self, **columns)
+        return replace(
+            self, **{name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        )
 
 
 def tokens_of(table: TokenTable) -> Tokens:
@@ -97,6 +94,7 @@ def tokens_of(table: TokenTable) -> Tokens:
         version = None
     step = None if table.step is None else table.step.astype(np.int64)[table.sample][chosen]
     entropy = None if table.entropy is None else table.entropy.astype(np.float64)[chosen]
+    metadata = table.metadata
     return Tokens(
         train=table.policy_log_prob.astype(np.float64)[chosen],
         rollout=table.rollout_log_prob.astype(np.float64)[chosen],
@@ -106,16 +104,10 @@ def tokens_of(table: TokenTable) -> Tokens:
         staleness=None if version is None or step is None else step - version,
         version=version,
         step=step,
-        has_experts=_routes(table),
-        precisions=(str(table.metadata.get("precision") or ""), str(table.metadata.get("rollout_precision") or "")),
+        has_experts=not metadata.get("replays_experts")
+        and (table.experts is not None or bool(metadata.get("num_experts"))),
+        precisions=(str(metadata.get("precision") or ""), str(metadata.get("rollout_precision") or "")),
     )
-
-
-def _routes(table: TokenTable) -> bool:
-    """Whether experts may differ: not in runs that replay the recorded experts in training."""
-    if table.metadata.get("replays_experts"):
-        return False
-    return table.experts is not None or bool(table.metadata.get("num_experts"))
 
 
 def ramp(value: float, low: float, high: float) -> float:
