@@ -74,7 +74,7 @@ COMMENTS = (
     "torchrun starts 4 ranks",
     "--sglang-server-concurrency 512 is --sglang-concurrency 512.",
     "--swiglu, --num-layers 36, --hidden-size 2560,",
-    "--balance-data: micro-batches are packed",
+    "--balance-data: train.py chooses",
     "--wandb-key ${WANDB_KEY}: use WANDB_API_KEY",
     "--frobnicate 3: neither",
 )

@@ -109,90 +109,66 @@ RENAMED: Mapping[str, Renamed] = {
 """Flags whose name here is another. Names that are read here too are aliases, and no entries of this table."""
 
 CONFIG = "the model follows the checkpoint's config.json; remove the flag"
-HOOK = "there is no such hook; "
+REMOVE = "this program has no counterpart; remove it, or use slime"
 
 ADVICE: Mapping[str, str] = {
     "--actor-num-nodes --actor-num-gpus-per-node --num-gpus-per-node": (
         "torchrun starts the ranks; use torchrun --nnodes NODES --nproc-per-node GPUS train.py"
     ),
     "--rollout-num-gpus": "use --rollout-engine sglang --sglang-launch SERVERS --sglang-tp-size GPUS_PER_SERVER",
-    "--colocate --offload --offload-train --offload-rollout --release-train --keep-old-actor": (
+    "--colocate --offload --offload-train --offload-rollout": (
         "training and SGLang do not share GPUs; set --sglang-base-gpu-id, or use --rollout-engine local"
     ),
     "--prefill-num-servers": "start servers of several kinds yourself, and name them with --sglang-url",
-    "--ref-ckpt-step --ref-update-interval --ref-micro-batch-size": (
-        "the reference policy is one fixed Hugging Face directory; use --ref-load DIR"
-    ),
-    "--spec --megatron-config-path --model-name --transformer-impl --custom-model-provider-path "
-    "--custom-megatron-init-path": CONFIG,
+    "--spec --megatron-config-path --model-name --transformer-impl --moe-*": CONFIG,
     "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
     "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
-    "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp": (
+    "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp --balance-data --balance-by-flops": (
         "train.py chooses kernels, padding and buffers; remove it"
     ),
-    "--moe-*": CONFIG,
     "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-    "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --qwen-gdn-backend "
-    "--no-position-embedding --rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm "
-    "--post-mlp-layernorm": "use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 checkpoint",
+    "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --no-position-embedding "
+    "--rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm": (
+        "use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 checkpoint"
+    ),
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
         "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the layers"
     ),
-    "--enable-mtp-training --mtp-*": "multi-token prediction is not trained; remove it",
-    "--fp8-* --megatron-deepgemm-* --train-env-vars": (
+    "--fp8-* --train-env-vars": (
         "training is in bf16, fp16 or fp32; use --bf16, and for servers options such as --sglang-quantization fp8"
     ),
-    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer "
-    "--use-stateless-adam --reset-optimizer-states --optimizer-offload-fraction": (
+    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer": (
         "optimizer state stays on the GPUs in fp32; shard it with --use-distributed-optimizer"
     ),
-    "--lr-warmup-fraction --lr-warmup-samples --lr-decay-samples": (
-        "use optimizer steps: --lr-warmup-iters N and --lr-decay-iters N"
-    ),
-    "--balance-data --balance-by-flops": "micro-batches are packed by tokens alone; remove it",
+    "--lr-warmup-fraction": "use optimizer steps: --lr-warmup-iters N and --lr-decay-iters N",
     "--log-probs-max-tokens-per-gpu": "use --max-tokens-per-gpu and --log-probs-chunk-size",
     "--eval-function-path": "use --eval-prompt-data NAME PATH with --custom-generate-function-path",
-    "--disable-rollout-global-dataset --rollout-task-type --rollout-buffer-url --fetch-trajectory-retry-times "
-    "--min-batch-collection-ratio --load-forge-rollout-data --use-distributed-post --http-proxy": (
-        "train on samples from elsewhere with --load-debug-rollout-data"
-    ),
-    "--custom-megatron-before-log-prob-hook-path --custom-megatron-before-train-step-hook-path "
-    "--recompute-loss-function": HOOK + "change weights and masks with --custom-tis-function-path",
     "--disable-rewards-normalization": "use --custom-reward-post-process-path with a function that returns raw rewards",
-    "--rollout-sample-hook-path --rollout-data-postprocess-path "
+    "--custom-megatron-* --rollout-sample-hook-path --rollout-data-postprocess-path "
     "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path": (
-        HOOK + "set sample.remove_sample or sample.loss_mask in a function for --rollout-sample-filter-path"
+        "there is no such hook; set sample.remove_sample or sample.loss_mask with --rollout-sample-filter-path, or "
+        "change weights and masks with --custom-tis-function-path"
     ),
     "--group-rm": "name the reward function's second parameter samples: it then gets all samples of a prompt",
-    "--log-reward-category --log-passrate --log-correct-samples --log-multi-turn": (
-        "return a dict of numbers from the function of --custom-rm-path; each is reported as rollout/reward/KEY"
-    ),
-    "--eval-config --eval-max-prompt-len --eval-max-context-len --eval-min-new-tokens --eval-tool-key": (
-        "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists"
-    ),
+    "--eval-config": "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists",
     "--rollout-stop": "use --rollout-stop-token-ids",
     "--apply-chat-template-kwargs --tool-key --multimodal-keys --loss-mask-type": (
         "the tokenizer's chat template renders prompts; render others into the prompt file"
     ),
-    "--num-critic-only-steps --value-clip --critic-*": (
-        "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
-    ),
-    "--use-opd --opd-*": "there is no on-policy distillation; use slime for this experiment",
+    "--critic-*": "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline",
+    "--use-opd --opd-* --enable-mtp-training --mtp-* --profile-* --ci-* --ref-update-interval "
+    "--freeze-params-name-list --only-train-params-name-list": REMOVE,
     "--disable-compute-advantages-and-returns": (
         "use --custom-advantage-function-path or --custom-loss-function-path with your function"
     ),
-    "--freeze-params-name-list --only-train-params-name-list": "all weights are trained; use slime",
-    "--rollout-health-check-* --rollout-data-transport --update-weight-delta-* --update-weight-disk-keep-files "
-    "--update-weight-local-checkpoint-dir": "see --sglang-recovery-timeout and --sglang-weight-sync",
-    "--debug-train-only": "use --load-debug-rollout-data alone",
-    "--load-debug-rollout-data-subsample --memory-* --profile-* --record-memory-history --use-pytorch-profiler": (
-        "there is no profiler; see the metrics perf/, and --save-debug-train-data"
+    "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir": (
+        "see --sglang-recovery-timeout and --sglang-weight-sync"
     ),
-    "--use-rollout-entropy": "the entropy is always reported as train/entropy_loss; remove it",
+    "--debug-train-only": "use --load-debug-rollout-data alone",
     "--deterministic-mode": "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed",
-    "--ci-*": "it is for slime's own tests; remove it",
-    "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix "
-    "--wandb-always-use-train-step": "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID",
+    "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix": (
+        "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID"
+    ),
     "--async-save --no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
         "a checkpoint has weights, optimizer and data; to start from weights alone use --hf-checkpoint"
     ),
