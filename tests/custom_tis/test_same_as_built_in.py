@@ -188,23 +188,3 @@ def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_
             total_lengths=list(tokens.total_lengths),
             response_lengths=list(tokens.response_lengths),
         )
-
-
-def test_off_policy_sequence_masking_holds_with_a_custom_function_too() -> None:
-    config = RolloutCorrectionConfig(use_tis=True, tis_level="geometric")
-    tokens, log_probs = sequences()
-    grads = []
-    for custom in (None, custom_mis({"use_tis": True, "tis_level": "geometric"})):
-        leaf = torch.tensor(log_probs, requires_grad=True)
-        step = LossStep(
-            correction=config,
-            policy=PolicyConfig(use_opsm=True, opsm_delta=0.01),
-            uses_recomputed_old_policy=False,
-            custom=custom,
-        )
-        numerator, denominator, sums = evaluate(step, tokens, leaf, torch.zeros(len(log_probs)))
-        (numerator / denominator).backward()
-        assert sums.opsm_clipped > 0 and leaf.grad is not None
-        grads.append((leaf.grad, counts(sums)))
-    torch.testing.assert_close(grads[0][0], grads[1][0], rtol=1e-5, atol=1e-7)
-    assert grads[0][1] == grads[1][1]

@@ -163,17 +163,6 @@ def test_only_earlier_imports_are_replaced(tmp_path: Path, capsys: pytest.Captur
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model.gguf", "source"]
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    write_gguf(tmp_path, "llama")
-    monkeypatch.setattr("slime_tis.trainer.storage.hf_checkpoint.save_file", fails)
-    with pytest.raises(KeyboardInterrupt):
-        import_gguf(tmp_path / "model.gguf", tmp_path / "made")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

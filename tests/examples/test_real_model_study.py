@@ -80,22 +80,6 @@ def test_what_was_not_run_is_listed() -> None:
     ]
 
 
-@pytest.mark.usefixtures("data")
-def test_runs_with_a_row_of_their_flags_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cases = Grid.load(STUDY).chosen(["both"], None).cases([0])
-    table = tmp_path / "results.csv"
-    write_rows(table, Row, [row_of("both", case.correction, 0, " ".join(case.flags)) for case in cases])
-    where = ["--study", str(STUDY.directory), "--results", str(table), "--runs", str(tmp_path / "runs")]
-    assert run.main([*where, "--scenarios", "both", "--missing"]) == 0
-    assert capsys.readouterr().out.startswith("0 runs, ")
-    rows = read_table(table)
-    assert [case.correction for case in cases if not run.is_in(rows, case)] == []
-    others = Grid.load(STUDY).chosen(["both"], None).cases([0], ["--lr", "1e-5"])
-    assert not any(run.is_in(rows, case) for case in others), "these have other flags"
-
-
 @pytest.mark.parametrize("name", ["real_model_study", "rounding_study", "tool_agent_study"])
 def test_the_page_of_a_study_shows_its_table(name: str) -> None:
     study = Study(ROOT / "examples" / name)

@@ -40,18 +40,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
         ("word", "…", None),
         ("text", " a b \n", "a b"),
     ],
-    ids=[
-        "last number",
-        "negative number",
-        "difference",
-        "decimal and separator",
-        "no number",
-        "last tag",
-        "no tag",
-        "first word",
-        "no word",
-        "text",
-    ],
+    ids=lambda value: repr(value),
 )
 def test_answers_are_read(reader: str, response: str, expected: str | None) -> None:
     assert reward.read_answer(response, reader) == expected
@@ -156,20 +145,9 @@ def test_a_level_sets_the_fields_of_the_curriculum() -> None:
         ("chainsum", "reasoning-gym has no dataset 'chainsum'; near is ['chain_sum'"),
         ("chain_sum?terms=2", "chain_sum has no field 'terms'; it has min_terms, max_terms"),
         ("chain_sum?max_terms=1", 'chain_sum refuses {"max_terms": 1}: max_terms must be >= min_terms.'),
-        ("chain_sum?max_terms", "has 'max_terms' where KEY=VALUE"),
-        ("chain_sum?level=11", "chain_sum has the levels 0 to 10, but level is 11."),
         ("chain_sum?weight=0", "has weight 0, but must be a number above 0"),
-        ("chain_sum?answer=last", "has answer 'last', but must be one of tag, number, word, text."),
     ],
-    ids=[
-        "misspelt dataset",
-        "unknown field",
-        "value out of range",
-        "no value",
-        "level out of range",
-        "weight 0",
-        "unknown reader",
-    ],
+    ids=["misspelt dataset", "unknown field", "value out of range", "weight 0"],
 )
 def test_specifications_that_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:

@@ -99,11 +99,6 @@ def test_rows_without_valid_tokens_count_nowhere() -> None:
     assert compute_offpolicy_metrics(*wider, more) == pytest.approx(compute_offpolicy_metrics(train, rollout, mask))
 
 
-def test_icepop_that_zeroes_everything() -> None:
-    weights, metrics = compute_rollout_correction_weights(torch.full((1, 2), 3.0), torch.ones(1, 2), "token", "0.5_2.0")
-    assert weights.tolist() == [[0, 0]] and metrics["rollout_is_eff_sample_size"] == 0.0
-
-
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="response_mask must contain at least one valid token"):
         compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))

@@ -69,22 +69,6 @@ def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory: Path
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("matrix", "other", "size", "dtype"),
-    [("float32", "bfloat16", (1, 1), None), ("bfloat16", "float32", (9,), "bfloat16")],
-    ids=["matrices of two types leave the configuration", "a vector does not count"],
-)
-def test_the_type_of_the_matrices_is_written(
-    matrix: str, other: str, size: tuple[int, ...], dtype: str | None, directory: Path, like: Path
-) -> None:
-    weights = {
-        "a": torch.zeros(1, 1, dtype=getattr(torch, matrix)),
-        "b": torch.zeros(size, dtype=getattr(torch, other)),
-    }
-    write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=100)
-    assert json.loads((directory / "config.json").read_text()).get("dtype") == dtype
-
-
 def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory: Path, like: Path) -> None:
     whole = torch.arange(6.0).view(2, 3)
     write_hf_checkpoint(directory, [("row", whole[0]), ("transposed", whole.T)], like=like, shard_bytes=100)
