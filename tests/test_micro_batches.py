@@ -64,6 +64,8 @@ def reward(args, sample):
     [
         pytest.param("sample.group_index % 2", [], 3, id="every second group, in separate micro-batches"),
         pytest.param("True", [], 6, id="all, and no gradient at all"),
+        pytest.param("sample.group_index % 2", ["--rollout-pull-coef", "0.01"], 0, id="the pull has a gradient"),
+        pytest.param("sample.group_index % 2", ["--policy-loss", "dro"], 0, id="the loss has a term without advantage"),
         pytest.param("sample.group_index % 2", ["--entropy-coef", "0.01"], 0, id="another term has a gradient"),
         pytest.param(
             "sample.group_index % 2", ["--use-kl-loss", "--kl-loss-coef", "0.1"], 0, id="the reference policy, too"

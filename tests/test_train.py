@@ -33,6 +33,7 @@ ALGORITHMS = {
     ("--use-tis", "--policy-loss", "gspo", "--eps-clip", "3e-4", "--eps-clip-high", "4e-4"): (0, 1),
     ("--use-rs", "--policy-loss", "cispo"): (0, 1),
     ("--use-tis", "--use-opsm"): (0, 1),
+    ("--policy-loss", "clip_cov", "--cov-ratio", "0.1", "--clip-cov-lower-bound", "0.1"): (1, 1),
     ("--use-tis", "--tis-level", "prefix", "--tis-batch-normalize"): (1, 1),
     ("--use-rs", "--rs-level", "segment", "--reject-before-advantage"): (1, 1),
     ("--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
@@ -93,12 +94,19 @@ def test_stale_rollouts_by_the_update_interval(run: Run) -> None:
     assert max(differences[0], differences[3]) < 1e-5 < min(differences[1], differences[2], differences[4])
 
 
-def test_one_step_and_several_micro_batches_give_the_same_step(run: Run) -> None:
-    flags = ("--use-tis", "--use-rs", "--rs-lower-bound", "0.98", "--rs-upper-bound", "1.02", "--num-rollout", "1")
-    (whole,) = run(*flags, name="whole")
-    (split,) = run(*flags, "--micro-batch-size", "4", name="split")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--use-tis", "--use-rs", "--rs-lower-bound", "0.98", "--rs-upper-bound", "1.02"),
+        ("--use-rollout-logprobs", "--policy-loss", "kl_cov", "--cov-ratio", "0.2", "--kl-cov-coef", "10"),
+    ],
+    ids=["rejection", "kl_cov"],
+)
+def test_one_step_and_several_micro_batches_give_the_same_step(flags: tuple[str, ...], run: Run) -> None:
+    (whole,) = run(*flags, "--num-rollout", "1", name="whole")
+    (split,) = run(*flags, "--num-rollout", "1", "--micro-batch-size", "4", name="split")
     assert training_metrics(split) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
-    assert whole["train/gradient_kept_fraction"] < 1
+    assert (whole["train/gradient_kept_fraction"] < 1) == ("--use-rs" in flags)
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])

@@ -28,9 +28,9 @@ DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl":
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 OldLogprobs = Literal["recompute", "interpolate"]
-PolicyLoss = Literal["ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "dro", "reinforce"]
+PolicyLoss = Literal["ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "clip_cov", "kl_cov", "dro", "reinforce"]
 
-RATIO_LOSSES = ("ppo", "cispo", "gspo", "aspo", "sapo", "vespo")
+RATIO_LOSSES = ("ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "clip_cov", "kl_cov")
 """Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
 FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
@@ -131,8 +131,7 @@ class RolloutCorrectionConfig:
     old_logprobs: OldLogprobs = correction_option("recompute")
     """recompute the old log-probs with a forward pass, or interpolate them between rollout and current."""
     policy_loss: PolicyLoss = loss_option("ppo")
-    """The loss per token: ppo, cispo, gspo, aspo, sapo, vespo, dro, or reinforce (no clipping; the importance weight
-    carries the correction)."""
+    """The loss per token. reinforce does not clip: the importance weight carries the correction."""
     get_mismatch_metrics: bool = correction_option(False)
     """Take π_old for the mismatch metrics also in bypass, and call a custom correction for its metrics. The metrics
     are always logged; the loss is unchanged."""
@@ -174,6 +173,11 @@ class RolloutCorrectionConfig:
                 "weight by the ratio to the rollout policy."
             )
         self._check_divergence_mask()
+        if self.policy_loss in ("clip_cov", "kl_cov") and self.old_logprobs == "interpolate":
+            raise ValueError(
+                f"--policy-loss {self.policy_loss} selects tokens by the old policy before training, which "
+                "--old-logprobs interpolate does not have yet; drop one of them."
+            )
         if self.use_rollout_logprobs and self.old_logprobs == "interpolate":
             raise ValueError(
                 "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes the "

@@ -51,7 +51,8 @@ LOSS_MODES: dict[str, dict[str, str | float]] = {
     "vanilla": {"policy_loss": "ppo", "eps_clip_c": 3.0},
     "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
     "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
-    **{name: {"policy_loss": name} for name in ("gspo", "sapo", "vespo", "cispo", "dro")},
+    "kl_cov": {"policy_loss": "kl_cov", "kl_cov_coef": 0.1},
+    **{name: {"policy_loss": name} for name in ("gspo", "sapo", "vespo", "cispo", "clip_cov", "dro")},
 }
 """Values of `LOSS_MODE`, and the options that each one is here, with verl's defaults where they differ from ours."""
 
@@ -61,6 +62,11 @@ ACTOR_NAMES = {
     "clip_ratio_high": "eps_clip_high",
     "clip_ratio_c": "eps_clip_c",
     "policy_loss.dro_beta": "dro_beta",
+    "policy_loss.clip_cov_ratio": "cov_ratio",
+    "policy_loss.clip_cov_lb": "clip_cov_lower_bound",
+    "policy_loss.clip_cov_ub": "clip_cov_upper_bound",
+    "policy_loss.kl_cov_ratio": "cov_ratio",
+    "policy_loss.ppo_kl_coef": "kl_cov_coef",
     "tau_pos": "sapo_tau_pos",
     "tau_neg": "sapo_tau_neg",
 }

@@ -10,7 +10,7 @@ from slime_tis.limits import REJECTS, Limits, check_fields, option
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")
 
-CLIPPING_LOSSES = tuple(f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo"))
+CLIPPING_LOSSES = tuple(f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov"))
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
 """Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
 rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and by nothing from the old one."""
@@ -87,6 +87,24 @@ class PolicyConfig:
     sapo_tau_neg: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.05, needs=("--policy-loss=sapo",))
     """Temperature of SAPO's gate at other advantages."""
 
+    cov_ratio: Annotated[float, Limits(gt=0, le=1)] = loss_option(
+        2e-4, needs=("--policy-loss=clip_cov", "--policy-loss=kl_cov")
+    )
+    """Share of the tokens that clip_cov and kl_cov select, by the covariance of log-prob and advantage."""
+
+    clip_cov_lower_bound: Annotated[float, Limits(ge=-1_000, le=1_000)] = loss_option(
+        1.0, needs=("--policy-loss=clip_cov",)
+    )
+    """clip_cov selects tokens with a covariance above this."""
+
+    clip_cov_upper_bound: Annotated[float, Limits(ge=-1_000, le=1_000)] = loss_option(
+        5.0, needs=("--policy-loss=clip_cov",)
+    )
+    """clip_cov selects tokens with a covariance below this."""
+
+    kl_cov_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=kl_cov",))
+    """Coefficient of the penalty of kl_cov on selected tokens, in loss per nat."""
+
     dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.1, needs=("--policy-loss=dro",))
     """Strength of the quadratic pull to the old policy of policy_loss dro."""
 
@@ -114,6 +132,11 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.clip_cov_lower_bound >= self.clip_cov_upper_bound:
+            raise ValueError(
+                f"--clip-cov-lower-bound {self.clip_cov_lower_bound} is not below --clip-cov-upper-bound "
+                f"{self.clip_cov_upper_bound}; lower it."
+            )
 
     @property
     def has_own_objective(self) -> bool:

@@ -25,6 +25,8 @@ class TokenLossInputs:
     """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each whole sequence, at each of its tokens;
     a collective of the context-parallel ranks."""
     config: PolicyConfig
+    selected_L: Tensor | None = None
+    """bool, tokens of a large covariance, for clip_cov and kl_cov."""
 
     @property
     def clip_range(self) -> dict[str, float]:
@@ -169,6 +171,37 @@ def vespo(log_prob_L: Tensor, sequence_log_ratio_L: Tensor, advantage_L: Tensor)
     return -weight_L.to(log_prob_L.dtype) * advantage_L * log_prob_L
 
 
+def clip_cov(
+    log_prob_L: Tensor,
+    old_log_prob_L: Tensor,
+    advantage_L: Tensor,
+    selected_L: Tensor | None,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, Tensor]:
+    """PPO without the loss of selected tokens; `covariance.COVARIANCE_RULES` has the source.
+
+    Args and returns as `ppo_clip`; `selected_L` is bool.
+    """
+    assert selected_L is not None
+    loss_L, clipped_L = ppo_clip(log_prob_L, old_log_prob_L, advantage_L, clip_low=clip_low, clip_high=clip_high)
+    dropped_L = selected_L & (clipped_L == 0)
+    return where(dropped_L, 0.0, loss_L), where(dropped_L, 1.0, clipped_L)
+
+
+def kl_cov(
+    log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, selected_L: Tensor | None, *, coef: float
+) -> Tensor:
+    """−r_t A_t, and β |log r_t| on selected tokens; `covariance.COVARIANCE_RULES` has the source.
+
+    Args as `clip_cov`; `coef` is β.
+    """
+    assert selected_L is not None
+    log_ratio_L = log_prob_L - old_log_prob_L
+    return -log_ratio_L.exp() * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
+
+
 def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta: float) -> Tensor:
     """Policy gradient with a quadratic pull to the old policy.
 
@@ -267,6 +300,10 @@ LOSSES: dict[str, TokenLoss] = {
             x.over_sequence((x.log_probs_L - x.old_log_probs_L).detach().clamp(-20, 20), mean=False),
             x.advantages_L,
         )
+    ),
+    "clip_cov": lambda x: clip_cov(x.log_probs_L, x.old_log_probs_L, x.advantages_L, x.selected_L, **x.clip_range),
+    "kl_cov": lambda x: _unclipped(
+        kl_cov(x.log_probs_L, x.old_log_probs_L, x.advantages_L, x.selected_L, coef=x.config.kl_cov_coef)
     ),
     "dro": lambda x: _unclipped(dro(x.log_probs_L, x.old_log_probs_L, x.advantages_L, beta=x.config.dro_beta)),
     "reinforce": lambda x: _unclipped(reinforce(x.log_probs_L, x.advantages_L)),

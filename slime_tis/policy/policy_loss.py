@@ -30,6 +30,7 @@ from slime_tis.correction import (
     torch_token_pass,
 )
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.covariance import COVARIANCE_RULES, CovarianceLimit, covariance_limit
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
@@ -110,6 +111,8 @@ class LossStep:
     """Of the policy's weights, in optimizer steps."""
     global_batch: GlobalBatch = field(default_factory=GlobalBatch)
     """The context-parallel ranks, and what is known of the global batch before its first micro-batch."""
+    covariance: CovarianceLimit | None = None
+    """The tokens of the global batch that clip_cov or kl_cov select; None selects in each micro-batch."""
     counts: bool = True
     """Whether this rank counts tokens and sequences: one of the context-parallel ranks does."""
     custom: CustomTis | None = None
@@ -311,6 +314,7 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
             advantages_L=inputs.advantages_L,
             over_sequence=partial(over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
             config=policy,
+            selected_L=selected_tokens(corrected.old_log_probs_L, tokens, step),
         )
     )
     custom_metrics: dict[str, Tensor] = {}
@@ -358,6 +362,18 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
 def _reduction(mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: LossStep) -> LossReduction:
     per_token = step.policy.calculate_per_token_loss
     return LossReduction.build(mask_L, counts_S, tokens.lengths, tokens.rollout_of_each, per_token=per_token)
+
+
+def selected_tokens(old_log_probs_L: Tensor, tokens: ResponseTokens, step: LossStep) -> Tensor | None:
+    """bool [L], the tokens that clip_cov or kl_cov select by log π_old; None for other losses."""
+    rule, advantages_L = COVARIANCE_RULES.get(step.correction.policy_loss), tokens.advantages_L
+    if rule is None:
+        return None
+    assert advantages_L is not None
+    limit = step.covariance or covariance_limit(
+        old_log_probs_L, advantages_L, tokens.loss_mask_L, rule(step.policy), step.global_batch.ranks
+    )
+    return limit.selects(old_log_probs_L, advantages_L)
 
 
 def over_sequence(values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks) -> Tensor:

@@ -1,6 +1,7 @@
 """Which policy the loss is proximal to (π_old), and which forward passes that takes."""
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.policy.covariance import COVARIANCE_RULES
 
 
 def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
@@ -11,7 +12,7 @@ def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_ro
     """
     if correction.use_rollout_logprobs or correction.old_logprobs == "interpolate":
         return False
-    return needs_global_batch(correction) or steps_per_rollout > 1
+    return needs_global_batch(correction) or correction.policy_loss in COVARIANCE_RULES or steps_per_rollout > 1
 
 
 def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> str:

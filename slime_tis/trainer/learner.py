@@ -27,6 +27,7 @@ from slime_tis.correction import (
 )
 from slime_tis.errors import NonFiniteGradient
 from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.covariance import COVARIANCE_RULES, CovarianceLimit, covariance_limit
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, token_advantages
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossStep, policy_loss
@@ -157,7 +158,8 @@ class Learner:
         """Whether the loss of every token is a multiple of its advantage."""
         policy = self.policy
         is_built_in = self.custom_tis is None and self.functions.loss is None
-        return is_built_in and not policy.use_kl_loss and policy.entropy_coef == 0
+        is_scaled = is_built_in and self.correction.policy_loss not in ("dro", "kl_cov")
+        return is_scaled and not policy.use_kl_loss and policy.entropy_coef == policy.rollout_pull_coef == 0
 
     def _isolate_zero_advantage_groups(self, step: Step) -> Step:
         """Moves zero-advantage groups into separate micro-batches, whose backward pass is skipped.
@@ -298,6 +300,7 @@ class Learner:
             uses_recomputed_old_policy=uses_recomputed_old_policy(self.correction, self.steps_per_rollout),
             version=self.step,
             global_batch=replace(known, ranks=Ranks(context=self.parallel.ranks.context)),
+            covariance=self._covariance_limit(batch),
             counts=self.parallel.context_rank == 0,
             custom=custom,
             custom_loss=custom_loss,
@@ -402,6 +405,17 @@ class Learner:
                 train_L, tokens.rollout_log_probs_L.to(train_L), self.step, tokens.weight_versions_L.to(train_L.device)
             )
         return self._correct(batch, train_L).global_batch
+
+    def _covariance_limit(self, batch: TrainingBatch) -> CovarianceLimit | None:
+        """Returns the tokens of the step that clip_cov or kl_cov select; a collective of the last stage's ranks."""
+        rule = COVARIANCE_RULES.get(self.correction.policy_loss)
+        if rule is None or not self.parallel.is_last_stage:
+            return None
+        tokens = batch.responses.to(self.parallel.backend.device)
+        old_L = tokens.rollout_log_probs_L if self.correction.use_rollout_logprobs else tokens.old_log_probs_L
+        assert old_L is not None and tokens.advantages_L is not None
+        inputs = old_L.to(self.parallel.backend.device), tokens.advantages_L, tokens.loss_mask_L
+        return covariance_limit(*inputs, rule(self.policy), self.parallel.ranks)
 
     def _step_metrics(self, result: StepResult, custom: CustomTis | CustomLoss | None) -> dict[str, float]:
         """Returns train/… metrics of a step, on every rank."""

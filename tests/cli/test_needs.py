@@ -16,7 +16,7 @@ IDLE = [
     (
         "--use-rollout-logprobs --policy-loss reinforce --eps-clip 0.2",
         "--eps-clip",
-        "--policy-loss ppo, --policy-loss cispo, --policy-loss gspo or --policy-loss aspo",
+        "--policy-loss ppo, --policy-loss cispo, --policy-loss gspo, ",
     ),
     ("--lr-decay-style constant --lr-decay-iters 9", "--lr-decay-iters", "--lr-decay-style linear"),
     ("--eval-temperature 1 --eval-top-p 1", "--eval-temperature", "--eval-prompt-data"),

@@ -26,10 +26,9 @@ def over_ranks(parts: list[torch.Tensor], find: Callable[..., torch.Tensor]) -> 
 
     def ranks_of(rank: int) -> Ranks:
         def all_reduce(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-            assert op == "sum"
             tables[rank] = table
             barrier.wait()
-            total = torch.stack(tables).sum(0)
+            total = torch.stack(tables).sum(0) if op == "sum" else torch.stack(tables).amax(0)
             barrier.wait()
             return total
 
