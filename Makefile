@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -152,6 +152,16 @@ diagnose-study: install  ## Plant causes of a mismatch in tiny models and runs o
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
 	PYTHON=$(PYTHON) tools/sglang_cpu/build.sh .venv-sglang
+
+# TRL and the other trainers have an environment of their own: their pins are not those of training.
+.venv-adapters/.installed: tests/adapters/requirements.txt pyproject.toml
+	test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
+	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/adapters/requirements.txt --editable .
+	touch $@
+
+test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other trainers, in an environment that it makes
+	OMP_NUM_THREADS=1 .venv-adapters/bin/python -m pytest tests/adapters
 
 test-sglang: install sglang-env  ## Run the tests against real SGLang servers, which they start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_server

@@ -26,7 +26,7 @@ MIN_UPDATE_RECEIVED = 0.5
 CONSTANT_REWARD_ROLLOUTS = 10
 """Consecutive rollouts with a single reward value after which the reward function is suspect."""
 EQUAL_REWARD_ROLLOUTS = "equal_reward_rollouts"
-"""Value that `trainer.reporting.health.Health` counts: consecutive rollouts with a single reward value."""
+"""Value that `slime_tis.health.Health` counts: consecutive rollouts with a single reward value."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,9 @@ LAYERS = (
     ("slime_tis.policy",),
     ("slime_tis.diffusion",),
     ("slime_tis.rules",),
+    ("slime_tis.health",),
     ("slime_tis.analysis.dumps",),  # the file format of dumps, which training writes
+    ("slime_tis.integrations.trl",),
     ("slime_tis.analysis.diagnosis",),
     ("slime_tis.analysis.report",),
     ("slime_tis.trainer.options",),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import quoted_path
+from slime_tis.health import Health
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.policy.proximal_policy import old_policy_name
@@ -38,7 +39,6 @@ from slime_tis.trainer.interrupt import Interrupts
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.reporting.health import Health
 from slime_tis.trainer.reporting.reporters import Reporter, Reporters, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
 from slime_tis.trainer.reporting.timing import Timer

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from slime_tis import RolloutCorrectionConfig
+from slime_tis.health import Health
 from slime_tis.rules import STEP_RULES, evaluate
-from slime_tis.trainer.reporting.health import Health
 
 TIS = RolloutCorrectionConfig(use_tis=True)
 NO_CORRECTION = RolloutCorrectionConfig()

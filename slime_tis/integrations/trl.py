@@ -1,0 +1,246 @@
+"""Rollout correction in TRL's GRPOTrainer: `RolloutCorrectionMixin`, and `CorrectedGRPOTrainer` with it.
+
+TRL samples, scores and forms advantages. The mixin then multiplies the advantage of each token by its importance
+weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo, cispo, sapo and luspo are homogeneous in
+the advantage, so this weights the policy loss exactly. The KL term with `beta` stays unweighted, as in TRL.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.correction import Correction, GlobalBatch, Ranks, RolloutCorrectionConfig, correct
+from slime_tis.health import Health
+
+if TYPE_CHECKING:
+    from slime_tis.analysis.dumps.table import TokenTable
+
+try:
+    from trl import GRPOTrainer
+except ImportError as error:
+    raise ImportError(f"slime_tis.integrations.trl needs TRL ({error}); pip install 'slime_tis[trl]'.") from error
+
+PREFIX = "correction/"
+"""Prefix of the metrics in TRL's log."""
+MODEL_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+"""Keys of a batch that TRL passes to the model besides tokens."""
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutCorrectionMixin:
+    """Adds rollout correction to GRPOTrainer or a subclass: `class Trainer(RolloutCorrectionMixin, GRPOTrainer)`.
+
+    The correction runs once per generation batch, over all processes. π_old are the log-probs of the policy that
+    was trained when the samples arrived.
+
+    Args of the constructor, besides those of the trainer:
+        rollout_correction: The options. Metrics alone if None.
+        dump_dir: Directory for one parquet file of tokens per generation batch and process, which
+            `slime-tis report`, `diagnose` and `what-if` read; None writes nothing.
+
+    Raises:
+        ValueError: TRL's or the correction's options cannot be combined.
+    """
+
+    args: Any
+    accelerator: Any
+    model: Any
+    processing_class: Any
+    state: Any
+    reward_weights: Any
+    num_generations: int
+    temperature: float
+    use_vllm: bool
+    vllm_importance_sampling_correction: bool
+    _metrics: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        rollout_correction: RolloutCorrectionConfig | None = None,
+        dump_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.rollout_correction = rollout_correction or RolloutCorrectionConfig(get_mismatch_metrics=True)
+        self._dump_dir = None if dump_dir is None else Path(dump_dir)
+        self._health = Health(self.rollout_correction)
+        self._rewards: Tensor | None = None
+        super().__init__(*args, **kwargs)
+        check_options(self, self.rollout_correction)
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            logger.info("slime_tis corrects the rollouts; vllm_importance_sampling_correction of TRL is switched off.")
+        self.vllm_importance_sampling_correction = False
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Keeps the rewards of all processes [N, functions] for the dump."""
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        self._rewards = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Corrects the batch that TRL has generated, in place: advantages [B, T], and π_old in bypass mode."""
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        rollout_BT = batch.get("sampling_per_token_logps")
+        if rollout_BT is None:
+            raise ValueError(
+                "TRL has no log-probs of the sampler; use vLLM (use_vllm=True), or a rollout_func that returns "
+                "'logprobs'."
+            )
+        mode = "train" if self.model.training else "eval"
+        old_BT, entropy_BT = self._old_policy(batch)
+        mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
+        ranks = Ranks()
+        if self.accelerator.num_processes > 1:
+            ranks = Ranks.from_groups(data=torch.distributed.group.WORLD)
+        advantages_BT = batch["advantages"][:, None].expand_as(old_BT)
+        correction = correct(
+            self.rollout_correction,
+            old_BT,
+            rollout_BT,
+            mask_BT,
+            current_log_probs=old_BT,
+            advantages=advantages_BT,
+            global_batch=GlobalBatch(ranks=ranks),
+        )
+        if self._dump_dir is not None and mode == "train":
+            self._dump(batch, correction, {"train": old_BT, "entropy": entropy_BT, "mask": mask_BT})
+        self._apply(batch, correction, old_BT, rollout_BT)
+        self._report(correction.statistics.all_reduce(ranks).metrics(), mode)
+        return batch
+
+    def _old_policy(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """log π_old of the completion and, for dumps, its entropy, [B, T]; TRL's values where TRL has them."""
+        if batch.get("old_per_token_logps") is not None:
+            return batch["old_per_token_logps"], None
+        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        with torch.no_grad():
+            old_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(  # type: ignore[attr-defined]
+                self.model,
+                tokens,
+                attention,
+                batch["completion_ids"].shape[1],
+                batch_size=size,
+                compute_entropy=self._dump_dir is not None,
+                **{name: batch[name] for name in MODEL_INPUTS if name in batch},
+            )
+        return old_BT, entropy_BT
+
+    def _apply(self, batch: dict[str, Any], correction: Correction[Tensor], old_BT: Tensor, rollout_BT: Tensor) -> None:
+        config = self.rollout_correction
+        if config.use_rollout_logprobs:  # bypass: π_old is the rollout policy
+            batch["old_per_token_logps"] = torch.where(correction.mask, rollout_BT, old_BT)
+        if not config.touches_loss:
+            return
+        batch["advantages"] = batch["advantages"][:, None] * correction.weights * correction.mask
+        if config.rejection_normalizer == "kept":  # completion_mask is also the attention mask
+            accepted_BT = correction.mask.to(batch["completion_mask"].dtype)
+            batch["tool_mask"] = accepted_BT
+            batch["num_items_in_batch"] = self.accelerator.gather(accepted_BT.sum()).sum()
+
+    def _report(self, metrics: dict[str, float], mode: str) -> None:
+        for name, value in metrics.items():
+            self._metrics[mode][PREFIX + name].append(value)
+        if mode == "train":
+            report = self._health.check({f"train/{name}": value for name, value in metrics.items()})
+            for name, value in report.metrics.items():
+                self._metrics[mode][name].append(value)
+            for message in report.messages if self.accelerator.is_main_process else ():
+                logger.warning(message)
+
+    def _dump(self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]) -> None:
+        from slime_tis.analysis.dumps.files import write
+
+        assert self._dump_dir is not None
+        self._dump_dir.mkdir(parents=True, exist_ok=True)
+        name = f"step_{self.state.global_step:07d}_rank_{self.accelerator.process_index}.parquet"
+        write(self._dump_dir / name, self._table(batch, correction, values))
+
+    def _table(
+        self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]
+    ) -> TokenTable:
+        """The batch of this process as a table of tokens."""
+        from slime_tis.analysis.dumps.annotate import annotated
+        from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+
+        size, process = len(batch["completion_ids"]), self.accelerator.process_index
+        rewards = self._rewards_of(process * size, size)
+        columns = {**values, "rollout": batch["sampling_per_token_logps"], "token": batch["completion_ids"]}
+        rows = {name: x.float().cpu().numpy() for name, x in columns.items() if x is not None}
+        lengths = batch["completion_mask"].sum(1).tolist()
+        prompts = [ids[kept.bool()].cpu() for ids, kept in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+        accepted = correction.mask.cpu().numpy()
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        parts = [
+            SampleParts(
+                train_log_prob=rows["train"][i, :length],
+                rollout_log_prob=rows["rollout"][i, :length],
+                loss_mask=rows["mask"][i, :length],
+                token=batch["completion_ids"][i, :length].cpu().numpy(),
+                entropy=rows["entropy"][i, :length] if "entropy" in rows else None,
+                bounded_weight=correction.weights[i, :length].cpu().numpy(),
+                advantage=[float(batch["advantages"][i])] * length,
+                prompt=prompts[i].numpy(),
+                step=self.state.global_step,
+                sample_index=process * size + i,
+                group=(process * size + i) // self.num_generations,
+                reward=rewards[i],
+                text=tokenizer.decode(batch["completion_ids"][i, :length]),
+                prompt_text=tokenizer.decode(prompts[i]),
+            )
+            for i, length in enumerate(lengths)
+        ]
+        config = self.rollout_correction
+        metadata = {
+            "source": "trl",
+            "old_policy": "rollout" if config.use_rollout_logprobs else "recomputed",
+            "temperature": self.temperature,
+        }
+        mask_N = torch.cat([torch.from_numpy(accepted[i, :length]) for i, length in enumerate(lengths)]).numpy()
+        table = TokenTable.from_parts(parts, metadata)
+        return annotated(table, config, accepted=mask_N, global_batch=correction.global_batch)
+
+    def _rewards_of(self, first: int, size: int) -> list[float | None]:
+        if self._rewards is None:
+            return [None] * size
+        weights = self.reward_weights.to(self._rewards.device)
+        rewards: list[float | None] = (self._rewards * weights).nansum(1)[first : first + size].tolist()
+        return rewards
+
+
+class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore[misc]  # GRPOTrainer is Any without TRL
+    """TRL's GRPOTrainer with rollout correction; see `RolloutCorrectionMixin`."""
+
+
+def check_options(trainer: Any, config: RolloutCorrectionConfig) -> None:
+    """Refuses what a weight on the advantage cannot express.
+
+    Raises:
+        ValueError: with what to change.
+    """
+    args, message = trainer.args, ""
+    if trainer.loss_type == "vespo":
+        message = "loss_type 'vespo' has its own sequence weights; choose another loss_type"
+    elif not trainer.use_vllm and trainer.rollout_func is None:
+        message = "the sampler gives no log-probs; set use_vllm=True, or pass a rollout_func that returns 'logprobs'"
+    elif config.old_logprobs == "interpolate":
+        message = "old_logprobs 'interpolate' needs the weight version of each token, which TRL does not record"
+    elif config.divergence_mask is not None and (
+        args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
+    ):
+        message = (
+            "divergence_mask compares the current policy, which changes within a generation batch here; set "
+            "num_iterations=1 and steps_per_generation to gradient_accumulation_steps"
+        )
+    if message:
+        raise ValueError(f"rollout correction in TRL: {message}.")

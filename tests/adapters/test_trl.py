@@ -1,0 +1,211 @@
+"""Rollout correction inside TRL's GRPOTrainer: losses, gradients, metrics and dumps."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.analysis.diagnosis.diagnose import diagnose
+from slime_tis.analysis.dumps.readers import read
+from slime_tis.analysis.dumps.what_if import what_if
+from slime_tis.policy.losses import cispo, ppo_clip, sapo
+from tests.adapters.tiny import RoundedSampler, trainer
+
+TIS = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.05)
+EVERYTHING = RolloutCorrectionConfig(
+    use_tis=True,
+    tis_level="geometric",
+    tis_batch_normalize=True,
+    use_rs=True,
+    rs_level="token",
+    rs_lower_bound=0.98,
+    rs_upper_bound=1.02,
+    rs_veto_threshold=1e-4,
+)
+PROGRESS = {"step_time", "train_runtime", "total_flos", "train_samples_per_second", "train_steps_per_second"}
+
+
+def first_batch(run: Any) -> dict[str, Any]:
+    """The first batch of a run, as the loss gets it."""
+    run.model.train()
+    run.current_gradient_accumulation_steps = 1
+    torch.manual_seed(2)
+    rows = next(iter(run.get_train_dataloader()))
+    batch: dict[str, Any] = run._prepare_inputs(rows)
+    return batch
+
+
+def gradients(run: Any, loss: torch.Tensor) -> torch.Tensor:
+    run.model.zero_grad()
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in run.model.parameters() if parameter.grad is not None])
+
+
+def log_probs(run: Any, batch: dict[str, Any]) -> torch.Tensor:
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    length = batch["completion_ids"].shape[1]
+    found: torch.Tensor = run._get_per_token_logps_and_entropies(run.model, tokens, attention, length)[0]
+    return found
+
+
+@pytest.mark.parametrize("tools", [False, True], ids=["", "tools"])
+@pytest.mark.parametrize("config", [TIS, EVERYTHING], ids=["tis", "everything"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+def test_loss_and_gradient_equal_the_library(
+    loss_type: str, config: RolloutCorrectionConfig, tools: bool, tmp_path: Path
+) -> None:
+    options = {"loss_type": loss_type, "sampler": RoundedSampler(tools=tools), "dtype": torch.float64}
+    run, plain = trainer(tmp_path, config, **options), trainer(tmp_path, cls=GRPOTrainer, **options)
+    batch, advantages = first_batch(run), first_batch(plain)["advantages"][:, None]
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    assert not tools or mask.sum() < batch["completion_mask"].sum()
+    current = log_probs(run, batch)
+    old = current.detach()
+    found = correct(config, old, batch["sampling_per_token_logps"], mask)
+    advantages = advantages.expand_as(old)
+    if loss_type == "cispo":
+        loss, _ = cispo(current, old, advantages, clip_low=1.0, clip_high=run.epsilon_high - 1)
+    elif loss_type == "sapo":
+        loss = sapo(current, old, advantages, tau_positive=1.0, tau_negative=1.05)
+    else:
+        loss, _ = ppo_clip(current, old, advantages, clip_low=run.epsilon_low, clip_high=run.epsilon_high)
+    weighted = loss * found.weights * found.mask
+    rows = weighted.sum(1) / mask.sum(1).clamp_min(1)
+    totals = {
+        "grpo": rows.mean(),
+        "sapo": rows.mean(),
+        "dr_grpo": weighted.sum() / (len(rows) * run.max_completion_length),
+    }
+    expected = totals.get(loss_type, weighted.sum() / mask.sum())
+    gradient = gradients(run, expected)
+    loss_of_trl = run._compute_loss(run.model, batch)
+    torch.testing.assert_close(loss_of_trl, expected, rtol=1e-6, atol=1e-7)
+    difference = gradients(run, loss_of_trl) - gradient
+    assert difference.norm() <= 1e-6 * gradient.norm() and gradient.norm() > 0
+    assert found.mask.sum() > 0 and (config is TIS or found.mask.sum() < mask.sum())
+
+
+def history(run: Any) -> list[dict[str, float]]:
+    torch.manual_seed(2)
+    run.train()
+    return [{k: v for k, v in row.items() if k not in PROGRESS} for row in run.state.log_history]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"beta": 0.1}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2}], ids=str
+)
+def test_metrics_alone_leave_the_run_bitwise_unchanged(options: dict[str, Any], tmp_path: Path) -> None:
+    plain = trainer(tmp_path, cls=GRPOTrainer, **options)
+    measured = trainer(tmp_path, None, **options)
+    expected, found = history(plain), history(measured)
+    for row, other in zip(expected, found, strict=True):
+        assert row == {name: value for name, value in other.items() if name in row}
+    assert found[0]["correction/mismatch_k3_kl"] > 0
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(tensor, measured.model.state_dict()[name])
+
+
+def test_the_kl_term_is_not_weighted(tmp_path: Path) -> None:
+    nothing = RolloutCorrectionConfig(use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0)
+    run = trainer(tmp_path, nothing, beta=0.5)
+    batch = first_batch(run)
+    assert not batch["advantages"].any()
+    batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.5
+    assert run._compute_loss(run.model, batch).item() == pytest.approx(0.5 * (math.exp(-0.5) + 0.5 - 1), rel=1e-4)
+
+
+def test_a_batch_with_everything_rejected_or_masked_is_ordinary(tmp_path: Path) -> None:
+    nothing = RolloutCorrectionConfig(
+        use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0, rejection_normalizer="kept"
+    )
+    for run in (trainer(tmp_path, nothing), trainer(tmp_path, TIS, mask_truncated_completions=True)):
+        before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        rows = history(run)
+        assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+        assert nothing is not run.rollout_correction or all(
+            torch.equal(x, before[n]) for n, x in run.model.state_dict().items()
+        )
+
+
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained(tmp_path: Path) -> None:
+    def broken(log_probs: list[list[float]]) -> None:
+        for row in log_probs:
+            row[0] = math.nan
+
+    run = trainer(tmp_path, TIS, sampler=RoundedSampler(broken))
+    batch = first_batch(run)
+    assert not batch["advantages"][:, 0].any() and batch["advantages"].isfinite().all()
+    metrics = run._metrics["train"]
+    assert metrics["correction/nonfinite_token_fraction"][0] == pytest.approx(4 / batch["completion_mask"].sum().item())
+
+
+def test_accepted_tokens_are_the_divisor_if_asked(tmp_path: Path) -> None:
+    config = RolloutCorrectionConfig(
+        use_rs=True, rs_level="token", rs_lower_bound=0.98, rs_upper_bound=1.02, rejection_normalizer="kept"
+    )
+    run = trainer(tmp_path, config, loss_type="dapo")
+    batch = first_batch(run)
+    assert batch["num_items_in_batch"] == batch["tool_mask"].sum() < batch["completion_mask"].sum()
+
+
+def test_bypass_takes_the_rollout_policy_as_old_policy(tmp_path: Path) -> None:
+    run = trainer(tmp_path, RolloutCorrectionConfig(use_rollout_logprobs=True))
+    assert run.vllm_importance_sampling_correction is False  # nothing is corrected twice
+    batch = first_batch(run)
+    mask = batch["completion_mask"].bool()
+    assert torch.equal(batch["old_per_token_logps"][mask], batch["sampling_per_token_logps"][mask])
+
+
+def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path: Path) -> None:
+    run = trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}, max_steps=12)
+    rows = history(run)
+    table = read(str(tmp_path / "dump"))
+    assert table.metadata["source"] == "trl" and len(table) == 48 and table.entropy is not None
+    first = table.select([i for i in range(len(table)) if table.step[i] == 0])
+    assert abs(first.log_ratio[first.valid]).mean() == pytest.approx(
+        rows[0]["correction/train_rollout_logprob_abs_diff"], rel=1e-5
+    )
+    assert diagnose(table).cause == "rounding"
+    assert {row.name for row in what_if(table, {"tis": TIS})} == {"tis"}
+    assert set(table.reward.tolist()) <= {i / 8 for i in range(9)}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        pytest.param(TIS, {"loss_type": "vespo"}, "vespo", id="vespo"),
+        pytest.param(RolloutCorrectionConfig(old_logprobs="interpolate"), {}, "interpolate", id="interpolate"),
+        pytest.param(
+            RolloutCorrectionConfig(divergence_mask="binary_tv"), {"num_iterations": 2}, "num_iterations=1", id="mask"
+        ),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(
+    config: RolloutCorrectionConfig, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        trainer(tmp_path, config, **options)
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """The second-moment bound and the batch's mean weight depend on the tokens of both processes."""
+    script = Path(__file__).with_name("two_processes.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(script), str(tmp_path)], check=True, timeout=300, capture_output=True, text=True)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["metrics"] == second["metrics"]
+    config = RolloutCorrectionConfig(**first["config"])
+    columns = [torch.tensor([*first[name], *second[name]]) for name in ("old", "rollout", "mask")]
+    found = correct(config, *columns)
+    expected = found.statistics.metrics()
+    assert first["metrics"] == pytest.approx(expected, rel=1e-6)
+    advantages = torch.tensor([*first["advantages"], *second["advantages"]])
+    torch.testing.assert_close(advantages, torch.tensor(first["raw"])[:, None] * found.weights * found.mask)
