@@ -1,8 +1,8 @@
 """Rollout correction in TRL's GRPOTrainer: `RolloutCorrectionMixin`, and `CorrectedGRPOTrainer` with it.
 
 TRL samples, scores and forms advantages. The mixin then multiplies the advantage of each token by its importance
-weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo, cispo, sapo and luspo are homogeneous in
-the advantage, so this weights the policy loss exactly. The KL term with `beta` stays unweighted, as in TRL.
+weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo, cispo, sapo and luspo are homogeneous
+in the advantage, so this weights the policy loss exactly. The KL term with `beta` stays unweighted, as in TRL.
 """
 
 from __future__ import annotations
