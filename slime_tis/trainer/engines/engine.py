@@ -27,7 +27,6 @@ class EngineHost:
     weights_version: Callable[[], int] | None = None
     """Version of `weights`; None for the version that the engine was sent last."""
     output_dir: Path
-    """Directory for logs of servers."""
     device: torch.device | str = "cpu"
     check_interrupts: Callable[[], None] = lambda: None
     """Called while the engine samples or waits; raises to end the rollout."""
@@ -48,10 +47,7 @@ class SentRows:
 
 
 class RolloutUnavailable(RuntimeError):
-    """No rollout is possible; the run saves a checkpoint and stops with this message.
-
-    No rollout engine is left, the reward server does not answer, or a filter drops every group.
-    """
+    """No rollout is possible; the run saves a checkpoint and stops with this message."""
 
 
 class RolloutFuture(Protocol):
@@ -62,11 +58,7 @@ class RolloutFuture(Protocol):
         """Numbers of complete and of all responses; from any thread."""
 
     def result(self) -> list[list[Sample]]:
-        """Waits for the rollout; a collective. Returns one list of samples per prompt, the same on every rank.
-
-        Raises:
-            RolloutUnavailable: No engine is left to finish the rollout.
-        """
+        """Waits for the rollout; a collective. Returns a list of samples per prompt, the same on every rank."""
 
 
 class RolloutEngine(Protocol):
@@ -117,14 +109,6 @@ class RolloutEngine(Protocol):
         With `num_groups`, once this number of groups is complete, requests return with the finish reason abort.
         Rollouts with a sample of status ABORTED become `unfinished`. The next call of this method calls the function
         again with that sample, or with the prompt if the rollout has several samples or returned none in time.
-
-        Args:
-            prompts: Each gets a group.
-            function: Makes one rollout; an exception ends all rollouts.
-            sampling: Default sampling of requests.
-            seed: Seed of the rollout.
-            concurrency: Maximum concurrent calls of the function per rank.
-            num_groups: Number of groups to wait for; None waits for all.
         """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:

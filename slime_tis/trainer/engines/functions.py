@@ -27,14 +27,11 @@ class FunctionCall:
 
     prompt: Prompt
     group_index: int
-    """Index of the prompt in the batch."""
     number: int
-    """Number of the rollout in the batch."""
     key: SampleKey
     samples: list[Sample] = field(default_factory=list)
     """Samples that this or an earlier call returned; empty before."""
     complete: bool = False
-    """Whether no further call is needed."""
 
     def first_sample(self) -> Sample:
         """Returns the function's input: the aborted sample if it is alone in its rollout, else a fresh sample."""
@@ -121,7 +118,6 @@ class FunctionBatch:
         self._vocab_size, self._end_requests, self._end_sample = vocab_size, end_requests, end_sample
         self._num_groups = len(groups) if num_groups is None else num_groups
         self._complete = sum(map(is_complete, groups))
-        """Number of complete groups."""
         self._stopping = self._ended = False
         self._changed = asyncio.Event()
         self._failure: Exception | None = None

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""
 UNIFORMS_AT_A_TIME = 64
-"""Random numbers drawn at once."""
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -104,10 +103,7 @@ class SamplingParams(BaseModel):
 
 
 def request_options(params: Mapping[str, Any] | None, sampling: Sampling) -> RequestOptions:
-    """Returns the options of a request; raises ValueError for an unknown name or an invalid value.
-
-    Training samples must be drawn from the run's distribution, which training computes.
-    """
+    """Returns the options of a request; raises ValueError for an unknown name or an invalid value."""
     try:
         values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
     except ValidationError as error:
@@ -134,7 +130,6 @@ class Request:
     token_ids: list[int]
     options: RequestOptions
     key: bytes
-    """16-byte key of the random numbers."""
     session: tuple[int, str | None]
     """Number of the sample and name of its conversation."""
 
@@ -148,7 +143,6 @@ class SampleKey(NamedTuple):
     occurrence: int
     """Earlier occurrences of the same prompt in the batch."""
     sample: int
-    """Index of the sample in its group."""
 
 
 class SampleEngine:
@@ -222,10 +216,7 @@ class StopStrings:
         self._tail = max((len(text.encode()) for text in stop), default=0) + 1
 
     def found(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether the last token completes one of the texts, if no earlier token did.
-
-        Such a text has at least as many bytes as tokens. Incomplete characters decode to the replacement character.
-        """
+        """Returns whether the last token completes one of the texts, if no earlier token did."""
         if not self._stop or not self._can_complete(token_ids[-1]):
             return False
         text = self._tokenizer.decode(list(token_ids[-self._tail :]))

@@ -77,7 +77,6 @@ class DaemonThreads(ThreadPoolExecutor):
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
         self.running: set[Future[Any]] = set()
-        """Calls that have begun and not returned."""
 
     def submit(
         self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -107,7 +106,6 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 THREADS = DaemonThreads()
-"""Threads of all loops in this process."""
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -118,13 +116,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs work in this thread's event loop, and ends the tasks that it leaves behind.
-
-    The loop is kept, as in slime: locks and semaphores of a user's module belong to one loop.
-
-    Raises:
-        CustomFunctionError: a user's function cancelled the work.
-    """
+    """Runs work in this thread's event loop, which is kept as in slime, and ends the tasks that it leaves behind."""
     loop: asyncio.AbstractEventLoop | None = getattr(_of_thread, "loop", None)
     if loop is None:
         loop = _of_thread.loop = new_loop()

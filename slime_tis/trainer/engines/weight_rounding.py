@@ -23,11 +23,9 @@ COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Tensor dtypes of precisions; fp8 and int8 weights are emulated in float32."""
 FP8_MAX = 448.0
-"""Largest finite float8_e4m3fn."""
 FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
 """Mantissa bits, exponent of the smallest normal number, and largest number of each floating-point format."""
 INT8_MAX = 127.0
-"""Largest multiple of a row's scale."""
 CHANCES = 2**16
 """Number of distinct random values of stochastic rounding: float32 has 16 more bits than bfloat16."""
 
@@ -129,12 +127,7 @@ class WeightRounder:
     """Rounds the tensors of each update (--weight-update-rounding); a version sent again is rounded identically."""
 
     def __init__(self, rounding: Rounding, seed: int) -> None:
-        """Starts without errors.
-
-        Args:
-            rounding: nearest leaves tensors unchanged, because the engine rounds them.
-            seed: Random numbers depend only on the seed, the tensor's name and the version.
-        """
+        """Starts without errors; random numbers depend only on the seed, the tensor's name and the version."""
         self.rounding: Rounding = rounding
         self._seed = seed
         self._version: int | None = None

@@ -36,7 +36,6 @@ class SampledRows:
 
     trained: Tensor
     sent: Tensor
-    """The same rows in the engine."""
     share: float
     """Sampled share of the tensor's elements."""
     rounded: bool
@@ -49,16 +48,9 @@ class WeightUpdates:
     def __init__(
         self, rounder: WeightRounder, precision_of: Callable[[str], Precision | None], *, samples_all: bool
     ) -> None:
-        """Begins before the first update.
-
-        Args:
-            rounder: Rounds tensors before they are sent.
-            precision_of: The engine's precision of a tensor, by name; None if unknown.
-            samples_all: Whether to sample unrounded tensors too, and to keep rows for `sent_rows`.
-        """
+        """`precision_of` an unknown tensor is None; `samples_all` also samples unrounded tensors, for `sent_rows`."""
         self.rounder = rounder
         self.sampled: dict[str, SampledRows] = {}
-        """Samples of the version sent last, by tensor."""
         self.precision: Precision | None = None
         """The coarsest known precision of a sampled tensor."""
         self._precision_of, self._samples_all = precision_of, samples_all

@@ -25,7 +25,6 @@ class Collected:
     """The groups of one rollout."""
 
     groups: Groups = field(default_factory=list)
-    """Groups to train on."""
     sampled: Groups = field(default_factory=list)
     """All sampled groups, in the order of their prompts."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -33,11 +32,7 @@ class Collected:
 
 
 def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *, max_batches: int) -> Collected:
-    """Takes scored batches until `size` groups are accepted; further accepted groups are not used.
-
-    Raises:
-        RolloutUnavailable: Too few groups are accepted within `max_batches`.
-    """
+    """Takes scored batches until `size` groups are accepted; further accepted groups are not used."""
     rollout = Collected()
     if judge is None:
         rollout.groups = rollout.sampled = next(batches)

@@ -11,7 +11,6 @@ from typing import Any
 from slime_tis.trainer.data.sample import Sample
 
 MIN_DEVIATION = 1e-6
-"""Standard deviation above which the rewards of a group differ."""
 
 
 @dataclass

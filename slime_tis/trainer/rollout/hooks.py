@@ -33,9 +33,7 @@ class ShapedRewards:
     """The lists of --custom-reward-post-process-path, one number per sample."""
 
     raw: list[float]
-    """Reported as rollout/raw_reward."""
     advantages: list[float]
-    """Replace the estimator's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +41,7 @@ class RolloutHooks:
     """The user's functions around a rollout; each method is a collective."""
 
     args: Namespace
-    """Options of the program, for every function."""
     functions: dict[str, Function]
-    """Loaded functions, by the name of their option."""
 
     @classmethod
     def load(cls, config: RolloutConfig, args: Namespace) -> RolloutHooks:

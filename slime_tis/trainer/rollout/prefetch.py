@@ -10,7 +10,6 @@ from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.engines.engine import RolloutFuture
 
 BATCH = "batch"
-"""Key of the number of the next batch in a state."""
 
 
 class Prefetcher:
@@ -25,10 +24,7 @@ class Prefetcher:
         depth: int,
         number: int = 0,
     ) -> None:
-        """Starts with no batch in flight.
-
-        `submit` starts a batch from its prompts and its number; `prompts` returns the size of the next batch.
-        """
+        """`submit` starts a batch from its prompts and its number; `prompts` returns the size of the next batch."""
         self._dataset, self._submit, self._prompts, self._depth = dataset, submit, prompts, depth
         self._number = number
         self._queue: deque[tuple[RolloutFuture, dict[str, Any]]] = deque()

@@ -14,9 +14,7 @@ class BufferChoice:
     """Indices into the list of unfinished groups; the other groups are dropped."""
 
     returned: list[int]
-    """Groups that the next batch resumes, in this order."""
     left: list[int]
-    """Groups that wait for a later batch."""
 
 
 Choose = Callable[[Sequence[list[Sample]], int], BufferChoice]

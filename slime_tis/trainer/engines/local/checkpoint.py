@@ -60,11 +60,7 @@ def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def linear_weight_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names, in a checkpoint file, of the weights that 8-bit engines round.
-
-    Those are the weights of all linear layers and of all experts, but for the output layer, routers, and the gate of
-    a shared expert.
-    """
+    """Names, in a checkpoint file, of the weights that 8-bit engines round: linear layers and experts."""
     output_layer = model.get_output_embeddings()
     linear = {
         f"{name}.weight"

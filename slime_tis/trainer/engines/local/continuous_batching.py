@@ -61,18 +61,13 @@ class BatchSettings:
     """The limits of a batch, and the weights that answer it."""
 
     eos_token_ids: frozenset[int]
-    """Tokens that end every response."""
     context_len: int | None
-    """Maximum tokens of input and response; None for no limit."""
     weight_version: int
     records_routing: bool
-    """Whether to record experts or their weights."""
     max_batch: int
-    """Maximum number of slots."""
     max_batch_tokens: int
     """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
     check_interrupts: Callable[[], None]
-    """Called between decode steps; raises to end sampling."""
 
 
 class ContinuousBatching:
@@ -145,11 +140,7 @@ class ContinuousBatching:
                 slot.session = None
 
     async def run(self) -> None:
-        """Answers requests until it is cancelled.
-
-        Raises:
-            Exception: From the model or the safe point; all requests raise it too.
-        """
+        """Answers requests until it is cancelled; an exception of the model or a safe point ends all requests."""
         try:
             while True:
                 self._settings.check_interrupts()
@@ -216,10 +207,7 @@ class ContinuousBatching:
         self._waiting.extendleft(reversed(later))
 
     def _longest_prefix(self, session: tuple[int, str | None], tokens: list[int]) -> tuple[Slot | None, int]:
-        """The slot that shares the longest prefix after its prefill, and the length of the prefix.
-
-        The prefix excludes the last token, unless its logits are known.
-        """
+        """The slot with the longest shared prefix after its prefill, and the length without the last token."""
         most = len(tokens) - 1
         own = [slot for slot in self._slots if slot.session == session]
         for slot in chain(own, self._slots):
@@ -273,10 +261,7 @@ class ContinuousBatching:
         return max(1, min(self._settings.max_batch, self._settings.max_batch_tokens // capacity))
 
     def _resize(self, capacity: int, keep: Slot | None = None) -> None:
-        """Resizes the slots and allocates one more.
-
-        Frees the least recently used slots first, then slots of the newest requests, which wait again.
-        """
+        """Allocates one more slot; frees the least recently used slots, then the newest requests, which wait again."""
         most = self._most_slots(capacity)
         while len(self._slots) > most:
             idle = [slot for slot in self._slots if slot.work is None and slot is not keep]

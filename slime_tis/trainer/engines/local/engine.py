@@ -36,14 +36,10 @@ from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 COMPUTE_DTYPES = {**DTYPES, "fp8": torch.float32, "int8": torch.float32}
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
 NAME = "the local engine"
-"""What messages call it."""
 
 
 def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns the rounding function of each rounded weight, by name.
-
-    Routers of mixtures of experts have a precision of `router_bits`; None leaves them unchanged.
-    """
+    """Returns the rounding function of each rounded weight, by name; a `router_bits` of None leaves routers alone."""
     by_name: dict[str, Callable[[Tensor], Tensor]] = {}
     if precision in ROUNDINGS:
         by_name = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
@@ -97,20 +93,7 @@ class LocalEngine:
         device: torch.device | str = "cpu",
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Loads the model.
-
-        Args:
-            hf_checkpoint: Hugging Face checkpoint directory.
-            tokenizer: Tokenizer of the same directory.
-            precision: fp32, fp16, bf16, fp8 or int8.
-            router_bits: Width to which mixture-of-experts routers are rounded; None rounds them by the precision.
-            max_batch: Maximum samples per batch; bounds the memory of logits.
-            max_batch_tokens: Maximum tokens per batch; bounds the key/value cache. A single sample may exceed it.
-            device: Device of the model.
-            check_interrupts: Called before each token; raises to end sampling.
-        """
-        if precision not in COMPUTE_DTYPES:
-            raise ValueError(f"rollout precision is {precision!r} but must be one of {', '.join(COMPUTE_DTYPES)}.")
+        """Loads the model; `max_batch` and `max_batch_tokens` bound the memory, but not of a single sample."""
         self.weight_version = 0
         self._is_asked = False
         self._tokenizer, self._check_interrupts = tokenizer, check_interrupts
@@ -159,11 +142,7 @@ class LocalEngine:
         concurrency: int,
         num_groups: int | None = None,
     ) -> CompletedRollout:
-        """Calls the function immediately, in an event loop of this thread; see `engine.RolloutEngine`.
-
-        A function that blocks the loop delays all others. A sample depends only on the seed, its prompt, the weights
-        and the function, not on the concurrency or the rank.
-        """
+        """Calls the function immediately, in an event loop of this thread; a function that blocks delays all others."""
         _check_all_groups(num_groups)
 
         async def make_rollouts(calls: Sequence[Sequence[FunctionCall]]) -> None:
@@ -200,12 +179,7 @@ class LocalEngine:
         return CompletedRollout(calls_over_ranks(make, new_groups(prompts, sampling.n_samples, seed)))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Loads all weights and rounds them.
-
-        Raises:
-            ValueError: An unknown name, a wrong shape, or a missing parameter other than a tied output layer.
-            RuntimeError: Functions have requests in flight, whose caches belong to the current weights.
-        """
+        """Loads all weights and rounds them; raises ValueError if they do not fit, and RuntimeError during requests."""
         if self._is_asked:
             raise RuntimeError("weights cannot change while functions use the local engine; update them afterwards.")
         arrived = set()

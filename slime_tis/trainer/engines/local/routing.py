@@ -38,10 +38,7 @@ class Routing:
 
 
 class RoutingRecorder:
-    """A context manager within which a model's calls of its experts are recorded.
-
-    All families in transformers call a layer's experts as `experts(hidden_states, indices, weights)`.
-    """
+    """A context manager that records the calls `experts(hidden_states, indices, weights)` of a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises ValueError if the model has no experts."""

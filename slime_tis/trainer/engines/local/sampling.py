@@ -45,15 +45,6 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
     Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833), section 5
     for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
     (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. transformers uses the same order.
-
-    Args:
-        logits_BV: Logits of any floating type.
-        temperature: Above 0.
-        top_p: In (0, 1]; keeps the smallest set of most likely tokens whose probability reaches it.
-        top_k: Keeps tokens as likely as the k-th; −1 means all.
-
-    Returns:
-        [B, V] float32, −inf at removed tokens.
     """
     scaled_BV = logits_BV.float()
     if temperature != 1.0:
@@ -90,10 +81,6 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
     Searches chunks of tokens, then the tokens of one chunk, both with float64 sums: the draw is exact for any
     vocabulary without a [B, V] table of cumulative sums. A token of probability 0 is never drawn.
-
-    Args:
-        probs_BV: Non-negative, each row with a positive sum, which need not be 1.
-        uniforms_B: float64 in [0, 1).
     """
     rows, vocab = probs_BV.shape
     if vocab <= CDF_CHUNK:
@@ -120,18 +107,7 @@ def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prompt_uniforms(seed: int, index: int, occurrence: int, n_samples: int, length: int) -> Tensor:
-    """The uniforms of all samples of one prompt.
-
-    They depend only on the arguments, so a sample does not depend on its batch or rank. A counter-based generator
-    (numpy's Philox) with the key (seed, index) gives independent streams.
-
-    Args:
-        seed: Seed of the rollout.
-        index: Index of the prompt in its file.
-        occurrence: Earlier occurrences of the same prompt in the batch.
-        n_samples: Rows.
-        length: Columns: tokens of the longest response.
-    """
+    """The uniforms of all samples of one prompt, which depend on neither batch nor rank."""
     key = np.array([seed, index], dtype=np.int64).astype(np.uint64)
     philox = np.random.Philox(key=key, counter=np.array([0, 0, 0, occurrence], dtype=np.uint64))
     return torch.from_numpy(np.random.Generator(philox).random((n_samples, length)))

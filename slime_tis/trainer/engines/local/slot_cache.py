@@ -41,24 +41,19 @@ class Work:
 
     request: Request
     order: int
-    """Position in the order of arrival."""
     limit: int
-    """Maximum tokens to sample."""
     stop_token_ids: frozenset[int]
     stop: StopStrings
     uniforms: Iterator[float]
     distribution: tuple[float, float, int]
-    """Temperature, top-p and top-k."""
     future: asyncio.Future[None] | None = None
     """Done once `generation` is set, or cancelled."""
     generation: Generation | None = None
-    """The answer."""
     pending: list[int] = field(default_factory=list)
     """Tokens that are not in the cache; at least one while the request has a slot."""
     waited: int = 0
     """Decode steps since the request was ready for prefill."""
     token_ids: list[int] = field(default_factory=list)
-    """Sampled so far."""
     log_probs: list[float] = field(default_factory=list)
     sets: list[Tensor] = field(default_factory=list)
     """Candidate tokens of each sampled token, if recorded; empty for the whole vocabulary."""
@@ -87,15 +82,12 @@ class Slot:
     row: int
     """Row of the cache that contains the tokens; `index` after the next forward pass."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens whose keys and values are in the slot."""
     session: tuple[int, str | None] | None = None
     """The conversation that may continue; None once its sample is complete."""
     used: int = 0
-    """Step of the last use."""
     logits: Tensor | None = None
     """Logits after the tokens, until the request samples from them."""
     work: Work | None = None
-    """The request in the slot; None if the tokens are only kept for reuse."""
 
     @property
     def pending(self) -> list[int]:
@@ -128,9 +120,7 @@ class Window:
     row_T: Tensor | None = None
     """Row of each token in the pass; None if all sequences have the same length and there is no padding."""
     column_T: Tensor | None = None
-    """Column of each token in the pass."""
     position_T: Tensor | None = None
-    """Position of each token in its sequence."""
 
 
 class SlotTensor:
@@ -202,7 +192,6 @@ class SlotCache:
     """Keys and values of every layer, and recorded routing, in slots of equal size."""
 
     window: Window
-    """Window of the next forward pass."""
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
         """Has no slots yet; raises ValueError as `check_config` does."""
@@ -211,7 +200,6 @@ class SlotCache:
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
         self._experts, self._weights = SlotTensor(1), SlotTensor(1)
         self.states = DynamicCache(config=config)
-        """The model's `past_key_values`."""
         self.states.layers = self._layers
 
     def resize(self, slots: int, capacity: int) -> None:

@@ -31,7 +31,6 @@ class RankZero:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=LONGEST_ROLLOUT) if several else None
         self.is_self = not several or dist.get_rank() == 0
-        """Whether this process is rank 0."""
 
     def run(self, work: Callable[[WeightSource], Result], source: WeightSource) -> Result:
         """Runs work on rank 0 and returns its result, or raises its error, on all ranks.

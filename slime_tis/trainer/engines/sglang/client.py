@@ -78,14 +78,10 @@ class RequestRefused(SGLangError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class Server:
-    """One SGLang server, or a router, by its address.
-
-    All requests raise ServerError if there is no usable answer, and RequestRefused if the server refuses.
-    """
+    """One SGLang server or a router; requests raise ServerError, or RequestRefused if the server refuses."""
 
     url: str
     client: httpx.AsyncClient
-    """From `make_client`."""
     timeout: float
     vocab_size: int | None = None
     """Number of token ids of the model; None skips the check of answers."""
@@ -274,10 +270,7 @@ class Keys(httpx.Auth):
 
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> httpx.AsyncClient:
-    """Returns the HTTP client of all servers; raises ValueError if a key cannot be sent in a header.
-
-    The admin key is for weights, pauses and aborts; None uses the API key.
-    """
+    """Returns the HTTP client of all servers; the admin key, else the API key, is for weights, pauses and aborts."""
     for key, flag in ((api_key, "--sglang-api-key-env"), (admin_api_key, "--sglang-admin-api-key-env")):
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(

@@ -46,13 +46,9 @@ class SGLangEngine:
     """Precision of the servers' weights, the same on every rank; None if it is unknown, differs or is quantized."""
 
     _servers: ServerGroup
-    """On rank 0 only."""
 
     def __init__(self, settings: SGLangSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost) -> None:
-        """Launches servers if configured, and waits for all servers; a collective.
-
-        Raises RolloutUnavailable if no server comes up, ValueError if servers lack what the settings need.
-        """
+        """Launches servers if configured, and waits for all servers; a collective."""
         self.weight_version = 0
         self._settings, self._tokenizer, self._host = settings, tokenizer, host
         self._run_id, self._num_batches = secrets.token_hex(4), 0
@@ -95,10 +91,7 @@ class SGLangEngine:
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
     ) -> SGLangRollout:
-        """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`.
-
-        Raises ValueError for prompts without room for a response or with unknown tokens, and too few groups.
-        """
+        """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`."""
         sampling = self._limits.with_reported_masks(sampling)
         options = RequestOptions(sampling=sampling)
         new = [[_empty_sample(prompt) for _ in range(sampling.n_samples)] for prompt in prompts]
@@ -291,9 +284,7 @@ class SGLangRollout:
     calls: list[list[FunctionCall]]
     num_groups: int | None
     makes_segments: bool
-    """Whether a rollout may have several samples."""
     future: Future[None] | None = None
-    """On rank 0 only."""
     groups: Groups | None = None
 
     @property

@@ -43,9 +43,7 @@ class Timeouts:
     """Waits for servers, in seconds."""
 
     recovery: float = 120.0
-    """Longest time without any server until the run stops."""
     first_retry: float = 0.5
-    """Wait before the first retry; doubles with every failure."""
     max_retry: float = 30.0
     health_interval: float = 5.0
 
@@ -65,20 +63,14 @@ class ServerState:
     version_known: bool = True
     """Whether the reported version is reliable; False after a failed update."""
     reason: str = "it has not answered yet"
-    """Why the server is down or probed."""
     since: float = field(default_factory=time.time)
-    """Time of marking down, in seconds since the epoch."""
     in_flight: int = 0
     answered: bool = False
     """Whether a request succeeded since the last health check."""
     seen: bool = False
-    """Whether the server ever answered."""
     failed_health_checks: int = 0
-    """Consecutive failures."""
     updates: int = 0
-    """Number of successful weight updates."""
     failed_updates: int = 0
-    """Consecutive failures."""
     was_down: bool = False
     """Whether the server was marked down since it was last live; its return is logged and counted."""
     requests: set[asyncio.Timeout] = field(default_factory=set)
@@ -119,10 +111,7 @@ class HealthMonitor:
         self._tasks = BackgroundTasks()
 
     async def start(self, timeout: float) -> None:
-        """Waits until all servers answer, or after `timeout` seconds at least one, and starts watching them.
-
-        Raises RolloutUnavailable if none answers, and RequestRefused for a wrong key or another program.
-        """
+        """Waits until all servers answer, or after `timeout` seconds at least one, and starts watching them."""
         states = [*self.states.values(), *([self.router] if self.router else [])]
         searches = [asyncio.create_task(self._find(state)) for state in states]
         try:
@@ -166,10 +155,7 @@ class HealthMonitor:
         return any(each.info.enable_deterministic_inference is True for each in states)
 
     def check_versions(self, state: ServerState, first: int, versions: Iterable[int]) -> None:
-        """Raises UnexpectedWeights if an answer comes from weights that the server was not given, as after a restart.
-
-        `first` is `version_of` the server when the request began.
-        """
+        """Raises UnexpectedWeights if an answer has other versions than `first`, of its start, to the newest."""
         last = max(self.newest_version, self.version_of(state))
         for version in versions:
             if not first <= version <= last:
@@ -393,7 +379,6 @@ class Dispatcher:
     def __init__(self, health: HealthMonitor, *, concurrency: int = 64, max_retries: int = 5) -> None:
         """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
         self.retries = 0
-        """Number of retries."""
         self._health, self._concurrency, self._max_retries = health, concurrency, max_retries
         self._waiting: deque[asyncio.Future[None]] = deque()
         health.on_change = self._wake_all

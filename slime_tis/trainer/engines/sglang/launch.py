@@ -22,7 +22,6 @@ HOST = "127.0.0.1"
 MAX_RESTARTS = 3
 """Maximum restarts of a server that never ran for the startup timeout."""
 GRACE = 30.0
-"""Seconds from SIGTERM to SIGKILL."""
 LOG_LINES, LOG_BYTES = 8, 4096
 """Maximum quoted lines of a log, and bytes searched for them."""
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")

@@ -49,7 +49,6 @@ class Limits:
     context_len: int | None
     vocab_size: int | None
     max_input_len: int | None
-    """Longest input that all servers take."""
     mask_tokens: int | None
     """Largest sampling mask that all servers report; None if the run samples without masks."""
 
@@ -95,7 +94,6 @@ class PendingSample:
 
     prompt: Prompt
     max_new_tokens: int
-    """Maximum length of the complete response."""
     seed: int | None = None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -141,20 +139,14 @@ class PendingSample:
 
     @property
     def first_experts(self) -> int | None:
-        """First token whose experts must be recorded; None if earlier experts are missing.
-
-        Earlier tokens keep their rows: the next request feeds them again, but maybe with other weights.
-        """
+        """First token whose experts must be recorded; None if earlier experts are missing."""
         if not self.token_ids:
             return 0
         return None if self.routed_experts is None else len(self.routed_experts)
 
     @property
     def unrecorded_layer(self) -> int | None:
-        """The first sparse layer that sent all tokens of a complete response to expert 0, or None.
-
-        Kernels that bypass the recording leave such rows; with one expert per token a single answer cannot show it.
-        """
+        """The first layer that sent all tokens of a response to expert 0: its kernels record nothing. Else None."""
         if self.finish_reason is None or self.routed_experts is None or not len(self.routed_experts):
             return None
         layers = (self.routed_experts == 0).all(-1).all(0).nonzero().flatten().tolist()
@@ -224,7 +216,6 @@ class RolloutTask:
     health: HealthMonitor
     dispatcher: Dispatcher
     max_input_len: int | None
-    """Longest input that all servers take, in tokens."""
     records_experts: bool
     tokenizer: PreTrainedTokenizerBase
     limits: Limits
@@ -237,10 +228,7 @@ class RolloutTask:
     _interrupted: set[PendingSample] = field(default_factory=set)
 
     async def run(self) -> None:
-        """Calls the function until enough groups are complete.
-
-        Raises RolloutUnavailable without servers or after too many failures, RequestRefused, or a call's error.
-        """
+        """Calls the function until enough groups are complete."""
         self._task = asyncio.current_task()
         await self.batch.run()
 
@@ -307,10 +295,7 @@ class RolloutTask:
         await _abort_all(in_flight)
 
     async def end_before_update(self) -> None:
-        """Aborts requests that ask for experts before a weight update; new requests continue their responses.
-
-        After an update a server feeds earlier tokens again, and would return the experts that the new weights choose.
-        """
+        """Aborts requests for experts before an update, after which tokens that are fed again get other experts."""
         if not self.records_experts:
             return
         requests = [(response, response.request) for response in self._responses.values() if response.request]

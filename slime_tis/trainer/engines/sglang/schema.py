@@ -34,7 +34,6 @@ MAX_LOG_PROB = 1e-3
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
 MAX_NAME = 128
-"""Characters of a name of weights."""
 
 
 class InvalidAnswer(Exception):
@@ -65,11 +64,9 @@ class GenerateRequest:
     request_id: str
     """Id for aborts. The server aborts all ids with this prefix, so all ids must have equal width."""
     seed: int | None = None
-    """Seed of the response, for servers that use it."""
     first_experts: int | None = None
     """First token whose routed experts are returned; None for none."""
     stop: Sequence[str] = ()
-    """Texts that end the response."""
 
     def body(self) -> dict[str, object]:
         """The JSON."""
@@ -180,9 +177,7 @@ class OutputMeta(Answer):
     routed_experts: Any = None
     """Experts of the fed tokens; not validated here, because a sample is usable without them."""
     output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
-    """Candidate tokens at each sampled token, if requested."""
     output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
-    """Log-prob of each sampled token among the candidates."""
     input_token_logprobs: Annotated[list[TokenLogProb], FailFast()] = []
 
 
@@ -197,7 +192,6 @@ class ModelInfo(Answer):
     """The answer to GET /model_info."""
 
     weight_version: Annotated[str | None, BeforeValidator(_checked_name)] = None
-    """Name of the weights; "default" for the initial weights."""
 
 
 class ServerInfo(Answer):
@@ -212,9 +206,7 @@ class ServerInfo(Answer):
     sampling_mask_max_tokens: TokenCount | None = None
     """Largest reported sampling mask (--sampling-mask-max-tokens)."""
     dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
-    """Dtype of the computation; "auto" for the checkpoint's."""
     quantization: Any = None
-    """How the server quantizes weights; None for no quantization."""
     enable_deterministic_inference: Any = None
     """Whether the server uses requests' seeds; only True counts."""
     enable_return_routed_experts: Any = None
@@ -238,9 +230,7 @@ class ControlAnswer(Answer):
 
     success: Any = None
     ranks: list[RankChecksums] | None = None
-    """From POST /weights_checker."""
     workers: list[Worker] | None = None
-    """From a router's GET /workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,18 +238,14 @@ class Completion:
     """The validated answer to one request."""
 
     token_ids: list[int]
-    """Sampled tokens, including the stop token."""
     log_probs: list[float]
     """Log-prob of each token in the distribution it was sampled from."""
     versions: list[int]
-    """Weight version of each token."""
     finish_reason: FinishReason
     routed_experts: Tensor | None = None
     """As in `Sample`, from the first requested token to the last but one; None if unusable."""
     experts_problem: str | None = None
-    """Why requested experts are unusable."""
     sampling_mask: SamplingMask | None = None
-    """Candidate tokens at each token; None if not requested."""
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
@@ -281,12 +267,7 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
 def parse_generation(
     body: bytes, request: GenerateRequest, *, vocab_size: int | None = None, layout: ExpertLayout | None = None
 ) -> Completion:
-    """Parses the answer to a request; missing or invalid routed experts do not invalidate it.
-
-    Raises:
-        InvalidAnswer: Log-probs are missing, NaN, null, positive or of other tokens; tokens are outside the vocabulary;
-            versions do not cover the tokens or decrease; or masks are missing or lack the sampled token.
-    """
+    """Parses the answer to a request; missing or invalid routed experts do not invalidate it."""
     answer = parse(GenerateAnswer, body)
     meta, token_ids = answer.meta_info, answer.output_ids
     entries = [] if token_ids == [] else meta.output_token_logprobs

@@ -44,7 +44,6 @@ PRECISIONS: dict[object, Precision] = {
     "float": "fp32",
     "float32": "fp32",
 }
-"""Precisions by SGLang's names of dtypes."""
 TensorChecksums = Mapping[str, Sequence[str]]
 """Checksums of each rank by SGLang's name of the tensor."""
 JOINED = {
@@ -57,7 +56,6 @@ JOINED = {
 OLDEST_SGLANG = (0, 5, 23)
 """Reports a weight version per token, sampling masks and checksums."""
 RESTART_INTERVAL = 1.0
-"""Seconds between two checks that launched servers still run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +68,7 @@ class SGLangSettings:
     allow_truncation_bias: bool = False
     rounding: Rounding = "nearest"
     timeouts: Timeouts | None = None
-    """None takes them from the config."""
     weight_sync: WeightSync | None = None
-    """None builds the one that the config names."""
 
     @property
     def records_experts(self) -> bool:
@@ -98,7 +94,6 @@ class ServerGroup:
         self.waiting_for_source: set[Server] = set()
         """Servers that came back and need weights that only the trainer has."""
         self.rollouts: set[RolloutTask] = set()
-        """Rollouts in flight."""
         self._settings, self._host, self._vocab_size, self._launched = settings, host, vocab_size, launched
         self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
         self._checksums: dict[Server, TensorChecksums | None] = {}
@@ -173,10 +168,7 @@ class ServerGroup:
             )
 
     def sampling_mask_tokens(self) -> int | None:
-        """The largest sampling mask that all servers report; None if the run samples without masks.
-
-        Raises ValueError if a server reports fewer tokens than top-k keeps, and the bias is not allowed.
-        """
+        """The largest sampling mask that all servers report; None if the run samples without masks."""
         sampling = self._settings.sampling
         if sampling is None or not sampling.return_sampling_mask:
             return None
@@ -193,10 +185,7 @@ class ServerGroup:
         raise ValueError(f"{message} Or remove the two flags, or add --allow-truncation-bias.")
 
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
-        """The precision of all servers' weights with this config.json; None if it is unknown, differs or is quantized.
-
-        Raises ValueError if weights are to be rounded, and the precision is float32 or unknown.
-        """
+        """The precision of all servers' weights; None if it is unknown, differs or is quantized."""
         dtypes = {None if state.info.quantization is not None else state.info.dtype for state in self._seen}
         precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
         rounding = self._settings.rounding
@@ -318,10 +307,7 @@ def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
 
 
 def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision | None:
-    """The precision of an SGLang `--dtype`; None if the dtype is unknown.
-
-    `auto` is the checkpoint's dtype, and float16 for float32 (sglang/srt/configs/model_config.py).
-    """
+    """The precision of an SGLang `--dtype`, which is float16 for `auto` and a float32 checkpoint; None if unknown."""
     if dtype == "auto":
         checkpoint_dtype = model.get("dtype") or model.get("torch_dtype") or "float32"
         dtype = "float16" if checkpoint_dtype == "float32" else checkpoint_dtype

@@ -20,12 +20,9 @@ import time
 from collections.abc import Mapping
 
 VARIABLE = "-env"
-"""Suffix of flags that name an environment variable."""
 MODULE = "sglang.launch_server"
 GRACE = 30.0
-"""Seconds from SIGTERM to SIGKILL."""
 TICK = 0.2
-"""Seconds between two checks for the end of the server."""
 LONGEST_LINE = 1 << 20
 """Maximum bytes held back without an end of line."""
 

@@ -37,7 +37,6 @@ class DiskSync:
 
     directory: Path
     is_temporary: bool = False
-    """Whether `close` removes the weights."""
     hf_checkpoint: str | Path
     device: torch.device | str
     bucket_bytes: int
@@ -112,10 +111,7 @@ class DiskSync:
 def write_checkpoint(
     directory: Path, weights: Iterable[tuple[str, Tensor]], version: int, hf_checkpoint: Path, shard_bytes: int
 ) -> Path:
-    """Writes a checkpoint into a new subdirectory, which gets its final name when complete.
-
-    Raises RolloutUnavailable if writing fails, for example on a full disk; earlier weights stay unchanged.
-    """
+    """Writes a checkpoint into a new subdirectory, which gets its final name when complete."""
     name = f"{version:08d}_{secrets.token_hex(4)}"
     unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
     weights = iter(weights)

@@ -222,10 +222,7 @@ def local_address(url: str) -> str:
 
 
 def _listen(address: str) -> tuple[socket.socket, str, str | None]:
-    """Opens a port, on `address` only if that is an IP address of this machine.
-
-    Returns the socket, its host as seen from here, and the address it is bound to (None for all).
-    """
+    """Opens a port, if possible on `address` only; returns the socket, its host from here, and its bound address."""
     host = "127.0.0.1" if address == "localhost" else address
     try:
         version = ipaddress.ip_address(host).version

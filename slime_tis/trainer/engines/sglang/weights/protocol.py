@@ -51,9 +51,6 @@ class WeightSync(Protocol):
 
         Requests in flight pause and continue with the new weights, or are aborted on a failed server. `source` is
         called once and iterated to its end on one thread, even if all servers fail: it may contain collectives.
-
-        Raises:
-            Exception: From `source`; the servers are released, and their weights are unusable.
         """
 
     async def restore(self, server: Server) -> bool:
@@ -73,11 +70,7 @@ class Bucket:
 
 
 def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tensor]) -> Iterator[Bucket]:
-    """Groups weights into buckets of at most `max_bytes`; a larger tensor gets its own bucket.
-
-    The source is consumed lazily, one tensor ahead, and no reference to earlier buckets remains. `place` moves a
-    tensor to the sending device. Raises ValueError if there are no weights.
-    """
+    """Groups weights lazily into buckets of at most `max_bytes`, or of a single larger tensor."""
     names: list[str] = []
     tensors: list[Tensor] = []
     size = 0
