@@ -44,7 +44,7 @@ from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.trainer.agents.custom_generate import build_generate_function
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.functions import FunctionBatch, new_groups
+from slime_tis.trainer.engines.functions import FunctionBatch, resumed_groups
 from slime_tis.trainer.engines.generation import Generation, Request, TokenEngine
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.learner import Learner
@@ -449,7 +449,7 @@ def calls_of_functions(size: Size) -> Callable[[], object]:
         return [sample]
 
     def call() -> None:
-        groups = new_groups(prompts, size.samples, 0)
+        groups = resumed_groups([], prompts, size.samples, 0)
         batch = FunctionBatch(
             groups, play, answer, Sampling(max_response_len=1), concurrency=256, vocab_size=size.vocabulary
         )
@@ -495,7 +495,7 @@ def episodes(size: Size, segments: bool) -> Callable[[], object]:
     bound = replace(function, function=play).bind(Sampling(max_response_len=64))
 
     def call() -> None:
-        groups = new_groups(prompts, size.samples, 0)
+        groups = resumed_groups([], prompts, size.samples, 0)
         options = Sampling(max_response_len=64)
         asyncio.run(FunctionBatch(groups, bound, answer, options, concurrency=8, vocab_size=None).run())
         assert not any(sample.failure for group in groups for made in group for sample in made.samples)

@@ -7,9 +7,7 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.functions import (
-    new_groups,
     numbered,
-    packed,
     resumed_groups,
 )
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
@@ -162,10 +160,4 @@ def test_what_is_unfinished_is_gone_on_with():
     assert [call.first_sample().tokens for call in groups[0][2:]] == [[1, 5], [1, 5]]
     assert [call.key.occurrence for calls in groups for call in calls] == [0, 0, 0, 0, 1, 1]
     assert [s.rollout_id for s in numbered(groups)[0]] == [0, 1, 2, 2, 3]
-    assert [call.key.sample for call in new_groups([row], 3, 1)[0]] == [0, 1, 2]
-
-
-def test_samples_that_cannot_be_sent_are_refused_with_a_message():
-    sample = Sample(prompt="a", metadata={"tool": lambda: None})
-    with pytest.raises(ValueError, match="put only plain data into its metadata"):
-        packed([[sample]])
+    assert [call.key.sample for call in resumed_groups([], [row], 3, 1)[0]] == [0, 1, 2]

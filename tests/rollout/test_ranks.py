@@ -57,6 +57,11 @@ def share_of_digits(args, sample):
     return sum(character.isdigit() for character in sample.response) / (1 + len(sample.response))
 
 
+async def keep_a_function(sample, engine):
+    sample.metadata["tool"] = lambda: None
+    return [sample]
+
+
 def fail_on_rank_1(items):
     if dist.get_rank() == 1:
         raise ValueError(f"item {items[0]} is bad.")
@@ -70,6 +75,9 @@ def work(rank, path, out):
         map_over_ranks(fail_on_rank_1, [10, 11, 12])
     except ValueError as error:
         failure = str(error)
+    engine, prompt = LocalEngine(path, load_tokenizer(path)), Prompt(index=0, text="a", token_ids=(1, 5))
+    with pytest.raises(ValueError, match="put plain data"):
+        engine.submit_function([prompt], keep_a_function, Sampling(max_response_len=2), 0, concurrency=1)
     samples, asked = rollout(path)
     torch.save({"samples": samples, "asked": asked, "failure": failure}, f"{out}/{rank}.pt")
     dist.destroy_process_group()

@@ -48,15 +48,10 @@ class FunctionCall:
         return sample
 
 
-def new_groups(prompts: Sequence[Prompt], n_samples: int, seed: int) -> list[list[FunctionCall]]:
-    """Returns `n_samples` calls for each prompt."""
-    return resumed_groups([], prompts, n_samples, seed)
-
-
 def resumed_groups(
     unfinished: Sequence[Sequence[Sample]], prompts: Sequence[Prompt], n_samples: int, seed: int
 ) -> list[list[FunctionCall]]:
-    """Returns the calls for unfinished groups, then the calls for new prompts."""
+    """Returns the calls for unfinished groups, then `n_samples` calls for each prompt."""
     rollouts = [(group[0].row, by_rollout(group)) for group in unfinished]
     rollouts += [(prompt, [[] for _ in range(n_samples)]) for prompt in prompts]
     seen: Counter[int] = Counter()
@@ -91,7 +86,7 @@ def is_complete(group: Sequence[FunctionCall]) -> bool:
 
 
 class FunctionBatch:
-    """Concurrent calls of a function. It belongs to one loop; `progress` may be read from any thread."""
+    """Concurrent calls of a function. It belongs to one loop."""
 
     def __init__(
         self,
@@ -121,12 +116,6 @@ class FunctionBatch:
         self._stopping = self._ended = False
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Numbers of complete and of all calls."""
-        calls = [call for group in self.groups for call in group]
-        return sum(call.complete for call in calls), len(calls)
 
     async def run(self) -> None:
         """Calls the function until enough groups are complete; raises the exception of a call."""
@@ -189,23 +178,19 @@ def calls_over_ranks(
     def make_share(share: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]] | bytes]:
         make(share)
         made = [[call.samples for call in group] for group in share]
-        return [packed(group) for group in made] if is_shared else list(made)
+        if not is_shared:
+            return list(made)
+        try:
+            return [pickle.dumps(group) for group in made]
+        except Exception as error:  # from any user-defined object
+            message = f"a sample cannot be sent to other ranks: {first_line(error)}; put plain data into its metadata."
+            raise ValueError(message) from error
 
     for group, made in zip(groups, map_over_ranks(make_share, groups), strict=True):
         rollouts = pickle.loads(made) if isinstance(made, bytes) else made
         for call, samples in zip(group, rollouts, strict=True):
             call.samples = samples
     return numbered(groups)
-
-
-def packed(group: list[list[Sample]]) -> bytes:
-    """Pickles the rollouts of a group; raises ValueError if a sample cannot be pickled."""
-    try:
-        return pickle.dumps(group)
-    except Exception as error:  # from any user-defined object
-        raise ValueError(
-            f"a sample cannot be sent to the other ranks: {first_line(error)}; put only plain data into its metadata."
-        ) from error
 
 
 def divided_calls(

@@ -184,18 +184,13 @@ class SampleEngine:
                 f"token_ids has {wrong}, but the model's vocabulary ends at {self._vocab_size - 1}; use the tokenizer "
                 "of --hf-checkpoint."
             )
-        digest = input_digest(self._key, ids)
+        numbers = np.asarray([*self._key, *ids], dtype="<i8")
+        digest = hashlib.blake2b(numbers.tobytes(), digest_size=32).digest()
         repetition = self._asked[digest]
         self._asked[digest] += 1
         key = hashlib.blake2b(digest + repetition.to_bytes(8, "little"), digest_size=16).digest()
         session = self._number, session_id
         return await self._answer(Request(token_ids=ids, options=options, key=key, session=session))
-
-
-def input_digest(key: SampleKey, token_ids: Sequence[int]) -> bytes:
-    """Returns a 32-byte hash of the sample's key and the input."""
-    numbers = [*key, *token_ids]
-    return hashlib.blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=32).digest()
 
 
 def request_uniforms(key: bytes) -> Iterator[float]:

@@ -96,11 +96,15 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
     weight = weight.float()
     if precision == "fp32":
         return weight
-    scale = row_scale(weight, largest_of(precision)) if precision in ("fp8", "int8") else None
-    scaled = weight.abs() if scale is None else _snapped(weight.abs() / scale, largest_of(precision))
+    largest = largest_of(precision)
+    scale = row_scale(weight, largest) if precision in ("fp8", "int8") else None
+    scaled = weight.abs()
+    if scale is not None:  # division may make the largest number of a row smaller, and change its scale
+        scaled = scaled / scale
+        scaled = torch.where(scaled > largest * (1 - 1e-6), largest, scaled)
     step = spacing(scaled, precision)
     chance = torch.empty_like(scaled, dtype=torch.int32).random_(CHANCES, generator=generator)
-    rounded = (scaled / step).add_(chance.float().div_(CHANCES)).floor_().mul_(step).clamp_max_(largest_of(precision))
+    rounded = (scaled / step).add_(chance.float().div_(CHANCES)).floor_().mul_(step).clamp_max_(largest)
     return torch.copysign(rounded if scale is None else rounded.mul_(scale), weight)
 
 
@@ -116,11 +120,6 @@ def spacing(magnitude: Tensor, precision: Precision) -> Tensor:
 def largest_of(precision: Precision) -> float:
     """The largest number of a precision, before a scale."""
     return INT8_MAX if precision == "int8" else FLOATS[precision][2]
-
-
-def _snapped(scaled: Tensor, largest: float) -> Tensor:
-    """Restores the largest number of a row if division made it slightly smaller, so that the row keeps its scale."""
-    return torch.where(scaled > largest * (1 - 1e-6), largest, scaled)
 
 
 class WeightRounder:

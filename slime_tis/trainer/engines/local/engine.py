@@ -17,7 +17,7 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
-from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, new_groups
+from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, resumed_groups
 from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, RolloutFunction
 from slime_tis.trainer.engines.local.checkpoint import (
     eos_token_ids,
@@ -176,7 +176,7 @@ class LocalEngine:
             finally:
                 self._is_asked = False
 
-        return CompletedRollout(calls_over_ranks(make, new_groups(prompts, sampling.n_samples, seed)))
+        return CompletedRollout(calls_over_ranks(make, resumed_groups([], prompts, sampling.n_samples, seed)))
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Loads all weights and rounds them; raises ValueError if they do not fit, and RuntimeError during requests."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,18 +22,6 @@ class Routing:
     """uint8 (up to 256 experts) or int16 [..., tokens, layers, k] in the router's order."""
     weights: Tensor
     """float32 of the same shape: the combine weight of each expert."""
-
-    def __getitem__(self, index: Any) -> Routing:
-        """The rows at an index of the leading dimensions."""
-        return Routing(experts=self.experts[index], weights=self.weights[index])
-
-    @classmethod
-    def cat(cls, parts: Sequence[Routing], dim: int = 0) -> Routing:
-        """Concatenates several along a dimension."""
-        return cls(
-            experts=torch.cat([part.experts for part in parts], dim),
-            weights=torch.cat([part.weights for part in parts], dim),
-        )
 
 
 class RoutingRecorder:

@@ -15,7 +15,7 @@ import httpx
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import model_sizes, read_model_config
-from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, divided_calls, resumed_groups
 from slime_tis.trainer.engines.generation import RequestOptions, RolloutFunction
@@ -94,16 +94,16 @@ class SGLangEngine:
         """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`."""
         sampling = self._limits.with_reported_masks(sampling)
         options = RequestOptions(sampling=sampling)
-        new = [[_empty_sample(prompt) for _ in range(sampling.n_samples)] for prompt in prompts]
-        calls = resumed_groups([*self._to_resume(num_groups), *new], (), sampling.n_samples, seed)
+        calls = resumed_groups(self._to_resume(num_groups), prompts, sampling.n_samples, seed)
         responses = {
             call.number: PendingSample.from_sample(
-                call.samples[0],
+                call.first_sample(),
                 self._limits.for_prompt(call.prompt, sampling),
                 response_seed(seed, call.group_index, index),
             )
             for group in calls
             for index, call in enumerate(group)
+            if not call.complete
         }
 
         def bind(task: RolloutTask) -> RolloutFunction:
@@ -298,12 +298,6 @@ class SGLangRollout:
         if self.groups is None:
             self.groups = self.engine.collect(self)
         return self.groups
-
-
-def _empty_sample(prompt: Prompt) -> Sample:
-    tokens = list(prompt.token_ids)
-    status = SampleStatus.ABORTED
-    return Sample(prompt_row=prompt, tokens=tokens, status=status, rollout_log_probs=[], loss_mask=[])
 
 
 def response_seed(seed: int, group_index: int, index: int) -> int:

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import (
-    FINISH_REASONS,
     STATUS,
     FinishReason,
     Prompt,
     Sample,
-    SampleStatus,
     Sampling,
     response_limit,
 )
@@ -109,18 +107,16 @@ class PendingSample:
 
     @classmethod
     def from_sample(cls, sample: Sample, max_new_tokens: int, seed: int | None = None) -> PendingSample:
-        """Resumes an aborted sample; a complete sample stays unchanged."""
-        ended = sample.status is not SampleStatus.ABORTED
+        """Begins or resumes a sample."""
         pending = cls(
             prompt=sample.row,
             max_new_tokens=max_new_tokens,
             seed=seed,
             token_ids=list(sample.response_ids),
-            log_probs=list(sample.rollout_log_probs),
+            log_probs=list(sample.rollout_log_probs or ()),
             versions=list(sample.weight_versions),
             routed_experts=sample.rollout_routed_experts,
             sampling_mask=sample.sampling_mask,
-            finish_reason=FINISH_REASONS[sample.status] if ended else None,
         )
         if pending.routed_experts is not None and len(pending.routed_experts) != len(pending.input_ids) - 1:
             pending.routed_experts = None
