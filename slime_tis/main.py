@@ -21,11 +21,7 @@ from slime_tis.terminal import protect_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C.
-
-    Args:
-        argv: The command line without the program's name; None means this process's.
-    """
+    """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C."""
     owns_process = argv is None
     argv = _own_command_line() if argv is None else list(argv)
     if argv[:1] == ["train"]:
@@ -138,10 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:
     """Checks a command line and runs `slime_tis.trainer.train`; returns the exit status.
 
-    Args:
-        argv: The command line without the program's name; None means this process's.
-        prog: Name of the program in `--help`.
-        owns_process: Whether the process ends with the run, also if argv is given.
+    `owns_process` says that the process ends with the run, also if argv is given.
     """
     owns_process |= argv is None
     argv = _own_command_line() if argv is None else list(argv)

@@ -123,9 +123,7 @@ class Checkpointer:
     def save(self, before_it_counts: Callable[[], object] | None = None) -> None:
         """Writes a checkpoint of the position; a collective.
 
-        Args:
-            before_it_counts: Called when all files are written but the checkpoint is not complete yet. It writes the
-                reports of earlier steps, since a run that resumes the checkpoint does not repeat these steps.
+        `before_it_counts` is called before the checkpoint is complete, to write the reports of the steps before it.
         """
         config, position, sampler, updates = self.config, self.position, self.weights.sampler, self.weights.updates
         learner, engine = self.weights.learner, self.weights.learner.engine

@@ -38,12 +38,7 @@ from slime_tis.trainer.options.sglang import SGLangConfig, split_server_flags
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
-    """Reads and checks the configuration of a run; exits with 2 and one line on stderr for a refusal.
-
-    Args:
-        argv: The command line without the program's name; None means this process's.
-        prog: Name of the program in `--help`.
-    """
+    """Reads and checks the configuration of a run; exits with 2 and one line on stderr for a refusal."""
     try:
         arguments = configure(sys.argv[1:] if argv is None else argv, os.environ, prog=prog)
         check_weights(arguments.megatron)
@@ -222,12 +217,7 @@ def _first_dumps(loop: LoopConfig) -> dict[str, str]:
 def read_correction(
     argv: Sequence[str], policy: PolicyConfig
 ) -> tuple[RolloutCorrectionConfig, str | None, argparse.Namespace]:
-    """Returns the correction of `slime-tis what-if`, its custom TIS function or None, and that function's options.
-
-    Args:
-        argv: Flags of the group "rollout correction", and --policy-loss.
-        policy: Options of the policy loss, for a function.
-    """
+    """Returns the correction of `slime-tis what-if`, its custom TIS function or None, and that function's options."""
     optional = {name: option for name, option in OPTIONS.items() if option.default is not dataclasses.MISSING}
     line = dataclasses.replace(COMMAND_LINE, options=optional)
     flags = read_flags(COMMAND_LINE, build_parser("slime-tis what-if"), argv)

@@ -1,7 +1,4 @@
-"""A command line made of options: titled groups of flags, YAML and presets, read by one rule.
-
-A flag is a field of a config: the field gives its name, type, choices and default, the docstring under the
-field is its help. The same rules read every source, so a YAML file accepts every value that a flag accepts.
+"""A command line whose flags are the fields of configs; a field's docstring is its help.
 
 Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
 """
@@ -66,20 +63,20 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """An option, and its value or None for any switch or value, that gives another option an effect."""
+    """An option, and its value or an empty text for any, that gives another option an effect."""
 
     option: str
-    value: str | None
+    value: str
     suggested: bool
     """Whether --help and messages name it."""
 
     def met_by(self, value: Any) -> bool:
         """Returns whether a value of the option is the needed one."""
-        return bool(value) if self.value is None else str(value) == self.value
+        return str(value) == self.value if self.value else bool(value)
 
     def __str__(self) -> str:
         """The flag with its value."""
-        return flag(self.option) + ("" if self.value is None else f" {self.value}")
+        return f"{flag(self.option)} {self.value}".strip()
 
 
 CORRECTION_SWITCHES = (
@@ -303,15 +300,11 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
 
 def needs_of(line: CommandLine, name: str) -> list[Need]:
     """Returns the flags of this command line that give an option an effect."""
-    option = line.options.get(name)
-    if option is None:
-        return []
-    words = [(word, True) for word in option.needs] + [(word, False) for word in option.suffices]
-    parts = [(*word.removeprefix("--").partition("="), suggested) for word, suggested in words]
-    needs = [
-        Need(option=name.replace("-", "_"), value=value or None, suggested=suggested)
-        for name, _, value, suggested in parts
-    ]
+    option, needs = line.options.get(name), []
+    for word in (*option.needs, *option.suffices) if option else ():
+        needed, _, value = word.removeprefix("--").partition("=")
+        suggested = option is not None and word in option.needs
+        needs.append(Need(option=needed.replace("-", "_"), value=value, suggested=suggested))
     return [need for need in needs if need.option in line.options]
 
 

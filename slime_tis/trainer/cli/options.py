@@ -1,8 +1,4 @@
-"""A config field as an option: its type and help taken from the class, its value read from text.
-
-The command line and YAML both hand over text, so one rule reads both: `1e-4` is a number, `0.5_2.0` is text,
-and `true`, `yes` and `on` are the same switch wherever they are given.
-"""
+"""A config field as an option; one rule reads its value from the text of the command line and of YAML."""
 
 import dataclasses
 import difflib
@@ -89,11 +85,7 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
 
 
 def read_value(label: str, option: Option, value: Any) -> Any:
-    """Reads the value of an option from text, None, or a list or mapping of texts; none gives the default.
-
-    Raises:
-        ValueError: One line that begins with `label`.
-    """
+    """Reads the value of an option from text, None, or a list or mapping of texts; none gives the default."""
     if is_unset(value):
         if option.default is MISSING:
             raise ValueError(f"{label} is unset but must be {option.type}.")

@@ -22,27 +22,15 @@ def check_outputs(
 ) -> None:
     """Refuses output paths that cannot be written, hold other files, or would replace an input of the run.
 
-    Args:
-        rollout: Names input files.
-        megatron: Names input and output directories.
-        reporting: Names the run directory.
-        dumps: The first file of each kind of dump, by flag.
+    `dumps` has the first file of each kind of dump, by flag.
     """
-    for flag, directory in (
-        ("--output-dir", reporting.output_dir),
-        ("--save", megatron.save),
-        ("--save-hf", megatron.save_hf),
-    ):
+    outputs = {"--output-dir": reporting.output_dir, "--save": megatron.save, "--save-hf": megatron.save_hf}
+    for flag, directory in outputs.items():
         problem = None if directory is None else unwritable(directory)
         if problem is not None:
             raise ValueError(f"{flag} is {quoted_path(directory)} but {problem}; give a directory that can be written.")
     for flag, file in dumps.items():
-        problem = "it is a directory" if Path(file).is_dir() else unwritable(Path(file).parent)
-        if problem is not None:
-            raise ValueError(f"{flag} would write {quoted_path(file)} but {problem}; give a file that can be written.")
-        _check_dump_path(flag, Path(file), Path(reporting.output_dir), megatron.save_hf)
-        if os.path.lexists(file):
-            _check_dump(flag, Path(file))
+        _check_dump(flag, Path(file), Path(reporting.output_dir), megatron.save_hf)
     foreign = foreign_file(Path(reporting.output_dir))
     if foreign is not None:
         raise ValueError(
@@ -88,27 +76,27 @@ def _is_inside(inner: Path, outer: Path) -> bool:
     return any(same_path(place, outer) for place in (inner, *inner.parents))
 
 
-def _check_dump_path(flag: str, file: Path, output_dir: Path, save_hf: str | None) -> None:
-    """Refuses a dump among the files of an export or of the run directory, which replace or refuse it later."""
+def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) -> None:
+    """Refuses a dump over other files than dumps of its kind, and among files that the run replaces later."""
+    problem = "it is a directory" if file.is_dir() else unwritable(file.parent)
     if file.parts[0].startswith("~"):
-        raise ValueError(f"{flag} would write {quoted_path(file)}, but only a shell expands ~; write the directory.")
-    if save_hf is not None and _is_inside(file, Path(save_hf)):
-        raise ValueError(f"{flag} would write {quoted_path(file)} inside --save-hf, which an export replaces; move it.")
-    if any(_is_inside(file, output_dir / name) for name in OWN_NAMES):
-        raise ValueError(f"{flag} would write {quoted_path(file)}, a name that the run itself uses; give another name.")
-
-
-def _check_dump(flag: str, file: Path) -> None:
-    """A dump is written over a dump of its kind, and over nothing else."""
-    # imported where there is a file: they bring torch, which takes seconds
-    if flag == "--save-debug-rollout-data":
-        from slime_tis.trainer.data.dump import check_replaceable
-    else:
-        from slime_tis.analysis.dumps.files import check_replaceable
-    try:
-        check_replaceable(file)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{flag} would write {quoted_path(file)} but {first_line(error)}.") from error
+        problem = "only a shell expands ~"
+    elif save_hf is not None and _is_inside(file, Path(save_hf)):
+        problem = "that is inside --save-hf, which an export replaces"
+    elif any(_is_inside(file, output_dir / name) for name in OWN_NAMES):
+        problem = "that is a name that the run itself uses"
+    elif problem is None and os.path.lexists(file):
+        # imported where there is a file: they bring torch, which takes seconds
+        if flag == "--save-debug-rollout-data":
+            from slime_tis.trainer.data.dump import check_replaceable
+        else:
+            from slime_tis.analysis.dumps.files import check_replaceable
+        try:
+            check_replaceable(file)
+        except (ValueError, OSError) as error:
+            problem = first_line(error)
+    if problem is not None:
+        raise ValueError(f"{flag} would write {quoted_path(file)} but {problem}; give another file.")
 
 
 def _check_save(megatron: MegatronConfig) -> None:

@@ -248,13 +248,7 @@ def split_unknown_flags(argv: Sequence[str], known: Collection[str]) -> tuple[li
 
 
 def refusal(unknown: Sequence[UnknownFlag], known: Collection[str], model: Mapping[str, Any] | None = None) -> str:
-    """Returns one message about all refused flags, or an empty text.
-
-    Args:
-        unknown: The flags that this program does not define.
-        known: The flags of this program.
-        model: config.json of the checkpoint; None omits the comparison with it.
-    """
+    """Returns one message about all refused flags, or an empty text; `known` are the flags of this program."""
     messages = sorted(filter(None, (_judge(flag, known, model) for flag in unknown[:MAX_FLAGS])))
     if len(messages) < 2:
         return "".join(text for _, text in messages)

@@ -75,11 +75,7 @@ class LoopConfig:
                 raise ValueError(f"{name} has no effect with --debug-rollout-only, which does not train; remove one.")
 
     def with_dump_patterns(self) -> "LoopConfig":
-        """Returns the options with the files of dump_details.
-
-        Raises:
-            ValueError: Both files are set already, so that dump_details has no effect.
-        """
+        """Returns the options with the files of dump_details."""
         if self.dump_details is None:
             return self
         directory = self.dump_details.replace("{", "{{").replace("}", "}}")

@@ -159,11 +159,7 @@ class SGLangConfig:
 
 
 def split_server_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Separates server flags, `--sglang-NAME VALUE` not in `known`, from a command line.
-
-    Returns:
-        The rest of the command line, and the server flags as `--NAME`, `VALUE`, …
-    """
+    """Separates server flags, `--sglang-NAME VALUE` not in `known`, from a command line; returns them as `--NAME`."""
     rest: list[str] = []
     passed: list[str] = []
     current = rest

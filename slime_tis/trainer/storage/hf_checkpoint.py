@@ -30,12 +30,10 @@ def write_hf_checkpoint(
 ) -> None:
     """Writes a checkpoint that transformers, SGLang and other readers of safetensors load.
 
-    Weights are copied to the CPU one shard at a time. `storage.exports` makes the replacement atomic.
-
     Args:
         directory: Existing directory without weights.
-        named_tensors: Complete tensors under their Hugging Face names, on any device. They are consumed lazily; after
-            an OSError the caller must exhaust them if iterating is a collective.
+        named_tensors: Tensors by Hugging Face name, consumed lazily; after an OSError the caller must exhaust them if
+            iterating is a collective.
         like: Checkpoint whose configuration and tokenizer are copied; config.json gets the `dtype` of the matrices.
         shard_bytes: Maximum size of a file of weights, except for a single larger tensor.
     """
