@@ -18,7 +18,7 @@ import pytest
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import overview, samples, shape
-from slime_tis.analysis.report.groups import group_runs, spread
+from slime_tis.analysis.report.overview import group_runs, spread
 from slime_tis.analysis.report.page import page_data, render
 from slime_tis.analysis.report.source import Source, open_source
 from slime_tis.analysis.report.what_if_rows import _front

@@ -6,6 +6,7 @@ Shapes: suffix _N the tokens, one sample after another.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,9 +81,10 @@ class Tokens:
 
     def only(self, chosen: Mask) -> Tokens:
         """The chosen tokens."""
-        return replace(
-            self, **{name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        )
+        columns: dict[str, Any] = {
+            name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)
+        }
+        return replace(self, **columns)
 
 
 def tokens_of(table: TokenTable) -> Tokens:

@@ -11,27 +11,39 @@ from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.diagnosis.diagnose import as_text
 from slime_tis.analysis.diagnosis.rescore import rescore
 from slime_tis.analysis.report import overview, shape
-from slime_tis.analysis.report.groups import group_runs
-from slime_tis.analysis.report.page import check_output, page_data, write_page
+from slime_tis.analysis.report.overview import group_runs
+from slime_tis.analysis.report.page import check_output, page_data, render
 from slime_tis.analysis.report.samples import decoder
 from slime_tis.analysis.report.source import Source, open_source
+from slime_tis.files import write_atomically
 
 
 def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
-    """Writes a report on one or several runs or dumps; returns the text to print."""
+    """Writes a report on one or several runs or dumps; returns the text to print.
+
+    Args:
+        paths: Run directories or dumps.
+        out: File to write. Default: report.html in the run directory, DUMP.report.html next to a dump, or
+            comparison.html in the working directory.
+        as_json: Print the numbers as JSON, and write the page only with `out`.
+        hf_checkpoint: Directory of the tokenizer, if the dump names none.
+    """
     if out:
-        check_output(out)
+        check_output(Path(out))
     sources = [open_source(path, len(paths)) for path in paths]
-    target = out or ("" if as_json else _default_out(sources))
-    if target:
+    path = sources[0].path
+    default = path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.report.html")
+    target = Path(out) if out else default if len(paths) == 1 else Path("comparison.html")
+    writes = bool(out) or not as_json
+    if writes:
         check_output(target)
-    data = page_data(sources, decoder(sources[0].table, hf_checkpoint), with_samples=bool(target))
-    if target:
-        write_page(target, data)
+    data = page_data(sources, decoder(sources[0].table, hf_checkpoint), with_samples=writes)
+    if writes:
+        write_atomically(target, render(data))
     if as_json:
         return json.dumps(_numbers(sources, data), indent=1, allow_nan=False)
     notes = "".join(f"\n{note}" for note in dict.fromkeys(source.note for source in sources) if note)
-    return f"{target} ({Path(target).stat().st_size / 1e6:.1f} MB){notes}"
+    return f"{target} ({target.stat().st_size / 1e6:.1f} MB){notes}"
 
 
 def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> str:
@@ -48,13 +60,6 @@ def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> s
         return json.dumps(values, indent=1, allow_nan=False)
     note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
     return as_text(result, str(source.path), note)
-
-
-def _default_out(sources: Sequence[Source]) -> str:
-    if len(sources) > 1:
-        return "comparison.html"
-    path = sources[0].path
-    return str(path / "report.html" if path.is_dir() else path.with_name(f"{path.name}.report.html"))
 
 
 def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,28 @@
-"""The overview of runs from their metrics.jsonl: plots, and health warnings."""
+"""The overview of runs from their metrics.jsonl: plots of runs and of groups of seeds, and health warnings."""
 
 from __future__ import annotations
 
 import html
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from slime_tis.analysis.report.groups import Group, spread
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, line
+from slime_tis.analysis.report.source import Source
+from slime_tis.errors import one_line
 from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, evaluate
 
 Rows = Sequence[Mapping[str, Any]]
 Points = tuple[list[int], list[float], list[float], list[float]]
 """Steps, and the median, lowest and highest value over the runs of a group."""
+PER_RUN_OPTIONS = (
+    *("seed", "rollout_seed", "output_dir", "save", "load", "save_hf", "wandb_dir", "wandb_group"),
+    *("dump_details", "save_debug_rollout_data", "save_debug_train_data", "sglang_log_dir", "sglang_weight_dir"),
+    "tb_experiment_name",
+)
+"""Options that differ between runs of one configuration."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 HEALTH = "health/"
 MAX_POINTS = 2_000
@@ -88,6 +96,37 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 name that ends in / for all metrics directly below it."""
 
 
+class Group(NamedTuple):
+    """Runs that differ only in `PER_RUN_OPTIONS`; the name of several has the options that differ between groups."""
+
+    name: str
+    sources: list[Source]
+
+
+def group_runs(sources: Sequence[Source]) -> list[Group]:
+    """Groups sources by their configuration, in order. A source without a configuration forms a separate group."""
+    groups: dict[str, tuple[dict[str, Any], list[Source]]] = {}
+    for index, source in enumerate(sources):
+        options = {name: value for name, value in source.options.items() if name not in PER_RUN_OPTIONS}
+        key = str(sorted(map(repr, options.items())) or index)
+        groups.setdefault(key, (options, []))[1].append(source)
+    configs = [options for options, _ in groups.values()]
+    differing = {name for each in configs for name in each if any(each[name] != other.get(name) for other in configs)}
+    named = []
+    for options, members in groups.values():
+        text = ", ".join(f"{name}={value}" for name, value in options.items() if name in differing)
+        several = f"{one_line(text or members[0].name, 60)} ({len(members)} runs)"
+        named.append(Group(members[0].name if len(members) == 1 else several, members))
+    return named
+
+
+def spread(curves: Sequence[Mapping[int, float]]) -> Points:
+    """Steps that all curves have, and at each step the median, the lowest and the highest value."""
+    steps = sorted(set.intersection(*map(set, curves)))
+    columns = [[curve[step] for curve in curves] for step in steps]
+    return steps, list(map(statistics.median, columns)), list(map(min, columns)), list(map(max, columns))
+
+
 def plots(groups: Sequence[Group]) -> list[Plot]:
     """One plot for each panel with logged metrics.
 
@@ -113,7 +152,9 @@ def plots(groups: Sequence[Group]) -> list[Plot]:
         layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=key in LOG_PANELS)}
         if len(groups) == len(groups[0].sources) == 1:
             starts = sorted({warning["step"] for warning in warnings(groups[0].sources[0].metrics)})
-            layout["shapes"] = [_vertical_line(step) for step in starts]
+            vertical = {"type": "line", "y0": 0, "y1": 1, "yref": "paper", "opacity": 0.7}
+            vertical["line"] = {"color": COLORS[1], "width": 1, "dash": "dot"}
+            layout["shapes"] = [{**vertical, "x0": step, "x1": step} for step in starts]
         drawn.append(Plot(id=f"run-{key}", title=title, says=says, traces=traces, layout=layout))
     return drawn
 
@@ -144,7 +185,8 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
             elif rule in latest:
                 latest[rule]["last"] = row["step"]
             elif len(listed) < MAX_WARNINGS:
-                latest[rule] = {"name": rule, "step": row["step"], "last": row["step"], "message": _message(rule, row)}
+                finding = evaluate(STEP_RULES, {key: row[key] for key in row if row[key] is not None}).get(rule)
+                latest[rule] = {"name": rule, "step": row["step"], "last": row["step"], "message": str(finding or "")}
                 listed.append(latest[rule])
     return listed
 
@@ -155,42 +197,27 @@ def last_values(rows: Rows) -> dict[str, float]:
     return {label: curve[max(curve)] for panel in curves for label, curve in panel.items()}
 
 
-def _message(rule: str, row: Mapping[str, Any]) -> str:
-    known = {name: value for name, value in row.items() if isinstance(value, int | float)}
-    finding = evaluate(STEP_RULES, known).get(rule)
-    return "" if finding is None else str(finding)
-
-
-def _vertical_line(step: int) -> dict[str, Any]:
-    style = {"color": COLORS[1], "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": step, "x1": step, "y0": 0, "y1": 1, "yref": "paper", "line": style, "opacity": 0.7}
-
-
 def _thinned(points: Points) -> Points:
     """At most MAX_POINTS points, with the smallest and the largest median of each stretch of steps."""
-    steps, median = points[0], np.array(points[1])
-    if len(steps) <= MAX_POINTS:
+    median = np.array(points[1])
+    if len(median) <= MAX_POINTS:
         return points
-    stretches = np.array_split(np.arange(len(steps)), MAX_POINTS // 2)
+    stretches = np.array_split(np.arange(len(median)), MAX_POINTS // 2)
     kept = {int(index) for part in stretches for index in (part[median[part].argmin()], part[median[part].argmax()])}
     order = sorted(kept)
-    thinned = [[column[index] for index in order] for column in points[1:]]
-    return [steps[index] for index in order], thinned[0], thinned[1], thinned[2]
+    low, middle, high = ([column[index] for index in order] for column in (points[2], points[1], points[3]))
+    return [points[0][index] for index in order], middle, low, high
 
 
 def _curves(rows: Rows, names: Mapping[str, str], *, positive: bool) -> dict[str, dict[int, float]]:
     """Label → step → value of the logged metrics; a logarithmic panel takes positive values only."""
     curves: dict[str, dict[int, float]] = {}
     for name, label in names.items():
-        keys_of: dict[str, tuple[str, ...]]
+        keys_of = {label: tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)}
         if name.endswith("/"):
             below = sorted({key for row in rows for key in row if key.startswith(name) and key.count("/") == 1})
             keys_of = {f"{label} {key.removeprefix(name)}": (key,) for key in below}
-        else:
-            keys_of = {label: tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)}
         for text, keys in keys_of.items():
             values = {row["step"]: float(row[key]) for row in rows for key in keys if row.get(key) is not None}
-            values = {step: value for step, value in values.items() if value > 0 or not positive}
-            if values:
-                curves[text] = values
-    return curves
+            curves[text] = {step: value for step, value in values.items() if value > 0 or not positive}
+    return {label: values for label, values in curves.items() if values}

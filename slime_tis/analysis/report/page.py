@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from importlib.resources import files as resources
@@ -18,11 +19,10 @@ from plotly.offline import get_plotlyjs
 from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import overview, samples, shape, what_if_rows
-from slime_tis.analysis.report.groups import group_runs
+from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.plots import Plot
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import quoted_path
-from slime_tis.files import write_atomically
 
 MARK = '<meta name="generator" content="slime-tis report">'
 """Marks a page of this program, which another report may replace."""
@@ -47,6 +47,11 @@ def page_data(
     first = sources[0]
     what_if = what_if_rows.section(first.table)
     shown = None if first.table is None or not with_samples else samples.chosen_samples(first.table)
+    worst = [] if first.table is None else shape.worst_tokens(first.table)
+    texts = [""] * len(worst) if decode is None else decode([row["token"] for row in worst])
+    omitted = ""
+    if first.table is not None and shown is not None and len(shown) < len(first.table):
+        omitted = f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random others."
     has_metrics = any(source.metrics for source in sources)
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
@@ -60,13 +65,13 @@ def page_data(
         ],
         "shape": [plot.as_json() for plot in _shapes(sources)],
         "facts": [{"name": source.name, "facts": _facts(source.table)} for source in sources],
-        "worst": [] if first.table is None else _with_text(shape.worst_tokens(first.table), decode),
+        "worst": [{**row, "text": text} for row, text in zip(worst, texts, strict=True)],
         "samples": None if shown is None else samples.payload(shown, decode),
         "what_if": what_if,
         "notes": {
             "overview": "" if has_metrics else "A dump has no metrics. Give the run directory to see them.",
-            "shape": " ".join(dict.fromkeys(_sampled(source.table) or source.note for source in sources)).strip(),
-            "samples": first.note or _omitted(first.table, shown),
+            "shape": " ".join(dict.fromkeys(_sampled(source) or source.note for source in sources)).strip(),
+            "samples": first.note or omitted,
             "what_if": first.note or what_if["note"],
         },
     }
@@ -75,26 +80,26 @@ def page_data(
 def render(data: dict[str, Any]) -> str:
     """The page as self-contained HTML."""
     shown = data["samples"]
-    parts = {
-        "STYLE": _resource("page.css"),
-        "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
-        "SCRIPT": _resource("page.js"),
-        "TOKENS": "" if shown is None else _deflated(samples.packed(_finite(shown))),
-        "SAMPLES": _resource("samples.js"),
-        "PLOTLY": _deflated(get_plotlyjs().encode()),
-        "PLOTS": _resource("plots.js"),
+    files = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in resources("slime_tis.analysis.report").iterdir()
+        if path.name.endswith((".css", ".html", ".js"))
     }
-    page = _resource("page.html")
-    pieces = []
-    for name, part in parts.items():  # in the order of the page, so that no placeholder in the data is replaced
-        before, page = page.split(f"/*{name}*/", 1)
-        pieces += [before, part]
-    return "".join([*pieces, page])
+    parts = {
+        "STYLE": files["page.css"],
+        "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
+        "SCRIPT": files["page.js"],
+        "TOKENS": "" if shown is None else _deflated(samples.packed(_finite(shown))),
+        "SAMPLES": files["samples.js"],
+        "PLOTLY": _deflated(get_plotlyjs().encode()),
+        "PLOTS": files["plots.js"],
+    }
+    pieces = re.split(r"/\*([A-Z]+)\*/", files["page.html"])
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
-def check_output(path: str | Path) -> None:
-    """Checks that a page can be written."""
-    out = Path(path)
+def check_output(out: Path) -> None:
+    """Checks that a page can be written: the path is free or a report."""
     if out.is_symlink() or out.exists():
         if not out.is_file():
             raise ValueError(f"--out {quoted_path(out)} is not a file; give a file name.")
@@ -108,21 +113,8 @@ def check_output(path: str | Path) -> None:
         with TemporaryFile(dir=out.parent):  # permissions do not show /sys or a read-only mount
             pass
     except OSError as error:
-        raise _unwritable(out, error) from error
-
-
-def write_page(path: str | Path, data: dict[str, Any]) -> None:
-    """Writes the page atomically; replaces an earlier report."""
-    check_output(path)
-    page = render(data)
-    try:
-        write_atomically(path, page)
-    except OSError as error:
-        raise _unwritable(Path(path), error) from error
-
-
-def _unwritable(out: Path, error: OSError) -> ValueError:
-    return ValueError(f"--out {quoted_path(out)} cannot be written: {error.strerror or error}; give another --out.")
+        problem = error.strerror or error
+        raise ValueError(f"--out {quoted_path(out)} cannot be written: {problem}; give another --out.") from error
 
 
 def _deflated(content: bytes) -> str:
@@ -144,40 +136,23 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _resource(name: str) -> str:
-    return resources("slime_tis.analysis.report").joinpath(name).read_text(encoding="utf-8")
-
-
 def _shapes(sources: Sequence[Source]) -> list[Plot]:
-    """Plots of the first table, with the lines of the other tables added."""
+    """Plots of the first table, with the lines of the other tables added; without plots of single points."""
     tables = [(html.escape(source.name), source.table) for source in sources if source.table is not None]
-    if len(tables) < 2:
-        return _with_lines(shape.plots(tables[0][1])) if tables else []
     drawn: dict[str, Plot] = {}
     for index, (name, table) in enumerate(tables):
-        for plot in shape.plots(table, index, name):
+        for plot in shape.plots(table, index, name if len(tables) > 1 else ""):
             if plot.id not in drawn:
                 drawn[plot.id] = plot
             elif plot.id != "density":
                 drawn[plot.id].traces.extend(plot.traces)
-    return _with_lines(list(drawn.values()))
-
-
-def _with_lines(drawn: list[Plot]) -> list[Plot]:
-    """The plots that have a line of more than one point."""
-    return [plot for plot in drawn if any(len(trace["x"]) > 1 for trace in plot.traces)]
+    return [plot for plot in drawn.values() if any(len(trace["x"]) > 1 for trace in plot.traces)]
 
 
 def _facts(table: TokenTable | None) -> list[dict[str, str]]:
     numbers = {} if table is None else shape.summary(table)
-    optional = ("tokens_without_log_prob",)
-    shown = [key for key in FACTS if key in numbers and (numbers[key] or key not in optional)]
+    shown = [key for key in FACTS if key in numbers and (numbers[key] or key != "tokens_without_log_prob")]
     return [{"name": FACTS[key][0], "value": FACTS[key][1].format(numbers[key])} for key in shown]
-
-
-def _with_text(worst: list[dict[str, Any]], decode: samples.Decode | None) -> list[dict[str, Any]]:
-    texts = [""] * len(worst) if decode is None else decode([row["token"] for row in worst])
-    return [{**row, "text": text} for row, text in zip(worst, texts, strict=True)]
 
 
 def _subtitle(source: Source) -> str:
@@ -189,14 +164,6 @@ def _subtitle(source: Source) -> str:
     return f"{source.path}: {', '.join(parts) or 'empty'}"
 
 
-def _sampled(table: TokenTable | None) -> str:
-    size = None if table is None else table.metadata.get("sampled")
-    if table is None or not size:
-        return ""
-    return f"Computed on a random part of the dump: {len(table):,} of {size['samples']:,} samples."
-
-
-def _omitted(table: TokenTable | None, shown: TokenTable | None) -> str:
-    if table is None or shown is None or len(shown) == len(table):
-        return ""
-    return f"The page has {len(shown):,} of {len(table):,} samples: the worst samples, and a random part of the others."
+def _sampled(source: Source) -> str:
+    size = None if source.table is None else source.table.metadata.get("sampled")
+    return f"Computed on a random part of the dump's {size['samples']:,} samples." if size else ""

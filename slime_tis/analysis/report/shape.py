@@ -51,30 +51,28 @@ def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
     log_ratio = table.log_ratio[valid]
     prefix = f"{name}, " if name else ""
     drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, prefix)]
-    columns = {"turn": table.turn, "entropy": table.entropy, "age": _staleness(table), "position": table.position}
-    columns["length"] = table.response_length[table.sample]
-    for key in VARIABLES:
-        if (column := columns[key]) is not None:
+    columns: dict[str, Array | None] = {"position": table.position, "length": table.response_length[table.sample]}
+    columns |= {"turn": table.turn, "age": None, "entropy": table.entropy}
+    if table.weight_version is not None and table.step is not None:
+        age = table.step[table.sample] - table.weight_version.astype(np.float64)
+        columns["age"] = np.where(table.weight_version < 0, np.nan, age)
+    for key, column in columns.items():
+        if column is not None:
             drawn += _against(key, column[valid], np.abs(log_ratio), color, prefix)
     return drawn
 
 
 def summary(table: TokenTable) -> dict[str, Any]:
     """Summary statistics: tokens, mean abs(Δ), k3, quantiles."""
-    valid = table.valid
-    log_ratio = table.log_ratio[valid].astype(np.float64)
+    log_ratio = table.log_ratio[table.valid].astype(np.float64)
     trained = int((table.loss_mask > 0).sum())
-    base = {
-        "samples": len(table),
-        "tokens": table.tokens,
-        "trained_tokens": trained,
-        "tokens_without_log_prob": trained - int(valid.sum()),
-    }
+    numbers = {"samples": len(table), "tokens": table.tokens, "trained_tokens": trained}
+    numbers["tokens_without_log_prob"] = trained - len(log_ratio)
     if not len(log_ratio):
-        return base
+        return numbers
     size = np.abs(log_ratio)
     capped = np.clip(log_ratio, -20, 20)
-    return base | {
+    return numbers | {
         "mean_abs_log_ratio": float(size.mean()),
         "median_abs_log_ratio": float(np.median(size)),
         "p99_abs_log_ratio": float(np.quantile(size, 0.99)),
@@ -178,13 +176,5 @@ def _against(key: str, value_N: Array, size_N: Array, color: int, prefix: str) -
     ]
     label, description = VARIABLES[key]
     layout = {"xaxis": axis(label), "yaxis": axis("abs(Δ), nats", log=bool((mean > 0).all()))}
-    return [
-        Plot(id=f"by-{key}", title=f"abs(Δ) by {label.split(',')[0]}", says=description, traces=traces, layout=layout)
-    ]
-
-
-def _staleness(table: TokenTable) -> Array | None:
-    if table.weight_version is None or table.step is None:
-        return None
-    version = table.weight_version.astype(np.float64)
-    return np.where(version < 0, np.nan, table.step[table.sample] - version)
+    title = f"abs(Δ) by {label.split(',')[0]}"
+    return [Plot(id=f"by-{key}", title=title, says=description, traces=traces, layout=layout)]

@@ -45,25 +45,28 @@ class Source:
 def open_source(path: str, part: int = 1) -> Source:
     """Reads a run directory with the dumps that its configuration names, or a dump in any format that `read` knows."""
     source = Path(path)
-    table: TokenTable | None
-    if not (source / METRICS).is_file():
-        table = _read(source, part)
-        return Source(name=source.name or path, path=source, metrics=(), table=table, note=_staleness_note(table))
-    rows, options = _metrics(source / METRICS), _options(source / CONFIG)
-    table, note = _dumps_of(source, options.get("save_debug_train_data"), part)
-    note = note or _staleness_note(table)
-    return Source(name=source.resolve().name, path=source, metrics=rows, table=table, note=note, options=options)
-
-
-def _read(path: Path, part: int) -> TokenTable:
-    return read(path, max_tokens=MAX_TOKENS // part, max_bytes=MAX_BYTES // part)
-
-
-def _staleness_note(table: TokenTable | None) -> str:
-    """A hint if the age of the weights is unknown."""
-    if table is None or not table.tokens or (table.weight_version is not None and table.step is not None):
-        return ""
-    return "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
+    limits = {"max_tokens": MAX_TOKENS // part, "max_bytes": MAX_BYTES // part}
+    table, note = None, ""
+    rows: tuple[Mapping[str, Any], ...] = ()
+    options: dict[str, Any] = {}
+    if not (is_run := (source / METRICS).is_file()):
+        table = read(source, **limits)
+    else:
+        rows, options = _metrics(source / METRICS), _options(source / CONFIG)
+        pattern = options.get("save_debug_train_data")
+        if not pattern:
+            note = (
+                f"This run wrote no dumps of tokens, so the report has its metrics only. {DUMPS_FLAG} PATTERN, "
+                f"for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
+            )
+        elif files_of_run(source):
+            table = read(source, **limits)
+        else:
+            note = f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead of the run."
+    if table is not None and table.tokens and (table.weight_version is None or table.step is None):
+        note = "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
+    name = source.resolve().name if is_run else source.name or path
+    return Source(name=name, path=source, metrics=rows, table=table, note=note, options=options)
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
@@ -79,18 +82,6 @@ def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(f"{quoted_path(path)}, line {number}, has a value that is not a number of 64 bits.")
         rows.append(row)
     return tuple(rows)
-
-
-def _dumps_of(run: Path, pattern: Any, part: int) -> tuple[TokenTable | None, str]:
-    """The dumps that --save-debug-train-data of a run wrote, or None and a note."""
-    if not isinstance(pattern, str) or not pattern:
-        return None, (
-            f"This run wrote no dumps of tokens, so the report has its metrics only. {DUMPS_FLAG} PATTERN, "
-            f"for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
-        )
-    if files_of_run(run):
-        return _read(run, part), ""
-    return None, f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead of the run."
 
 
 def _options(path: Path) -> dict[str, Any]:

@@ -11,17 +11,17 @@ from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, plain
 
-COLUMNS = (
-    {"key": "name", "title": "correction", "text": True},
-    {"key": "kept", "title": "kept"},
-    {"key": "ess", "title": "ESS"},
-    {"key": "weight_mean", "title": "mean weight"},
-    {"key": "weight_max", "title": "largest weight"},
-    {"key": "cosine", "title": "cosine"},
-    {"key": "norm_ratio", "title": "norm ratio"},
-    {"key": "sequence_cosine", "title": "cosine, sequences"},
-    {"key": "flags", "title": "flags", "text": True},
-)
+TITLES = {
+    "name": "correction",
+    "kept": "kept",
+    "ess": "ESS",
+    "weight_mean": "mean weight",
+    "weight_max": "largest weight",
+    "cosine": "cosine",
+    "norm_ratio": "norm ratio",
+    "sequence_cosine": "cosine, sequences",
+    "flags": "flags",
+}
 """Columns of the table in the page."""
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
 """Corrections that are applied to each step separately."""
@@ -31,24 +31,20 @@ MIN_PLOTTED = 1e-4
 
 def section(table: TokenTable | None) -> dict[str, Any]:
     """Rows, columns, plots and a note of the section; empty without tokens."""
-    empty: dict[str, Any] = {"rows": [], "columns": list(COLUMNS), "plots": [], "note": ""}
+    columns = [{"key": key, "title": title, "text": key in ("name", "flags")} for key, title in TITLES.items()]
+    empty: dict[str, Any] = {"rows": [], "columns": columns, "plots": [], "note": ""}
     if table is None or not table.valid.any():
         return empty
     try:
         results = what_if(table)
     except ValueError as error:
         return {**empty, "note": str(error)}
-    if not results:
-        return empty
-    keys = [str(column["key"]) for column in COLUMNS]
-    rows = [{key: getattr(result, key) for key in keys} for result in results]
+    rows = [{key: getattr(result, key) for key in TITLES} for result in results]
     plots = [plot.as_json() for plot in _pareto(results)]
-    notes = []
-    if not plots:
-        notes.append("The dump has no advantages, so gradients cannot be compared.")
+    notes = [] if plots else ["The dump has no advantages, so gradients cannot be compared."]
     if table.tokens > MAX_TOKENS:
         notes.append(f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens.")
-    used = max((result.steps for result in results if result.steps is not None), default=0)
+    used = max(result.steps or 0 for result in results)
     steps = 1 if table.step is None else len(np.unique(table.step))
     if used < steps:
         notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps.")
@@ -79,21 +75,13 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
         "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
     }
-    return [
-        Plot(
-            id="pareto",
-            title="Bias against variance",
-            says="Each point is a correction: the angle between its gradient and the exact one, and the share of the "
-            f"effective sample it loses (both at least {MIN_PLOTTED:g}). No correction beats an orange point in both. "
-            "Click a point for its flags.",
-            traces=[trace],
-            layout={
-                "xaxis": axis("lost sample, 1 − kept · ESS", log=True),
-                "yaxis": axis("bias, 1 − cosine", log=True),
-            },
-            wide=True,
-        )
-    ]
+    layout = {"xaxis": axis("lost sample, 1 − kept · ESS", log=True), "yaxis": axis("bias, 1 − cosine", log=True)}
+    says = (
+        "Each point is a correction: the angle between its gradient and the exact one, and the share of the effective "
+        f"sample it loses (both at least {MIN_PLOTTED:g}). No correction beats an orange point in both. Click a point "
+        "for its flags."
+    )
+    return [Plot(id="pareto", title="Bias against variance", says=says, traces=[trace], layout=layout, wide=True)]
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
