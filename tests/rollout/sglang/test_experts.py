@@ -204,7 +204,7 @@ HOSTILE = {
         r"has \d+ characters, not \d+",
     ),
     "not base64": (with_field(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
-    "an expert too many": (with_rows(put((0, 1, 1), EXPERTS)), "has expert 8, but there are 8"),
+    "an expert too many": (with_rows(put((0, 1, 1), EXPERTS)), "to 8, but there are 8"),
     "the same expert twice": (with_rows(lambda rows: rows[1].fill(3)), "the same expert twice for a token"),
     "a layer of zeros": (with_rows(lambda rows: rows[:, 1].fill(0)), "is all zeros in layer 1"),
 }

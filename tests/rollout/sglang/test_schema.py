@@ -237,7 +237,7 @@ def test_what_a_server_says_of_itself() -> None:
 @pytest.mark.parametrize(
     ("schema", "answer", "message"),
     [
-        pytest.param(ModelInfo, {"weight_version": "-3"}, "the version of its weights is '-3'", id="negative version"),
+        pytest.param(ModelInfo, {"weight_version": "-3"}, "the name of its weights is '-3'", id="negative version"),
         pytest.param(ServerInfo, {"max_req_input_len": -5}, "max_req_input_len is -5", id="negative length"),
         pytest.param(ServerInfo, {"pp_size": True}, "pp_size is True", id="a size that is true"),
     ],

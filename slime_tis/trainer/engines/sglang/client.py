@@ -89,9 +89,8 @@ class Server:
     """Layout of routed experts in answers; None if they are not recorded."""
     workers: Sequence[Server] = ()
     """Servers behind a router at this address; requests are aborted there."""
-    abort_timeout: float = ABORT_TIMEOUT
-    health_timeout: float = HEALTH_TIMEOUT
     malformed_answers: int = 0
+    abort_timeout: float = ABORT_TIMEOUT
     _aborts: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __repr__(self) -> str:
@@ -105,7 +104,7 @@ class Server:
     async def health_error(self) -> str | None:
         """Why the server cannot sample a token (it may be paused), or None; takes over a second."""
         try:
-            await self._request("GET", "/health", timeout=self.health_timeout)
+            await self._request("GET", "/health", timeout=HEALTH_TIMEOUT)
         except SGLangError as error:
             return str(error)
         return None
@@ -126,10 +125,8 @@ class Server:
             urls = tuple(dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in workers))
         except (SGLangError, ValueError) as error:
             problem = str(error) if isinstance(error, SGLangError) else f"{self.url} lists an invalid URL."
-            raise ValueError(
-                f"the servers of the SGLang router are unknown: {problem} Check --sglang-router-ip and "
-                "--sglang-router-port, or name the servers with --sglang-url."
-            ) from None
+            hint = "Check --sglang-router-ip and --sglang-router-port, or name the servers with --sglang-url."
+            raise ValueError(f"the servers of the SGLang router are unknown: {problem} {hint}") from None
         if not urls:
             raise ValueError(f"the SGLang router at {self.url} has no servers; add some to it.")
         return urls

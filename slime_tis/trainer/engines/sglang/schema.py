@@ -124,13 +124,13 @@ def version_number(name: object) -> int:
     """The version in a server's name of its weights: a decimal number, else 0 for the initial weights."""
     if name is None:
         return 0
-    if not isinstance(name, str) or len(name) > MAX_NAME:
+    if (
+        not isinstance(name, str)
+        or len(name) > MAX_NAME
+        or re.fullmatch(r"[+-][0-9]+|[0-9]{16,}|[+-]?[0-9]+\.[0-9]*", name)
+    ):
         raise ValueError(f"the name of its weights is {quoted(name)}")
-    if re.fullmatch("[0-9]{1,15}", name):
-        return int(name)
-    if re.fullmatch(r"[+-]?[0-9]+\.?[0-9]*", name):
-        raise ValueError(f"the version of its weights is {quoted(name)}")
-    return 0
+    return int(name) if re.fullmatch("[0-9]+", name) else 0
 
 
 def _checked_name(name: object) -> object:
@@ -324,8 +324,9 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
         raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
     experts = every_layer[:, list(moe.layers)]
     if not 0 <= experts.min() <= experts.max() < moe.num_experts:
-        wrong = experts.min() if experts.min() < 0 else experts.max()
-        raise InvalidAnswer(f"routed_experts has expert {wrong}, but there are {moe.num_experts}")
+        raise InvalidAnswer(
+            f"routed_experts has {experts.min()} to {experts.max()}, but there are {moe.num_experts} experts"
+        )
     if moe.top_k > 1 and not experts.any((0, 2)).all():  # the result of kernels that bypass the recording
         layer = moe.layers[int(np.argmin(experts.any((0, 2))))]
         raise InvalidAnswer(f"routed_experts is all zeros in layer {layer}: the server's kernels do not record them")

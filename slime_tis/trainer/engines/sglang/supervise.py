@@ -78,22 +78,15 @@ class Redacted:
         spellings = {text for secret in secrets for text in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])}
         self._secrets = [spelling.encode() for spelling in sorted(spellings, key=len, reverse=True)]
 
-    def write(self, text: bytes) -> None:
+    def write(self, text: bytes, *, is_last: bool = False) -> None:
         """Writes complete lines, and holds the rest back."""
         self._held += text
-        cut = self._held.rfind(b"\n") + 1 or max(0, len(self._held) - LONGEST_LINE)
-        self._put(self._held[:cut])
-        self._held = self._held[cut:]
-
-    def finish(self) -> None:
-        """Writes the rest."""
-        self._put(self._held)
-
-    def _put(self, text: bytes) -> None:
+        cut = len(self._held) if is_last else self._held.rfind(b"\n") + 1 or max(0, len(self._held) - LONGEST_LINE)
+        line, self._held = self._held[:cut], self._held[cut:]
         for secret in self._secrets:
-            text = text.replace(secret, b"***")
-        while text:
-            text = text[os.write(self._file, text) :]
+            line = line.replace(secret, b"***")
+        while line:
+            line = line[os.write(self._file, line) :]
 
 
 def watch(server: int, output: int, log: Redacted) -> int:
@@ -114,7 +107,7 @@ def watch(server: int, output: int, log: Redacted) -> int:
             os.killpg(0, signal.SIGKILL)  # this process too
     while select.select([output], [], [], 0)[0] and copy(output, log):
         pass
-    log.finish()
+    log.write(b"", is_last=True)
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
