@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.data.dump import load_samples, save_samples
+from slime_tis.trainer.data.dump import from_dict, load_samples, save_samples, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample
 from tests.samples import make_sample
 
@@ -33,6 +33,11 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     save_samples(tmp_path / "a" / "rollout.jsonl", groups)
     assert load_samples(tmp_path / "a" / "rollout.jsonl", 2, 2) == groups
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
+
+
+def test_a_sample_without_a_response_comes_back(tmp_path: Path) -> None:
+    pending = Sample(prompt_row=PROMPT, tokens=list(PROMPT.token_ids), group_index=0, index=0)
+    assert from_dict(json.loads(json.dumps(to_dict(pending)))).tokens == pending.tokens
 
 
 def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path: Path) -> None:

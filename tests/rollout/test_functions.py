@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.functions import (
     numbered,
@@ -91,14 +90,6 @@ def test_a_failure_of_the_function_ends_the_rollout(checkpoint, engine):
     with pytest.raises(ValueError, match="no such tool"):
         engine.submit_function(prompts_of(checkpoint), fails, RUN, 5, concurrency=6)
     assert sorted(ended) == [0, 1, 2, 3]
-
-
-def test_a_function_that_cancels_itself_ends_the_rollout(checkpoint, engine):
-    async def cancels(sample, engine):
-        raise asyncio.CancelledError
-
-    with pytest.raises(CustomFunctionError, match="cancelled tasks"):
-        engine.submit_function(prompts_of(checkpoint), cancels, RUN, 5, concurrency=6)
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["sampling", "busy elsewhere"])

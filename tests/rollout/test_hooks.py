@@ -52,12 +52,6 @@ def test_a_filter_returns_a_bool_or_an_output(tmp_path, body):
     ]
 
 
-def test_the_filter_of_slime_is_found_under_its_own_path():
-    name = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-    hooks = RolloutHooks.load(make_config(rm_type="random", dynamic_sampling_filter_path=name), Namespace())
-    assert [output.reason for output in hooks.judge(groups_of((1.0, 1.0)))] == ["zero_std_1.0"]
-
-
 WRONG_FILTERS = {
     "raises": ("return 1 / 0", "raised ZeroDivisionError"),
     "none": ("pass", "returned None; Input should be a valid boolean"),

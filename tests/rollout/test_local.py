@@ -126,16 +126,6 @@ def test_a_sample_does_not_depend_on_its_batch(checkpoints):
     assert_same_samples([group[:2] for group in together], fewer)
 
 
-def test_seeds_and_repeated_prompts_give_other_samples(checkpoints):
-    path = checkpoints["qwen3", 0]
-    prompt, sampling = make_prompts(path)[0], Sampling(max_response_len=20)
-    engine = make_engine(path)
-    first, second = flat(engine.generate([prompt, prompt], sampling, seed=0))
-    assert first.response_ids != second.response_ids
-    assert first.response_ids == engine.generate([prompt], sampling, seed=0)[0][0].response_ids
-    assert first.response_ids != engine.generate([prompt], sampling, seed=1)[0][0].response_ids
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_greedy_is_that_of_transformers(checkpoints, family):
     path = checkpoints[family, 0]

@@ -46,12 +46,6 @@ def test_rows_become_prompts(tmp_path):
     assert load(tmp_path / "p.jsonl", label_key=None)[0].label is None
 
 
-def test_blank_lines_do_not_count(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text('\n{"prompt": "1"}\n\n{"prompt": "2"}\n')
-    assert [(p.index, p.text) for p in load(path, label_key=None)] == [(0, "1"), (1, "2")]
-
-
 def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
     messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "31"}]
     path = write(tmp_path / "p.jsonl", [{"prompt": "31"}, {"prompt": messages}])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from slime_tis.trainer.engines.weight_rounding import (
     WeightRounder,
-    round_bits,
     round_fp8,
     round_int8,
     round_nearest,
@@ -57,16 +56,6 @@ def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias(precision, seed, 
     assert ((drawn.mean(0) - weight).abs() <= 0.5 * step * 5 / 400**0.5 + 1e-6 * weight.abs()).all()
     again = round_nearest(drawn[0], precision)  # what the engine makes of what it is sent
     torch.testing.assert_close(again, drawn[0], rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("precision", COARSE)
-def test_numbers_that_the_engine_can_hold_stay(precision):
-    held = round_nearest(torch.randn(8, 64, generator=generator()), precision)
-    torch.testing.assert_close(round_stochastic(held, precision, generator(1)), held, rtol=1e-6, atol=0.0)
-    extreme = torch.tensor([[0.0, -0.0, 1e-44, 3e38, -3e38]])
-    assert torch.isfinite(
-        round_stochastic(extreme[:, :3] if precision == "fp16" else extreme, precision, generator())
-    ).all()
 
 
 def test_what_an_engine_rounds():
@@ -159,12 +148,6 @@ def test_int8_rounds_to_multiples_of_the_row_scale():
     weight = torch.tensor([[127.0, -127.0, 0.4, 0.6, 0.5, 1.5], [1.27, 0.0, 0.003, 0.006, -0.016, 0.024]])
     expected = torch.tensor([[127.0, -127.0, 0.0, 1.0, 0.0, 2.0], [1.27, 0.0, 0.0, 0.01, -0.02, 0.02]])
     torch.testing.assert_close(round_int8(weight), expected, rtol=0.0, atol=1e-7)
-
-
-def test_four_bits_are_fifteen_multiples_of_the_row_scale():
-    weight = torch.tensor([[7.0, -7.0, 0.4, 0.6, -3.6], [0.7, 0.0, 0.03, 0.06, 0.14]])
-    expected = torch.tensor([[7.0, -7.0, 0.0, 1.0, -4.0], [0.7, 0.0, 0.0, 0.1, 0.1]])
-    torch.testing.assert_close(round_bits(weight, 4), expected, rtol=0.0, atol=1e-7)
 
 
 def test_fp8_rounds_to_e4m3_multiples_of_the_row_scale():

@@ -87,19 +87,6 @@ def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Calla
         run.engine.submit_function(PROMPTS[:3], careless, RUN, concurrency=9).result()
 
 
-def test_weights_change_in_the_middle_of_a_turn(start: Callable[..., Run]) -> None:
-    run = start(1)
-    with held(run, 5):
-        future = run.engine.submit_function(LATE[:2], two_turns, RUN, concurrency=4)
-        wait_until(lambda: run.num_held == 4)
-        run.update(1)
-    for sample in flat(future.result()):
-        assert_two_turns(sample)
-        first = sample.loss_mask.index(0)
-        assert first == 12
-        assert sample.weight_versions == [0] * 5 + [1] * (sample.response_length - 5)
-
-
 def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Callable[..., Run]) -> None:
     run = start(1)
     mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1]]
@@ -201,25 +188,6 @@ def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Call
     assert [answer.finish_reason for answer in answers[:2]] == ["length", "length"]
     run.engine.submit_function(PROMPTS[:1], long, sampling, concurrency=1).result()
     assert run.requests[3]["sampling_params"]["max_new_tokens"] == 17
-
-
-def test_servers_that_take_seeds_get_one_for_each_request(start: Callable[..., Run]) -> None:
-    run = start(1, prepare=lambda servers: servers[0].info.update(enable_deterministic_inference=True))
-
-    async def asks(sample, engine):
-        for _ in range(2):
-            await engine.generate([1, 5, 6])
-        return [sample]
-
-    def seeds(**options) -> list[int]:
-        run.servers[0].requests.clear()
-        run.engine.submit_function(PROMPTS[:2], asks, RUN, concurrency=1, **options).result()
-        return sorted(body["sampling_params"]["sampling_seed"] for body in run.requests)
-
-    first = seeds(seed=1)
-    assert len(set(first)) == 8 and first[0] >= 0 and first[-1] < 2**63
-    assert seeds(seed=1) == first
-    assert not set(seeds(seed=2)) & set(first)
 
 
 def test_functions_may_post_to_the_address_themselves(start: Callable[..., Run]) -> None:
