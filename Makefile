@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -159,6 +159,13 @@ sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
 	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/adapters/requirements.txt --editable .
 	touch $@
+
+train-trl: .venv-adapters/.installed  ## Train the example with TRL's GRPOTrainer and rollout correction, in one minute
+	test -e $(EXAMPLE)/complete.json || .venv-adapters/bin/python examples/sort_digits/prepare.py --out $(EXAMPLE)
+	@test ! -d runs/trl || { earlier=runs/trl-$$(date +%Y%m%d-%H%M%S); mv runs/trl $$earlier; echo "the earlier run is now $$earlier"; }
+	.venv-adapters/bin/python examples/trl/sort_digits.py --output-dir runs/trl
+	.venv-adapters/bin/slime-tis report runs/trl/dump
+	.venv-adapters/bin/slime-tis diagnose runs/trl/dump --hf-checkpoint $(EXAMPLE)/checkpoint
 
 test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other trainers, in an environment that it makes
 	OMP_NUM_THREADS=1 .venv-adapters/bin/python -m pytest tests/adapters

@@ -27,6 +27,7 @@ except ImportError as error:
 
 PREFIX = "correction/"
 """Prefix of the metrics in TRL's log."""
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 MODEL_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
@@ -203,6 +204,7 @@ class RolloutCorrectionMixin:
         config = self.rollout_correction
         metadata = {
             "source": "trl",
+            "precision": PRECISIONS.get(self.model.dtype, str(self.model.dtype)),
             "old_policy": "rollout" if config.use_rollout_logprobs else "recomputed",
             "temperature": self.temperature,
         }

@@ -11,13 +11,16 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from examples.trl import sort_digits
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.analysis.diagnosis.diagnose import diagnose
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.what_if import what_if
 from slime_tis.policy.losses import cispo, ppo_clip, sapo
+from slime_tis.trainer.sort_digits import Example, prepare
 from tests.adapters.tiny import RoundedSampler, trainer
 
+ROOT = Path(__file__).parents[2]
 TIS = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.05)
 EVERYTHING = RolloutCorrectionConfig(
     use_tis=True,
@@ -193,6 +196,30 @@ def test_what_cannot_be_exact_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         trainer(tmp_path, config, **options)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("example") / "sort_digits"
+    prepare(path, example=Example(train_prompts=64, eval_prompts=16, accuracy=(0.0, 1.0), sampled_accuracy=0.0))
+    return path
+
+
+def test_the_example_runs(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sort_digits.run(example, tmp_path / "run", steps=1)
+    assert "held-out accuracy: " in capsys.readouterr().out
+    assert len(read(str(tmp_path / "run" / "dump"))) == 128
+
+
+def test_the_notebook_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = json.loads((ROOT / "examples" / "trl" / "sort_digits.ipynb").read_text())
+    monkeypatch.chdir(tmp_path)
+    values: dict[str, Any] = {"DATA": str(example), "STEPS": 1}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            lines = [line for line in cell["source"] if not line.startswith(("DATA =", "STEPS ="))]
+            exec("".join(lines), values)
+    assert (tmp_path / "runs" / "trl_notebook" / "report.html").exists()
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
