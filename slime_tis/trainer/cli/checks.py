@@ -1,5 +1,6 @@
 """Checks and warnings about combinations of options."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from slime_tis.correction.modes import Criterion
@@ -169,73 +170,56 @@ def check_dump(arguments: Arguments) -> None:
         raise ValueError(f"--load-debug-rollout-data is {quoted(pattern)} but there is no file {quoted(first)}.")
 
 
-def warnings_of(arguments: Arguments) -> list[str]:
-    """Returns warnings about options that are accepted but probably not intended."""
+def warnings_of(arguments: Arguments) -> Iterator[str]:
+    """Yields warnings about options that are accepted but probably not intended."""
     correction = arguments.correction
-    warnings = []
     reads_lower_bound = correction.mode.has_lower_bound or (correction.use_rs and correction.rs_upper_bound is None)
     if correction.use_tis and not reads_lower_bound and correction.tis_lower_bound:
-        warnings.append(
+        yield (
             f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode {correction.tis_mode} has no lower "
             "bound; choose clip or mask for both."
         )
-    warnings += [
-        f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the mean log-ratio are "
-        "within ±1 %, which already rejects 25 % of healthy sequences of 26 tokens in bf16 and 94 % in fp8 "
-        "(docs/choosing.md); use --use-rs --rs-level geometric --rs-z-score 3 instead of the bounds."
-        for criterion in correction.rejections
-        if _rejects_any_precision(criterion)
-    ]
+    for criterion in filter(_rejects_any_precision, correction.rejections):
+        yield (
+            f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the mean log-ratio are "
+            "within ±1 %, which already rejects 25 % of healthy sequences of 26 tokens in bf16 and 94 % in fp8 "
+            "(docs/choosing.md); use --use-rs --rs-level geometric --rs-z-score 3 instead of the bounds."
+        )
     if correction.get_mismatch_metrics and correction.corrects:
         acting = [flag(name) for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
-        warnings.append(f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure alone.")
+        yield f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure alone."
     steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
     if steps is not None and warm_up >= steps:
-        warnings.append(
-            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never reaches --lr."
-        )
-    return [*warnings, *_about_loaded_samples(arguments), *_about_clipping(arguments), *_about_staleness(arguments)]
+        yield f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never reaches --lr."
+    yield from _about_idle_options(arguments)
 
 
-def _about_loaded_samples(arguments: Arguments) -> list[str]:
-    """Warns about sampling functions if samples are loaded."""
+def _about_idle_options(arguments: Arguments) -> Iterator[str]:
+    """Warns about sampling functions if samples are loaded, idle clip ranges, and stale samples without correction."""
     rollout = arguments.rollout
     names = ["dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"]
     if not rollout.eval_prompt_data:
         names.append("custom_generate_function_path")
-    given = [flag(name) for name in names if getattr(rollout, name) is not None]
-    if arguments.loop.load_debug_rollout_data is None or not given:
-        return []
-    return [f"{' and '.join(given)} will not be called: --load-debug-rollout-data has samples already."]
-
-
-def _about_clipping(arguments: Arguments) -> list[str]:
-    """Warns about a clip range whose ratio is 1 at every token."""
+    unused = " and ".join(map(flag, _changed(rollout, *names)))
+    if arguments.loop.load_debug_rollout_data is not None and unused:
+        yield f"{unused} will not be called: --load-debug-rollout-data has samples already."
     steps, policy = arguments.loop.num_steps_per_rollout, arguments.policy
-    names = ("eps_clip", "eps_clip_high", "eps_clip_c")
-    given = [name for name in names if getattr(policy, name) != OPTIONS[name].default]
-    if steps is None or not given or not clip_is_inactive(arguments.correction, steps):
-        return []
-    return [
-        f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in given)}, but with one optimizer step "
-        "per rollout all ratios are 1; raise --num-steps-per-rollout, or add --use-rollout-logprobs."
-    ]
+    names = _changed(policy, "eps_clip", "eps_clip_high", "eps_clip_c")
+    if steps is not None and names and clip_is_inactive(arguments.correction, steps):
+        yield (
+            f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in names)}, but with one optimizer "
+            "step per rollout all ratios are 1; raise --num-steps-per-rollout, or add --use-rollout-logprobs."
+        )
+    names = _changed(rollout, "rollout_lookahead", "update_weights_interval")
+    if names and not corrects_staleness(arguments.correction):
+        yield (
+            f"{' and '.join(f'{flag(name)} is {getattr(rollout, name)}' for name in names)}, so samples come from "
+            "older weights, and nothing corrects that; add --use-tis or --use-rollout-logprobs."
+        )
 
 
-def _about_staleness(arguments: Arguments) -> list[str]:
-    """Warns about stale samples without correction."""
-    rollout = arguments.rollout
-    settings = {
-        "--rollout-lookahead": rollout.rollout_lookahead,
-        "--update-weights-interval": rollout.update_weights_interval,
-    }
-    stale = [f"{name} is {value}" for name, value in settings.items() if value > (name == "--update-weights-interval")]
-    if not stale or corrects_staleness(arguments.correction):
-        return []
-    return [
-        f"{' and '.join(stale)}, so samples come from older weights, and nothing corrects that; add --use-tis or "
-        "--use-rollout-logprobs."
-    ]
+def _changed(config: object, *names: str) -> list[str]:
+    return [name for name in names if getattr(config, name) != OPTIONS[name].default]
 
 
 def _rejects_any_precision(criterion: Criterion) -> bool:
