@@ -54,7 +54,7 @@ NO_EFFECT = re.compile(
 )
 """Refusals of flags that change nothing, which port drops."""
 
-TODO, CHANGED, RENAMES, ADDED, RESTATES, NO_OPS, UNSUPPORTED, UNKNOWN = (
+TODO, CHANGED, RENAMES, ADDED, RESTATES, NO_OPS, UNSUPPORTED, UNKNOWN, REFUSED = (
     "to do by hand",
     "changed",
     "renamed",
@@ -63,6 +63,7 @@ TODO, CHANGED, RENAMES, ADDED, RESTATES, NO_OPS, UNSUPPORTED, UNKNOWN = (
     "dropped because they have no effect",
     "not supported",
     "not known",
+    "on this machine train.py says",
 )
 
 Given = Mapping[str, UnknownFlag]
@@ -77,20 +78,18 @@ class Ported:
     """Comments by title."""
     launcher: tuple[str, ...] = ()
     ranks: int = 1
-    counts: dict[str, int] = field(default_factory=dict)
-    """Numbers of the script's flags by outcome."""
 
     def note(self, title: str, text: str) -> None:
         """Adds a comment."""
         self.notes.setdefault(title, []).append(text)
 
-    def replace(self, flag: UnknownFlag, new: str, reason: str = "") -> str:
-        """Replaces a flag by others, given as words with blanks between; returns the title of the comment."""
+    def replace(self, flag: UnknownFlag, new: str, reason: str = "") -> bool:
+        """Replaces a flag by others, given as words with blanks between; returns true."""
         for words in re.split(r" (?=--)", new) if new else ():
             name, *values = words.split(" ")
             self.flags[name] = tuple(values)
         self.note(CHANGED, f"{_shown(flag)} {f'becomes {legible(new)}' if new else 'is dropped'}{reason}.")
-        return CHANGED
+        return True
 
     @property
     def argv(self) -> list[str]:
@@ -101,21 +100,16 @@ class Ported:
 def port_script(path: str) -> str:
     """Returns a slime launch script as a command line of train.py, with comments."""
     ported = port(read_launch(path))
-    refusal = _drop_no_ops(ported)
-    counted = ", ".join(f"{count} {outcome}" for outcome, count in ported.counts.items())
-    lines = _comment(f"{Path(path).name} for train.py; nothing of it was executed. Its flags: {counted}.", "")
+    ported.notes[REFUSED] = _drop_no_ops(ported).splitlines()
+    lines = _comment(f"{Path(path).name} for train.py; nothing of it was executed.", "")
     command = [" ".join([*ported.launcher, "train.py"])]
     command += [" ".join([name, *map(_quoted, values)]) for name, values in ported.flags.items()]
     lines.append(" \\\n   ".join(command))
-    for title in (TODO, CHANGED, RENAMES, ADDED, NO_OPS, RESTATES, UNSUPPORTED, UNKNOWN):
+    for title in (TODO, CHANGED, RENAMES, ADDED, NO_OPS, RESTATES, UNSUPPORTED, UNKNOWN, REFUSED):
         notes = ported.notes.get(title, [])
         lines += ["#", f"# {title}:"] if notes else []
-        lines += [
-            line for note in ([", ".join(notes)] if title == RESTATES and notes else notes) for line in _comment(note)
-        ]
-    if refusal:
-        lines += ["#", "# on this machine train.py says:"]
-        lines += [line for text in refusal.splitlines() for line in _comment(text)]
+        for note in [", ".join(notes)] if title == RESTATES and notes else notes:
+            lines += _comment(note)
     return "\n".join(lines) + "\n"
 
 
@@ -134,8 +128,7 @@ def port(launch: Launch) -> Ported:
     except (KeyError, ValueError):  # on another machine
         model = None
     for flag in given.values():
-        outcome = _port_flag(flag, given, model, ported)
-        ported.counts[outcome] = ported.counts.get(outcome, 0) + 1
+        _port_flag(flag, given, model, ported)
     _assign_gpus(given, ported)
     if launch.program == "train_async.py" and "--rollout-lookahead" not in ported.flags:
         ported.flags["--rollout-lookahead"] = ("1",)
@@ -182,45 +175,38 @@ def _flags_of(words: tuple[str, ...], ported: Ported) -> dict[str, UnknownFlag]:
     return {name: UnknownFlag(name, tuple(values)) for name, values in found.items()}
 
 
-def _port_flag(flag: UnknownFlag, given: Given, model: Mapping[str, Any] | None, ported: Ported) -> str:
-    """Keeps, changes or drops a flag, and adds the comment; returns what happened to it."""
+def _port_flag(flag: UnknownFlag, given: Given, model: Mapping[str, Any] | None, ported: Ported) -> None:
+    """Keeps, changes or drops a flag, and adds the comment."""
     is_unknown = any(OUTPUT in value or not (value.isprintable() or UNSET in value) for value in flag.values)
     is_open = any(UNSET in value for value in flag.values)
-    advice = advice_for(flag.name)
+    advice, shown = advice_for(flag.name), _shown(flag)
     if flag.name in PLACEMENT:
-        return RENAMES  # _assign_gpus reads them together
+        return  # _assign_gpus reads them together
     if flag.is_checked:
         difference = "" if is_open or is_unknown else disagreement(flag, model)
-        ported.note(TODO if difference else RESTATES, difference or _shown(flag))
-        return RESTATES
-    if advice is not None:
-        ported.note(UNSUPPORTED, f"{_shown(flag)}: {advice}.")
-        return UNSUPPORTED
-    if is_unknown:
-        ported.note(TODO, f"{_shown(flag)}: the value is a command's output; add the flag with its value.")
-        return TODO
-    if flag.name in RENAMED:
+        ported.note(TODO if difference else RESTATES, difference or shown)
+    elif advice is not None:
+        ported.note(UNSUPPORTED, f"{shown}: {advice}.")
+    elif is_unknown:
+        ported.note(TODO, f"{shown}: the value is a command's output; add the flag with its value.")
+    elif flag.name in RENAMED:
         new = RENAMED[flag.name]
         ported.flags[new.name] = tuple(FORMS[new.form](value) for value in flag.values)
-        ported.note(RENAMES, f"{_shown(flag)} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
-        return RENAMES
-    if flag.name not in FLAGS and not flag.name.startswith("--sglang-"):
-        ported.note(UNKNOWN, f"{_shown(flag)}: neither train.py nor slime is known to have this flag.")
-        return UNKNOWN
-    outcome = _port_changed(flag, given, ported)
-    if outcome:
-        return outcome
-    if is_open:
-        ported.note(TODO, f"{_shown(flag)}: the script does not set the variable; set it, or write the value.")
-    elif problem := _problem(flag):
-        ported.note(TODO, f"{problem} It is dropped.")
-        return TODO
-    ported.flags[flag.name] = flag.values
-    return "kept"
+        ported.note(RENAMES, f"{shown} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
+    elif flag.name not in FLAGS and not flag.name.startswith("--sglang-"):
+        ported.note(UNKNOWN, f"{shown}: neither train.py nor slime is known to have this flag.")
+    elif not _port_changed(flag, given, ported):
+        problem = "" if is_open else _problem(flag)
+        if is_open:
+            ported.note(TODO, f"{shown}: the script does not set the variable; set it, or write the value.")
+        if problem:
+            ported.note(TODO, f"{problem} It is dropped.")
+        else:
+            ported.flags[flag.name] = flag.values
 
 
-def _port_changed(flag: UnknownFlag, given: Given, ported: Ported) -> str:
-    """Replaces a flag whose value means something else here; empty if the value stays."""
+def _port_changed(flag: UnknownFlag, given: Given, ported: Ported) -> bool:
+    """Replaces a flag whose value means something else here; returns whether it did."""
     value = " ".join(flag.values)
     match flag.name:
         case "--ref-load" if not (Path(value) / "config.json").is_file():
@@ -228,7 +214,7 @@ def _port_changed(flag: UnknownFlag, given: Given, ported: Ported) -> str:
         case "--load" if "--save" in given and value.rstrip("/") == " ".join(given["--save"].values).rstrip("/"):
             ported.flags["--load"] = given["--save"].values
             ported.note(CHANGED, f"{_shown(flag)} resumes from this program's checkpoints; slime's are not read.")
-            return CHANGED
+            return True
         case "--load":
             return ported.replace(flag, "", ": slime's checkpoints are not read; give weights with --hf-checkpoint")
         case "--advantage-estimator" if value in ESTIMATORS:
@@ -236,11 +222,10 @@ def _port_changed(flag: UnknownFlag, given: Given, ported: Ported) -> str:
         case "--custom-tis-function-path" | "--rollout-function-path" if value in FUNCTIONS:
             return ported.replace(flag, FUNCTIONS[value])
         case "--rollout-function-path" if "sft_rollout" in value:
-            ported.note(UNSUPPORTED, f"{_shown(flag)}: there is no supervised fine-tuning; use slime for this script.")
-            return UNSUPPORTED
+            return ported.replace(flag, "", ": there is no supervised fine-tuning; use slime for this script")
         case "--custom-config-path" if not Path(value).is_file():
             ported.note(TODO, f"{_shown(flag)} is a path in slime's directory; copy the file.")
-    return ""
+    return False
 
 
 def _option_of(flag: str) -> str:
