@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, option
 from slime_tis.trainer.options.rm_types import check_rm_type, is_remote, parse_weights, reward_keys
-from slime_tis.trainer.options.sglang import shown_url, split_url
+from slime_tis.trainer.options.sglang import normalized_url
 
 data_option = partial(option, group="model and data")
 rollout_option = partial(option, group="rollout")
@@ -282,17 +282,6 @@ class RolloutConfig:
         return tuple(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _check_reward_url(url: str) -> None:
-    parts = split_url(url)
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--rm-url is {quoted(shown_url(url))} but must begin with http:// or https:// and a host.")
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise ValueError(
-            f"--rm-url for {parts.hostname} holds a user name, password or query, which logs and config.yaml would "
-            "show; call such a server from a --custom-rm-path function that reads the secret from the environment."
-        )
-
-
 def _check_reward(config: RolloutConfig) -> None:
     name, weights = config.rm_type, parse_weights(config.reward_weights) if config.reward_weights else {}
     scores = name or config.custom_rm_path or config.custom_generate_function_path
@@ -303,7 +292,7 @@ def _check_reward(config: RolloutConfig) -> None:
     if weights and config.reward_key is not None:
         raise ValueError("--reward-weights and --reward-key are both given; remove one of the two.")
     if config.rm_url is not None:
-        _check_reward_url(config.rm_url)
+        normalized_url(config.rm_url, "--rm-url")
     if name is None:
         return
     check_rm_type("--rm-type", name)

@@ -192,18 +192,16 @@ def check_server_flag(given: str, name: str, value: str) -> None:
             raise ValueError(f"{given}, but the environment variable {value} is not set; set it to the secret.")
 
 
-def normalized_url(url: str) -> str:
+def normalized_url(url: str, flag: str = "--sglang-url") -> str:
     """Returns a URL without trailing slash and with the host in lower case; refuses credentials and queries."""
     parts = split_url(url)
     if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--sglang-url is {quoted(shown_url(url))} but must be http://HOST:PORT or https://HOST:PORT.")
-    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"{flag} is {quoted(shown_url(url))} but must be http://HOST:PORT or https://HOST:PORT.")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ValueError(
-            f"--sglang-url for {parts.hostname} holds a user name or password; put a key into the environment "
-            "variable that --sglang-api-key-env names."
+            f"{flag} for {parts.hostname} holds a user name, password or query, which logs and config.yaml would show; "
+            "put a secret into an environment variable, for --sglang-api-key-env or a --custom-rm-path function."
         )
-    if parts.query or parts.fragment:
-        raise ValueError(f"--sglang-url is {quoted(shown_url(url))} but must end with the port or a path.")
     port = "" if parts.port is None else f":{parts.port}"
     return f"{parts.scheme}://{bracketed(parts.hostname)}{port}{parts.path.rstrip('/')}"
 
