@@ -1,6 +1,7 @@
 """Options of the policy objective: advantages, clipping, the KL penalty and the entropy bonus."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
@@ -152,3 +153,26 @@ class PolicyConfig:
     def opsm_bound(self) -> float:
         """The effective bound of off-policy sequence masking: opsm_delta, or the default of its policy."""
         return OPSM_DELTAS[self.opsm_policy] if self.opsm_delta is None else self.opsm_delta
+
+
+@dataclass(frozen=True, kw_only=True)
+class CovarianceRule:
+    """Which tokens are selected: this share of all tokens, those with the largest covariance inside the bounds."""
+
+    share: float
+    lower: float = -math.inf
+    upper: float = math.inf
+
+
+COVARIANCE_RULES: dict[str, Callable[[PolicyConfig], CovarianceRule]] = {
+    "clip_cov": lambda config: CovarianceRule(
+        share=config.cov_ratio, lower=config.clip_cov_lower_bound, upper=config.clip_cov_upper_bound
+    ),
+    "kl_cov": lambda config: CovarianceRule(share=config.cov_ratio),
+}
+"""Rules by the loss that selects tokens.
+
+Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", Cui et al.
+(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. Clip-Cov draws its tokens at random among the
+candidates there; here the largest covariances are taken, because a draw would depend on the micro-batches.
+"""

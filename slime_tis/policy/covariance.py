@@ -6,7 +6,6 @@ Shapes: suffix _L per response token of this rank, packed; any shape does, as lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,30 +13,7 @@ from torch import Tensor
 
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.rules import order_statistic
-from slime_tis.policy.config import PolicyConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class CovarianceRule:
-    """Which tokens are selected: this share of all tokens, those with the largest covariance inside the bounds."""
-
-    share: float
-    lower: float = -math.inf
-    upper: float = math.inf
-
-
-COVARIANCE_RULES: dict[str, Callable[[PolicyConfig], CovarianceRule]] = {
-    "clip_cov": lambda config: CovarianceRule(
-        share=config.cov_ratio, lower=config.clip_cov_lower_bound, upper=config.clip_cov_upper_bound
-    ),
-    "kl_cov": lambda config: CovarianceRule(share=config.cov_ratio),
-}
-"""Rules by the loss that selects tokens.
-
-Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", Cui et al.
-(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. Clip-Cov draws its tokens at random among the
-candidates there; here the largest covariances are taken, because a draw would depend on the micro-batches.
-"""
+from slime_tis.policy.config import CovarianceRule
 
 
 @dataclass(frozen=True, kw_only=True)

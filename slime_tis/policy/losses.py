@@ -180,7 +180,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """PPO without the loss of selected tokens; `covariance.COVARIANCE_RULES` has the source.
+    """PPO without the loss of selected tokens; `config.COVARIANCE_RULES` has the source.
 
     Args and returns as `ppo_clip`; `selected_L` is bool.
     """
@@ -193,7 +193,7 @@ def clip_cov(
 def kl_cov(
     log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, selected_L: Tensor | None, *, coef: float
 ) -> Tensor:
-    """−r_t A_t, and β |log r_t| on selected tokens; `covariance.COVARIANCE_RULES` has the source.
+    """−r_t A_t, and β |log r_t| on selected tokens; `config.COVARIANCE_RULES` has the source.
 
     Args as `clip_cov`; `coef` is β.
     """

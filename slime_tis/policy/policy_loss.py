@@ -29,8 +29,8 @@ from slime_tis.correction import (
     off_policy_sequence_mask,
     torch_token_pass,
 )
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.covariance import COVARIANCE_RULES, CovarianceLimit, covariance_limit
+from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
+from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate

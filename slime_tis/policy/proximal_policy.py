@@ -1,7 +1,7 @@
 """Which policy the loss is proximal to (π_old), and which forward passes that takes."""
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.policy.covariance import COVARIANCE_RULES
+from slime_tis.policy.config import COVARIANCE_RULES
 
 
 def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:

@@ -26,8 +26,8 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
 )
 from slime_tis.errors import NonFiniteGradient
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.covariance import COVARIANCE_RULES, CovarianceLimit, covariance_limit
+from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
+from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, token_advantages
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossStep, policy_loss

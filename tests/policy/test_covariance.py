@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from slime_tis import Ranks
-from slime_tis.policy.covariance import CovarianceRule, covariance_limit
+from slime_tis.policy.config import CovarianceRule
+from slime_tis.policy.covariance import covariance_limit
 from slime_tis.policy.losses import clip_cov, kl_cov, ppo_clip
 from tests.correction.test_trimming import over_ranks
 from tests.golden.methods import Case, cases
