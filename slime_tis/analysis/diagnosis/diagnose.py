@@ -146,7 +146,7 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
 
 def findings_of(tokens: Tokens) -> list[Finding]:
     """All findings of the rules on tokens, unordered."""
-    total = float(tokens.size.sum())
+    total = max(float(tokens.size.sum()), 1e-12)
     findings = []
     for rule in TOKEN_RULES:
         finding, explained = rule(tokens, total)
@@ -156,11 +156,10 @@ def findings_of(tokens: Tokens) -> list[Finding]:
     tokens = tokens.only(tokens.finite)
     if len(tokens) < MIN_TOKENS:
         return findings
-    if float(np.abs(tokens.log_ratio).mean()) < form_rules.NEGLIGIBLE:
-        return [*findings, *filter(None, [form_rules.sharper_sampling(tokens)])]
+    negligible = float(np.abs(tokens.log_ratio).mean()) < form_rules.NEGLIGIBLE
     remaining = float(tokens.size.sum()) / total
-    patterns = [finding for rule in FORM_RULES if (finding := rule(tokens)) is not None]
-    return findings + [replace(finding, share=finding.share * remaining) for finding in patterns]
+    patterns = [rule(tokens) for rule in ((form_rules.sharper_sampling,) if negligible else FORM_RULES)]
+    return findings + [replace(each, share=each.share * remaining) for each in patterns if each and each.confidence]
 
 
 def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:

@@ -1,6 +1,6 @@
 """Rules on the pattern of the mismatch over all tokens: its sign, and the variables it depends on.
 
-Each rule returns a finding with the share of these tokens' mismatch, or None.
+Each rule returns a finding with the share of these tokens' mismatch, or None. Confidence 0 means that it is absent.
 """
 
 import numpy as np
@@ -18,8 +18,6 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
     negative, positive = -log_ratio[log_ratio < 0].sum(), log_ratio[log_ratio > 0].sum()
     one_sided = float(negative / (negative + positive))
     confidence = ramp(one_sided, 0.86, 0.97)
-    if confidence == 0:
-        return None
     lowest = float(np.quantile(log_ratio, 0.002))
     evidence = (
         f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost never more likely",
@@ -36,8 +34,7 @@ def sharper_sampling(tokens: Tokens) -> Finding | None:
     if len(gap) < MIN_TOKENS:
         return None
     significance = gap.mean() / (gap.std() / np.sqrt(len(gap)) + 1e-9)
-    confidence = ramp(significance, 4.5, 9.0)
-    if confidence == 0 or gap.mean() < 0.01:
+    if gap.mean() < 0.01:
         return None
     evidence = (
         f"log π_train + entropy is {gap.mean():+.3f} on average instead of 0, a difference of {significance:.0f} "
@@ -45,7 +42,7 @@ def sharper_sampling(tokens: Tokens) -> Finding | None:
         "the reported log-probs do not show it: they were taken before truncation or before the temperature",
     )
     detail = "or a lower temperature, not in the reported log-probs"
-    return Finding("truncated_sampling", evidence, 0.7 * confidence, 0.0, detail)
+    return Finding("truncated_sampling", evidence, 0.7 * ramp(significance, 4.5, 9.0), 0.0, detail)
 
 
 def temperature(tokens: Tokens) -> Finding | None:
@@ -60,8 +57,6 @@ def temperature(tokens: Tokens) -> Finding | None:
     explained = 1 - float(residual / ((log_ratio * weight[:, 0]) ** 2).sum())
     slope = float(solution[0 if entropy is not None else 1])
     confidence = ramp(explained, 0.6 if entropy is None else 0.55, 0.85)
-    if confidence == 0:
-        return None
     ratio = 1 / max(1 - slope, 0.05)
     variable = "log p" if entropy is None else "log p + entropy"
     evidence = (
@@ -84,8 +79,6 @@ def stale_weights(tokens: Tokens) -> Finding | None:
         return None
     ratio = _noise(tokens.only(old)) / max(_noise(tokens.only(~old)), 1e-9)
     confidence = max(ramp(ratio, 1.3, 2.5), 0.6 if staleness.min() > 0 else 0.0)
-    if confidence == 0:
-        return None
     share = float(tokens.size[old].sum() / tokens.size.sum())
     evidence = (behind, f"abs(Δ) of tokens from older weights is {ratio:.1f} times as large as from the newest weights")
     return Finding("stale_weights", evidence, 0.93 * confidence, share)
@@ -131,8 +124,6 @@ def position(tokens: Tokens) -> Finding | None:
     else:
         confidence = ramp(size[0] / max(size[-1], 1e-9), 1.5, 2.5) * ramp(-rank, 0.5, 0.8)
         cause, evidence = "other_prompt", f"abs(Δ) relative to 1 − p falls like the influence of the prompt: {values}"
-    if confidence == 0:
-        return None
     return Finding(cause, (evidence,), 0.9 * confidence, float(newest.size.sum() / tokens.size.sum()))
 
 
@@ -186,12 +177,12 @@ FITS = {
 def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str, bool]:
     """The precision that explains noise of a size, a statement about the run's precisions, and whether they fit."""
     train, rollout = precisions
+    named = f"the run uses {train or 'an unknown precision'} for training and {rollout} for the rollout engine"
     if not rollout:
         return size, "", False
-    named = f"the run uses {train or 'an unknown precision'} for training and {rollout} for the rollout engine"
-    fitting = [precision for precision in (rollout, train) if size in FITS.get(precision, ())]
-    if fitting:
-        return fitting[0], f"{named}, which fits", True
+    for precision in (rollout, train):
+        if size in FITS.get(precision, ()):
+            return precision, f"{named}, which fits", True
     if rollout in FITS or train in FITS:
         return size, f"{named}, which makes noise of another size: look for a second cause", False
     return size, f"{named}: something else rounds, such as a cache, a kernel or a reduced matrix product", False

@@ -219,4 +219,4 @@ def _mean_run(tokens: Tokens, chosen: Mask) -> float:
 
 
 def _share(tokens: Tokens, chosen: Mask, total: float) -> float:
-    return float(tokens.size[chosen].sum() / total) if total > 0 else 0.0
+    return float(tokens.size[chosen].sum() / total)

@@ -54,7 +54,7 @@ PATTERNS = (
 NOT_DUMPS = ("metrics.jsonl",)
 
 
-def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None, seed: int = 0) -> TokenTable:
+def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None) -> TokenTable:
     """The table of a dump, a file or a directory of files of one form.
 
     Forms: parquet or .pt of this program, a run directory, slime's and miles's `--save-debug-train-data`, NeMo-RL's
@@ -68,9 +68,8 @@ def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | No
         max_tokens: Response tokens to keep, a random part of more. Memory is then bounded by twice this number and by
             one batch of a parquet file or one .pt file. Default: all.
         max_bytes: Size of the table, likewise. Bounds the memory of tokens with many experts.
-        seed: Seed of the random part.
     """
-    reservoir = Reservoir(max_tokens, max_bytes, seed)
+    reservoir = Reservoir(max_tokens, max_bytes)
     files = files_of(Path(path))
     run = _run_of(Path(path), files) if len(files) > 1 else None
     skipped = set()
@@ -102,10 +101,10 @@ def _run_of(path: Path, files: Sequence[Path]) -> str | None:
 class Reservoir:
     """A uniform random part of the samples of several tables: the samples with the lowest random numbers."""
 
-    def __init__(self, max_tokens: int | None, max_bytes: int | None, seed: int) -> None:
+    def __init__(self, max_tokens: int | None, max_bytes: int | None) -> None:
         self._max_tokens = 2**62 if max_tokens is None else max_tokens
         self._max_bytes = max_bytes
-        self._chance = np.random.default_rng(seed)
+        self._chance = np.random.default_rng(0)
         self._priorities: list[Column] = []
         self._bound = np.inf
         """Lowest number of a discarded sample."""

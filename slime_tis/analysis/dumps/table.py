@@ -275,14 +275,14 @@ class TokenTable:
                 columns[name] = column[rows if name in TOKEN_COLUMNS else chosen]
         return replace(self, offsets=offsets, **columns)
 
-    def sampled(self, max_tokens: int, seed: int = 0) -> TokenTable:
+    def sampled(self, max_tokens: int) -> TokenTable:
         """A random part of the samples with at most `max_tokens` response tokens; the table itself if it is smaller.
 
         Samples are chosen uniformly, and stay complete and in order. `metadata["sampled"]` has the original size.
         """
         if self.tokens <= max_tokens:
             return self
-        priority = np.random.default_rng(seed).random(len(self))
+        priority = np.random.default_rng(0).random(len(self))
         chosen = self.select(lowest_priorities(priority, self.response_length, max_tokens))
         size = self.metadata.get("sampled") or {"samples": len(self), "tokens": self.tokens}
         return replace(chosen, metadata={**self.metadata, "sampled": size})

@@ -27,8 +27,6 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 HEALTH = "health/"
 MAX_POINTS = 2_000
 """Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2 stretches."""
-MAX_SERIES = 24
-"""Lines of a group in one panel; each evaluation set has one line."""
 MAX_WARNINGS = 200
 """Listed warnings of a run, the earliest ones."""
 
@@ -139,7 +137,7 @@ def plots(groups: Sequence[Group]) -> list[Plot]:
         labels: dict[str, int] = {}
         for index, group in enumerate(groups):
             curves = [_curves(source.metrics, names, positive=key in LOG_PANELS) for source in group.sources]
-            for label in list(dict.fromkeys(label for curve in curves for label in curve))[:MAX_SERIES]:
+            for label in dict.fromkeys(label for curve in curves for label in curve):
                 rank = labels.setdefault(label, len(labels))
                 points = spread([curve[label] for curve in curves if label in curve])
                 if not points[0]:

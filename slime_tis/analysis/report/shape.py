@@ -155,9 +155,9 @@ def _against(key: str, value_N: Array, size_N: Array, color: int, prefix: str) -
     value, size = value_N[finite], size_N[finite]
     if not len(value):
         return []
-    levels = np.unique(value) if len(value) < 2_000_000 else np.unique(value[:: len(value) // 1_000_000])
+    levels = np.unique(value)
     if len(levels) <= BINS:
-        centers, index = levels.astype(np.float64), np.searchsorted(levels, value).clip(0, len(levels) - 1)
+        centers, index = levels.astype(np.float64), np.searchsorted(levels, value)
     else:
         edges = np.unique(np.quantile(levels, np.linspace(0, 1, BINS + 1)))
         index = np.clip(np.searchsorted(edges, value, side="right") - 1, 0, len(edges) - 2)
