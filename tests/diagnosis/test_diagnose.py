@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.diagnose import _ranked, as_text
-from slime_tis.analysis.diagnosis.form_rules import concentration, reported_grid
+from slime_tis.analysis.diagnosis.form_rules import reported_grid
 from slime_tis.analysis.diagnosis.metric_rules import findings
 from slime_tis.analysis.diagnosis.token_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
@@ -298,11 +298,6 @@ def test_16_bit_log_probs_are_recognized() -> None:
         assert reported_grid(log_probs.astype(np.float64)) == grid
 
 
-def test_concentration_of_known_sums() -> None:
-    assert concentration(np.array([9.0, *[1.0] * 9])) == pytest.approx(0.5)
-    assert concentration(np.ones(20)) == pytest.approx(0.1)
-
-
 def constant(**metrics: float) -> list[dict[str, float]]:
     return [{"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()} for step in range(12)]
 
@@ -363,13 +358,6 @@ def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, 
     (finding,) = _ranked([Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")], "")
     assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names and finding.title.endswith("(int8)")
     assert all(title and fix for title, fix in CAUSES.values())
-
-
-def test_one_broken_token_is_singular() -> None:
-    train = np.full(400, -1.0)
-    train[7] = -21.0
-    table = TokenTable.from_parts([SampleParts(train_log_prob=train, rollout_log_prob=np.full(400, -1.001))])
-    assert diagnose(table).findings[0].evidence[0].startswith("1 token (")
 
 
 @given(

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -59,11 +58,6 @@ def test_text_that_is_not_unicode_is_written(tmp_path):
     assert next(parquet_tables(tmp_path / "a.parquet")).text == ("a?b",)
 
 
-def _rewritten(path, change):
-    table = parquet.read_table(path)
-    parquet.write_table(change(table), path)
-
-
 def _with_description(described):
     return lambda table: table.replace_schema_metadata({own.KEY: json.dumps(described)})
 
@@ -82,8 +76,6 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
         pytest.param(_with_description([]), "damaged metadata", id="damaged metadata"),
         pytest.param(lambda table: table.drop(["train_log_prob"]), "no column train_log_prob", id="no log-probs"),
         pytest.param(lambda table: table.append_column("token", table["token"]), "2 times", id="two columns"),
-        pytest.param(_with_description(None), "damaged metadata", id="null"),
-        pytest.param(_with_description(DESCRIBED | {"metadata": "text"}), "damaged metadata", id="text metadata"),
         pytest.param(_with_description(DESCRIBED | {"experts_shape": [2**70, 1]}), "damaged metadata", id="experts"),
         pytest.param(lambda t: t.replace_schema_metadata({own.KEY: "[" * 10**5}), "damaged metadata", id="nested"),
         *(
@@ -104,25 +96,6 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
 def test_a_damaged_schema_is_refused(tmp_path, change, message):
     path = tmp_path / "a.parquet"
     write(path, full_table())
-    _rewritten(path, change)
+    parquet.write_table(change(parquet.read_table(path)), path)
     with pytest.raises(ValueError, match=message):
         list(parquet_tables(path))
-
-
-def test_a_truncated_file_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    write(path, full_table())
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
-        list(parquet_tables(path))
-
-
-def test_a_failed_write_keeps_the_earlier_file(tmp_path, monkeypatch):
-    path = tmp_path / "a.parquet"
-    write(path, full_table())
-    before = path.read_bytes()
-    table = full_table().select([0])
-    object.__setattr__(table, "metadata", {"bad": np.zeros(1)})
-    with pytest.raises(TypeError):
-        write(path, table)
-    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

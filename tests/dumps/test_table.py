@@ -21,11 +21,8 @@ def test_derived_columns():
     assert [prompt.tolist() for prompt in table.prompt] == [[1, 2], [], [3]]
     assert table.valid.tolist() == [True, False, True, True, True]
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]  # of the recomputed old log-probs
-
-
-def test_delta_uses_the_current_policy_without_a_recomputed_one():
-    bypass = replace(full_table(), metadata={"old_policy": "rollout"})
-    assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]
+    bypass = replace(table, metadata={"old_policy": "rollout"})
+    assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]  # of the current policy
 
 
 def test_missing_values_are_filled_as_documented():
@@ -37,11 +34,6 @@ def test_missing_values_are_filled_as_documented():
     assert np.isnan(table.entropy[3:]).all() and np.isnan(table.reward[2])
     assert table.experts[3:].tolist() == [[[-1, -1], [-1, -1]]] * 2
     assert table.text == ("<b>é", "", "two")
-
-
-def test_a_column_that_no_sample_has_is_none():
-    table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0])])
-    assert table.token is None and table.reward is None and table.prompt is None and table.text is None
 
 
 def test_selected_samples_concatenate_to_the_table():
@@ -59,12 +51,6 @@ def test_different_metadata_are_dropped_and_different_criteria_refused():
     assert "temperature" not in TokenTable.concatenate([table, other]).metadata
     with pytest.raises(ValueError, match="different rejection criteria"):
         TokenTable.concatenate([table, replace(table, metadata={"criteria": ["geometric"]})])
-
-
-def test_no_samples_are_a_table():
-    table = TokenTable.from_parts([])
-    assert (len(table), table.tokens, table.log_ratio.tolist()) == (0, 0, [])
-    assert len(table.sampled(10)) == 0
 
 
 def test_lists_of_different_lengths_are_refused():

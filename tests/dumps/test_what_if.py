@@ -9,7 +9,7 @@ import torch
 
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.analysis.dumps.what_if import corrections, flags_of, sweep, what_if
+from slime_tis.analysis.dumps.what_if import corrections, sweep, what_if
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
 from slime_tis.main import main
 
@@ -176,8 +176,3 @@ def test_an_empty_table_has_rows():
 def test_a_larger_table_is_sampled():
     row = one(RolloutCorrectionConfig(use_tis=True), max_tokens=3)
     assert row.weight_max == 1.0  # of the second sample alone
-
-
-def test_flags_list_options_that_are_not_defaults():
-    config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence", rs_veto_threshold=1e-4)
-    assert flags_of(config) == "--use-tis --tis-level sequence --rs-veto-threshold 0.0001"

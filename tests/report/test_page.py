@@ -18,7 +18,7 @@ import pytest
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import overview, samples, shape
-from slime_tis.analysis.report.overview import group_runs, spread
+from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.page import page_data, render
 from slime_tis.analysis.report.source import Source, open_source
 from slime_tis.analysis.report.what_if_rows import _front
@@ -190,10 +190,6 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(
 def test_any_keys_of_a_configuration_are_grouped() -> None:
     runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
     assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
-
-
-def test_the_spread_of_curves_is_taken_at_common_steps() -> None:
-    assert spread([{0: 1.0, 1: 2.0}, {1: 5.0, 2: 9.0}, {1: 3.0}]) == ([1], [3.0], [2.0], [5.0])
 
 
 def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
