@@ -17,7 +17,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -337,7 +336,11 @@ class HealthMonitor:
         recovery = self.timeouts.recovery
         while True:
             await asyncio.sleep(min(1.0, recovery / 4))
-            if self._is_hopeful():
+            is_hopeful = any(
+                s.state in ("live", "probing") or (s.state == "needs_weights" and s.failed_updates < MAX_FAILED_UPDATES)
+                for s in self.states.values()
+            )
+            if is_hopeful and (self.router is None or self.router.state != "down"):
                 self._all_down_since = self.unavailable = None
                 continue
             self._all_down_since = self._all_down_since or time.monotonic()
@@ -345,15 +348,6 @@ class HealthMonitor:
                 text = f"is left, and none came back within {recovery:g} s"
                 self.unavailable = RolloutUnavailable(_message(text, list(self.states.values())))
                 self.on_change()
-
-    def _is_hopeful(self) -> bool:
-        """Whether a server is available or expected back."""
-        if self.router is not None and self.router.state == "down":
-            return False
-        return any(
-            s.state in ("live", "probing") or (s.state == "needs_weights" and s.failed_updates < MAX_FAILED_UPDATES)
-            for s in self.states.values()
-        )
 
 
 def _message(text: str, states: Sequence[ServerState]) -> str:
@@ -380,8 +374,8 @@ class Dispatcher:
         """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
         self.retries = 0
         self._health, self._concurrency, self._max_retries = health, concurrency, max_retries
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        health.on_change = self._wake_all
+        self._turn, self._changed = asyncio.Lock(), asyncio.Event()
+        health.on_change = self._changed.set
 
     @asynccontextmanager
     async def server(self, attempts: Attempts) -> AsyncIterator[ServerState]:
@@ -401,7 +395,7 @@ class Dispatcher:
             finally:
                 state.requests.discard(scope)
                 state.in_flight -= 1
-                self._wake()
+                self._changed.set()
         except SGLangError as error:
             if isinstance(error, RequestRefused) and error.status not in SERVER_REFUSALS:
                 raise
@@ -421,25 +415,17 @@ class Dispatcher:
             attempts.failures, attempts.failed_on = 0, None
 
     async def _acquire(self, avoid: ServerState | None) -> ServerState:
-        """Waits for a server with room for one more request."""
-        is_next = not self._someone_waits()
-        woken = False
-        while True:
-            if self._health.unavailable is not None:
-                raise RolloutUnavailable(str(self._health.unavailable))
-            state = self._least_busy(avoid) if is_next else None
-            if state is not None:
-                state.in_flight += 1
-                return state
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            (self._waiting.appendleft if woken else self._waiting.append)(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if not waiter.cancelled():
-                    self._wake()  # pass the turn on to the next request
-                raise
-            is_next = woken = True
+        """Waits for a server with room for one more request; the lock keeps the requests in order."""
+        async with self._turn:
+            while True:
+                if self._health.unavailable is not None:
+                    raise RolloutUnavailable(str(self._health.unavailable))
+                state = self._least_busy(avoid)
+                if state is not None:
+                    state.in_flight += 1
+                    return state
+                self._changed.clear()
+                await self._changed.wait()
 
     def _least_busy(self, avoid: ServerState | None) -> ServerState | None:
         """The least busy server; the last failed one only if there is no other."""
@@ -453,16 +439,3 @@ class Dispatcher:
         others = [state for state in available if state is not avoid] or available
         free_servers = [state for state in others if state.in_flight < self._concurrency]
         return min(free_servers, key=lambda state: state.in_flight, default=None)
-
-    def _someone_waits(self) -> bool:
-        while self._waiting and self._waiting[0].done():
-            self._waiting.popleft()
-        return bool(self._waiting)
-
-    def _wake(self) -> None:
-        if self._someone_waits():
-            self._waiting.popleft().set_result(None)
-
-    def _wake_all(self) -> None:
-        while self._someone_waits():
-            self._wake()
