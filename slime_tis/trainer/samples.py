@@ -31,8 +31,7 @@ from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.dynamic_sampling import collect
 from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.metrics import rollout_metrics
-from slime_tis.trainer.rollout.prefetch import Prefetcher
-from slime_tis.trainer.rollout.unfinished import Unfinished
+from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
 
 Groups = list[list[Sample]]
 

@@ -44,8 +44,7 @@ from slime_tis.trainer.reporting.run_directory import check_metrics
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
 from slime_tis.trainer.rollout.hooks import RolloutHooks
-from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher
-from slime_tis.trainer.rollout.unfinished import Unfinished
+from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher, Unfinished
 from slime_tis.trainer.samples import SampleSource
 from slime_tis.trainer.train_dump import DumpSettings, TrainDump, changed_fields
 from slime_tis.trainer.weight_sync import PolicyWeights

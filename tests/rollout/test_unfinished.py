@@ -11,7 +11,7 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.rollout.hooks import RolloutHooks
-from slime_tis.trainer.rollout.unfinished import Unfinished
+from slime_tis.trainer.rollout.prefetch import Unfinished
 
 
 class Engine:

@@ -75,11 +75,21 @@ class WeightUpdates:
                     continue
                 sent = self.rounder(name, weight, precision)
                 if self._samples_all or rounds(weight.dtype, precision):
-                    self.sampled[name] = sample_rows(weight, sent, precision)
+                    stride = row_stride(weight)
+                    trained = weight[::stride].detach().float()
+                    self.sampled[name] = SampledRows(
+                        trained=trained.to("cpu", copy=True),
+                        sent=round_nearest(sent[::stride].detach(), precision).to("cpu", copy=True),
+                        share=trained.numel() / weight.numel(),
+                        rounded=rounds(weight.dtype, precision),
+                    )
                     self.precision = coarser(precision, self.precision or precision)
                 if self._samples_all:
-                    self._checked[name] = checked_rows(name, sent, precision, version)
-                    self._sums[name] = block_sums(round_nearest(sent.detach(), precision))
+                    rows = round_nearest(sent.detach(), precision)
+                    stride = 1 if rows.numel() < MAX_SAMPLED_ELEMENTS else row_stride(rows)
+                    first = random.Random(f"{version} {name}").randrange(min(stride, len(rows)))
+                    self._checked[name] = first, stride, rows[first::stride].to("cpu", copy=True)
+                    self._sums[name] = block_sums(rows)
                 yield name, sent
 
         return rounded
@@ -141,25 +151,6 @@ class WeightUpdates:
         fields = torch.load(path, map_location="cpu", weights_only=True)
         self.sampled = {name: SampledRows(**rows) for name, rows in fields.items()}
         self._version = version
-
-
-def sample_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRows:
-    """Samples the same rows of a tensor and of its rounded copy for every version."""
-    stride = row_stride(weight)
-    trained = weight[::stride].detach().float()
-    return SampledRows(
-        trained=trained.to("cpu", copy=True),
-        sent=round_nearest(sent[::stride].detach(), precision).to("cpu", copy=True),
-        share=trained.numel() / weight.numel(),
-        rounded=rounds(weight.dtype, precision),
-    )
-
-
-def checked_rows(name: str, sent: Tensor, precision: Precision, version: int) -> tuple[int, int, Tensor]:
-    """First row, stride and rows to compare with the engine: all of a small tensor, else random by version."""
-    stride = 1 if sent.numel() < MAX_SAMPLED_ELEMENTS else row_stride(sent)
-    first = random.Random(f"{version} {name}").randrange(min(stride, len(sent)))
-    return first, stride, round_nearest(sent[first::stride].detach(), precision).to("cpu", copy=True)
 
 
 def block_sums(weight: Tensor) -> Tensor:

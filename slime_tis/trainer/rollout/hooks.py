@@ -14,7 +14,7 @@ from slime_tis.trainer.data.sample import Sample, SampleStatus
 from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
-from slime_tis.trainer.rollout.unfinished import BufferChoice, Choose
+from slime_tis.trainer.rollout.prefetch import Choose
 from slime_tis.user_functions import calling, describe, load_user_function
 
 Result = TypeVar("Result")
@@ -54,10 +54,10 @@ class RolloutHooks:
     def choose(self) -> Choose | None:
         """The buffer filter; None without one."""
 
-        def choose(groups: Sequence[list[Sample]], count: int) -> BufferChoice:
+        def choose(groups: Sequence[list[Sample]], count: int) -> tuple[list[int], list[int]]:
             buffer = list(groups)
 
-            def call(function: Function) -> BufferChoice:
+            def call(function: Function) -> tuple[list[int], list[int]]:
                 returned = typed_value(BUFFER_FILTER, function, function(self.args, None, buffer, count))
                 return _chosen(returned, buffer, groups, count, describe(function))
 
@@ -161,7 +161,7 @@ class RolloutHooks:
 
 def _chosen(
     returned: list[list[Any]], buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
-) -> BufferChoice:
+) -> tuple[list[int], list[int]]:
     """Returns the indices of groups that a buffer filter returned, and of groups that it left in the buffer."""
     indices = {id(group): index for index, group in enumerate(groups)}
     chosen = [indices.get(id(group), -1) for group in returned]
@@ -171,7 +171,7 @@ def _chosen(
             f"{function} returned {len(returned)} groups; return at most num_samples, {count}, different lists of the "
             "buffer, and leave no other list in it."
         )
-    return BufferChoice(returned=chosen, left=left)
+    return chosen, left
 
 
 def _verdict(output: Any, function: Function) -> DynamicFilterOutput:

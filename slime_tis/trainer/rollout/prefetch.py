@@ -1,15 +1,18 @@
-"""Batches of prompts in flight while earlier answers are trained on."""
+"""Batches of prompts in flight while earlier answers are trained on, and their unfinished groups."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.engines.engine import RolloutFuture
+from slime_tis.trainer.engines.engine import RolloutEngine, RolloutFuture
 
 BATCH = "batch"
+Choose = Callable[[Sequence[list[Sample]], int], tuple[list[int], list[int]]]
+"""Returns indices of at most this number of groups to resume, and of groups that wait; a collective."""
 
 
 class Prefetcher:
@@ -54,3 +57,37 @@ class Prefetcher:
 
     def _state(self) -> dict[str, Any]:
         return {**self._dataset.state_dict(), BATCH: self._number}
+
+
+@dataclass(kw_only=True)
+class Unfinished:
+    """The unfinished groups of a run: waiting groups first, then the groups that the engine resumes."""
+
+    engine: RolloutEngine
+    choose: Choose | None = None
+    """The buffer filter; None resumes every group."""
+    waiting: list[list[Sample]] = field(default_factory=list)
+    dropped: int = 0
+    """Groups dropped since the last call of `metrics`."""
+
+    def groups(self) -> list[list[Sample]]:
+        """Returns all unfinished groups, for a checkpoint."""
+        return [*self.waiting, *self.engine.unfinished()]
+
+    def take(self, count: int) -> int:
+        """Chooses the groups that the next batch of `count` resumes, and returns their number; a collective."""
+        groups = self.groups()
+        if self.choose is not None and groups:
+            resumed, left = self.choose(groups, count)
+            self.waiting = [groups[index] for index in left]
+            self.dropped += len(groups) - len(resumed) - len(left)
+            self.engine.resume_unfinished([groups[index] for index in resumed])
+        return len(self.engine.unfinished())
+
+    def metrics(self) -> dict[str, float]:
+        """Returns rollout/buffer_… with a buffer filter, and resets the counts."""
+        if self.choose is None:
+            return {}
+        metrics = {"rollout/buffer_waiting": float(len(self.waiting)), "rollout/buffer_dropped": float(self.dropped)}
+        self.dropped = 0
+        return metrics
