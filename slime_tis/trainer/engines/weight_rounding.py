@@ -6,6 +6,8 @@ weights follow the trained weights on average.
 """
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -65,9 +67,9 @@ def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
     return (weight_OI / scale_O1).round().clamp(-largest, largest) * scale_O1
 
 
-def round_int8(weight_OI: Tensor) -> Tensor:
-    """`round_bits` with 8 bits."""
-    return round_bits(weight_OI, 8)
+round_int8 = partial(round_bits, bits=8)
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
+"""Functions of precisions with a scale per row."""
 
 
 def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
@@ -77,10 +79,8 @@ def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
 
 def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
     """The nearest numbers that an engine of this precision can hold, in float32."""
-    if precision == "fp8":
-        return round_fp8(weight)
-    if precision == "int8":
-        return round_int8(weight)
+    if precision in ROUNDINGS:
+        return ROUNDINGS[precision](weight)
     return weight.to(DTYPES[precision]).float()
 
 
@@ -97,7 +97,7 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
     if precision == "fp32":
         return weight
     largest = largest_of(precision)
-    scale = row_scale(weight, largest) if precision in ("fp8", "int8") else None
+    scale = row_scale(weight, largest) if precision in ROUNDINGS else None
     scaled = weight.abs()
     if scale is not None:  # division may make the largest number of a row smaller, and change its scale
         scaled = scaled / scale
@@ -170,7 +170,7 @@ class WeightRounder:
         return sent
 
     def _distance(self, weight: Tensor, precision: Precision) -> Tensor:
-        if precision not in ("fp8", "int8"):
+        if precision not in ROUNDINGS:
             return spacing(weight.abs(), precision)
         scale = row_scale(weight, largest_of(precision))
         return spacing(weight.abs() / scale, precision) * scale
@@ -197,4 +197,4 @@ class WeightRounder:
 
 def rounds(dtype: torch.dtype, precision: Precision) -> bool:
     """Whether an engine of this precision rounds weights of this dtype."""
-    return precision in ("fp8", "int8") or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]
+    return precision in ROUNDINGS or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]

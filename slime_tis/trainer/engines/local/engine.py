@@ -29,12 +29,11 @@ from slime_tis.trainer.engines.local.continuous_batching import BatchSettings, C
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
-from slime_tis.trainer.engines.weight_rounding import DTYPES, Precision, round_bits, round_fp8, round_int8
+from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
 COMPUTE_DTYPES = {**DTYPES, "fp8": torch.float32, "int8": torch.float32}
-ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
 NAME = "the local engine"
 
 
@@ -184,9 +183,14 @@ class LocalEngine:
             raise RuntimeError("weights cannot change while functions use the local engine; update them afterwards.")
         arrived = set()
         for name, tensor in source():
-            self._check(name, tensor, version)
+            held = self._weights.get(name)
+            if held is None or tensor.shape != held.shape:
+                raise ValueError(
+                    f"weight update {version} has {name!r} of shape {tuple(tensor.shape)}, but the rollout model has "
+                    f"{'no such tensor' if held is None else tuple(held.shape)}."
+                )
             self._assign(name, tensor)
-            arrived.add(self._weights[name].data_ptr())
+            arrived.add(held.data_ptr())
         missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in arrived]
         if missing:
             raise ValueError(
@@ -258,16 +262,6 @@ class LocalEngine:
         persistent = self._model.state_dict().keys()
         yield from self._model.named_parameters()
         yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in persistent)
-
-    def _check(self, name: str, tensor: Tensor, version: int) -> None:
-        if name not in self._weights:
-            raise ValueError(f"weight update {version} has {name!r}, which the rollout model does not have.")
-        expected = self._weights[name].shape
-        if tensor.shape != expected:
-            raise ValueError(
-                f"weight update {version} has {name!r} of shape {tuple(tensor.shape)}, but the rollout model "
-                f"has it of shape {tuple(expected)}."
-            )
 
     def _assign(self, name: str, tensor: Tensor) -> None:
         with torch.no_grad():

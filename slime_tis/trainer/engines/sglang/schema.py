@@ -153,27 +153,23 @@ class Answer(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-class WeightSpan(Answer):
-    """Tokens of a response, from start to before end, that one version of the weights sampled."""
-
+class _WeightSpan(Answer):
     version: WeightVersion
     start: int
     end: int
 
 
-class Finish(Answer):
-    """Why a request ended."""
-
+class _Finish(Answer):
     type: FinishReason
 
 
 class OutputMeta(Answer):
     """`meta_info` of POST /generate."""
 
-    finish_reason: Finish
+    finish_reason: _Finish
     output_token_logprobs: Annotated[list[TokenLogProb] | None, FailFast()] = None
     completion_tokens: int | None = None
-    weight_versions: Annotated[list[WeightSpan], FailFast()]
+    weight_versions: Annotated[list[_WeightSpan], FailFast()]
     routed_experts: Any = None
     """Experts of the fed tokens; not validated here, because a sample is usable without them."""
     output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
@@ -213,15 +209,11 @@ class ServerInfo(Answer):
     """Whether the server records experts; only True counts, and without it requests for experts are ignored."""
 
 
-class RankChecksums(Answer):
-    """Checksums of the tensors of one rank of a server."""
-
+class _RankChecksums(Answer):
     checksums: dict[str, str]
 
 
-class Worker(Answer):
-    """One server of a router."""
-
+class _Worker(Answer):
     url: str
 
 
@@ -229,8 +221,8 @@ class ControlAnswer(Answer):
     """The answer to other endpoints."""
 
     success: Any = None
-    ranks: list[RankChecksums] | None = None
-    workers: list[Worker] | None = None
+    ranks: list[_RankChecksums] | None = None
+    workers: list[_Worker] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,9 +190,7 @@ class ServerGroup:
         precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
         rounding = self._settings.rounding
         if rounding != "nearest" and precision in ("fp32", None):
-            problem = "do not all report the same --dtype without --quantization"
-            if precision is not None:
-                problem = "compute in float32, which holds the weights exactly"
+            problem = "compute in float32, or do not all report the same --dtype without --quantization"
             raise ValueError(f"--weight-update-rounding is {rounding} but servers {problem}; remove the flag.")
         return precision
 

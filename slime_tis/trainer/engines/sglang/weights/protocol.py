@@ -1,16 +1,4 @@
-"""The interface of weight transports, buckets of weights, and the steps of an update.
-
-Path of the weights from Megatron to a server:
-
-    SGLangEngine.update_weights(TrainingEngine.named_hf_tensors, version)       on every rank
-      ServerGroup.update_weights       rank 0, on the loop: starts no request during the update
-        WeightSync.push
-          pause                        the server stops generating and drops keys and values of the old weights
-          source()                     a collective, on rank 0's weights thread and the other ranks' main threads:
-                                       yields whole tensors under Hugging Face names
-          buckets → broadcast          DistributedSync; DiskSync writes files before the pause
-          resume                       the server generates again once it reports the new version
-"""
+"""The interface of weight transports, buckets of weights, and the steps of an update."""
 
 from __future__ import annotations
 
