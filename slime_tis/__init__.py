@@ -45,8 +45,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name on its first use (PEP 562), so that the command line starts without torch."""
-    if name == "correction":
-        return importlib.import_module("slime_tis.correction")
+    if name in ("correction", "functional"):
+        return importlib.import_module(f"slime_tis.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from slime_tis import correction

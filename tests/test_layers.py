@@ -23,6 +23,7 @@ LAYERS = (
         "slime_tis.hf_directory",
     ),
     ("slime_tis.correction",),
+    ("slime_tis.functional",),
     ("slime_tis",),  # the public names
     ("slime_tis.integrations",),
     ("slime_tis.user_functions", "custom_tis"),

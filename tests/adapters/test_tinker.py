@@ -1,0 +1,136 @@
+"""Corrected losses inside tinker's client: what its server would get, without a server or a key."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tinker import types
+from tinker.lib.public_interfaces import custom_loss
+from tinker.lib.public_interfaces.training_client import TrainingClient
+
+from examples.tinker import recipe
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.integrations.tinker import corrected_loss, policy_gradient, traced_loss
+from slime_tis.policy.losses import ppo_clip
+
+LENGTHS = (5, 9, 3)
+CONFIGS = {
+    "tis": RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.2),
+    "geometric": RolloutCorrectionConfig(
+        use_tis=True, use_rs=True, rs_level="geometric", rs_lower_bound=0.9, rs_upper_bound=1.1
+    ),
+    "dppo": RolloutCorrectionConfig(divergence_mask="binary_tv", divergence_mask_bound=0.1),
+    "all rejected": RolloutCorrectionConfig(use_rs=True, rs_level="token", rs_lower_bound=90.0, rs_upper_bound=99.0),
+}
+
+
+def numbers(values: torch.Tensor) -> types.TensorData:
+    kind = "int64" if values.dtype == torch.int64 else "float32"
+    return types.TensorData(data=values.tolist(), dtype=kind, shape=list(values.shape))
+
+
+def batch(last: float | None = None) -> tuple[list[types.Datum], list[torch.Tensor]]:
+    """Data as a tinker user has them, and the log-probs that the server's forward pass returns.
+
+    `last` replaces the sampler's log-prob of each last token.
+    """
+    generator = torch.Generator().manual_seed(0)
+    data, log_probs = [], []
+    for length in LENGTHS:
+        sampled = -2 * torch.rand(length, generator=generator)
+        log_probs.append((sampled + 0.3 * torch.randn(length, generator=generator)).clamp(max=0.0))
+        if last is not None:
+            sampled[-1] = last
+        mask = torch.ones(length)
+        mask[0] = 0.0  # a token of the prompt
+        inputs = {
+            "target_tokens": torch.arange(length),
+            "logprobs": sampled,
+            "sampling_logprobs": sampled,
+            "advantages": torch.randn(1, generator=generator).expand(length) * mask,
+            "mask": mask,
+        }
+        inputs = {name: numbers(value) for name, value in inputs.items()}
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(list(range(length))), loss_fn_inputs=inputs))
+    return data, log_probs
+
+
+def sent(data: list[types.Datum], log_probs: list[torch.Tensor], loss: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """The weights of all tokens that the client sends for the backward pass, −dL/dlog π, and the metrics."""
+    forward = SimpleNamespace(loss_fn_outputs=[{"logprobs": numbers(x)} for x in log_probs])
+    result = TrainingClient._compute_custom_loss(data, loss, forward)
+    return torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in result.data]), result.metrics
+
+
+def columns(data: list[types.Datum], name: str) -> list[torch.Tensor]:
+    return [datum.loss_fn_inputs[name].to_torch() for datum in data]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_weights_sent_are_advantage_times_weight(name: str) -> None:
+    data, log_probs = batch()
+    config, advantages = CONFIGS[name], columns(data, "advantages")
+    found = correct(config, log_probs, columns(data, "logprobs"), columns(data, "mask"), advantages=advantages)
+    expected = torch.cat([a * w * m for a, w, m in zip(advantages, found.weights, found.mask, strict=True)])
+    assert expected.any() or name == "all rejected"
+    weights, metrics = sent(data, log_probs, corrected_loss(config))
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+    assert metrics == {f"custom/{name.lower()}:mean": value for name, value in found.statistics.metrics().items()}
+    loss, ranks = traced_loss(config)
+    handle = custom_loss.trace_loss(loss, ranks, "session")
+    assert custom_loss.encode_graph(handle).nodes
+    custom_loss.check_loss_inputs(handle, data)
+    weights, metrics = sent(data, log_probs, handle)
+    torch.testing.assert_close(weights, expected, rtol=2e-6, atol=1e-8)
+    assert metrics["custom/accepted_tokens:sum"] == float(sum(mask.sum() for mask in found.mask))
+
+
+def test_ppo_compares_with_the_sampler() -> None:
+    data, log_probs = batch()
+    loss = corrected_loss(RolloutCorrectionConfig(use_rollout_logprobs=True), lambda *x: ppo_clip(*x)[0])
+    weights, _ = sent(data, log_probs, loss)
+    rows = zip(log_probs, columns(data, "logprobs"), columns(data, "advantages"), strict=True)
+    expected = []
+    for log_prob, sampled, advantage in rows:
+        ratio = (log_prob - sampled).exp()
+        clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
+        expected.append(torch.where(clipped, 0.0, advantage * ratio))
+    torch.testing.assert_close(weights, torch.cat(expected))
+
+
+def test_metrics_alone_leave_the_loss_as_it_is() -> None:
+    data, log_probs = batch()
+    plain, _ = sent(
+        data,
+        log_probs,
+        lambda data, values: (
+            sum(policy_gradient(x, x, a).sum() for x, a in zip(values, columns(data, "advantages"), strict=True)),
+            {},
+        ),
+    )
+    measured, metrics = sent(data, log_probs, corrected_loss(RolloutCorrectionConfig(get_mismatch_metrics=True)))
+    assert torch.equal(measured, plain) and metrics["custom/mismatch_k3_kl:mean"] > 0
+
+
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained() -> None:
+    data, log_probs = batch(last=math.nan)
+    last = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
+    for loss in (corrected_loss(CONFIGS["tis"]), corrected_loss(CONFIGS["tis"], lambda *x: ppo_clip(*x)[0])):
+        weights, metrics = sent(data, log_probs, loss)
+        assert not weights[last].any() and weights.isfinite().all() and weights.any()
+        assert metrics["custom/nonfinite_token_fraction:mean"] == pytest.approx(3 / (sum(LENGTHS) - 3))
+
+
+def test_a_datum_without_log_probs_is_refused() -> None:
+    data, log_probs = batch()
+    del data[2].loss_fn_inputs["logprobs"]
+    with pytest.raises(ValueError, match="lacks loss_fn_inputs logprobs"):
+        sent(data, log_probs, corrected_loss(CONFIGS["tis"]))
+
+
+def test_the_recipe_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.main(steps=15)
+    first, *_, last = [float(line.split("reward ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert last > first + 0.1
