@@ -5,7 +5,7 @@ optimizer step. `slime_tis.analysis.diagnosis.metric_rules` has a table for the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_tis.correction import MODES, RolloutCorrectionConfig
 
@@ -125,20 +125,20 @@ def _at_bound_rule(fraction: str) -> Rule:
         condition=lambda value, values, correction: (
             correction.mode.high_fraction == fraction and value > MAX_WEIGHTS_AT_BOUND
         ),
-        message=f"{metric} is {{value:.3g}}: in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the "
-        "weights were at --tis-upper-bound {correction.tis_upper_bound:g}, so the bound determines the weights",
+        message=f"in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the weights were at "
+        f"--tis-upper-bound {{correction.tis_upper_bound:g}}, so the bound determines the weights",
         fix="raise the bound, weight at a lower level, or reduce the mismatch.",
         after=10,
     )
 
 
-STEP_RULES = (
+_STEP_RULES = (
     Rule(
         cause="rejection",
         metric="train/gradient_kept_fraction",
         condition=lambda value, values, _: 1 - value > MAX_REJECTED and not _all_retokenized(values),
-        message="train/gradient_kept_fraction is {value:.3g}: {complement:.1%} of the tokens are rejected, "
-        f"more than {MAX_REJECTED:.0%}, so training sees a biased selection",
+        message=f"{{complement:.1%}} of the tokens are rejected, more than {MAX_REJECTED:.0%}, so training sees a "
+        "biased selection",
         fix="widen the rejection bounds, adapt them to length and noise (--rs-target-fraction 0.02), or reduce the "
         "mismatch (higher precision, newer weights).",
         after=2,
@@ -147,8 +147,7 @@ STEP_RULES = (
         cause="effective_samples",
         metric="train/mis_eff_sample_size",
         condition=lambda value, *_: value < MIN_EFFECTIVE_SAMPLES,
-        message="train/mis_eff_sample_size is {value:.3g}: fewer than "
-        f"{MIN_EFFECTIVE_SAMPLES:.0%} of the samples carry the gradient",
+        message=f"fewer than {MIN_EFFECTIVE_SAMPLES:.0%} of the samples carry the gradient",
         fix="lower --tis-upper-bound, weight at a lower level (--tis-level token), or reduce the mismatch.",
         after=2,
     ),
@@ -157,37 +156,35 @@ STEP_RULES = (
         cause="zero_gradient",
         metric="train/grad_norm",
         condition=lambda value, values, _: value == 0 and _all_retokenized(values),
-        message="train/grad_norm is 0: every sample was retokenized, so no token was trained on",
+        message="every sample was retokenized, so no token was trained on",
         fix="return the token ids that the engine sampled, or add --retokenization keep-mask (docs/agents.md).",
     ),
     Rule(
         cause="zero_gradient",
         metric="train/grad_norm",
         condition=lambda value, values, _: value == 0 and values.get("train/skipped_steps", 0) > 0,
-        message="train/grad_norm is 0: every token was rejected or masked",
+        message="every token was rejected or masked",
         fix="widen the bounds, or raise --max-weight-staleness.",
     ),
     Rule(
         cause="zero_gradient",
         metric="train/grad_norm",
         condition=lambda value, *_: value == 0,
-        message="train/grad_norm is 0: all advantages are 0, which happens if each group's samples have equal rewards",
+        message="all advantages are 0, which happens if each group's samples have equal rewards",
         fix="check the reward function and the difficulty of the prompts.",
     ),
     Rule(
         cause="nonfinite_gradient",
         metric="train/nonfinite_gradient_steps",
         condition=lambda value, *_: value != 0,
-        message="train/nonfinite_gradient_steps is {value:.3g}: the gradient was NaN or infinite and the step was "
-        "skipped",
+        message="the gradient was NaN or infinite and the step was skipped",
         fix="lower --lr, and check rewards, --kl-loss-coef and --entropy-coef.",
     ),
     Rule(
         cause="nonfinite_log_probs",
         metric="train/nonfinite_token_fraction",
         condition=lambda value, *_: value > 0,
-        message="train/nonfinite_token_fraction is {value:.3g}: log-probs of the rollout or training engine are NaN, "
-        "infinite or missing",
+        message="log-probs of the rollout or training engine are NaN, infinite or missing",
         fix="check the rollout engine's numerics; --nonfinite-policy {correction.nonfinite_policy} handles these "
         "tokens.",
     ),
@@ -195,8 +192,7 @@ STEP_RULES = (
         cause="no_variance",
         metric="rollout/zero_std_groups",
         condition=lambda value, *_: value >= 1,
-        message="rollout/zero_std_groups is {value:.3g}: within every group all rewards are equal, so all advantages "
-        "are 0",
+        message="within every group all rewards are equal, so all advantages are 0",
         fix="use prompts of another difficulty, more samples per prompt, or a finer-grained reward.",
         after=2,
     ),
@@ -204,8 +200,7 @@ STEP_RULES = (
         cause="constant_reward",
         metric="rollout/raw_reward",
         condition=lambda _, values, __: values[EQUAL_REWARD_ROLLOUTS] >= CONSTANT_REWARD_ROLLOUTS,
-        message="rollout/raw_reward is {value:.3g}: every sample of the last "
-        f"{CONSTANT_REWARD_ROLLOUTS} rollouts has this reward",
+        message=f"every sample of the last {CONSTANT_REWARD_ROLLOUTS} rollouts has this reward",
         fix="check that the reward function reads the answer and the label correctly (--rm-type, --custom-rm-path, "
         "--label-key).",
     ),
@@ -213,7 +208,7 @@ STEP_RULES = (
         cause="staleness",
         metric="rollout/weight_staleness",
         condition=lambda value, _, correction: value > 0 and not corrects_staleness(correction),
-        message="rollout/weight_staleness is {value:.3g}: samples come from older weights and nothing corrects for it",
+        message="samples come from older weights and nothing corrects for it",
         fix="add --use-tis or --use-rollout-logprobs, or update the rollout engine after every rollout "
         "(--update-weights-interval 1, --rollout-lookahead 0).",
     ),
@@ -221,8 +216,7 @@ STEP_RULES = (
         cause="mismatch",
         metric="train/mismatch_k3_kl",
         condition=lambda value, *_: value > MAX_K3,
-        message="train/mismatch_k3_kl is {value:.3g}: the KL between rollout and training policy is above "
-        f"{MAX_K3:g} nats per token",
+        message=f"the KL between rollout and training policy is above {MAX_K3:g} nats per token",
         fix="compare weights (--check-weight-sync), temperature, tokenizer and chat template of both engines, then "
         "raise the rollout's precision.",
         after=2,
@@ -231,25 +225,22 @@ STEP_RULES = (
         cause="retokenized",
         metric="rollout/retokenized",
         condition=lambda value, *_: value > 0,
-        message="rollout/retokenized is {value:.3g}: the generate function returned trained tokens that the engine did "
-        "not sample",
+        message="the generate function returned trained tokens that the engine did not sample",
         fix="return the sampled token ids instead of text (docs/agents.md).",
     ),
     Rule(
         cause="routing_replay",
         metric="train/routing_replay_missing",
         condition=lambda value, *_: value > 0,
-        message="train/routing_replay_missing is {value:.3g}: this number of samples has no recorded experts, so "
-        "training routes their tokens itself",
+        message="this number of samples has no recorded experts, so training routes their tokens itself",
         fix="generate with --use-rollout-routing-replay and an engine that records experts (docs/moe.md).",
     ),
     Rule(
         cause="absorbed_updates",
         metric="rollout/update_received",
         condition=lambda value, *_: value < MIN_UPDATE_RECEIVED,
-        message="rollout/update_received is {value:.3g}: in each of the last 3 updates, rounding to the rollout "
-        f"engine's precision lost more than {1 - MIN_UPDATE_RECEIVED:.0%}, so samples are staler than "
-        "rollout/weight_staleness reports",
+        message="in each of the last 3 updates, rounding to the rollout engine's precision lost more than "
+        f"{1 - MIN_UPDATE_RECEIVED:.0%}, so samples are staler than rollout/weight_staleness reports",
         fix="add --weight-update-rounding stochastic, train in the engine's precision (--bf16), or raise --lr or the "
         "engine's precision.",
         after=3,
@@ -258,9 +249,10 @@ STEP_RULES = (
         cause="micro_batch_load",
         metric="perf/micro_batch_load",
         condition=lambda value, *_: value > 1,
-        message="perf/micro_batch_load is {value:.3g}: a micro-batch exceeds the token budget and may not fit into "
-        "memory; one sample, or all segments of one rollout, are larger than the budget",
+        message="a micro-batch exceeds the token budget and may not fit into memory; one sample, or all segments of "
+        "one rollout, are larger than the budget",
         fix="raise --max-tokens-per-gpu, lower --rollout-max-context-len, or return fewer or shorter segments.",
     ),
 )
+STEP_RULES = tuple(replace(rule, message=f"{rule.metric} is {{value:.3g}}: {rule.message}") for rule in _STEP_RULES)
 """Health warnings. The cause is the name of the metric `health/CAUSE`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -57,8 +57,6 @@ class WhatIf:
     """Name of the preset or of the point of the sweep."""
     flags: str
     """Flags of train.py that select the correction."""
-    config: RolloutCorrectionConfig
-    """`CUSTOM_FUNCTION_CONFIG` for a function."""
     kept: float
     ess: float
     """(Σw)²/(n·Σw²) of the bounded weights; the weight of a function is its output for an accepted token of loss 1."""
@@ -99,13 +97,12 @@ def corrections() -> dict[str, RolloutCorrectionConfig]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Batches:
-    """Inputs of the policy loss, and the exact gradients to compare with."""
+    """Inputs of the policy loss, one batch of all samples or one per step, and the exact gradients to compare with."""
 
     inputs: tuple[LossInputs, ...]
-    """One batch of all samples, or one batch per step."""
     has_advantages: bool
-    exact: dict[str, Tensor | None] = field(default_factory=dict)
-    """Gradients with the exact ratio of each token, and of each sequence."""
+    exact_token_N: Tensor | None = None
+    exact_sequence_N: Tensor | None = None
 
 
 def what_if(
@@ -196,12 +193,11 @@ def as_text(rows: Sequence[WhatIf], *, flags: str = "") -> str:
 def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
     metrics, gradient_N = _applied(batches, step)
     is_preset = name in PRESETS and RolloutCorrectionConfig.preset(name) == config
-    cosine, norm_ratio = _compared(gradient_N, batches.exact.get("token"))
-    sequence_cosine, sequence_norm_ratio = _compared(gradient_N, batches.exact.get("sequence"))
+    cosine, norm_ratio = _compared(gradient_N, batches.exact_token_N)
+    sequence_cosine, sequence_norm_ratio = _compared(gradient_N, batches.exact_sequence_N)
     return WhatIf(
         name=name,
         flags=f"--rollout-correction-preset {name}" if is_preset else flags_of(config),
-        config=config,
         kept=metrics["gradient_kept_fraction"],
         ess=metrics.get("mis_eff_sample_size", 1.0),
         weight_mean=metrics.get("mis_ratio_mean_after_mis", 1.0),
@@ -241,12 +237,12 @@ def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
         inputs=tuple(loss_inputs(part) for part in parts),
         has_advantages=parts[0].advantage is not None and any(part.tokens for part in parts),
     )
-    reinforce = RolloutCorrectionConfig(
+    token = RolloutCorrectionConfig(
         use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=UNBOUNDED
     )
-    for level in ("token", "sequence") if batches.has_advantages else ():
-        _, batches.exact[level] = _applied(batches, _loss_step(parts[0], replace(reinforce, tis_level=level), policy))
-    return batches
+    _, token_N = _applied(batches, _loss_step(parts[0], token, policy))
+    _, sequence_N = _applied(batches, _loss_step(parts[0], replace(token, tis_level="sequence"), policy))
+    return replace(batches, exact_token_N=token_N, exact_sequence_N=sequence_N)
 
 
 def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:

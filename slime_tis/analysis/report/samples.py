@@ -32,21 +32,20 @@ Decode = Callable[[Sequence[int]], list[str]]
 
 def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
     """A function from token ids to their texts, decoded one by one; None without a tokenizer."""
-    named = None if table is None else table.metadata.get("tokenizer")
-    directory = hf_checkpoint or (named if isinstance(named, str) else "")
-    if not directory or not Path(directory).is_dir():
-        if hf_checkpoint:
-            raise ValueError(f"--hf-checkpoint {quoted_path(hf_checkpoint)} is not a directory.")
+    directory = hf_checkpoint or (table.metadata.get("tokenizer") if table is not None else None)
+    if not directory:
         return None
     from tokenizers import Tokenizer
 
     try:  # transformers would read more files of the directory, and could run code in it
         tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
     except Exception as error:  # tokenizers raises Exception itself
-        if hf_checkpoint:
-            problem = first_line(error)
-            raise ValueError(f"{quoted_path(directory)} has no tokenizer.json that can be read: {problem}.") from error
-        return None
+        if not hf_checkpoint:
+            return None
+        problem = first_line(error)
+        raise ValueError(
+            f"--hf-checkpoint {quoted_path(directory)} has no tokenizer.json that can be read: {problem}."
+        ) from error
     size = tokenizer.get_vocab_size()
 
     def decode(ids: Sequence[int]) -> list[str]:
@@ -65,15 +64,13 @@ def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTabl
         return table.select(order)
     if table.group is not None:
         order = _with_groups(table, order)
-    lengths = table.response_length[order]
-    worst = order[np.cumsum(lengths) <= max_tokens // 2][: MAX_SAMPLES // 2]
-    others = np.setdiff1d(order, worst)
-    others = np.random.default_rng(0).permutation(others)
-    budget = max_tokens - int(table.response_length[worst].sum())
-    others = others[np.cumsum(table.response_length[others]) <= budget][: MAX_SAMPLES - len(worst)]
+    lengths = table.response_length
+    worst = order[np.cumsum(lengths[order]) <= max_tokens // 2][: MAX_SAMPLES // 2]
+    others = np.random.default_rng(0).permutation(np.setdiff1d(order, worst))
+    budget = max_tokens - int(lengths[worst].sum())
+    others = others[np.cumsum(lengths[others]) <= budget][: MAX_SAMPLES - len(worst)]
     chosen = np.concatenate([worst, others])
-    if not len(chosen):  # one response exceeds the limit
-        chosen = order[:1]
+    chosen = chosen if len(chosen) else order[:1]  # one response exceeds the limit
     return table.select(chosen[np.argsort(-mean_size(table)[chosen], kind="stable")])
 
 
