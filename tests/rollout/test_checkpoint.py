@@ -28,13 +28,6 @@ def test_an_unknown_architecture_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_checkpoint_without_weights_is_refused(tmp_path):
-    path = make_checkpoint(tmp_path, "llama")
-    (path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"which does not load: .*no file named model\.safetensors"):
-        load_model(path, torch.float32)
-
-
 @pytest.mark.parametrize(
     ("configured", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))], ids=["one", "several", "the tokenizer's"]
 )

@@ -8,9 +8,7 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.data_source import CustomDataSource
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.rollout.prefetch import Prefetcher
-from tests.checkpoints import make_checkpoint
 from tests.rollout.test_prefetch import Log
 from tests.rollout.test_rewards import make_config
 
@@ -32,11 +30,6 @@ class Source:
 """
 COUNTING = """self.count += num_samples
         return [[Sample(prompt=str(self.count - num_samples + place))] * 2 for place in range(num_samples)]"""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3"))
 
 
 @pytest.fixture

@@ -12,14 +12,9 @@ from slime_tis.trainer.engines.functions import (
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.interrupt import Interrupted
-from tests.checkpoints import make_checkpoint
+from tests.rollout.conftest import make_prompts
 
 RUN = Sampling(max_response_len=10, n_samples=3)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture
@@ -27,12 +22,9 @@ def engine(checkpoint):
     return LocalEngine(checkpoint, load_tokenizer(checkpoint))
 
 
-def prompts_of(checkpoint, texts=("31415>", "7>", "abc def", "7>")):
-    tokenizer = load_tokenizer(checkpoint)
-    return [
-        Prompt(index=index % 3, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
-        for index, text in enumerate(texts)
-    ]
+def prompts_of(checkpoint):
+    prompts = make_prompts(checkpoint, ["31415>", "7>", "abc def"])
+    return [*prompts, prompts[1]]
 
 
 async def one_turn(sample, engine):

@@ -8,7 +8,6 @@ import pytest
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.hooks import RolloutHooks, ShapedRewards
-from slime_tis.trainer.samples import mask_removed_samples
 from tests.rollout.test_rewards import make_config, make_samples
 
 
@@ -81,24 +80,6 @@ def test_a_filter_may_empty_its_list_and_write_metadata(tmp_path):
     groups = groups_of((1.0, 2.0))
     assert load(tmp_path, "dynamic_sampling_filter_path", code).judge(groups)[0].keep
     assert len(groups[0]) == 2 and groups[0][0].metadata == {"group": 0, "seen": 1}
-
-
-def test_a_sample_filter_removes_samples_from_training(tmp_path):
-    code = "def fn(args, samples):\n    for group in samples:\n        group[0].remove_sample = True\n"
-    groups = groups_of((1.0, 2.0), (0.0, 1.0))
-    load(tmp_path, "rollout_sample_filter_path", code).filter_samples(groups)
-    mask_removed_samples(groups)
-    assert [[sample.loss_mask for sample in group] for group in groups] == [[[0], [1]], [[0], [1]]]
-
-
-def test_all_samples_are_shown_with_the_data_source(tmp_path):
-    code = (
-        "def fn(args, samples, data_source):\n"
-        "    open(data_source, 'w').write(repr([[s.reward for s in group] for group in samples]))\n"
-    )
-    hooks = load(tmp_path, "rollout_all_samples_process_path", code)
-    hooks.process_all(groups_of((1.0, 2.0), (0.0, 1.0)), str(tmp_path / "seen"))
-    assert (tmp_path / "seen").read_text() == "[[1.0, 2.0], [0.0, 1.0]]"
 
 
 def test_rewards_are_shaped(tmp_path):

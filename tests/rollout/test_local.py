@@ -9,6 +9,7 @@ from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
 from tests.checkpoints import EOS, make_checkpoint
+from tests.rollout.conftest import make_prompts
 
 TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -26,14 +27,6 @@ def checkpoints(tmp_path_factory):
 
 def make_engine(path, **options) -> LocalEngine:
     return LocalEngine(path, load_tokenizer(path), **options)
-
-
-def make_prompts(path, texts=TEXTS) -> list[Prompt]:
-    tokenizer = load_tokenizer(path)
-    return [
-        Prompt(index=index, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
-        for index, text in enumerate(texts)
-    ]
 
 
 def weights(path):
@@ -77,7 +70,7 @@ def assert_same_samples(one, other):
 def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filters):
     path = checkpoints[family, 0]
     sampling = Sampling(max_response_len=10, n_samples=2, **filters)
-    groups = make_engine(path).generate(make_prompts(path), sampling, seed=5)
+    groups = make_engine(path).generate(make_prompts(path, TEXTS), sampling, seed=5)
     assert [len(group) for group in groups] == [2] * len(TEXTS)
     for sample in flat(groups):
         torch.testing.assert_close(
@@ -87,7 +80,7 @@ def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filt
 
 def test_samples_say_what_they_are(checkpoints):
     path = checkpoints["qwen3", 0]
-    prompts, tokenizer = make_prompts(path), load_tokenizer(path)
+    prompts, tokenizer = make_prompts(path, TEXTS), load_tokenizer(path)
     samples = flat(make_engine(path).generate(prompts, Sampling(max_response_len=5, n_samples=3), seed=0))
     assert [sample.index for sample in samples] == list(range(15))
     assert [sample.group_index for sample in samples] == [place // 3 for place in range(15)]
@@ -103,7 +96,7 @@ def test_samples_say_what_they_are(checkpoints):
 def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
     path = checkpoints["qwen3", 0]
     sampling = Sampling(max_response_len=30, n_samples=8, stop_token_ids=(7, 9))
-    samples = flat(make_engine(path).generate(make_prompts(path), sampling, seed=0))
+    samples = flat(make_engine(path).generate(make_prompts(path, TEXTS), sampling, seed=0))
     ends = {EOS, 7, 9}
     for sample in samples:
         assert not ends & set(sample.response_ids[:-1])
@@ -115,7 +108,7 @@ def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
 
 def test_a_sample_does_not_depend_on_its_batch(checkpoints):
     path = checkpoints["qwen3", 0]
-    prompts, sampling = make_prompts(path), Sampling(max_response_len=12, n_samples=4)
+    prompts, sampling = make_prompts(path, TEXTS), Sampling(max_response_len=12, n_samples=4)
     together = make_engine(path).generate(prompts, sampling, seed=3)
     engine = make_engine(path)
     assert_same_samples(together, [engine.generate([prompt], sampling, seed=3)[0] for prompt in prompts])
@@ -129,7 +122,7 @@ def test_a_sample_does_not_depend_on_its_batch(checkpoints):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_greedy_is_that_of_transformers(checkpoints, family):
     path = checkpoints[family, 0]
-    prompts = make_prompts(path)
+    prompts = make_prompts(path, TEXTS)
     groups = make_engine(path).generate(prompts, Sampling(temperature=0.0, max_response_len=25), seed=0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for prompt, (sample,) in zip(prompts, groups, strict=True):
@@ -147,24 +140,24 @@ def test_updated_weights_are_sampled_from_under_their_version(checkpoints):
     old, new = checkpoints["qwen3", 0], checkpoints["qwen3", 1]
     engine, sampling = make_engine(old), Sampling(max_response_len=8, n_samples=2)
     engine.update_weights(lambda: iter(weights(new)), version=7)
-    groups = engine.generate(make_prompts(old), sampling, seed=0)
+    groups = engine.generate(make_prompts(old, TEXTS), sampling, seed=0)
     for sample in flat(groups):
         assert sample.weight_versions == [7] * len(sample.response_ids)
         torch.testing.assert_close(
             torch.tensor(sample.rollout_log_probs), forward_log_probs(new, sample, sampling), **EXACT
         )
-    assert_same_samples(groups, make_engine(new).generate(make_prompts(new), sampling, seed=0))
+    assert_same_samples(groups, make_engine(new).generate(make_prompts(new, TEXTS), sampling, seed=0))
 
 
 def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
     old = make_checkpoint(tmp_path / "old", "qwen3", tie_word_embeddings=True)
     new = make_checkpoint(tmp_path / "new", "qwen3", tie_word_embeddings=True, seed=1)
     engine, sampling = make_engine(old), Sampling(max_response_len=8)
-    expected = make_engine(new).generate(make_prompts(new), sampling, seed=0)
+    expected = make_engine(new).generate(make_prompts(new, TEXTS), sampling, seed=0)
     engine.update_weights(lambda: [(name, w) for name, w in weights(new) if name != "lm_head.weight"], version=1)
-    assert_same_samples(expected, engine.generate(make_prompts(old), sampling, seed=0))
+    assert_same_samples(expected, engine.generate(make_prompts(old, TEXTS), sampling, seed=0))
     engine.update_weights(lambda: weights(new), version=2)
-    assert_same_samples(expected, engine.generate(make_prompts(old), sampling, seed=0))
+    assert_same_samples(expected, engine.generate(make_prompts(old, TEXTS), sampling, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,7 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
 
 def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoints):
     path = checkpoints["llama", 0]
-    engine, prompts = make_engine(path), make_prompts(path)
+    engine, prompts = make_engine(path), make_prompts(path, TEXTS)
     sampling = Sampling(max_response_len=50, max_context_len=16, stop_token_ids=())
     groups = engine.generate(prompts, sampling, seed=2)
     assert {len(s.tokens) for s in flat(groups) if s.status is Sample.Status.TRUNCATED} == {16}

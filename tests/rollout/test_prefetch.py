@@ -1,16 +1,18 @@
 """Which prompts are in flight when, and where a resumed run begins."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from slime_tis.trainer.rollout.prefetch import Prefetcher
 
 
-class Counting:
-    """A data set of numbers, two a batch, that remembers its place."""
+@dataclass
+class Log:
+    """A data set of numbers, two a batch, and the batches that were submitted."""
 
-    def __init__(self) -> None:
-        self.place = 0
+    place: int = 0
+    submitted: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def next_batch(self, size: int) -> list[int]:
         self.place += size
@@ -19,29 +21,14 @@ class Counting:
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place}
 
-
-@dataclass
-class Done:
-    groups: list[int]
-
-    def result(self) -> list[int]:
-        return self.groups
-
-
-@dataclass
-class Log:
-    """What was submitted, in order."""
-
-    submitted: list[tuple[int, list[int]]] = field(default_factory=list)
-
-    def submit(self, prompts: list[int], number: int) -> Done:
+    def submit(self, prompts: list[int], number: int) -> Any:
         self.submitted.append((number, prompts))
-        return Done(prompts)
+        return SimpleNamespace(result=lambda: prompts)
 
 
 def run(depth: int, rollouts: int = 4) -> tuple[list[list[int]], Log, list[int]]:
     log, found, places = Log(), [], []
-    prefetcher: Any = Prefetcher(Counting(), log.submit, prompts=lambda: 2, depth=depth)  # type: ignore[arg-type]
+    prefetcher: Any = Prefetcher(log, log.submit, prompts=lambda: 2, depth=depth)  # type: ignore[arg-type]
     for number in range(rollouts):
         found.append(prefetcher.next(number, rollouts - 1))
         places.append(prefetcher.state_dict()["place"])
@@ -62,6 +49,6 @@ def test_lookahead_keeps_rollouts_in_flight_and_stops_at_the_last() -> None:
         assert log.submitted == list(enumerate(found))
         assert places == [2, 4, 6, 8]  # what is in flight is taken again by a resumed run
     log = Log()
-    prefetcher: Any = Prefetcher(Counting(), log.submit, prompts=lambda: 2, depth=2)  # type: ignore[arg-type]
+    prefetcher: Any = Prefetcher(log, log.submit, prompts=lambda: 2, depth=2)  # type: ignore[arg-type]
     prefetcher.next(0, 3)
     assert [number for number, _ in log.submitted] == [0, 1, 2]

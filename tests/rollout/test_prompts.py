@@ -58,25 +58,22 @@ def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
 CHAT = {"apply_chat_template": True, "label_key": None}
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "message"),
-    [
-        ("\n\n", {}, "is empty"),
-        ('{"prompt": "1", "label": "1"}\n{"prompt": }\n', {}, "line 2 is not JSON: Expecting value at column 12"),
-        ('\n["a"]\n', {}, "line 2 is JSON of type list"),
-        ('{"input": "1"}\n', {}, "line 1 has no key 'prompt'; its keys are 'input'"),
-        ('{"prompt": "1"}\n', {}, "line 1 has no key 'label'"),
-        ('{"prompt": "", "label": "1"}\n', {}, "line 1 has an empty prompt"),
-        ('{"prompt": [], "label": "1"}\n', {}, "line 1 has a prompt of type list"),
-        ('{"prompt": "1", "label": "1", "metadata": "x"}\n', {}, "line 1 has 'metadata' that is not a mapping"),
-        ('{"prompt": "12345", "label": "1"}\n', {"max_prompt_len": 3}, "has 6 tokens; raise it"),
-        ('{"prompt": "1"}\n{"prompt": [{"role": "user"}]}\n', CHAT, "line 2 does not fit the chat template"),
-    ],
-    ids=[
-        *("blank lines", "cut JSON", "a list", "no prompt", "no label", "empty prompt", "messages without a template"),
-        *("metadata of text", "all prompts too long", "messages that do not fit the template"),
-    ],
-)
+BAD = {
+    "blank lines": ("\n\n", {}, "is empty"),
+    "cut JSON": (
+        '{"prompt": "1", "label": "1"}\n{"prompt": }\n',
+        {},
+        "line 2 is not JSON: Expecting value",
+    ),
+    "no prompt": ('{"input": "1"}\n', {}, "line 1 has no key 'prompt'; its keys are 'input'"),
+    "no label": ('{"prompt": "1"}\n', {}, "line 1 has no key 'label'"),
+    "messages without a template": ('{"prompt": [], "label": "1"}\n', {}, "line 1 has a prompt of type list"),
+    "all too long": ('{"prompt": "12345", "label": "1"}\n', {"max_prompt_len": 3}, "has 6 tokens; raise it"),
+    "another template": ('{"prompt": "1"}\n{"prompt": [{"role": "user"}]}\n', CHAT, "line 2 does not fit the chat"),
+}
+
+
+@pytest.mark.parametrize(("content", "options", "message"), BAD.values(), ids=BAD)
 def test_bad_files_are_refused_in_one_message(tmp_path, content, options, message):
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(ValueError) as refusal:

@@ -13,6 +13,7 @@ from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import build_reward
 from tests.checkpoints import make_checkpoint
+from tests.rollout.conftest import make_prompts
 from tests.runs import spawn
 
 SIZE = 2
@@ -21,10 +22,7 @@ SIZE = 2
 def rollout(path):
     """Samples and scores of three prompts, then of one, which leaves the second of two ranks without work."""
     tokenizer = load_tokenizer(path)
-    prompts = [
-        Prompt(index=index, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
-        for index, text in enumerate(["31415>", "7>", "abc def"])
-    ]
+    prompts = make_prompts(path, ["31415>", "7>", "abc def"])
     engine = LocalEngine(path, tokenizer)
     reward = build_reward(
         RolloutConfig(

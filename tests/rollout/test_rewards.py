@@ -96,17 +96,13 @@ WRONG = {
     "overflow": ("return -1e151", {}, "returned -1e+151 for prompt 10"),
     "none": ("pass", {}, "returned None for prompt 10"),
     "huge": ("return 10**9999", {}, "returned a int that cannot be shown for prompt 10"),
-    "later prompt": ("return None if sample.prompt_index == 11 else 1", {}, "returned None for prompt 11"),
     "dict": (
         "return {'acc': 1, 'len': 2}",
         {},
         "returned {'acc': 1, 'len': 2} for prompt 10; return a number, or add ",
     ),
     "tokens": ("sample.tokens.clear(); return 1", {}, "changed the tokens, log-probs, versions or indices of a sample"),
-    "short mask": ("sample.loss_mask.pop(); return 1", {}, "its loss_mask"),
-    "tensor of two": ("import torch; return torch.ones(2)", {}, "returned tensor([1., 1.]) for prompt 10"),
     "raises": ("x = 1\n    return x / 0", {}, "raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK"),
-    "exits": ("import sys\n    sys.exit(0)", {}, "called sys.exit(0)"),
     "no key": (
         "return {'score': 1.0}",
         {"reward_key": "acc"},

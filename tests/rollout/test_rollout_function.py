@@ -10,8 +10,6 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.rollout_function import build_rollout_function
 from slime_tis.trainer.data.prompts import PromptDataset
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from tests.checkpoints import make_checkpoint
 from tests.rollout.test_rewards import make_config
 
 CODE = """
@@ -27,11 +25,6 @@ def fn(args, rollout_id, data_source, evaluation=False):
     BODY
     return RolloutFnTrainOutput(groups, metrics)
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3"))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from tests.checkpoints import make_checkpoint
+from tests.rollout.conftest import make_prompts
 from tests.samples import make_sample
 
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -40,12 +41,12 @@ def checkpoint(tmp_path_factory, request):
 
 
 def generate(path, **options):
-    tokenizer = load_tokenizer(path)
-    prompts = [
-        Prompt(index=i, text=text, token_ids=tuple(tokenizer(text)["input_ids"])) for i, text in enumerate(TEXTS)
-    ]
     sampling = Sampling(max_response_len=12, n_samples=3, stop_token_ids=tuple(range(3, 12)), **options)
-    return [sample for group in LocalEngine(path, tokenizer).generate(prompts, sampling, seed=1) for sample in group]
+    return [
+        sample
+        for group in LocalEngine(path, load_tokenizer(path)).generate(make_prompts(path, TEXTS), sampling, seed=1)
+        for sample in group
+    ]
 
 
 def routing_of(model, layers, token_ids):
@@ -70,18 +71,10 @@ def test_rows_are_the_experts_of_every_token_but_the_last(checkpoint):
     for sample in samples:
         experts, weights = routing_of(model, LAYERS[name], sample.tokens)
         assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.dtype == torch.uint8
-        # transformers leaves the order of GLM's experts open
-        rows, order = (
-            sample.rollout_routed_experts.long().sort(-1)
-            if name == "glm4_moe"
-            else (sample.rollout_routed_experts.long(), None)
-        )
-        expected, expected_order = experts[:-1].sort(-1) if name == "glm4_moe" else (experts[:-1], None)
+        rows, order = sample.rollout_routed_experts.long().sort(-1)  # transformers leaves the order of GLM's open
+        expected, expected_order = experts[:-1].sort(-1)
         assert torch.equal(rows, expected)
-        assert sample.rollout_routing_weights is not None
-        found, wanted = sample.rollout_routing_weights, weights[:-1]
-        if order is not None and expected_order is not None:
-            found, wanted = found.gather(-1, order), wanted.gather(-1, expected_order)
+        found, wanted = sample.rollout_routing_weights.gather(-1, order), weights[:-1].gather(-1, expected_order)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 

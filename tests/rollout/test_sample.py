@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Prompt, Sample, by_rollout
+from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.user_functions import load_function
 from tests.samples import make_sample
@@ -114,8 +114,3 @@ def test_a_reward_that_is_a_dict_is_read_by_its_key() -> None:
     sample = make_sample(PROMPT, [8], reward={"score": 2, "acc": 1})
     assert sample.get_reward_value(Namespace(reward_key="score")) == 2.0
     assert make_sample(PROMPT, [8], reward=0.5).get_reward_value(Namespace(reward_key=None)) == 0.5
-
-
-def test_segments_of_a_rollout_are_put_together() -> None:
-    samples = [make_sample(PROMPT, [8], rollout_id=rollout) for rollout in (None, None, 2, 2, 3)]
-    assert list(map(len, by_rollout(samples))) == [1, 1, 2, 1]

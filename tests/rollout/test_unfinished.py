@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.prefetch import Unfinished
+from tests.samples import make_sample
 
 
 class Engine:
@@ -28,19 +29,8 @@ class Engine:
 
 
 def group(number: int) -> list[Sample]:
-    return [
-        Sample(
-            group_index=number,
-            prompt="p",
-            tokens=[1, 2, 3],
-            response_length=2,
-            loss_mask=[1, 1],
-            rollout_log_probs=[-1.0, -2.0],
-            weight_versions=[0, 0],
-            status=Sample.Status.ABORTED,
-        )
-        for _ in range(2)
-    ]
+    prompt = Prompt(index=number, text="p", token_ids=(1,))
+    return [make_sample(prompt, [2, 3], group_index=number, status=Sample.Status.ABORTED) for _ in range(2)]
 
 
 def made(filter_function: Callable[..., Any] | None, count: int = 4) -> tuple[Unfinished, Engine]:

@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers
 from tests.rollout.sglang.rollouts import Run
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture
