@@ -149,9 +149,9 @@ def findings_of(tokens: Tokens) -> list[Finding]:
     total = max(float(tokens.size.sum()), 1e-12)
     findings = []
     for rule in TOKEN_RULES:
-        finding, explained = rule(tokens, total)
-        if finding is not None:
-            findings.append(finding)
+        if (verdict := rule(tokens)) is not None:
+            finding, explained = verdict
+            findings.append(replace(finding, share=float(tokens.size[explained].sum() / total)))
             tokens = tokens.only(~explained)
     tokens = tokens.only(tokens.finite)
     if len(tokens) < MIN_TOKENS:

@@ -1,6 +1,6 @@
 """Rules on single tokens: placeholders, broken tokens, and samples with shifted log-probs.
 
-Each rule returns a finding or None, and the tokens that the finding explains. Later rules see the other tokens.
+Each rule returns a finding and the tokens it explains, or None. Later rules see the other tokens.
 """
 
 import numpy as np
@@ -37,29 +37,30 @@ MAX_ALIGNED = 192
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 """Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
 
-Verdict = tuple[Finding | None, Mask]
+Verdict = tuple[Finding, Mask] | None
 
 
-def mask_mistake(tokens: Tokens, total: float) -> Verdict:
+def mask_mistake(tokens: Tokens) -> Verdict:
     """Runs of trained tokens whose rollout log-prob is missing, or equals one number that many tokens share."""
     missing = ~np.isfinite(tokens.rollout)
-    common, count = _common_value(tokens)
-    repeated = (tokens.rollout == common) & (tokens.size > PLACEHOLDER_SIZE) if count else np.zeros(len(tokens), bool)
+    values, counts = np.unique(tokens.rollout[~missing & (tokens.size > PLACEHOLDER_SIZE)], return_counts=True)
+    common = values[counts.argmax()] if counts.max(initial=0) >= 3 else np.nan
+    repeated = (tokens.rollout == common) & (tokens.size > PLACEHOLDER_SIZE)
     if repeated.any() and np.quantile(tokens.size[repeated], 0.75) < MIN_PLACEHOLDER:
         repeated[:] = False  # truncated sampling reports 0 if it keeps one token
     runs = _run_lengths(tokens, missing | repeated)
     mask = (missing | repeated) & (runs >= 2)
     if mask.sum() < 3 or mask.sum() < 0.5 * (missing | repeated).sum() or runs[mask].mean() < MIN_RUN:
-        return None, np.zeros(len(tokens), bool)
+        return None
     value = "no log-prob" if missing[mask].mean() > 0.5 else f"exactly the log-prob {common:.6g}"
     evidence = (
         f"{mask.sum()} of {len(tokens)} trained tokens ({mask.mean():.2%}) have {value} from the rollout engine",
-        f"they form runs of {_mean_run(tokens, mask):.1f} tokens on average",
+        f"they form runs of {mask.sum() / (1 / runs[mask]).sum():.1f} tokens on average",
     )
-    return Finding("mask_mistake", evidence, 0.95, _share(tokens, mask, total)), mask
+    return Finding("mask_mistake", evidence, 0.95), mask
 
 
-def broken_tokens(tokens: Tokens, total: float) -> Verdict:
+def broken_tokens(tokens: Tokens) -> Verdict:
     """A few tokens that are NaN, infinite or nats apart while the others agree."""
     broken = ~tokens.finite
     ordinary_N = _ordinary_size(tokens)
@@ -69,25 +70,22 @@ def broken_tokens(tokens: Tokens, total: float) -> Verdict:
         outlying &= bound_N <= MAX_SIZE
     mask = broken | outlying
     if not mask.any() or (not broken.any() and mask.mean() > MAX_BROKEN):
-        return None, np.zeros(len(tokens), bool)
+        return None
     evidence = []
     if broken.any():
-        evidence.append(
-            f"{broken.sum()} of {len(tokens)} trained tokens ({100 * broken.mean():.2g}%) are NaN or infinite"
-        )
+        share = f"{100 * broken.mean():.2g}%"
+        evidence.append(f"{broken.sum()} of {len(tokens)} trained tokens ({share}) are NaN or infinite")
     if outlying.any():
         log_ratio = tokens.log_ratio[outlying]
         worst = log_ratio[np.argmax(np.abs(log_ratio))]
-        evidence.append(
-            f"{outlying.sum()} token{'' if outlying.sum() == 1 else 's'} ({100 * outlying.mean():.2g}%) "
-            f"with Δ of up to {worst:+.1f} nats".replace("-", "−")
-        )
+        share = f"{100 * outlying.mean():.2g}%"
+        evidence.append(f"{outlying.sum()} of {len(tokens)} tokens ({share}) have Δ of up to {worst:+.1f} nats")
         evidence.append(f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats")
     confidence = 0.95 if broken.any() else 0.55 + 0.35 * ramp(outlying.mean(), MAX_BROKEN, 0.02)
-    return Finding("broken_tokens", tuple(evidence), confidence, _share(tokens, mask, total)), mask
+    return Finding("broken_tokens", tuple(evidence), confidence), mask
 
 
-def misaligned(tokens: Tokens, total: float) -> Verdict:
+def misaligned(tokens: Tokens) -> Verdict:
     """Samples whose log-probs agree after a shift of the whole sample, or of its tail (retokenized).
 
     At most MAX_ALIGNED suspects are aligned: the worst, and a part of the others. The remaining suspects count as
@@ -104,11 +102,8 @@ def misaligned(tokens: Tokens, total: float) -> Verdict:
         rows, tail = np.split(suspects[i], [ALIGNED_TOKENS])
         path, gain, residual = best_lags(tokens.train[rows], tokens.rollout[rows])
         shifted = path != 0
-        if (
-            shifted.sum() < 4
-            or gain < MIN_SAVED
-            or residual > (MAX_RESIDUAL_SMALL if gain < 1.5 * MIN_SAVED else MAX_RESIDUAL)
-        ):
+        max_residual = MAX_RESIDUAL_SMALL if gain < 1.5 * MIN_SAVED else MAX_RESIDUAL
+        if shifted.sum() < 4 or gain < MIN_SAVED or residual > max_residual:
             continue
         mask[rows[shifted]] = True
         mask[tail] = shifted[-1]
@@ -118,7 +113,7 @@ def misaligned(tokens: Tokens, total: float) -> Verdict:
     shifted_share = sum(i in lags for i in aligned) / max(len(aligned), 1)
     remaining = set(range(len(suspects))).difference(worst, others)
     if not lags or len(lags) + shifted_share * len(remaining) < max(2, 0.02 * len(np.unique(tokens.sample))):
-        return None, np.zeros(len(tokens), bool)
+        return None
     if shifted_share > 0.5:
         for i in remaining:
             mask[suspects[i]] = True
@@ -131,14 +126,14 @@ def misaligned(tokens: Tokens, total: float) -> Verdict:
     )
     cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {lag:+d}")
     confidence = 0.75 + 0.2 * ramp(len(lags), 2, 12)
-    return Finding(cause, evidence, confidence, _share(tokens, mask, total), detail), mask
+    return Finding(cause, evidence, confidence, detail=detail), mask
 
 
 def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float, float]:
-    """Lags k_t that align log π_train(t) with log π_rollout(t + k_t) in a sample.
+    """Lags k_t that align log π_train(t) with log π_rollout(t + k_t), the cost they save, and the share that remains.
 
     Dynamic programming over the tokens: min over k of Σ_t min(abs(train_t − rollout_{t+k_t}), 5) plus a cost for each
-    change of k.
+    change of k. Costs are sums in nats over the shifted tokens whose partner lies in the sample.
     """
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
@@ -194,16 +189,6 @@ def _ordinary_size(tokens: Tokens) -> Floats:
     return ordinary_N
 
 
-def _common_value(tokens: Tokens) -> tuple[float, int]:
-    """The most frequent rollout log-prob of tokens with a mismatch, and its count; 0 if it is too rare."""
-    suspects = tokens.rollout[np.isfinite(tokens.rollout) & (tokens.size > PLACEHOLDER_SIZE)]
-    if not len(suspects):
-        return 0.0, 0
-    values, counts = np.unique(suspects, return_counts=True)
-    index = int(counts.argmax())
-    return float(values[index]), int(counts[index]) if counts[index] >= 3 else 0
-
-
 def _run_lengths(tokens: Tokens, chosen: Mask) -> NDArray[np.int64]:
     """[N] length of the run of adjacent chosen tokens that a token belongs to; 0 if it is not chosen."""
     if not len(chosen):
@@ -211,12 +196,3 @@ def _run_lengths(tokens: Tokens, chosen: Mask) -> NDArray[np.int64]:
     adjacent = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1) & (chosen[1:] == chosen[:-1])
     run = np.concatenate([[0], np.cumsum(~adjacent)])
     return np.where(chosen, np.bincount(run)[run], 0)
-
-
-def _mean_run(tokens: Tokens, chosen: Mask) -> float:
-    runs = _run_lengths(tokens, chosen)[chosen]
-    return float(len(runs) / (1 / runs).sum())
-
-
-def _share(tokens: Tokens, chosen: Mask, total: float) -> float:
-    return float(tokens.size[chosen].sum() / total)

@@ -39,20 +39,23 @@ class Tokens:
     """Index in the response."""
     entropy: Floats | None
     """Entropy of the training engine's distribution, nats."""
-    staleness: Integers | None
-    """Optimizer steps between the sampling and the trained weights."""
     version: Integers | None
     """Optimizer steps made before the sampling weights."""
     step: Integers | None
     """Optimizer steps made before the step that trained on the token."""
     has_experts: bool
     """Whether the engines may route tokens to different experts: not if training replays the recorded experts."""
-    precisions: tuple[str, str] = ("", "")
+    precisions: tuple[str, str]
     """Precisions of the training and the rollout engine; empty if unknown."""
 
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.train)
+
+    @property
+    def staleness(self) -> Integers | None:
+        """[N] optimizer steps between the sampling and the trained weights."""
+        return None if self.version is None or self.step is None else self.step - self.version
 
     @property
     def finite(self) -> Mask:
@@ -91,24 +94,18 @@ def tokens_of(table: TokenTable) -> Tokens:
     """The trained tokens of a table, of a random part of a large table."""
     table = table.sampled(MAX_TOKENS)
     chosen = table.loss_mask > 0
-    version = None if table.weight_version is None else table.weight_version.astype(np.int64)[chosen]
-    if version is not None and (version < 0).any():
-        version = None
-    step = None if table.step is None else table.step.astype(np.int64)[table.sample][chosen]
-    entropy = None if table.entropy is None else table.entropy.astype(np.float64)[chosen]
-    metadata = table.metadata
+    version, entropy, metadata = table.weight_version, table.entropy, table.metadata
     return Tokens(
         train=table.policy_log_prob.astype(np.float64)[chosen],
         rollout=table.rollout_log_prob.astype(np.float64)[chosen],
         sample=table.sample.astype(np.int64)[chosen],
         position=table.position.astype(np.int64)[chosen],
-        entropy=None if entropy is None or not np.isfinite(entropy).any() else entropy,
-        staleness=None if version is None or step is None else step - version,
-        version=version,
-        step=step,
+        entropy=None if entropy is None or not np.isfinite(entropy[chosen]).any() else entropy[chosen].astype(float),
+        version=None if version is None or (version[chosen] < 0).any() else version[chosen].astype(np.int64),
+        step=None if table.step is None else table.step.astype(np.int64)[table.sample][chosen],
         has_experts=not metadata.get("replays_experts")
         and (table.experts is not None or bool(metadata.get("num_experts"))),
-        precisions=(str(metadata.get("precision") or ""), str(metadata.get("rollout_precision") or "")),
+        precisions=(metadata.get("precision") or "", metadata.get("rollout_precision") or ""),
     )
 
 
