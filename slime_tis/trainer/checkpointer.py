@@ -50,12 +50,7 @@ def model_hash(config: MegatronConfig) -> str:
 
 
 def find_resume_point(config: MegatronConfig, options: dict[str, Any], *, is_main: bool) -> ResumePoint | None:
-    """Returns the latest complete checkpoint under --load and its state, or None; a collective.
-
-    Raises:
-        ValueError: The checkpoint has another model, or options that a resumed run cannot change.
-        CheckpointError: Every checkpoint is damaged.
-    """
+    """Returns the latest complete checkpoint under --load and its state, or None; a collective."""
     latest = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
     if latest is None:
         return None

@@ -86,12 +86,7 @@ class Learner:
     def train(
         self, groups: Sequence[Sequence[Sample]], user_advantages: Sequence[float] | None = None
     ) -> list[dict[str, float]]:
-        """Makes all optimizer steps on one rollout and returns the metrics of each.
-
-        Args:
-            groups: The samples of each prompt.
-            user_advantages: One per sample, instead of the estimator's; `normalize_advantages` applies to them.
-        """
+        """Makes all optimizer steps on one rollout and returns the metrics of each."""
         rollouts = [rollout for group in groups for rollout in by_rollout(group)]
         size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step

@@ -62,14 +62,7 @@ def advantages_of(
     policy: PolicyConfig,
     user_advantages: Sequence[float] | None = None,
 ) -> list[float]:
-    """Returns the advantage of every sample, group by group; all segments of a rollout share its advantage.
-
-    Args:
-        groups: The same number of rollouts for each prompt; the rewards of a rollout's segments are added.
-        accepted: Which rollouts count in the baselines; None for all.
-        policy: The estimator.
-        user_advantages: One per sample, instead of the estimator's.
-    """
+    """Returns the advantage of every sample, group by group; all segments of a rollout share its advantage."""
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     units = rollouts if user_advantages is None else [[sample] for rollout in rollouts for sample in rollout]
     if user_advantages is not None and accepted is not None:

@@ -19,7 +19,7 @@ class Tally:
         if failure is not None:
             self.failures.append(f"{attempt}: {failure}")
 
-    def check(self, at_least: int) -> None:
+    def check(self, at_least: int = 1) -> None:
         """Fails with the first failures, or where fewer than `at_least` tries were made."""
         shown = "\n".join(self.failures[:20])
         assert not self.failures, f"{len(self.failures)} of {self.tries} tries of {self.kind} failed:\n{shown}"

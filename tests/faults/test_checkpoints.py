@@ -109,9 +109,7 @@ def damage_and_look(rank: int, model: str, trained: str, results: str) -> None:
 DAMAGED = {
     "flipped bit": (1, lambda save: flip_middle(save / "iter_0000004" / "__0_0.distcp")),
     "empty directory": (1, lambda save: (save / "iter_0000009").mkdir()),
-    "odd names": (0, lambda save: [(save / name).mkdir() for name in ("iter_abc", "iter_", "iter_1.5", "x")]),
     "link in a circle": (0, lambda save: (save / "iter_0000009").symlink_to("iter_0000009")),
-    "a file": (0, lambda save: (save / "iter_0000009").write_text("mine")),
     "two damaged": (2, lambda save: [os.truncate(save / f"iter_000000{i}" / "common.pt", 0) for i in (3, 4)]),
 }
 """Damage of a directory of checkpoints, and the number of warnings."""
@@ -169,10 +167,6 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "position of text": (
         lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}},
         "is not a place in",
-    ),
-    "other prompts": (
-        lambda state: {**state, "dataset": {**state["dataset"], "prompts": "0"}},
-        "have changed since the start of the run",
     ),
     "another model": (lambda state: {**state, "model": "0"}, "--hf-checkpoint is"),
 }

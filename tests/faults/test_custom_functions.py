@@ -17,14 +17,8 @@ TIS, REWARD = ("--use-tis", "--custom-tis-function-path"), ("--custom-rm-path",)
 GOES_WRONG = {
     # flags, code of a file, part of the message
     "raises deep in torch": (TIS, f"{HEAD}return pg_loss + torch.ones(99999)", "line 4) raised RuntimeError: The size"),
-    "raises many lines": (TIS, f"{HEAD}raise OSError('one\\ntwo\\x07')", r"raised OSError: one two\x07. SLIME"),
     "fails in a helper": (TIS, f"{HEAD}import beside\n    beside.fail()", "beside.py, line 2) raised KeyError"),
     "exits with 0": (TIS, f"{HEAD}import sys; sys.exit(0)", "called sys.exit(0); return a value"),
-    "inference mode": (
-        TIS,
-        f"{HEAD}with torch.inference_mode():\n        return pg_loss * 2, loss_masks, {{}}",
-        "lost the gradient of pg_loss",
-    ),
     "other names each time": (
         ("--micro-batch-size", "4", *TIS),
         f"{HEAD}args.n = getattr(args, 'n', 0) + 1\n    return pg_loss, loss_masks, {{str(args.n): pg_loss}}",
@@ -35,22 +29,11 @@ GOES_WRONG = {
         "class X:\n    def __repr__(self): raise SystemExit(0)\ndef fn(args, sample): return X()",
         "line 2) called sys.exit(0)",
     ),
-    "raises in a coroutine": (REWARD, "async def fn(args, sample):\n    return sample.x", "line 2) raised Attribute"),
     "recursion": (REWARD, "def fn(args, sample): return fn(args, sample)", "raised RecursionError"),
-    "loop in a loop": (
-        REWARD,
-        "import asyncio\nasync def fn(args, sample):\n    return asyncio.run(asyncio.sleep(0))",
-        "raised RuntimeError",
-    ),
     "metadata without end": (
         REWARD,
         "def fn(args, sample):\n    sample.metadata['self'] = sample.metadata\n    return 1",
         "its metadata nests deeper than 100 levels",
-    ),
-    "an ambiguous switch": (
-        REWARD,
-        "import torch\ndef fn(args, sample):\n    sample.remove_sample = torch.ones(2)\n    return 1",
-        "raised RuntimeError",
     ),
 }
 MEDDLES = """for values in (train_log_probs, rollout_log_probs, kw['advantages'], kw['log_probs']):
@@ -132,16 +115,13 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
     for flags, expected in (
         (["--use-tis", tis, "nowhere.py:fn"], "there is no file nowhere.py"),
         (["--use-tis", tis, "broken.py:fn"], "SyntaxError"),
-        (["--use-tis", tis, "narrow.py:fn"], "cannot be called as fn"),
-        (["--use-rs", tis, "custom_tis.tis.vanilla_tis"], "--use-rs is on, and vanilla_tis does not follow it"),
         (["--rs-second-moment-bound", "0.1", tis, "custom_tis.template.soft_tis"], "goes by the global batch"),
-        ([rm, "nowhere.py:fn"], "there is no file nowhere.py"),
         ([rm, "narrow.py:fn"], "cannot be called as fn"),
     ):
         directory = tmp_path / f"log_{tried.tries}"
         outcome = run_forked([*task, *flags, "--output-dir", str(directory / "run")], directory, cwd=tmp_path)
         tried.record(" ".join(flags), _wrong_end(outcome, expected))
-    tried.check(at_least=7)
+    tried.check()
 
 
 def test_ranks_that_return_other_metrics_are_refused(task: list[str], tmp_path: Path) -> None:

@@ -16,13 +16,10 @@ from tests.runs import read_metrics
 DIVERGES = ("--lr", "1", "--weight-decay", "100", "--num-rollout", "30", "--save-interval", "1")
 STOPS = {
     "weights that grow a hundredfold each step": DIVERGES,
-    "the same, several steps per rollout": (*DIVERGES, "--num-steps-per-rollout", "4"),
     "the same in bfloat16": (*DIVERGES, "--bf16"),
-    "the same with a distributed optimizer": (*DIVERGES, "--use-distributed-optimizer"),
     "huge rewards": ("--custom-rm-path", "{directory}/huge.py:huge", "--disable-grpo-std-normalization"),
     "a loss that overflows": ("--use-tis", "--custom-tis-function-path", "{directory}/huge.py:overflow"),
     "a weight that is NaN": ("--hf-checkpoint", "{directory}/nan"),
-    "weights whose products overflow": ("--hf-checkpoint", "{directory}/large"),
 }
 CODE = """
 def huge(args, sample):
@@ -35,14 +32,13 @@ def overflow(args, *, pg_loss, loss_masks, **kwargs):
 
 @pytest.fixture(scope="module")
 def directory(task: list[str]) -> Path:
-    """The task's directory, with user code and copies of its model with weights that are not finite or too large."""
+    """The task's directory, with user code and a copy of its model with a weight that is NaN."""
     directory = Path(task[task.index("--hf-checkpoint") + 1]).parent
     (directory / "huge.py").write_text(CODE)
-    for name, value in (("nan", math.nan), ("large", 1e25)):
-        shutil.copytree(directory / "model", directory / name)
-        weights = load_file(directory / name / "model.safetensors")
-        next(iter(weights.values())).view(-1)[:40] = value
-        save_file(weights, directory / name / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(directory / "model", directory / "nan")
+    weights = load_file(directory / "nan" / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    save_file(weights, directory / "nan" / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -320,11 +320,7 @@ def slime_sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
-    """Turns samples without a response into failed samples, and returns a warning about all failed samples.
-
-    Raises:
-        CustomFunctionError: No call gave a sample.
-    """
+    """Turns samples without a response into failed samples, and returns a warning about all failed samples."""
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
     for sample in (sample for rollout in rollouts for sample in rollout):
         if not sample.response_length:

@@ -31,10 +31,6 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     """Writes every sample of a rollout to a file that appears when it is complete.
 
     A log-prob that is missing or not finite becomes null.
-
-    Raises:
-        ValueError: Another file has that name.
-        OSError: The file cannot be written.
     """
     path = Path(path)
     try:
@@ -62,17 +58,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSizes | None = None) -> list[list[Sample]]:
-    """Reads the groups of a rollout.
-
-    Args:
-        path: Path of the file.
-        prompts: Required number of groups.
-        n_samples: Required number of rollouts in each.
-        sizes: Vocabulary and context of the trained model; None checks neither.
-
-    Raises:
-        ValueError: No file, a line that is not a sample or does not fit the model, or another number of samples.
-    """
+    """Reads the groups of a rollout."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it.")
@@ -134,11 +120,7 @@ def to_dict(sample: Sample) -> dict[str, Any]:
 
 
 def from_dict(row: dict[str, Any]) -> Sample:
-    """The sample of a row that `to_dict` made; a log-prob that is null becomes NaN.
-
-    Raises:
-        ValueError: The row is not a sample, or its lists differ in length.
-    """
+    """The sample of a row that `to_dict` made; a log-prob that is null becomes NaN."""
     try:
         sample = Sample(
             **row
@@ -187,11 +169,7 @@ def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
 
 
 def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
-    """The tensor of a row that `encoded` made.
-
-    Raises:
-        ValueError: The row has another dtype, or a shape that its bytes do not fill.
-    """
+    """The tensor of a row that `encoded` made."""
     if row is None:
         return None
     try:

@@ -12,11 +12,7 @@ LARGEST_INT = 1 << 4096
 
 
 def json_object(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
-    """The mapping as JSON values: tuples and sets become lists, non-finite numbers None, other objects their text.
-
-    Raises:
-        ValueError: A message that begins with `place`: the mapping nests deeper than 100 levels, or contains itself.
-    """
+    """The mapping as JSON values: tuples and sets become lists, non-finite numbers None, other objects their text."""
     return {str(key): _json_value(item, place, 1) for key, item in value.items()}
 
 

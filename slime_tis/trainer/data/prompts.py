@@ -123,20 +123,6 @@ def load_prompts(
 
     Plain text is tokenized with the tokenizer's beginning-of-sequence token; a chat template writes its own special
     tokens, and none are added.
-
-    Args:
-        path: JSONL, or parquet if the name ends in .parquet.
-        tokenizer: The policy's tokenizer.
-        input_key: Key of the prompt: a string, with a chat template also a list of messages.
-        label_key: Key of the label, or None. Labels keep their JSON type; decimals become text.
-        metadata_key: Key of an optional mapping for rewards. The row's other columns are metadata too; the mapping
-          takes precedence.
-        apply_chat_template: Whether to render the prompt with the tokenizer's chat template.
-        max_prompt_len: Maximum tokens; longer prompts are omitted and their number is logged.
-        sizes: The model's context and vocabulary, which prompts must fit.
-
-    Raises:
-        ValueError: No file, no rows, or an invalid row, with its line number.
     """
     path = Path(path)
     if not path.is_file():
@@ -244,11 +230,7 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
 
 
 def rendered(prompt: object, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """The text of a prompt, and whether the tokenizer adds its special tokens; messages are rendered by the template.
-
-    Raises:
-        ValueError: It is neither text nor messages, is empty, or does not fit the template.
-    """
+    """The text of a prompt, by the chat template for messages, and whether the tokenizer adds its special tokens."""
     is_chat = isinstance(prompt, list)
     if is_chat and not tokenizer.chat_template:
         raise ValueError(f"{place} has a prompt of messages, but the tokenizer has no chat template; give a text.")

@@ -207,20 +207,7 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Appends tokens to the response, with their entries of loss mask, log-probs and versions.
-
-        Args:
-            args: The program's options, which slime passes; unused.
-            tokens: Tokens that the policy sampled, or of an observation.
-            log_probs: Log-probs of sampled tokens; an observation has none and gets 0.
-            trainable: Whether the policy sampled the tokens.
-            meta_info: The server's answer: weight version, output_token_sampling_mask and finish_reason.
-            text: Text of the tokens, appended to the response's.
-            update_terminal_info: Whether to take the status from meta_info.
-
-        Raises:
-            ValueError: Sampled tokens without log-probs, an observation with some, or lists of different lengths.
-        """
+        """Appends tokens to the response, with their entries of loss mask, log-probs and versions."""
         ids, meta = _listed(tokens, int), meta_info or {}
         values = None if log_probs is None else _listed(log_probs, float)
         if trainable and ids and values is None:
@@ -340,14 +327,7 @@ class Sampling:
 def response_limit(
     prompt: Prompt, sampling: Sampling, context_len: int | None, longest_prompt: int | None = None
 ) -> int:
-    """Maximum tokens of a response; raises ValueError if the prompt leaves none.
-
-    Args:
-        prompt: The prompt.
-        sampling: Limits of the run.
-        context_len: The model's limit on prompt and response; None for no limit.
-        longest_prompt: Maximum prompt of the engine; None for no limit but the context.
-    """
+    """Maximum tokens of a response; raises ValueError if the prompt leaves none."""
     length = len(prompt.token_ids)
     if length == 0:
         raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")

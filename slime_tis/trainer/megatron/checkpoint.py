@@ -85,18 +85,7 @@ def write(
     trainer_state: dict[str, Any],
     write_extra: Callable[[Path], object] = lambda directory: None,
 ) -> UnfinishedCheckpoint:
-    """Writes all files of the checkpoint `directory/iter_STEP`.
-
-    Args:
-        directory: of the run's checkpoints.
-        step: optimizer steps made so far.
-        engine: the engine to save.
-        trainer_state: JSON-serializable. Its entry `run` identifies the run, whose old checkpoints are removed.
-        write_extra: called by the main process with the unfinished directory, to add files.
-
-    Raises:
-        CheckpointError: it could not be written (a full disk, say), on every rank; earlier checkpoints are intact.
-    """
+    """Writes all files of the checkpoint `directory/iter_STEP`."""
     final = files.checkpoint_path(directory, step)
     path = final.with_name(f".{final.name}.unfinished")
     is_main = engine.parallel.is_main
@@ -179,14 +168,7 @@ def remove_older(newest: Path, run: str, retain: int) -> None:
 
 
 def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
-    """Writes the policy as a Hugging Face directory, under another name until it is complete.
-
-    Returns:
-        On the main process its path: `directory`, or a numbered sibling if `directory` has unknown files by now.
-
-    Raises:
-        CheckpointError: it could not be written; `directory` is unchanged.
-    """
+    """Writes the policy as a Hugging Face directory, under another name until it is complete."""
     tensors = engine.named_hf_tensors()
     if not engine.parallel.is_main:
         for _ in tensors:

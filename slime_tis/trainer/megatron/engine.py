@@ -86,19 +86,7 @@ class TrainingEngine:
         timer: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Builds the model, loads `config.hf_checkpoint` and prepares the optimizer.
-
-        Args:
-            config: sizes, precision, optimizer.
-            parallel: this process's ranks.
-            temperature: of the sampling distribution.
-            total_steps: optimizer steps of the run, over which the learning rate decays by default.
-            keep_reference: whether to keep a copy of the reference policy's weights.
-            entropy_gradient: whether the objective differentiates the entropy.
-            gives_logits: whether the loss gets a copy of the logits.
-            timer: `timer(name)` measures the time of `name`.
-            check_interrupts: called before each micro-batch; an exception from it abandons the pass without a step.
-        """
+        """Builds the model, loads `config.hf_checkpoint` and prepares the optimizer."""
         self.config, self.parallel, self.temperature = config, parallel, temperature
         self.entropy_gradient, self.gives_logits = entropy_gradient, gives_logits
         self.timer, self.check_interrupts = timer, check_interrupts
@@ -135,11 +123,7 @@ class TrainingEngine:
         source: RoutingRecord | None = None,
         replays_routing: bool = True,
     ) -> Tensor:
-        """Log-probs of the response tokens in the micro-batches `partition`; `RoutingReplay.begin` has the options.
-
-        Returns:
-            [L] float32, this context-parallel rank's tokens in the order of the batch; NaN except on the last stage.
-        """
+        """Log-probs [L] of the response tokens in the micro-batches `partition`; NaN except on the last stage."""
         self.routing.begin(trains=False, replays=replays_routing, record=record, source=source)
         with torch.no_grad():
             outputs = self._run(batch, partition, lambda _, log_probs_L, __: log_probs_L, forward_only=True)

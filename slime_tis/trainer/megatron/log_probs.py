@@ -62,9 +62,6 @@ def vocab_parallel_log_probs(
     ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1, "Keep Sampling Mask").
 
     One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
-
-    Returns:
-        (log_prob_L, entropy_L), at least float32 and differentiable. A target outside its set has log-prob −inf.
     """
     distribution = distribution or TokenDistribution()
     outputs: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's

@@ -33,16 +33,6 @@ def token_budget_partitions(
 
     First-fit decreasing of families on each rank. A family over the budget is divided into rollouts. If a rank needs
     fewer micro-batches than another, its fullest are split. A rollout over the budget is a micro-batch alone.
-
-    Args:
-        trees: the sequences of every data-parallel rank. Every rank needs at least as many rollouts as the rank with
-            most micro-batches, which equal numbers of rollouts guarantee.
-        max_tokens: the budget, both in computed tokens and in response tokens.
-        rollouts: for every rank the number of the rollout that each sequence is a segment of; None if each is a
-            separate rollout.
-
-    Returns:
-        For every rank its micro-batches, each a sorted list of indices into that rank's sequences.
     """
     numbers = [range(len(tree)) for tree in trees] if rollouts is None else rollouts
     plans = [_first_fit_decreasing(tree, of_tree, max_tokens) for tree, of_tree in zip(trees, numbers, strict=True)]

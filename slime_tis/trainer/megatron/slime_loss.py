@@ -26,9 +26,6 @@ def get_log_probs_and_entropy(
     """Log-probs of the response tokens on this rank at the rollout's temperature, with gradient.
 
     The arguments are slime's; `logits` is the [1, L, V] argument of the loss function.
-
-    Returns:
-        An empty tensor, and the keys "log_probs" and "entropy" with one tensor per sample.
     """
     slices = context_parallel({}).slices([len(tokens) for tokens in unconcat_tokens], response_lengths, None)
     responses = [

@@ -19,11 +19,7 @@ STRICT_TAIL = 100
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    """Returns the reward of one sample by --custom-rm-path, by its `metadata["rm_type"]`, or by --rm-type.
-
-    Raises:
-        ValueError: The reward is remote, or no reward is configured.
-    """
+    """Returns the reward of one sample by --custom-rm-path, by its `metadata["rm_type"]`, or by --rm-type."""
     if args.custom_rm_path is not None:
         reward = load_function(args.custom_rm_path)(args, sample, **kwargs)
         return await reward if inspect.isawaitable(reward) else reward
