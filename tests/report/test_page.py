@@ -19,9 +19,8 @@ from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import overview, samples, shape
 from slime_tis.analysis.report.overview import group_runs
-from slime_tis.analysis.report.page import page_data, render
+from slime_tis.analysis.report.page import _front, page_data, render
 from slime_tis.analysis.report.source import Source, open_source
-from slime_tis.analysis.report.what_if_rows import _front
 from slime_tis.main import main
 from tests.report.dumps import HOSTILE, SAMPLES, make_run, make_table
 from tests.test_docs import blocks
