@@ -2,7 +2,6 @@
 
 import csv
 import importlib.util
-import json
 import sys
 import zipfile
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import gpu_steps, provenance
+from benchmarks import gpu_steps
 from slime_tis.trainer.cli.arguments import configure
 
 ROOT = Path(__file__).parents[1]
@@ -108,38 +107,6 @@ def test_stages_fail_alone(machine: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert run.main(["--device", "cpu", "--stages", "imports"]) == 0
 
 
-def test_a_stage_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path) -> None:
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    log = run.Log(tmp_path / "log")
-    command = ["-c", child]
-    # the pipe that the log follows ends with the last process that holds it
-    outcome = run.run_stage(stage("long", child), command, 0.5, sys.executable, {}, log)
-    assert (outcome.result, outcome.message, outcome.is_failure) == ("timeout", "ended after 0 s", True)
-
-
-def test_what_the_wheels_lack_is_named(tmp_path: Path) -> None:
-    make_wheel(
-        tmp_path, "megatron_core", "0.16.1", ("torch>=2.6", "einops", "te; extra == 'te'", "old; python_version<'3'")
-    )
-    make_wheel(tmp_path, "pydantic", "2.7", ())
-    make_wheel(tmp_path, "math_verify", "0.9", ())
-    missing = sorted(carry.lacking(tmp_path, "3.12"))
-    assert missing == ["einops", "omegaconf", "pydantic>=2.8"]
-
-
-def test_the_commit_of_a_checkout_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slime_tis").mkdir()
-    (tmp_path / "slime_tis" / "a.py").write_text("a = 1\n")
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setattr(provenance, "CARRIED", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    source = {"commit": "abc1234", "digest": provenance.source_digest()}
-    (tmp_path / "source.json").write_text(json.dumps(source))
-    assert provenance.commit.__wrapped__() == "abc1234"
-    (tmp_path / "slime_tis" / "a.py").write_text("a = 2\n")
-    assert provenance.commit.__wrapped__() == "abc1234 with changes"
-
-
 @pytest.mark.parametrize("model", gpu_steps.MODELS)
 def test_the_flags_of_the_runs_are_accepted(model: str, task: list[str]) -> None:
     flags = [*task[:4], "--num-rollout", "1", *gpu_steps.COMMON.split(), *gpu_steps.MODELS[model].split()]
@@ -157,15 +124,3 @@ def test_what_is_not_as_it_has_to_be() -> None:
         "b: train/kl of step 2 is nan",
         "b: train/loss of the first step is 0.52, but 0.5 with the eager token pass",
     ]
-
-
-def test_a_directory_of_something_else_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "complete.json").write_text("{}")
-    wheel = tmp_path / "other" / "wheels" / "mine-1.0-py3-none-any.whl"
-    wheel.parent.mkdir(parents=True)
-    wheel.touch()
-    monkeypatch.setattr("sys.argv", ["carry", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "other")])
-    with pytest.raises(SystemExit, match="2"):
-        carry.main()
-    assert [path for path in (tmp_path / "other").rglob("*") if path.is_file()] == [wheel]

@@ -1,7 +1,6 @@
 """train.py as a whole, on a tiny model: algorithms, resuming, stale weights, masks, and one message for bad input."""
 
 import json
-import shutil
 import signal
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from slime_tis.main import train
 from slime_tis.trainer.storage import checkpoints as checkpoint_files
 from tests.conftest import Run
 from tests.runs import read_metrics, run_here, start_apart, training_metrics
@@ -204,22 +202,6 @@ def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_pa
     assert [training_metrics(row) for row in resumed] == expected
 
 
-def test_a_resumed_run_ends_the_removal_that_a_killed_one_began_though_it_has_nothing_to_save(
-    task: list[str], tmp_path: Path
-) -> None:
-    save = tmp_path / "save"
-    flags = [*task, "--num-rollout", "4", "--save-interval", "1", "--save", str(save)]
-    run_here([*flags, "--save-retain", "4"], tmp_path / "run")
-    (save / "iter_0000001").rename(save / ".iter_0000001.removed")  # killed here after the last checkpoint counted
-    (save / ".iter_0000001.removed" / "common.pt").unlink()
-    before = sorted(path.name for path in save.iterdir())
-    elsewhere = [*flags[:-1], str(tmp_path / "other"), "--load", str(save), "--save-retain", "2"]
-    run_here(elsewhere, tmp_path / "second")
-    assert sorted(path.name for path in save.iterdir()) == before  # --load alone is only read
-    run_here([*flags, "--load", str(save), "--save-retain", "2"], tmp_path / "run")
-    assert sorted(path.name for path in save.iterdir()) == ["iter_0000003", "iter_0000004"]
-
-
 def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(
     task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,29 +290,3 @@ def test_the_shipped_custom_functions_train(path: str, run: Run) -> None:
     rows = run("--use-tis", "--custom-tis-function-path", path, "--num-rollout", "2")
     assert all(row["train/grad_norm"] > 0 for row in rows)
     assert all(row["train/train_rollout_logprob_abs_diff"] > 0 for row in rows)
-
-
-def refused(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a refused run leaves on stderr."""
-    try:
-        status = train([*flags, "--output-dir", str(tmp_path / "run")])
-    except SystemExit as exit:
-        status = int(exit.code or 0)
-    assert status != 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert len(lines) == 1, lines
-    return lines[0]
-
-
-@pytest.mark.parametrize(
-    "flags", [["--custom-rm-path"], ["--use-tis", "--custom-tis-function-path"]], ids=lambda f: f[-1]
-)
-def test_functions_are_loaded_before_the_model_is_read(
-    flags: list[str], task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(task[task.index("--hf-checkpoint") + 1], tmp_path / "model")
-    for file in (tmp_path / "model").glob("tokenizer*"):
-        file.unlink()  # what is read first of a model
-    (tmp_path / "mine.py").write_text("raise RuntimeError('not today')\n")
-    line = [*task, "--hf-checkpoint", str(tmp_path / "model"), *flags, f"{tmp_path / 'mine.py'}:function"]
-    assert "importing it raised RuntimeError: not today" in refused(line, tmp_path, capsys)

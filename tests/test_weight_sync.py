@@ -3,19 +3,16 @@
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.correction.context_parallel import Ranks
-from slime_tis.main import train
 from slime_tis.trainer.engines.engine import WeightSource
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.weight_sync import (
@@ -27,21 +24,7 @@ from slime_tis.trainer.weight_sync import (
     make_probe,
 )
 from tests.conftest import Run
-from tests.runs import ROOT, read_metrics, run_apart, run_here
-
-SERVER = f"""
-import sys, threading
-
-sys.path.insert(0, {str(ROOT)!r})
-from tests.rollout.sglang.fake_sglang import fake_servers
-
-with fake_servers(1) as (server,):
-    server.die()
-    server.port = int(sys.argv[sys.argv.index("--port") + 1])
-    server.come_back()
-    threading.Event().wait()
-"""
-"""Instead of SGLang's module of the same name: a server whose log-probs are those of no model."""
+from tests.runs import read_metrics, run_apart, run_here
 
 
 def prompts(*texts: tuple[int, ...]) -> Any:
@@ -106,24 +89,6 @@ def test_noise_of_both_engines_is_never_called_a_missed_update(seed: int, tokens
     r, r_before = (moved + shift + noise * third).tolist(), (shift + noise * fourth).tolist()
     assert not compared(r, n, r_before, n_before).is_missed()
     assert compared(r_before, n, r_before, n_before).is_missed()
-
-
-def test_servers_are_stopped_where_set_up_fails_after_their_start(
-    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "packages/sglang").mkdir(parents=True)
-    (tmp_path / "packages/sglang/__init__.py").touch()
-    (tmp_path / "packages/sglang/launch_server.py").write_text(SERVER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
-    place = task.index("--rollout-precision")
-    flags = [*task[:place], *task[place + 2 :], "--rollout-engine", "sglang", "--sglang-launch", "1"]
-    flags += ["--sglang-python", sys.executable, "--sglang-weight-sync", "disk", "--check-weight-sync"]
-    flags += ["--sglang-weight-dir", str(tmp_path / "weights"), "--output-dir", str(tmp_path / "run")]
-    assert train(flags) == 1
-    assert "error: parameter-sync error: after the update to step 0" in capsys.readouterr().err
-    assert (tmp_path / "run/sglang_0.log").exists()  # a server was started
-    lines = [word for one in psutil.Process().children(recursive=True) for word in one.cmdline()]
-    assert "--model-path" not in lines
 
 
 @pytest.fixture

@@ -60,37 +60,6 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     assert lines[-1] == f"  {ours}  generate 62.5, rest 187.5"
 
 
-def test_memory_is_the_largest_of_the_process_and_its_children(benchmark):
-    child = "bytearray(300_000_000)"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    assert 300 < benchmark.run_quietly([sys.executable, "-c", program], threads=1) < 400
-
-
-def test_all_contenders_get_the_same_prompts_in_the_same_order(benchmark, tmp_path):
-    task = benchmark.TASKS["smollm2"]
-    (tmp_path / "prompts").mkdir()
-    rows = [{"prompt": [{"role": "user", "content": f"{n} + 1"}], "label": str(n + 1)} for n in range(20)]
-    (tmp_path / task.rows).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    written = []
-    for name in "one", "other":
-        benchmark.prepare_rows(task, tmp_path, Template(), tmp_path / name)
-        written.append((tmp_path / name).read_text())
-    assert written[0] == written[1]
-    found = [json.loads(line) for line in written[0].splitlines()]
-    assert sorted(found, key=lambda row: int(row["label"])) == [
-        {"prompt": f"<{n} + 1>", "label": str(n + 1)} for n in range(20)
-    ]
-    assert found != sorted(found, key=lambda row: int(row["label"]))
-
-
-class Template:
-    """A tokenizer's chat template that shows its only message."""
-
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
-        assert add_generation_prompt and not tokenize
-        return f"<{messages[0]['content']}>"
-
-
 @pytest.mark.parametrize("name", ["sort_digits", "smollm2"])
 def test_our_command_lines_are_accepted(benchmark, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)

@@ -140,21 +140,6 @@ def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
     assert "actor/rollout_corr/gradient_kept_fraction" not in metrics
 
 
-def test_denominators() -> None:
-    """Two of four steps rejected: over the accepted the mean is 1.5, over all of them half of that."""
-    log_probs = torch.zeros(2, 2, requires_grad=True)
-    old = torch.tensor([[0.0, 5.0], [0.0, 5.0]])
-    advantages = torch.tensor([-1.0, -2.0])
-    losses = {}
-    for normalizer, denominator in (("kept", 2), ("original", 4)):
-        config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True, rejection_normalizer=normalizer)  # type: ignore
-        losses[normalizer] = found = diffusion_loss(config, log_probs, old, advantages)
-        assert (found.denominator.item(), found.accepted_steps.item(), found.steps.item()) == (denominator, 2, 4)
-        assert found.statistics is not None
-        assert found.statistics.metrics()["actor/rollout_corr/gradient_kept_fraction"] == 0.5
-    assert losses["kept"].loss.item() == 1.5 and losses["original"].loss.item() == 0.75
-
-
 def test_everything_rejected_is_a_loss_of_zero() -> None:
     config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True)
     log_probs = torch.zeros(2, 2, requires_grad=True)

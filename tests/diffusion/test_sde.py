@@ -145,14 +145,6 @@ def test_sampling_reaches_the_marginals_of_the_ode(until: float) -> None:
             assert abs(f - e) < 1e-9 or (c - e) / (f - e) == pytest.approx(2.0, rel=0.1)
 
 
-def test_with_the_ceiling_of_flow_grpo_the_sde_converges_slowly() -> None:
-    """The second time of the schedule as ceiling: the first step's noise is of order 1, the error goes as N^(−a²)."""
-    flow = GaussianFlow(1.5, 0.5)
-    for a in (0.7, 1.0):
-        errors = [flow.sampled(n, a, 1 - 1 / n, 0.5)[1] - flow.variance(0.5) for n in (10, 1600, 3200)]
-        assert errors[0] > 0.05 and errors[1] / errors[2] == pytest.approx(2 ** (a * a), rel=0.06)
-
-
 def a_step(velocity: torch.Tensor, sample: torch.Tensor, time: object = 0.5, a: float = 0.7, ceiling: float = 0.9):
     return sde_step(velocity, sample, time, 0.4, noise_level=a, ceiling=ceiling)  # type: ignore[arg-type]
 

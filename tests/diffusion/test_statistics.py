@@ -60,13 +60,6 @@ def test_ranks_merge_what_they_send_each_other() -> None:
     assert sent[0].merge(sent[1]).metrics() == pytest.approx(whole.metrics())
 
 
-def test_timesteps_that_print_alike_are_averaged() -> None:
-    config = RolloutCorrectionConfig(get_mismatch_metrics=True)
-    times = torch.tensor([900.00001, 900.00002], dtype=torch.float64)
-    found = correct_trajectories(config, TRAIN, ROLLOUT, timesteps=times).statistics.metrics()
-    assert found["rollout_corr/logprob_abs_diff/ts_900"] == pytest.approx(5 * LN2 / 4)
-
-
 def test_timesteps_are_keyed_by_their_value() -> None:
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
     times = torch.tensor([0.9, 0.05])

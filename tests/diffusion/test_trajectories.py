@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis import PRESETS, RolloutCorrectionConfig
-from slime_tis.correction.config import POLICY_PRESETS
+from slime_tis import RolloutCorrectionConfig
 from slime_tis.diffusion import apply_bypass_mode, correct_trajectories
 from tests.correction.strategies import configurations
 from tests.diffusion.expected import expected_metrics, expected_trajectories
@@ -80,19 +79,6 @@ def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows
     assert flat.weights.shape == flat.mask.shape == train.shape
     assert torch.equal(flat.weights, column.weights[:, 0]) and torch.equal(flat.mask, column.mask[:, 0])
     assert flat.statistics.metrics() == column.statistics.metrics()
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in POLICY_PRESETS])
-def test_equal_policies_are_left_alone(name: str) -> None:
-    """All weights are 1 to the bit and nothing is rejected, under every preset."""
-    config = RolloutCorrectionConfig.preset(name)
-    log_probs = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    found = correct_trajectories(config, log_probs, log_probs.clone())
-    assert torch.equal(found.weights, torch.ones(6, 3)) and found.mask.all()
-    assert torch.equal(found.folded, torch.ones(6, 3))
-    metrics = found.statistics.metrics()
-    prefix = "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
-    assert {metrics[prefix + name] for name in ("mismatch_kl", "logprob_abs_diff_mean", "logprob_abs_diff_max")} == {0}
 
 
 def test_means_over_latent_dimensions_and_their_sums() -> None:

@@ -1,22 +1,16 @@
-"""Answers that no SGLang server should give, and a server that gives them: python hostile.py NAME AFTER
+"""Answers that no SGLang server should give, and a server that gives them.
 
 The server is that of `tests/rollout/sglang/fake_sglang.py`; its `faults` may be a `Raw` answer, too, sent as it is.
-As a program it prints its port, answers AFTER requests well, and all later ones with the hostile answer NAME.
 """
 
 import asyncio
 import gzip
 import json
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import repeat
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
 
@@ -53,14 +47,7 @@ class Hostile(FakeSGLang):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.answers: dict[str, Callable[[Any], Any]] = {}
         """What becomes of the good answer of each path, but /generate's, which `faults` has."""
-        self.later: tuple[int, Callable[[Any], Any]] | None = None
-        """Good answers to /generate, and what becomes of all after them."""
         super().__init__(loop)
-
-    async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
-        if self.later is not None and len(self.requests) >= self.later[0]:
-            self.faults.append(self.later[1])
-        return await super()._generate_or_fail(body)
 
     async def _send(self, writer: asyncio.StreamWriter, path: str, status: int, content: Any) -> bool:
         if path in self.answers:
@@ -213,15 +200,3 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
     "a reason with the key": lambda answer: http(b"{}", status=f"502 {KEY}"),
 }
 """Errors that are answered instead, which are to be tried elsewhere."""
-
-
-def main(name: str, after: str) -> None:
-    """Serves until it is killed."""
-    with hostiles(1) as (server,):
-        server.later = (int(after), {**GENERATE, **PROTOCOL, **ERRORS}[name]) if name else None
-        print(server.port, flush=True)
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -4,7 +4,6 @@ tests/storage kills at each file operation of a save and of an export.
 """
 
 import hashlib
-import multiprocessing
 import random
 import signal
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tqdm import tqdm
 
 from slime_tis.trainer.storage.checkpoints import check, checkpoints, read_manifest
 from tests.faults.forked import ForkedRun, group_is_empty, run_forked
@@ -110,17 +108,3 @@ def test_a_killed_run_resumes_bitwise(flags: list[str], tmp_path: Path, tally: C
         assert len(list(save.iterdir())) == 2
     for kind, enough in ENOUGH.items():
         kills[kind].check(at_least=enough)
-
-
-def test_a_run_prints_though_a_process_was_killed_while_it_printed(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = multiprocessing.RLock()
-    killed = multiprocessing.get_context("fork").Process(target=lock.acquire)
-    killed.start()
-    killed.join()
-    assert not lock.acquire(block=False)  # no process will release it
-    monkeypatch.setattr(tqdm, "_lock", lock, raising=False)
-    argv = [*own(flags, tmp_path, resumes=False), "--num-rollout", "1"]
-    outcome = run_forked(argv, tmp_path / "log", timeout=TIMEOUT)
-    assert outcome.status == 0, outcome.output[-200:]

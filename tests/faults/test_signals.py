@@ -140,57 +140,6 @@ def test_a_run_interrupted_at_random_moments_resumes_bitwise(
     assert by_step(tmp_path / "run") == expected
 
 
-def test_a_signal_during_a_save_is_not_lost(
-    flags: list[str], expected: dict[int, dict[str, float]], tmp_path: Path
-) -> None:
-    save = tmp_path / "save"
-    arguments = [*flags, "--save", str(save), "--load", str(save), "--output-dir", str(tmp_path / "run")]
-    for attempt in range(8):
-        number = SIGNALS[attempt % 3]
-        run = ForkedRun([*arguments, "--save-interval", "1"], tmp_path / f"log{attempt}")
-        until(lambda: any(save.glob(".iter_*")), run, HANG)
-        if not has_ended(run):
-            run.kill(number, group=attempt % 2 == 1)
-        assert wrong(run, run.wait(HANG), number) is None
-    outcome = run_forked(arguments, tmp_path / "last", timeout=120)
-    assert outcome.status == 0, outcome.error
-    assert by_step(tmp_path / "run") == expected
-
-
-def test_a_second_signal_during_a_save_ends_the_run_at_once_and_the_half_checkpoint_does_not_count(
-    tmp_path: Path,
-) -> None:
-    """SIGSTOP holds the run during a save until the second signal; late tries repeat."""
-    task = make_task(tmp_path, hidden_size=512, intermediate_size=2048)  # a checkpoint of some 50 MB
-    save, directory = tmp_path / "save", tmp_path / "run"
-    arguments = [*task, "--num-rollout", "3", "--save", str(save), "--load", str(save), "--output-dir", str(directory)]
-    first = run_forked([*arguments, "--num-rollout", "1"], tmp_path / "first", timeout=120)
-    assert first.status == 0, first.error
-    for attempt in range(9):
-        run = ForkedRun([*arguments, "--save-interval", "1"], tmp_path / f"log{attempt}")
-        until(lambda: any(save.glob(".iter_*")), run, HANG)
-        run.kill(signal.SIGINT)
-        until(prints(run, "SIGINT"), run, HANG)
-        run.kill(signal.SIGSTOP)
-        unfinished = {path.name.removeprefix(".").split(".")[0] for path in save.glob(".iter_*")}
-        if unfinished and not has_ended(run):
-            until(lambda: False, run, 1.0)  # a second signal comes later than those that launchers pass on
-            run.kill(signal.SIGTERM)
-            run.kill(signal.SIGCONT)
-            outcome = run.wait(HANG)
-            assert outcome.status == 128 + signal.SIGTERM and not outcome.traceback, outcome.error
-            assert "SIGINT: the run saves and stops" in outcome.error
-            break
-        run.kill(signal.SIGCONT)
-        run.wait(HANG)
-    else:
-        pytest.fail("no try reached the save")
-    assert not unfinished & {path.name for path in save.glob("iter_*")}
-    last = run_forked(arguments, tmp_path / "last", timeout=120)
-    assert last.status == 0, last.error
-    assert sorted(by_step(directory)) == [1, 2, 3]
-
-
 def test_a_signal_while_sglang_is_waited_for(flags: list[str], tmp_path: Path) -> None:
     """Requests hang in a server; the run saves and ends, and resumption gives the same metrics."""
     place = flags.index("--rollout-precision")

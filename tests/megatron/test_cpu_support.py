@@ -3,10 +3,7 @@
 import importlib
 import subprocess
 import sys
-from types import SimpleNamespace
-from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -28,25 +25,6 @@ REWRITTEN = [
 @pytest.mark.parametrize(("source", "expected"), REWRITTEN, ids=[source for source, _ in REWRITTEN])
 def test_rewrites_cuda_literals_and_nothing_else(source: str, expected: str) -> None:
     assert rewrite(source) == expected
-
-
-def test_a_function_about_streams_gives_numbers_of_tokens_as_arrays() -> None:
-    source = """
-def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
-    with torch.cuda.stream(self.cuda_dtoh_stream):
-        self.input_splits = maybe_move_tensor_to_cpu(self.input_splits, as_numpy=True)
-        return tokens_per_expert
-"""
-    names: dict[str, Any] = {"torch": torch}
-    exec(rewrite(source), names)
-    splits = {"input_splits": torch.tensor([3, 1]), "output_splits": torch.tensor([2, 2]), "output_splits_tp": None}
-    tokens = torch.tensor([1, 2])
-    dispatcher = SimpleNamespace(drop_and_pad=False, cuda_dtoh_point="here", **splits)
-    assert names["_maybe_dtoh_and_synchronize"](dispatcher, "elsewhere", tokens) is tokens
-    assert dispatcher.input_splits is splits["input_splits"]
-    assert names["_maybe_dtoh_and_synchronize"](dispatcher, "here", tokens) is tokens
-    assert (dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()) == ([3, 1], [2, 2])
-    assert isinstance(dispatcher.input_splits, numpy.ndarray) and dispatcher.output_splits_tp is None
 
 
 def test_options_are_read_without_megatron_core() -> None:

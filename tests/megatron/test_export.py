@@ -38,16 +38,6 @@ def test_the_hugging_face_directory_loads_with_the_weights(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_unknown_files_stay(engine: TrainingEngine, tmp_path: Path) -> None:
-    target = tmp_path / "hf"
-    save_hf(target, engine)
-    (target / "thesis.txt").write_text("mine")
-    assert save_hf(target, engine) == tmp_path / "hf-2"
-    assert (target / "thesis.txt").read_text() == "mine" and (target / "model.safetensors").exists()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf-2") is not None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "hf-2"]
-
-
 def test_a_link_to_an_export_stays_a_link(engine: TrainingEngine, tmp_path: Path) -> None:
     save_hf(tmp_path / "real", engine)
     (tmp_path / "link").symlink_to("real")

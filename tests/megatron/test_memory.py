@@ -4,13 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from slime_tis.trainer.megatron import memory
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.memory import MIN_TRIMMED_BYTES, TokenBudget, bytes_per_token, free_memory, trim_heap
+from slime_tis.trainer.megatron.memory import TokenBudget, bytes_per_token, free_memory
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 
@@ -95,19 +94,3 @@ def test_options_take_precedence(model: Path, parallel: Parallel) -> None:
     assert budget(use_dynamic_batch_size=True, max_tokens_per_gpu=100) == TokenBudget(tokens=100)
     found = budget()
     assert found is not None and found.reason is not None and found.tokens > 10_000
-
-
-def test_trimming_returns_freed_memory_to_the_system() -> None:
-    if memory._glibc() is None:
-        pytest.skip("the C library is not glibc")
-    torch.ones(31 * 2**18)  # freed blocks up to this size stay in the heap from now on
-    blocks = [torch.ones(2**18) for _ in range(2 * MIN_TRIMMED_BYTES // 2**20)]
-    held = blocks[63::64]  # the last one is above all others
-    del blocks
-    kept = psutil.Process().memory_info().rss
-    trim_heap(torch.device("cpu"), MIN_TRIMMED_BYTES)
-    trim_heap(torch.device("cuda"), 2 * MIN_TRIMMED_BYTES)
-    assert psutil.Process().memory_info().rss >= kept
-    trim_heap(torch.device("cpu"), 2 * MIN_TRIMMED_BYTES)
-    assert psutil.Process().memory_info().rss < kept - MIN_TRIMMED_BYTES
-    assert all(block.sum() == 2**18 for block in held)

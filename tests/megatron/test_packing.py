@@ -1,6 +1,5 @@
 """Packed rows: tokens, positions, targets and response rows by hand, and layouts against a loop."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,33 +81,6 @@ def test_zigzag_over_two_ranks() -> None:
     assert second.packed_seq_params.cu_seqlens_q.tolist() == [0, 8]
 
 
-def test_filler_makes_the_row_divisible_and_is_not_trained_on() -> None:
-    packed = pack(batch_of([[5, 6, 7]], [2]), RowSplit(tensor_size=2))
-    assert packed.input_ids.tolist() == [[5, 6, 7, 0]]
-    assert rows_of(packed) == [0, 1]
-    assert packed.target_L.tolist() == [6, 7]
-    assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 4]
-
-
-@pytest.mark.parametrize("lengths", [[4, 4, 4], [2, 5, 3]])
-def test_padded_rows_and_back(lengths: list[int]) -> None:
-    packed = pack(batch_of([list(range(1, n + 1)) for n in lengths], [1] * len(lengths)))
-    x = torch.randn(sum(lengths), 2, 3)
-    (attention,) = packed.packed_seq_params.rows
-    rows = attention.gather(x, attention.query_index)
-    assert rows.shape == (len(lengths), 2, max(lengths), 3)
-    for sequence, part in zip(rows, x.split(lengths), strict=True):
-        assert torch.equal(sequence[:, : len(part)].transpose(0, 1), part)
-    assert torch.equal(packed.packed_seq_params.packed([rows]), x)
-
-
-def test_rotary_angles_are_position_times_frequency() -> None:
-    cos, sin = RotaryAngles(torch.tensor([torch.pi / 2]))(torch.tensor([0, 1, 2]))
-    turned = rotate(torch.tensor([[[1.0, 0.0]]]).expand(3, 1, 2), cos, sin)
-    expected = [[[1.0, 0.0]], [[0.0, 1.0]], [[-1.0, 0.0]]]
-    torch.testing.assert_close(turned, torch.tensor(expected), atol=1e-6, rtol=0)
-
-
 def test_the_gradient_of_a_rotation_matches_its_formula() -> None:
     torch.manual_seed(0)
     x, direction = torch.randn(2, 5, 3, 8, dtype=torch.float64)
@@ -145,16 +117,6 @@ def test_rows_of_experts_are_at_the_indices_of_their_tokens() -> None:
     assert packed.routing_weights is not None
     found = packed.routing_weights[:, 1, 1]
     assert found[[0, 1, 5]].tolist() == [0.25, 0.25, 0.75] and found[[2, 3, 4, 6, 7]].isnan().all()
-
-
-def test_every_tensor_is_moved_except_the_sequences() -> None:
-    batch = batch_of([[5, 6, 7], [8, 9]], [2, 1]).with_routing([routed(3, 0), None], [torch.ones(2, 2, 2), None])
-    packed = pack(batch, rotary=RotaryAngles(torch.ones(2))).to(torch.device("meta"))
-    layout = packed.packed_seq_params
-    fields = [*vars(packed).values(), *vars(layout).values(), *vars(packed.responses).values()]
-    assert {x.device.type for x in fields if isinstance(x, torch.Tensor)} == {"meta"}
-    assert layout.cos is not None and packed.routing_weights is not None and layout.rows[0].count == 2
-    assert [sequence.device.type for sequence in packed.sequences] == ["cpu", "cpu"]
 
 
 @settings(max_examples=60)
