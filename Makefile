@@ -158,6 +158,7 @@ sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
 	test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
 	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/adapters/requirements.txt --editable .
+	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1  # it pins an older transformers
 	touch $@
 
 train-trl: .venv-adapters/.installed  ## Train the example with TRL's GRPOTrainer and rollout correction, in one minute

@@ -1,0 +1,133 @@
+"""The plugin inside verl's own code: its registry, its correction helper, and the loss that its workers call."""
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData
+from verl import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlConfig
+from verl.trainer.ppo import core_algos, rollout_corr_helper
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+
+from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.integrations import verl, verl_plugin
+from slime_tis.policy.losses import ppo_clip
+
+BATCH, LENGTH, PROMPT = 6, 10, 3
+
+
+def columns() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sampled = -2 * torch.rand(BATCH, LENGTH, generator=generator)
+    old = (sampled + 0.2 * torch.randn(BATCH, LENGTH, generator=generator)).clamp(max=0.0)
+    lengths = torch.tensor([10, 7, 1, 4, 10, 8])
+    return {
+        "rollout_log_probs": sampled,
+        "old_log_probs": old,
+        "log_probs": (old + 0.2 * torch.randn(BATCH, LENGTH, generator=generator)).clamp(max=0.0),
+        "advantages": torch.randn(BATCH, 1, generator=generator).expand(BATCH, LENGTH).contiguous(),
+        "response_mask": (torch.arange(LENGTH) < lengths[:, None]).long(),
+    }
+
+
+def worker_loss(loss_mode: str, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """verl's `ppo_loss` on a micro-batch, the gradient of the log-probs [B, T], and its metrics."""
+    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
+    config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH, policy_loss=policy_loss)
+    mask = x["response_mask"]
+    attention = torch.cat([torch.ones(BATCH, PROMPT, dtype=torch.long), mask], 1)
+    log_probs = x["log_probs"].clone().requires_grad_()
+    # the model's output: for each token of a row without padding, the log-prob of the next one
+    rows = [
+        torch.cat([torch.zeros(PROMPT - 1), log_probs[i, : int(mask[i].sum())], torch.zeros(1)]) for i in range(BATCH)
+    ]
+    tensors = {
+        name: x[name] for name in ("old_log_probs", "advantages", "response_mask", "rollout_is_weights") if name in x
+    }
+    tensors |= {
+        "prompts": torch.zeros(BATCH, PROMPT),
+        "responses": torch.zeros(BATCH, LENGTH),
+        "attention_mask": attention,
+    }
+    data = TensorDict(tensors, batch_size=[BATCH])
+    for name, value in {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}.items():
+        data[name] = NonTensorData(value)
+    loss, metrics = ppo_loss(config, {"log_probs": torch.cat(rows)}, data)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return loss, gradient, metrics
+
+
+def test_verls_helper_is_replaced() -> None:
+    x = columns()
+    batch = DataProto.from_dict({name: value.clone() for name, value in x.items() if name != "log_probs"})
+    options = VerlConfig(
+        rollout_is="token", rollout_is_threshold=1.1, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.97_1.03"
+    )
+    batch, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(batch, options)
+    assert (
+        rollout_corr_helper.compute_rollout_correction_and_rejection_mask
+        is verl.compute_rollout_correction_and_rejection_mask
+    )
+    config = RolloutCorrectionConfig(
+        use_tis=True, tis_upper_bound=1.1, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.97_1.03"
+    )
+    found = correct(config, x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
+    assert torch.equal(batch.batch["response_mask"].bool(), found.mask) and not torch.equal(
+        found.mask, x["response_mask"].bool()
+    )
+    torch.testing.assert_close(batch.batch["rollout_is_weights"], found.weights)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(found.statistics.metrics()["mismatch_k3_kl"])
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "slime_tis_ppo"])
+def test_loss_and_gradient_of_the_worker_equal_the_library(loss_mode: str) -> None:
+    x = columns()
+    config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.1, rejection_normalizer="kept")
+    found = correct(config, x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
+    loss, gradient, _ = worker_loss(loss_mode, {**x, "rollout_is_weights": found.weights})
+    log_probs = x["log_probs"].requires_grad_()
+    expected = found.mean(ppo_clip(log_probs, x["old_log_probs"], x["advantages"], dual_clip=3.0)[0])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["cispo", "dppo_tv"])
+def test_losses_that_verl_has_agree_with_its_own(name: str) -> None:
+    x = columns()
+    _, gradient, metrics = worker_loss(f"slime_tis_{name}", x)
+    _, expected, of_verl = worker_loss(name, x)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert metrics["actor/pg_clipfrac"].values == pytest.approx(of_verl["actor/pg_clipfrac"].values)
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("name", sorted(verl_plugin.LOSSES))
+def test_edges(name: str) -> None:
+    assert f"slime_tis_{name}" in core_algos.POLICY_LOSS_REGISTRY
+    x = columns()
+    x["old_log_probs"][x["response_mask"] == 0] = math.nan  # padding
+    _, gradient, metrics = worker_loss(f"slime_tis_{name}", x)
+    assert gradient.isfinite().all() and gradient.any()
+    assert not gradient[x["response_mask"] == 0].any()
+    assert 0 <= metrics["actor/pg_clipfrac"].values[0] <= 1
+    x["rollout_is_weights"] = torch.zeros(BATCH, LENGTH)  # everything rejected
+    loss, gradient, _ = worker_loss(f"slime_tis_{name}", x)
+    assert loss == 0 and not gradient.any()
+
+
+def test_verl_imports_the_plugin_by_its_environment_variable() -> None:
+    code = (
+        "from verl.trainer.ppo import core_algos, rollout_corr_helper as helper; "
+        "from slime_tis.integrations import verl; "
+        "assert 'slime_tis_kpop' in core_algos.POLICY_LOSS_REGISTRY; "
+        "assert helper.apply_bypass_mode is verl.apply_bypass_mode"
+    )
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": verl_plugin.__name__}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
