@@ -11,6 +11,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,24 @@ def crash(root: Path, checkpoint: Path) -> None:
     asyncio.run(weights.push([], source, 2))
 
 
+def use(root: Path, checkpoint: Path, ready: Connection) -> None:
+    weights = on_disk(root, checkpoint)()
+    ready.send(True)
+    ready.recv()
+    asyncio.run(weights.close())
+
+
+def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) -> None:
+    ours, theirs = fork_server().Pipe()
+    process = fork_server().Process(target=use, args=(tmp_path, checkpoint, theirs))
+    process.start()
+    ours.recv()
+    with pytest.raises(ValueError, match="another run is writing"):
+        on_disk(tmp_path, checkpoint)()
+    ours.send(True)
+    process.join()
+
+
 def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: Path, checkpoint: Path) -> None:
     process = fork_server().Process(target=crash, args=(tmp_path, checkpoint))
     process.start()
@@ -397,8 +416,6 @@ def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: 
     make = on_disk(tmp_path, checkpoint)
     weights = make()
     assert sorted((tmp_path / "weights").iterdir()) == sorted([tmp_path / "weights/.lock", *others])
-    with pytest.raises(ValueError, match="another run is using"):
-        make()
     asyncio.run(weights.push([], some_weights(1).items, 1))
     asyncio.run(weights.close())
     assert "weights_00000001" in directories(tmp_path)  # servers may still be asked to read it

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import re
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, Wei
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
+from slime_tis.trainer.storage.directories import LOCK, held
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 
-LOCK = ".lock"
 FINISHED, UNFINISHED = "weights_", "unfinished_"
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 """Names of directories that this module writes and may remove."""
@@ -44,7 +43,8 @@ class DiskSync:
 
     def __post_init__(self) -> None:
         self.directory = self.directory.absolute()
-        self._lock = _lock(self.directory)
+        self._lock = ExitStack()
+        self._lock.enter_context(held({self.directory / LOCK: "--sglang-weight-dir"}))
         self._weights_thread = weights_thread(torch.device(self.device))
         self._current: tuple[Path, int] | None = None
         _remove_own(self.directory)
@@ -129,24 +129,6 @@ def write_checkpoint(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return finished
-
-
-def _lock(directory: Path) -> IO[str]:
-    """Locks a directory until the file is closed or the process ends."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK, "w")  # noqa: SIM115
-    except OSError as error:
-        raise ValueError(f"--sglang-weight-dir is {directory}, which cannot be written: {error.strerror}.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        message = f"--sglang-weight-dir is {directory}, which another run is using; give each run its own."
-        raise ValueError(message) from error
-    except OSError:  # a file system without locks
-        pass
-    return lock
 
 
 def _remove_own(directory: Path, but: Path | None = None) -> None:
