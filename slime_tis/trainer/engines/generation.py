@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from slime_tis.errors import quoted
-from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, FinishReason, Prompt, Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -227,6 +227,25 @@ class StopStrings:
             ends = self._always or "\ufffd" in text or any(last in text for last in self._last_characters)
             self._may_complete[token] = ends
         return self._may_complete[token]
+
+
+def sample_of(prompt: Prompt, response: Generation, group_index: int = 0, index: int = 0) -> Sample:
+    """Returns the sample of an answer to a prompt."""
+    return Sample(
+        prompt_row=prompt,
+        group_index=group_index,
+        index=index,
+        tokens=[*prompt.token_ids, *response.token_ids],
+        response=response.text,
+        response_length=len(response.token_ids),
+        rollout_log_probs=response.log_probs,
+        loss_mask=[1] * len(response.token_ids),
+        weight_versions=response.weight_versions,
+        status=STATUS[response.finish_reason],
+        rollout_routed_experts=response.routed_experts,
+        rollout_routing_weights=response.routing_weights,
+        sampling_mask=response.sampling_mask,
+    )
 
 
 def response_text(

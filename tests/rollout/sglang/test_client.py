@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang.client import (
     Keys,
     RequestRefused,
@@ -15,7 +16,7 @@ from slime_tis.trainer.engines.sglang.client import (
     ServerError,
     make_client,
 )
-from slime_tis.trainer.engines.sglang.schema import Completion, GenerateRequest
+from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 from tests.rollout.sglang.rollouts import with_clients
 
@@ -40,8 +41,8 @@ def request(max_new_tokens: int = 1000, request_id: str = "r1") -> GenerateReque
     return GenerateRequest(input_ids=PROMPT, sampling=SAMPLING, max_new_tokens=max_new_tokens, request_id=request_id)
 
 
-async def generate(server: Server, request_id: str = "r1", max_new_tokens: int = 1000) -> Completion:
-    return await server.generate(request(max_new_tokens, request_id))
+async def generate(server: Server, request_id: str = "r1", max_new_tokens: int = 1000) -> Generation:
+    return (await server.generate(request(max_new_tokens, request_id)))[0]
 
 
 def test_a_request_is_answered(fake: FakeSGLang) -> None:

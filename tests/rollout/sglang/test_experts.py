@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.local.routing import has_usable_experts
 from slime_tis.trainer.engines.sglang import sampling as sampling_module
 from slime_tis.trainer.engines.sglang.sampling import PendingSample
 from slime_tis.trainer.engines.sglang.schema import (
-    Completion,
     ExpertLayout,
     max_answer_bytes,
     parse_routed_experts,
@@ -281,25 +280,25 @@ def test_an_expert_of_its_own_may_be_the_first_everywhere() -> None:
     assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
 
 
-def completion(experts: list[list[int]], finish_reason: FinishReason) -> Completion:
+def completion(experts: list[list[int]], finish_reason: FinishReason) -> Generation:
     """One token, with the single expert of each layer for every token that was fed."""
-    return Completion(
+    return Generation(
         token_ids=[5],
         log_probs=[-1.0],
-        versions=[0],
+        weight_versions=[0],
+        text="",
         finish_reason=finish_reason,
         routed_experts=torch.tensor(experts, dtype=torch.uint8)[..., None],
     )
 
 
-def test_one_expert_per_token_is_judged_over_the_whole_response(checkpoint: Path) -> None:
-    tokenizer = load_tokenizer(checkpoint)
+def test_one_expert_per_token_is_judged_over_the_whole_response() -> None:
     for last, unrecorded in (([0, 0], 0), ([0, 3], 0), ([6, 0], 1), ([6, 3], None)):
         pending = PendingSample(prompt=SHORT, max_new_tokens=8)
         pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"))
         assert pending.unrecorded_layer is None  # the rows to come may be others
-        assert pending.to_sample(tokenizer).rollout_routed_experts is not None
+        assert pending.recorded_experts is not None
         pending.append(completion([last], "stop"))
         assert pending.unrecorded_layer == unrecorded
-        experts = pending.to_sample(tokenizer).rollout_routed_experts
+        experts = pending.recorded_experts
         assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last

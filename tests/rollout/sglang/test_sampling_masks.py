@@ -10,8 +10,8 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang.schema import (
-    Completion,
     GenerateRequest,
     InvalidAnswer,
     max_answer_bytes,
@@ -46,9 +46,9 @@ def request(top_k: int = 7, *, with_sampling_mask: bool = True) -> GenerateReque
     return GenerateRequest(input_ids=(1,), sampling=sampling, max_new_tokens=8, request_id="r")
 
 
-def parsed(answer: dict[str, Any], *, with_sampling_mask: bool = True) -> Completion:
+def parsed(answer: dict[str, Any], *, with_sampling_mask: bool = True) -> Generation:
     body = json.dumps(answer).encode()
-    return parse_generation(body, request(with_sampling_mask=with_sampling_mask), vocab_size=64)
+    return parse_generation(body, request(with_sampling_mask=with_sampling_mask), vocab_size=64)[0]
 
 
 def test_an_answer_has_its_sets_and_the_log_probs_over_them() -> None:

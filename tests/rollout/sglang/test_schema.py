@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang.schema import (
-    Completion,
     GenerateRequest,
     InvalidAnswer,
     ModelInfo,
@@ -30,9 +30,9 @@ def request(max_new_tokens: int = 8, sampling: Sampling | None = None, **options
     )
 
 
-def generation(answer: Any, max_new_tokens: int = 1000, **options: Any) -> Completion:
+def generation(answer: Any, max_new_tokens: int = 1000, **options: Any) -> Generation:
     """The answer, as JSON, parsed."""
-    return parse_generation(json.dumps(answer).encode(), request(max_new_tokens), **options)
+    return parse_generation(json.dumps(answer).encode(), request(max_new_tokens), **options)[0]
 
 
 def scores(answer: Any, token_ids: list[int]) -> list[float]:
@@ -67,10 +67,10 @@ def test_a_completed_answer() -> None:
     completion = generation(recorded("generate_length"), max_new_tokens=8)
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs[:2] == [-5.014503479003906, -4.9953131675720215]
-    assert completion.versions == [0] * 8
+    assert completion.weight_versions == [0] * 8
     assert completion.finish_reason == "length"
     stopped = generation(recorded("generate_stop"), max_new_tokens=8)
-    assert (stopped.token_ids, stopped.finish_reason, stopped.versions) == ([7], "stop", [0])
+    assert (stopped.token_ids, stopped.finish_reason, stopped.weight_versions) == ([7], "stop", [0])
     ended = generation(recorded("generate_eos"), max_new_tokens=200)
     assert ended.token_ids[-1] == 2 and ended.finish_reason == "stop" and len(ended.log_probs) == len(ended.token_ids)
 
@@ -78,7 +78,7 @@ def test_a_completed_answer() -> None:
 def test_every_token_has_the_version_of_its_span() -> None:
     answer = recorded("generate_spans")
     spans = answer["meta_info"]["weight_versions"]
-    versions = generation(answer, max_new_tokens=1000).versions
+    versions = generation(answer, max_new_tokens=1000).weight_versions
     assert versions is not None and len(spans) > 1
     for span in spans:
         assert set(versions[span["start"] : span["end"]]) == {version_number(span["version"])}
@@ -93,7 +93,7 @@ def test_an_aborted_answer_has_what_was_sampled(name: str) -> None:
     completion = generation(answer, max_new_tokens=1000)
     assert completion.finish_reason == "abort"
     assert completion.token_ids == answer["output_ids"] != []
-    assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
+    assert len(completion.log_probs) == len(completion.weight_versions) == len(completion.token_ids)
 
 
 def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
@@ -101,7 +101,7 @@ def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
     for edit in (lambda meta: None, lambda meta: meta.pop("output_token_logprobs")):
         edit(answer["meta_info"])
         completion = generation(answer, max_new_tokens=8)
-        assert (completion.token_ids, completion.log_probs, completion.versions) == ([], [], [])
+        assert (completion.token_ids, completion.log_probs, completion.weight_versions) == ([], [], [])
         assert completion.finish_reason == "abort"
 
 
@@ -139,7 +139,7 @@ def set_versions(*names: Any) -> Any:
 SPOILED = {
     "no meta_info": (lambda a: a.pop("meta_info"), "it has no meta_info"),
     "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), "it has no meta_info.finish_reason"),
-    "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "no output_token_logprobs"),
+    "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "0 log-probs for 8 tokens"),
     "a log-prob too few": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "7 log-probs for 8 tokens"),
     "another completion_tokens": (
         lambda a: (a["output_ids"].pop(), a["meta_info"]["output_token_logprobs"].pop()),

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.collectives import map_over_ranks
-from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling, response_limit
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, resumed_groups
-from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, RolloutFunction
+from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, RolloutFunction, sample_of
 from slime_tis.trainer.engines.local.checkpoint import (
     eos_token_ids,
     linear_weight_names,
@@ -125,7 +125,7 @@ class LocalEngine:
         groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), occurrences)
         return [
             [
-                _sample(prompt, response, group_index, group_index * sampling.n_samples + index)
+                sample_of(prompt, response, group_index, group_index * sampling.n_samples + index)
                 for index, response in enumerate(responses)
             ]
             for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
@@ -293,24 +293,6 @@ class LocalEngine:
             requests += [(request, row) for row in uniforms]
         responses = self._batching(sampling).answer_all(requests)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
-
-
-def _sample(prompt: Prompt, response: Generation, group_index: int, index: int) -> Sample:
-    return Sample(
-        prompt_row=prompt,
-        group_index=group_index,
-        index=index,
-        tokens=[*prompt.token_ids, *response.token_ids],
-        response=response.text,
-        response_length=len(response.token_ids),
-        rollout_log_probs=response.log_probs,
-        loss_mask=[1] * len(response.token_ids),
-        weight_versions=response.weight_versions,
-        status=STATUS[response.finish_reason],
-        rollout_routed_experts=response.routed_experts,
-        rollout_routing_weights=response.routing_weights,
-        sampling_mask=response.sampling_mask,
-    )
 
 
 def _check_all_groups(num_groups: int | None) -> None:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import httpx
 
 from slime_tis.errors import one_line, quoted
+from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
@@ -131,7 +132,7 @@ class Server:
             raise ValueError(f"the SGLang router at {self.url} has no servers; add some to it.")
         return urls
 
-    async def generate(self, request: GenerateRequest) -> schema.Completion:
+    async def generate(self, request: GenerateRequest) -> tuple[Generation, str | None]:
         """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
         task = asyncio.create_task(

@@ -18,7 +18,7 @@ from slime_tis.hf_directory import model_sizes, read_model_config
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, divided_calls, resumed_groups
-from slime_tis.trainer.engines.generation import RequestOptions, RolloutFunction
+from slime_tis.trainer.engines.generation import RequestOptions, RolloutFunction, sample_of
 from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
@@ -93,7 +93,7 @@ class SGLangEngine:
     ) -> SGLangRollout:
         """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`."""
         sampling = self._limits.with_reported_masks(sampling)
-        options = RequestOptions(sampling=sampling)
+        options = RequestOptions(sampling=sampling, no_stop_trim=True)
         calls = resumed_groups(self._to_resume(num_groups), prompts, sampling.n_samples, seed)
         responses = {
             call.number: PendingSample.from_sample(
@@ -111,7 +111,7 @@ class SGLangEngine:
                 assert sample.index is not None
                 response = responses[sample.index]
                 await task.finish(response, options)
-                return [response.to_sample(self._tokenizer)]
+                return [sample_of(response.prompt, response.generation(self._tokenizer, options))]
 
             return complete
 

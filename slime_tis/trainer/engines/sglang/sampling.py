@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import (
-    STATUS,
     FinishReason,
     Prompt,
     Sample,
@@ -25,7 +24,7 @@ from slime_tis.trainer.engines.functions import FunctionBatch
 from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, StopStrings, response_text
 from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
 from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, HealthMonitor, ServerState
-from slime_tis.trainer.engines.sglang.schema import Completion, GenerateRequest
+from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class PendingSample:
         """Experts to replay; None if a layer was not recorded."""
         return self.routed_experts if self.unrecorded_layer is None else None
 
-    def append(self, completion: Completion) -> None:
+    def append(self, completion: Generation) -> None:
         """Adds the tokens of a request; after an aborted request the response is incomplete."""
         if completion.token_ids:
             earlier, rows = self.routed_experts, completion.routed_experts
@@ -167,7 +166,7 @@ class PendingSample:
             )
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
-        self.versions += completion.versions
+        self.versions += completion.weight_versions
         if completion.finish_reason != "abort":
             self.finish_reason = completion.finish_reason
         self.finish_if_full()
@@ -187,18 +186,16 @@ class PendingSample:
         self.token_ids, self.log_probs = self.token_ids[:length], self.log_probs[:length]
         self.versions, self.finish_reason = self.versions[:length], "stop"
 
-    def to_sample(self, tokenizer: PreTrainedTokenizerBase) -> Sample:
-        """Returns the sample; an incomplete response is aborted."""
-        return Sample(
-            prompt_row=self.prompt,
-            tokens=self.input_ids,
-            response_length=len(self.token_ids),
-            response=tokenizer.decode(self.token_ids, skip_special_tokens=True),
-            rollout_log_probs=list(self.log_probs),
-            loss_mask=[1] * len(self.token_ids),
-            weight_versions=list(self.versions),
-            status=STATUS[self.finish_reason or "abort"],
-            rollout_routed_experts=self.recorded_experts,
+    def generation(self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions) -> Generation:
+        """Returns the answer so far; an incomplete response is aborted."""
+        finish_reason = self.finish_reason or "abort"
+        return Generation(
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            weight_versions=self.versions,
+            finish_reason=finish_reason,
+            text=response_text(tokenizer, self.token_ids, options, finish_reason),
+            routed_experts=self.recorded_experts,
             sampling_mask=self.sampling_mask,
         )
 
@@ -254,16 +251,7 @@ class RolloutTask:
             end = StopStrings(self.tokenizer, options.stop).first(response.token_ids)
             if end is not None:
                 response.stop_after(end)
-        finish_reason = response.finish_reason or "abort"
-        return Generation(
-            token_ids=response.token_ids,
-            log_probs=response.log_probs,
-            weight_versions=response.versions,
-            finish_reason=finish_reason,
-            text=response_text(self.tokenizer, response.token_ids, options, finish_reason),
-            routed_experts=response.recorded_experts,
-            sampling_mask=response.sampling_mask,
-        )
+        return response.generation(self.tokenizer, options)
 
     async def finish(self, response: PendingSample, options: RequestOptions) -> None:
         """Samples a response to its end, or until requests are aborted; raises the errors of `run`."""
@@ -317,7 +305,7 @@ class RolloutTask:
         response.num_requests += 1
         response.request = server, request_id
         try:
-            completion = await server.generate(
+            completion, problem = await server.generate(
                 GenerateRequest(
                     input_ids=response.input_ids,
                     sampling=options.sampling,
@@ -330,9 +318,9 @@ class RolloutTask:
             )
         finally:
             response.request = None
-        self.health.check_versions(state, first_version, completion.versions)
-        if completion.experts_problem is not None:
-            self.health.note_missing_experts(server, completion.experts_problem)
+        self.health.check_versions(state, first_version, completion.weight_versions)
+        if problem is not None:
+            self.health.note_missing_experts(server, problem)
         response.append(completion)
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"

@@ -20,6 +20,7 @@ from slime_tis.errors import quoted
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import FinishReason, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.local.routing import expert_dtype
 
 BYTES_PER_TOKEN = 256
@@ -167,7 +168,7 @@ class OutputMeta(Answer):
     """`meta_info` of POST /generate."""
 
     finish_reason: _Finish
-    output_token_logprobs: Annotated[list[TokenLogProb] | None, FailFast()] = None
+    output_token_logprobs: Annotated[list[TokenLogProb], FailFast()] = []
     completion_tokens: int | None = None
     weight_versions: Annotated[list[_WeightSpan], FailFast()]
     routed_experts: Any = None
@@ -180,7 +181,7 @@ class OutputMeta(Answer):
 class GenerateAnswer(Answer):
     """The answer to POST /generate."""
 
-    output_ids: Annotated[list[TokenId] | None, FailFast()] = None
+    output_ids: Annotated[list[TokenId], FailFast()]
     meta_info: OutputMeta
 
 
@@ -225,21 +226,6 @@ class ControlAnswer(Answer):
     workers: list[_Worker] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The validated answer to one request."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    """Log-prob of each token in the distribution it was sampled from."""
-    versions: list[int]
-    finish_reason: FinishReason
-    routed_experts: Tensor | None = None
-    """As in `Sample`, from the first requested token to the last but one; None if unusable."""
-    experts_problem: str | None = None
-    sampling_mask: SamplingMask | None = None
-
-
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
@@ -258,15 +244,11 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
 
 def parse_generation(
     body: bytes, request: GenerateRequest, *, vocab_size: int | None = None, layout: ExpertLayout | None = None
-) -> Completion:
-    """Parses the answer to a request; missing or invalid routed experts do not invalidate it."""
+) -> tuple[Generation, str | None]:
+    """Parses the answer to a request, whose experts begin at the first requested token; says why they are unusable."""
     answer = parse(GenerateAnswer, body)
     meta, token_ids = answer.meta_info, answer.output_ids
-    entries = [] if token_ids == [] else meta.output_token_logprobs
-    if entries is None:
-        raise InvalidAnswer("it has no output_token_logprobs")
-    if token_ids is None:
-        token_ids = [token for _, token, _ in entries]
+    entries = meta.output_token_logprobs if token_ids else []
     _check_vocabulary("it", token_ids, vocab_size)
     log_probs, length = _log_probs_of(token_ids, entries), len(token_ids)
     if meta.completion_tokens not in (None, length):
@@ -288,15 +270,16 @@ def parse_generation(
                 problem = str(error)
     if request.sampling.return_sampling_mask:
         mask, log_probs = _sampling_mask(meta, token_ids, vocab_size)
-    return Completion(
+    generation = Generation(
         token_ids=token_ids,
         log_probs=log_probs,
-        versions=versions,
+        weight_versions=versions,
         finish_reason=meta.finish_reason.type,
+        text="",
         routed_experts=routed_experts,
-        experts_problem=problem,
         sampling_mask=mask,
     )
+    return generation, problem
 
 
 def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
