@@ -51,102 +51,83 @@ class Softmax:
     def noisy(self, size: float | np.ndarray) -> np.ndarray:
         return self.of(log_softmax(self.logits + size * self.chance.normal(size=self.logits.shape)))
 
-    def table(self, rollout: np.ndarray | None = None, **columns: np.ndarray) -> TokenTable:
-        rollout = self.rollout if rollout is None else rollout
-        return TokenTable.from_parts(
-            [
-                SampleParts(
-                    train_log_prob=self.train[i],
-                    rollout_log_prob=rollout[i],
-                    entropy=self.entropy[i],
-                    token=self.token[i],
-                    step=int(columns["step"][i]) if "step" in columns else None,
-                    loss_mask=columns["loss_mask"][i] if "loss_mask" in columns else None,
-                    weight_version=columns["version"][i] if "version" in columns else None,
-                    experts=columns["experts"][i] if "experts" in columns else None,
-                )
-                for i in range(SAMPLES)
-            ]
-        )
+    def table(self, rollout: np.ndarray, **columns: np.ndarray) -> TokenTable:
+        columns |= {"train_log_prob": self.train, "rollout_log_prob": rollout}
+        columns |= {"entropy": self.entropy, "token": self.token}
+        parts = [SampleParts(**{name: values[i] for name, values in columns.items()}) for i in range(SAMPLES)]
+        return TokenTable.from_parts(parts)
 
 
 def planted(name: str) -> TokenTable:
     model = Softmax(top_p=0.8 if name == "top-p" else 1.0)
     rollout = model.rollout.copy()
+    step, position = np.full(SAMPLES, 7), np.arange(TOKENS)
+    columns: dict[str, np.ndarray] = {}
     match name:
         case "shift":
-            return model.table(np.roll(rollout, 1, axis=1))
+            rollout = np.roll(rollout, 1, axis=1)
         case "retokenized":
             for i in range(0, SAMPLES, 2):
                 at = 6 + i % 11
                 rollout[i, at:] = np.roll(rollout[i, at:], 1)
-            return model.table(rollout)
         case "temperature":
-            return model.table(model.of(log_softmax(model.logits / 0.8)))
-        case "top-p":
-            return model.table()
+            rollout = model.of(log_softmax(model.logits / 0.8))
         case "stale":
             version = np.where(np.arange(SAMPLES) % 2, 7, 4)[:, None].repeat(TOKENS, 1)
-            noise = np.where(version == 7, 0.005, 0.1)[..., None]
-            return model.table(model.noisy(noise), version=version, step=np.full(SAMPLES, 7))
+            rollout = model.noisy(np.where(version == 7, 0.005, 0.1)[..., None])
+            columns = {"step": step, "weight_version": version}
         case "stale, certain first tokens":
             old = (np.arange(SAMPLES) % 4 > 0)[:, None]
-            position = np.arange(TOKENS)
-            noise = (np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None]
-            version = np.where(old, 6, 7).repeat(TOKENS, 1)
-            return model.table(model.noisy(noise), version=version, step=np.full(SAMPLES, 7))
+            rollout = model.noisy((np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None])
+            columns = {"step": step, "weight_version": np.where(old, 6, 7).repeat(TOKENS, 1)}
         case "never updated":
             step = np.arange(SAMPLES) // 8
-            return model.table(
-                model.noisy(0.03 * (1 + step)[:, None, None]), step=step, version=step[:, None].repeat(TOKENS, 1)
-            )
+            rollout = model.noisy(0.03 * (1 + step)[:, None, None])
+            columns = {"step": step, "weight_version": step[:, None].repeat(TOKENS, 1)}
         case "bf16":
-            return model.table(model.noisy(0.01))
+            rollout = model.noisy(0.01)
         case "fp8":
-            return model.table(model.noisy(0.2))
+            rollout = model.noisy(0.2)
         case "NaN":
             rollout[3, 4] = np.nan
-            return model.table(rollout)
         case "-30 nats":
             rollout[::7, 5] = -30.0 + np.arange(len(rollout[::7])) / 10
-            return model.table(rollout)
         case "position":
-            return model.table(model.noisy(0.004 * (1 + np.arange(TOKENS))[:, None]))
+            rollout = model.noisy(0.004 * (1 + position)[:, None])
         case "prompt":
-            return model.table(model.noisy(0.4 / (1 + np.arange(TOKENS))[:, None]))
+            rollout = model.noisy(0.4 / (1 + position)[:, None])
         case "routing":
             other = model.chance.random((SAMPLES, TOKENS, 1)) < 0.08
-            return model.table(model.noisy(np.where(other, 0.5, 0.002)), experts=np.zeros((SAMPLES, TOKENS, 2, 2), int))
+            rollout = model.noisy(np.where(other, 0.5, 0.002))
+            columns = {"experts": np.zeros((SAMPLES, TOKENS, 2, 2), int)}
         case "tool output":
             rollout[::3, 6:12] = 0.0
-            return model.table(rollout)
         case "fp32":
-            return model.table(rollout + 1e-6 * model.chance.normal(size=rollout.shape))
-    raise AssertionError(name)
+            rollout = rollout + 1e-6 * model.chance.normal(size=rollout.shape)
+    return model.table(rollout, **columns)
 
 
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [
-        ("shift", "shifted_tokens"),
-        ("retokenized", "retokenised"),
-        ("temperature", "temperature"),
-        ("top-p", "truncated_sampling"),
-        ("stale", "stale_weights"),
-        ("stale, certain first tokens", "stale_weights"),
-        ("never updated", "weights_not_updated"),
-        ("bf16", "rounding"),
-        ("fp8", "rounding"),
-        ("NaN", "broken_tokens"),
-        ("-30 nats", "broken_tokens"),
-        ("position", "position_drift"),
-        ("prompt", "other_prompt"),
-        ("routing", "moe_routing"),
-        ("tool output", "mask_mistake"),
-        ("fp32", "healthy"),
-    ],
-    ids=lambda value: value,
-)
+PLANTED = {
+    "shift": "shifted_tokens",
+    "retokenized": "retokenised",
+    "temperature": "temperature",
+    "top-p": "truncated_sampling",
+    "stale": "stale_weights",
+    "stale, certain first tokens": "stale_weights",
+    "never updated": "weights_not_updated",
+    "bf16": "rounding",
+    "fp8": "rounding",
+    "NaN": "broken_tokens",
+    "-30 nats": "broken_tokens",
+    "position": "position_drift",
+    "prompt": "other_prompt",
+    "routing": "moe_routing",
+    "tool output": "mask_mistake",
+    "fp32": "healthy",
+}
+
+
+@pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
 def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     found = diagnose(planted(name))
     assert found.cause == cause, [(finding.cause, finding.score, finding.evidence) for finding in found.findings]
@@ -154,10 +135,7 @@ def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     assert first.evidence and first.title and first.fix and 0 < first.confidence <= 1 and 0 <= first.share <= 1
     json.dumps(found.as_json(), allow_nan=False)
     assert first.title in as_text(found, "a run")
-
-
-def test_the_temperature_is_estimated() -> None:
-    assert diagnose(planted("temperature")).findings[0].detail == "rollout/training ≈ 0.82"  # planted: 0.80
+    assert cause != "temperature" or first.detail == "rollout/training ≈ 0.82"  # planted: 0.80
 
 
 @pytest.mark.parametrize(
@@ -216,7 +194,7 @@ def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     assert (apart[long] > 3).any() and apart[~long].max() < 0.1
 
     def causes(age: np.ndarray) -> set[str]:
-        table = model.table(rollout, step=step, version=(step - age)[:, None].repeat(TOKENS, 1))
+        table = model.table(rollout, step=step, weight_version=(step - age)[:, None].repeat(TOKENS, 1))
         return {finding.cause for finding in diagnose(table).findings}
 
     stale = step % 2
@@ -230,9 +208,8 @@ def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
 def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[str]) -> None:
     model = Softmax()
     ages = (np.arange(SAMPLES) % 3)[:, None].repeat(TOKENS, 1)
-    found = diagnose(
-        model.table(model.noisy((noise + 0.1 * ages)[..., None]), version=7 - ages, step=np.full(SAMPLES, 7))
-    ).findings
+    rollout = model.noisy((noise + 0.1 * ages)[..., None])
+    found = diagnose(model.table(rollout, weight_version=7 - ages, step=np.full(SAMPLES, 7))).findings
     assert [finding.cause for finding in found] == causes
     for finding in found[1:]:
         assert finding.detail == "bf16 or int8" and 0.1 < finding.share < 0.5
@@ -298,51 +275,39 @@ def test_16_bit_log_probs_are_recognized() -> None:
         assert reported_grid(log_probs.astype(np.float64)) == grid
 
 
-def constant(**metrics: float) -> list[dict[str, float]]:
-    return [{"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()} for step in range(12)]
+METRICS: dict[str, tuple[dict[str, float], str, float, str]] = {
+    "broken": ({"train/nonfinite_token_fraction": 0.02}, "broken_tokens", 0.9, "2.000%"),
+    "received": ({"rollout/update_received": 0.3}, "weights_not_updated", 0.7, "30% of the weight updates"),
+    "stale": (
+        {"train/mismatch_k3_kl": 0.02, "train/mismatch_k3_kl_staleness_0": 0.001, "rollout/weight_staleness": 2.0},
+        *("stale_weights", 0.9, "20.0 times"),
+    ),
+    "stale without ages": (
+        {"train/mismatch_k3_kl": 0.02, "rollout/weight_staleness": 2.0},
+        *("stale_weights", 0.6, "2.0 optimizer steps"),
+    ),
+    "truncated": ({"train/entropy_gap": 0.1}, "truncated_sampling", 0.7, "+0.100 on average"),
+    "routing": (
+        {"train/without_replay/mismatch_k3_kl": 0.3, "train/with_replay/mismatch_k3_kl": 0.1},
+        *("moe_routing", 0.6, "3.0 times"),
+    ),
+    "rounding": ({"train/train_rollout_logprob_abs_diff": 0.01}, "rounding", 0.35, "0.01 nats"),
+}
 
 
-@pytest.mark.parametrize(
-    ("rows", "cause", "confidence", "text"),
-    [
-        (constant(train__nonfinite_token_fraction=0.02), "broken_tokens", 0.9, "2.000%"),
-        (constant(rollout__update_received=0.3), "weights_not_updated", 0.7, "30% of the weight updates"),
-        (
-            [{"step": i, "train/train_rollout_logprob_abs_diff": 0.01 * 2 ** (i // 4)} for i in range(0, 24)],
-            "weights_not_updated",
-            0.7,
-            "grows from",
-        ),
-        (
-            constant(
-                train__mismatch_k3_kl=0.02, train__mismatch_k3_kl_staleness_0=0.001, rollout__weight_staleness=2.0
-            ),
-            "stale_weights",
-            0.9,
-            "20.0 times",
-        ),
-        (
-            constant(train__mismatch_k3_kl=0.02, rollout__weight_staleness=2.0),
-            "stale_weights",
-            0.6,
-            "2.0 optimizer steps",
-        ),
-        (constant(train__entropy_gap=0.1), "truncated_sampling", 0.7, "+0.100 on average"),
-        (
-            constant(train__without_replay__mismatch_k3_kl=0.3, train__with_replay__mismatch_k3_kl=0.1),
-            "moe_routing",
-            0.6,
-            "3.0 times",
-        ),
-        (constant(train__train_rollout_logprob_abs_diff=0.01), "rounding", 0.35, "0.01 nats"),
-    ],
-    ids=["broken", "received", "growth", "stale", "stale without ages", "truncated", "routing", "rounding"],
-)
-def test_metrics_alone_name_the_cause(rows: list[dict], cause: str, confidence: float, text: str) -> None:
-    result = diagnose(None, rows)
+@pytest.mark.parametrize(("metrics", "cause", "confidence", "text"), METRICS.values(), ids=METRICS)
+def test_metrics_alone_name_the_cause(metrics: dict[str, float], cause: str, confidence: float, text: str) -> None:
+    result = diagnose(None, [{"step": step, **metrics} for step in range(12)])
     assert (result.cause, result.tokens) == (cause, 0)
     assert result.findings[0].confidence == pytest.approx(confidence)
     assert text in result.findings[0].evidence[-1]
+
+
+def test_a_mismatch_that_grows_over_a_run_is_a_missing_update() -> None:
+    result = diagnose(
+        None, [{"step": i, "train/train_rollout_logprob_abs_diff": 2 ** (i // 4) / 100} for i in range(24)]
+    )
+    assert (result.cause, result.findings[0].confidence) == ("weights_not_updated", pytest.approx(0.7))
 
 
 def test_empty_input_is_healthy() -> None:
@@ -366,16 +331,15 @@ def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, 
     )
 )
 def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]]]) -> None:
-    parts = [
-        SampleParts(
-            train_log_prob=[row[0] for row in rows],
-            rollout_log_prob=[row[1] for row in rows],
-            loss_mask=[row[2] for row in rows],
-            weight_version=[0] * len(rows),
-            step=place,
+    parts = []
+    for step, rows in enumerate(samples):
+        train, rollout, mask = zip(*rows, strict=True) if rows else ((), (), ())
+        version = [0] * len(rows)
+        parts.append(
+            SampleParts(
+                train_log_prob=train, rollout_log_prob=rollout, loss_mask=mask, weight_version=version, step=step
+            )
         )
-        for place, rows in enumerate(samples)
-    ]
     found: Diagnosis = diagnose(TokenTable.from_parts(parts))
     json.dumps(found.as_json(), allow_nan=False)
 
