@@ -38,9 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     opened = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme=request.param)
     troubles: list[str] = []
-    opened.on(
-        "console", lambda message: troubles.append(message.text) if message.type in ("error", "warning") else None
-    )
+    opened.on("console", lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None)
     opened.on("pageerror", lambda error: troubles.append(str(error)))
     opened.on("request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None)
     opened.goto(report.as_uri())
@@ -113,17 +111,8 @@ def test_masked_tokens_are_shown_as_masked(page: Any) -> None:
 def test_details_of_a_token(page: Any) -> None:
     page.locator("#sample .tokens span").nth(12).hover()
     details = page.locator("#details").inner_text()
-    for name in (
-        "position 12",
-        "log π train",
-        "log π rollout",
-        "Δ",
-        "weight",
-        "advantage",
-        "entropy",
-        "weight version",
-        "experts",
-    ):
+    logged = ("position 12", "log π train", "log π rollout", "Δ")
+    for name in (*logged, "weight", "advantage", "entropy", "weight version", "experts"):
         assert name in details
 
 

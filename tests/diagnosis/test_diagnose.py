@@ -150,9 +150,7 @@ def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     ],
     ids=["int8", "bf16", "bf16 training", "too large", "fp32", "unknown"],
 )
-def test_precisions_in_the_metadata_are_evidence(
-    precisions: tuple[str, str | None], noise: float, detail: str, words: str
-) -> None:
+def test_precisions_in_the_metadata_are_evidence(precisions, noise, detail, words) -> None:
     model = Softmax()
     table = model.table(model.noisy(noise))
     named = {"precision": precisions[0], "rollout_precision": precisions[1]}
@@ -220,9 +218,7 @@ def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[
 @pytest.mark.parametrize(
     ("name", "cause"), [("shift", "shifted_tokens"), ("retokenized", "retokenised")], ids=lambda value: value
 )
-def test_a_shift_explains_the_whole_mismatch_of_a_large_dump(
-    name: str, cause: str, samples: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shift_explains_the_whole_mismatch_of_a_large_dump(name, cause, samples, tokens, monkeypatch) -> None:
     monkeypatch.setitem(globals(), "SAMPLES", samples)
     monkeypatch.setitem(globals(), "TOKENS", tokens)
     (finding,) = diagnose(planted(name)).findings

@@ -59,17 +59,11 @@ CASES = {
 @pytest.mark.parametrize("wrong", CASES)
 def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
     train, rollout, verdict = CASES[wrong]
-    table = replace(
-        exact,
-        train_log_prob=noisy(exact.train_log_prob, train),
-        rollout_log_prob=noisy(exact.rollout_log_prob, rollout),
-    )
-    found = rescore(table, str(model))
+    log_probs = {"train_log_prob": noisy(exact.train_log_prob, train)}
+    log_probs["rollout_log_prob"] = noisy(exact.rollout_log_prob, rollout)
+    found = rescore(replace(exact, **log_probs), str(model))
     assert found.verdict.startswith(verdict)
-    assert (found.train_error, found.rollout_error) == (
-        pytest.approx(train, abs=1e-4),
-        pytest.approx(rollout, abs=1e-4),
-    )
+    assert (found.train_error, found.rollout_error) == pytest.approx((train, rollout), abs=1e-4)
     assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
 
 
@@ -82,9 +76,7 @@ def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(mo
     assert (found.step, found.tokens, found.verdict) == (1, 32, "both engines agree with fp32")
 
 
-def test_the_command_prints_the_verdict(
-    model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_prints_the_verdict(model, exact, tmp_path, capsys) -> None:
     dump = tmp_path / "dump.parquet"
     write(dump, replace(exact, rollout_log_prob=noisy(exact.rollout_log_prob, 0.05)))
     assert main(["diagnose", str(dump), "--hf-checkpoint", str(model)]) == 0
@@ -95,9 +87,7 @@ def test_the_command_prints_the_verdict(
     assert rescored["rollout_error"] == pytest.approx(0.05, abs=1e-4) and rescored["verdict"].startswith("the rollout")
 
 
-def test_bad_input_is_refused_with_one_line(
-    model: Path, exact: TokenTable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_bad_input_is_refused_with_one_line(model, exact, tmp_path, capsys) -> None:
     dump = tmp_path / "dump.parquet"
     for table, directory, message in (
         (replace(exact, prompt=None), model, "needs token ids and prompts"),

@@ -68,9 +68,8 @@ def unpacked(raw: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def source(table: TokenTable | None = None) -> Source:
-    return Source(
-        name="dump", path=Path("dump.parquet"), metrics=(), table=make_table() if table is None else table, note=""
-    )
+    table = make_table() if table is None else table
+    return Source(name="dump", path=Path("dump.parquet"), metrics=(), table=table, note="")
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +123,15 @@ def test_only_reports_are_overwritten(run: Path, page: str, tmp_path: Path, caps
     write(dump, make_table(4))
     assert main(["report", str(dump), "--out", str(own)]) == 0
     assert '"dump.parquet"' in own.read_text()
-    for place, message in [
+    for path, message in [
         (foreign, "is not a report"),
         (tmp_path, "is not a file"),
         (tmp_path / "absent" / "page.html", "does not exist"),
         (dump, "is not a report"),
         (Path("/sys/page.html"), "cannot be written: "),
-        (Path("/proc/page.html"), "cannot be written: "),
     ]:
         capsys.readouterr()
-        assert main(["report", str(dump), "--out", str(place)]) == 2
+        assert main(["report", str(dump), "--out", str(path)]) == 2
         written = capsys.readouterr().err
         assert message in written and len(written.splitlines()) == 1 and "Errno" not in written
     assert foreign.read_text() == "<html>my notes</html>"
@@ -156,18 +154,14 @@ def test_two_runs_in_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", "--compare", str(run), str(other), "--out", str(out)]) == 0
     data = Parsed(out.read_text()).data
     assert [one["name"] for one in data["diagnoses"]] == ["run", "other"]
-    assert [trace["name"] for trace in data["overview"][0]["traces"]] == [
-        "run: rollout reward",
-        "other: rollout reward",
-    ]
+    names = [trace["name"] for trace in data["overview"][0]["traces"]]
+    assert names == ["run: rollout reward", "other: rollout reward"]
     assert len(data["shape"][1]["traces"]) == 4
     for wrong in ([str(run), "--compare", str(run), str(other)], [], ["--compare", str(run)]):
         assert main(["report", *wrong]) == 2
 
 
-def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = [block for block in blocks("report.md", "") if "seeds.html" in block]
     argv = shlex.split(command)[1:]
@@ -217,9 +211,7 @@ def test_damaged_metrics_are_refused_with_one_line(tmp_path: Path, capsys: pytes
     assert "metrics.jsonl" in message and len(message.splitlines()) == 1
 
 
-def test_custom_tokenizer_code_never_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch) -> None:
     maps = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "evil.T"], "AutoConfig": "evil.C"}}
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\nclass C: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
