@@ -131,7 +131,7 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     where = f"{flag} is {quoted_path(directory)}"
     if not path.is_file():
         raise ValueError(f"{where} but holds no config.json; give a Hugging Face directory.")
-    model = _read_object(path, f"{where} but its config.json")
+    model = parse_object(path.read_bytes(), f"{where} but its config.json")
     architectures = model.get("architectures") or ["unknown"]
     if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
         name = architectures[0] if isinstance(architectures, list) else architectures
@@ -224,7 +224,7 @@ def check_generation_config(directory: str | Path) -> None:
     if not path.is_file():
         return
     where = f"--hf-checkpoint is {quoted_path(directory)} but its generation_config.json"
-    ids = _read_object(path, where).get("eos_token_id")
+    ids = parse_object(path.read_bytes(), where).get("eos_token_id")
     for token in ids if isinstance(ids, list) else [ids]:
         if token is not None and not (type(token) is int and 0 <= token < 2**31):
             raise ValueError(f"{where} has eos_token_id {quoted(ids)}, which must be a token id or a list of them.")
@@ -326,14 +326,17 @@ def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[s
         yield f"{family.shared_expert_gate}.weight", (1, hidden)
 
 
-def _read_object(path: Path, where: str) -> dict[str, Any]:
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """Returns a JSON object; raises ValueError with a message that begins with `where` for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text.decode())
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}.") from None
+    except ValueError as error:  # Python's own bound on digits
         raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} is JSON of type {type(value).__name__} and must be an object.")
@@ -361,7 +364,7 @@ def _check_fields(model: Mapping[str, Any], where: str) -> None:
 
 
 def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
-    weight_map = _read_object(index, str(index)).get("weight_map")
+    weight_map = parse_object(index.read_bytes(), str(index)).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map, an object that names the file of each tensor.")
     known: dict[str, Path] = {}

@@ -78,9 +78,7 @@ class Checkpointer:
     """The user's data source, which saves itself; None if prompts come from a file."""
     run_id: str
     options: dict[str, Any]
-    """The effective configuration."""
     model: str
-    """SHA-256 of the model's config.json."""
     position: Position = field(default_factory=Position)
     saved_step: int | None = None
     """The step of the latest checkpoint under --save; None if this run has not saved one."""

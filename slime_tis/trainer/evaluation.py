@@ -43,7 +43,6 @@ class Evaluation:
     """Calls the user's log function with the rollout's number and the answers; returns whether to log metrics."""
     config: RolloutConfig
     engine: TrainingEngine
-    """The source of the weights."""
     build_engine: Callable[[], RolloutEngine]
     """Builds the engine that answers, at the first evaluation."""
     generate: GenerateFunction | None = None
@@ -97,7 +96,6 @@ class Evaluation:
         return metrics if self.logs(rollout_id, answers) else {}
 
     def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Answers every prompt and scores the answers; a collective."""
         sampling, concurrency = evaluation_sampling(self.config), self.config.generate_concurrency
         if self.generate is None:
             groups = engine.generate(prompts, sampling, seed=0)

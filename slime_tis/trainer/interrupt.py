@@ -211,7 +211,6 @@ def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
 
 
 def _write(message: str) -> None:
-    """Writes one line to stderr in one write."""
     with suppress(OSError, ValueError):
         sys.stderr.write(message + "\n")
         sys.stderr.flush()

@@ -61,9 +61,7 @@ class Learner:
     rollout: RolloutConfig
     steps_per_rollout: int
     custom_tis: Callable[..., Any] | None = None
-    """The user's correction function."""
     functions: ObjectiveFunctions = field(default_factory=lambda: ObjectiveFunctions(args=Namespace()))
-    """The user's functions for advantages and the loss."""
     dump: TrainDump | None = None
     """Records the tokens of every step; set on all ranks or on none."""
     after_step: Callable[[], None] = lambda: None
@@ -118,7 +116,6 @@ class Learner:
         return rows
 
     def _with_advantages(self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]) -> list[Step]:
-        """Returns the steps with the advantages of this rank's samples, or with the user function's advantages."""
         steps = [
             replace(step, batch=step.batch.with_advantages(values))
             for step, values in zip(steps, advantages, strict=True)
@@ -145,12 +142,10 @@ class Learner:
         ]
 
     def _seed(self) -> int:
-        """Returns the seed of the user's functions, one per step and data-parallel rank."""
         return hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
 
     @property
     def _scales_with_advantages(self) -> bool:
-        """Whether the loss of every token is a multiple of its advantage."""
         policy = self.policy
         is_built_in = self.custom_tis is None and self.functions.loss is None
         is_scaled = is_built_in and self.correction.policy_loss not in ("dro", "kl_cov")
@@ -225,7 +220,6 @@ class Learner:
         )
 
     def _with_routing(self, samples: Sequence[Sample], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
-        """Returns this rank's batch with the rollout's experts and the count of samples without usable ones."""
         batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
         if not self._uses_rollout_routing or sizes is None:
             return batch, 0
@@ -241,7 +235,6 @@ class Learner:
         return batch.with_routing(experts, weights if replays_weights else None), missing
 
     def _accepted(self, step: Step) -> list[bool]:
-        """Returns which rollouts of the step have an accepted token, in order, on every rank."""
         accepted: list[bool] = []
         if self.parallel.is_last_stage:
             old_log_probs_L = step.batch.responses.old_log_probs_L
@@ -254,7 +247,6 @@ class Learner:
         return unshard(gathered, step.assigned_together)
 
     def _correct(self, batch: TrainingBatch, train_log_probs_L: Tensor) -> Correction[Tensor]:
-        """Corrects the step's global batch before training; a collective of the last stage's ranks."""
         tokens = batch.responses.to(self.parallel.backend.device)
         return correct(
             self.correction,
@@ -280,7 +272,6 @@ class Learner:
             return self.engine.log_probs(batch, partition, record=record, source=source)
 
     def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
-        """Makes one optimizer step and returns its metrics as train/NAME."""
         batch = step.batch
         known, custom, custom_loss = self._global_batch(batch, step), None, None
         if self.custom_tis is not None:
@@ -326,7 +317,6 @@ class Learner:
         return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
 
     def _rate_scale(self, sums: StepSums | None) -> float:
-        """Returns --ess-lr-scaling's factor of the learning rate, from the global batch, on every rank."""
         scaling, share = self.engine.config.ess_lr_scaling, 1.0
         if scaling == "off":
             return share
@@ -378,7 +368,6 @@ class Learner:
         return metrics | {f"{name}/{key}": value for key, value in routing.items() if key == DIFFERENCE}
 
     def _mismatch(self, prefix: str, statistics: Statistics | None) -> dict[str, float]:
-        """Returns metrics of the last stage's statistics as PREFIX/NAME, on every rank."""
         metrics = {} if statistics is None else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
         return {f"{prefix}/{name}": value for name, value in self.parallel.broadcast_from_last_stage(metrics).items()}
 
@@ -402,7 +391,6 @@ class Learner:
         return self._correct(batch, train_L).global_batch
 
     def _covariance_limit(self, batch: TrainingBatch) -> CovarianceLimit | None:
-        """Returns the tokens of the step that clip_cov or kl_cov select; a collective of the last stage's ranks."""
         rule = COVARIANCE_RULES.get(self.correction.policy_loss)
         if rule is None or not self.parallel.is_last_stage:
             return None
@@ -413,7 +401,6 @@ class Learner:
         return covariance_limit(*inputs, rule(self.policy), self.parallel.ranks)
 
     def _step_metrics(self, result: StepResult, custom: CustomTis | CustomLoss | None) -> dict[str, float]:
-        """Returns train/… metrics of a step, on every rank."""
         parallel = self.parallel
         metrics: dict[str, float] = {}
         if result.sums is not None:  # on the last pipeline stage

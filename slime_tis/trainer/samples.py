@@ -63,9 +63,7 @@ class SampleSource:
     reward: Callable[[list[Sample]], list[float]]
     hooks: RolloutHooks
     data_source: object
-    """The source of the prompts, as user functions see it."""
     num_rollout: int
-    """Rollouts of the whole run."""
 
     def next(self, rollout_id: int, version: int) -> Rollout:
         """Returns the next rollout; a collective. `version` is the number of optimizer steps so far."""
@@ -99,7 +97,6 @@ class SampleSource:
         return self.prefetcher.state_dict()
 
     def _load(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
-        """Returns the groups of --load-debug-rollout-data twice, and no metrics."""
         loop, rollout = self.arguments.loop, self.arguments.rollout
         assert loop.load_debug_rollout_data is not None
         path = loop.load_debug_rollout_data.format(rollout_id=rollout_id)
@@ -126,7 +123,6 @@ class SampleSource:
         return collected.groups, collected.sampled, collected.metrics
 
     def _scored_batches(self, rollout_id: int) -> Iterator[Groups]:
-        """Yields answered and scored batches of prompts, without end."""
         shown = self.is_main and self.arguments.reporting.progress
         while True:
             with self.timer("generate"), shown_progress(self.prefetcher.progress, "responses", shown=shown):

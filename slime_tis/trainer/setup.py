@@ -97,7 +97,6 @@ class Data:
     eval_prompts: dict[str, list[Prompt]]
     num_rollout: int
     first_batch: int
-    """Number of the next batch of prompts."""
 
 
 @dataclass
@@ -116,9 +115,7 @@ class Run:
     health: Health
     reporters: Reporter
     num_rollout: int
-    """Rollouts of the whole run."""
     rollout_id: int = 0
-    """Rollouts trained on so far."""
     unreported: list[dict[str, float]] = field(default_factory=list)
     """Metrics of finished optimizer steps that are not logged yet."""
 

@@ -29,17 +29,14 @@ class Step:
     assigned_together: int
     """Consecutive rollouts of the step that are assigned to one rank."""
     batch: TrainingBatch
-    """The samples as tensors."""
     recorded: TrainingBatch
     """The samples with the rollout's experts, also if training does not replay them."""
     partition: list[list[int]]
-    """The samples of each micro-batch."""
     load: float | None
     """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without a budget."""
     routing_record: RoutingRecord | None
     """Experts of the old log-prob pass, for training to replay; None without `--use-routing-replay`."""
     samples_without_routing: int
-    """Samples of all ranks without usable experts."""
 
 
 def user_batch(step: Step, tokens: ResponseTokens, advantages: Sequence[float]) -> dict[str, list[Any]]:

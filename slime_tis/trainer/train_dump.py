@@ -58,13 +58,10 @@ class StepDump:
 
     samples: Sequence[Sample]
     advantages: Sequence[float]
-    """One per sample."""
     record_N: Tensor
     """float32 [N, 5] on the CPU, `TokenRecord.stack` of the whole responses."""
     step: int
-    """Optimizer steps made before."""
     global_batch: GlobalBatch
-    """Statistics of the batch of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,6 @@ class SyncCheck:
     """A comparison of the two engines' weights and log-probs after every update."""
 
     probe: tuple[int, ...]
-    """Token ids that both engines score."""
     bound: float | None
     """Largest mean |r − n|, in nats per token; None derives it from precision and probe length."""
     trains_in: Precision
@@ -87,9 +86,7 @@ class Comparison:
     gap_before: float = math.nan
     """Mean |r − n'| to the training engine at the previous check."""
     movement: float = math.nan
-    """Mean |Δn|."""
     movement_received: float = math.nan
-    """Mean |Δr|."""
     received: float = math.nan
     """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN also if nothing moved."""
 
@@ -112,7 +109,6 @@ class PolicyWeights:
     updates: WeightUpdates = field(init=False)
     """Rounds and measures each update; part of a checkpoint."""
     check: SyncCheck | None = field(init=False, default=None)
-    """For --check-weight-sync."""
 
     def connect(self, sampler: RolloutEngine, prompts: Sequence[Prompt], context_len: int | None) -> None:
         """Sets the receiver; `prompts` make the probe, and `context_len` limits its tokens."""

@@ -54,7 +54,6 @@ class NoSample(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """One word, by which such samples are counted."""
 
 
 class ReturnedSample(BaseModel):
@@ -90,7 +89,6 @@ class GenerateFunction:
     retokenization: str
     """Handling of tokens that differ from the sampled tokens: reject, keep-mask or error."""
     version: Callable[[], int]
-    """Version of the engine's weights."""
 
     def bind(self, sampling: Sampling, *, evaluation: bool = False) -> RolloutFunction:
         """Returns the coroutine function that the engine calls for each sample."""
@@ -233,7 +231,6 @@ class GenerateFunction:
         return versions if len(versions) == length else [self.version()] * length
 
     def _reward(self, reward: float | dict[Any, Any] | None) -> tuple[float | None, dict[str, float]]:
-        """Returns the function's reward and its components; None leaves it to the reward function."""
         if reward is None:
             return None, {}
         value, parts = reward, dict[str, float]()
@@ -250,7 +247,6 @@ class GenerateFunction:
         return value, parts
 
     def _handle_retokenized(self, sample: Sample, where: Provenance) -> None:
-        """Handles trained tokens that were not sampled, by --retokenization."""
         trained = zip(where.request, sample.loss_mask, strict=True)
         wrong = [index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0]
         sample.retokenized = len(wrong)
@@ -347,7 +343,6 @@ def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> 
 def _check_log_probs(
     log_probs: Sequence[float], mask: Sequence[int], where: Provenance, requests: Sequence[Sampled]
 ) -> None:
-    """Compares the function's log-probs with the engine's."""
     for position, (number, index) in enumerate(zip(where.request, where.place, strict=True)):
         if mask[position] and number >= 0:
             sampled = requests[number].generation.log_probs[index]
@@ -369,7 +364,6 @@ def _status(status: SampleStatus, requests: Sequence[Sampled]) -> SampleStatus:
 
 
 def _prompt(sample: Sample, fresh: Sample) -> Any:
-    """Returns the answered prompt; the row of the file if it has the same text."""
     if isinstance(sample.prompt, list):
         return json.loads(json.dumps(sample.prompt, default=str))
     return fresh.prompt if sample.prompt in ("", fresh.prompt) else str(sample.prompt)

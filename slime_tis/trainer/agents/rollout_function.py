@@ -66,7 +66,6 @@ class CustomRollout:
     """Rollouts by the user's function."""
 
     checks: GenerateFunction
-    """The function, its arguments, and the checks of each sample."""
     dataset: PromptDataset | CustomDataSource
     rollout_batch_size: int
     n_samples: int
@@ -118,7 +117,6 @@ class CustomRollout:
         return groups
 
     def _checked(self, sample: Any) -> Sample:
-        """Returns the sample in the form that training takes."""
         name = describe(self.checks.function)
         if not isinstance(sample, Sample):
             raise CustomFunctionError(f"{name} returned {quoted(sample)}; return samples.")

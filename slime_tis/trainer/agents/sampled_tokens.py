@@ -52,11 +52,9 @@ class Provenance:
     request: list[int]
     """Number of the request; -1 if the token was not sampled."""
     place: list[int]
-    """Index of the token in the request's answer."""
     longest: int | None
     """The request whose input and answer agree with most of the sample's tokens."""
     agreeing: int
-    """The number of these tokens."""
 
 
 def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]) -> Provenance:

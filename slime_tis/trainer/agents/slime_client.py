@@ -76,7 +76,6 @@ class RecordedEngine:
 
 
 current_engine: ContextVar[RecordedEngine | None] = ContextVar("current_engine", default=None)
-"""The engine of the running call."""
 
 
 def answer(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
@@ -134,7 +133,6 @@ class GenerateState:
     """The parts of slime's `GenerateState` that functions use: the tokenizer."""
 
     def __init__(self, args: Namespace) -> None:
-        """Loads the tokenizer of `args.hf_checkpoint` the first time."""
         self.args = args
         self.tokenizer = _tokenizer(str(args.hf_checkpoint))
         self.processor = None

@@ -15,7 +15,7 @@ from slime_tis.hf_directory import (
     moe_sizes,
     read_model_config,
 )
-from slime_tis.trainer.data.prompt_files import check_is_text
+from slime_tis.trainer.data.prompts import check_is_text
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.storage.directories import same_path

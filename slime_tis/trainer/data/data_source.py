@@ -47,11 +47,9 @@ class CustomDataSource:
         config: RolloutConfig,
         sizes: ModelSizes | None = None,
     ) -> None:
-        """Creates the user's object on rank 0; a collective."""
         self._config, self._tokenizer, self._sizes = config, tokenizer, sizes
         self._class = load_user_function(OPTION, path)
         self.source: Any = None
-        """The user's object, on rank 0."""
         self._taken, self._handed_out, self._again = 0, list[Prompt](), list[Prompt]()
 
         def make() -> None:
@@ -109,7 +107,6 @@ class CustomDataSource:
         return self._handed_out[len(self._handed_out) - count :]
 
     def _get(self, size: int, first: int) -> list[Prompt]:
-        """Returns the prompts of new groups; the first one gets the index `first`."""
         function = self.source.get_samples
         with calling(function):
             groups = typed_value(OPTION, function, function(size))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 DEEPEST = 100
-"""Mappings and lists inside one another."""
 LARGEST_INT = 1 << 4096
 """Integers beyond are written in hexadecimal: Python converts at most 4300 digits to decimal."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_tis.errors import first_line, quoted
-from slime_tis.hf_directory import ModelSizes
+from slime_tis.hf_directory import ModelSizes, parse_object
 from slime_tis.trainer.data.json_values import json_object
-from slime_tis.trainer.data.prompt_files import rows_of
 from slime_tis.trainer.data.sample import Prompt
 
 if TYPE_CHECKING:
@@ -28,6 +28,20 @@ logger = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN = 1000
 """No tokenizer has a higher average over a text; texts far beyond the limit are not tokenized, which takes minutes."""
 MAX_LISTED_KEYS = 20
+Row = tuple[str, dict[str, Any]]
+"""File and line for messages, and the row."""
+FORMATS = {
+    b"\x1f\x8b": "is compressed with gzip; unpack it",
+    b"PK\x03\x04": "is a zip archive; unpack it",
+    b"BZh": "is compressed with bzip2; unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it",
+    b"\xfd7zXZ": "is compressed with xz; unpack it",
+    b"PAR1": "is parquet; let its name end in .parquet",
+    codecs.BOM_UTF16_LE: "is UTF-16; save it as UTF-8",
+    codecs.BOM_UTF16_BE: "is UTF-16; save it as UTF-8",
+}
+HEAD = 4096
+"""Bytes that are checked before anything is built."""
 
 
 class PromptDataset:
@@ -43,7 +57,6 @@ class PromptDataset:
         config: RolloutConfig,
         sizes: ModelSizes | None = None,
     ) -> None:
-        """Reads the file; see `load_prompts`."""
         self.prompts = load_prompts(
             path,
             tokenizer,
@@ -93,7 +106,6 @@ class PromptDataset:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of the prompts' tokens in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes() + b"|")
@@ -159,7 +171,6 @@ def load_prompts(
 
 
 def _far_too_long(text: str, limit: int | None) -> bool:
-    """Whether a text has more tokens than a limit, whatever the tokenizer."""
     return limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit
 
 
@@ -278,3 +289,52 @@ def _metadata(
         raise ValueError(f"{place} has {metadata_key!r} that is not a mapping.")
     others = {key: value for key, value in row.items() if key not in (input_key, label_key, metadata_key)}
     return json_object(others, place) | json_object(mapping or {}, f"{place}, {metadata_key!r}")
+
+
+def check_is_text(path: Path) -> None:
+    """Raises ValueError if the first bytes of a prompt file are compressed, UTF-16, misnamed parquet, or binary."""
+    with path.open("rb") as file:
+        head = file.read(HEAD)
+    if path.suffix == ".parquet":
+        if not head.startswith(b"PAR1"):
+            raise ValueError(f"{path} is not a parquet file despite its name; JSONL files end in .jsonl.")
+        return
+    for magic, advice in FORMATS.items():
+        if head.startswith(magic):
+            raise ValueError(f"{path} {advice}.")
+    if b"\0" in head:
+        raise ValueError(f"{path} is binary, but must hold a JSON object on each line, or be parquet.")
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """Yields the rows of a file without blank lines; raises ValueError with the line of an invalid row."""
+    check_is_text(path)
+    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # Excel and Notepad write it
+            if content.strip():
+                place = f"{path}, line {number}"
+                yield place, parse_object(content, place)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{str(path)!r} is parquet, which needs pyarrow; install it with: pip install 'slime_tis[parquet]'."
+        ) from error
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise ValueError(f"{path} cannot be read as parquet after row {number}: {words.rstrip('.')}.") from None

@@ -35,7 +35,6 @@ STATUS: dict[FinishReason, SampleStatus] = {
     "length": SampleStatus.TRUNCATED,
     "abort": SampleStatus.ABORTED,
 }
-FINISH_REASONS = {status: reason for reason, status in STATUS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +42,9 @@ class Prompt:
     """One row of a prompt file."""
 
     index: int
-    """Row of the file, from 0."""
     text: str
     """The tokenized text, after the chat template."""
     token_ids: tuple[int, ...]
-    """Tokens of the text."""
 
     label: Any = None
     """The expected answer, in the JSON type of the prompt file."""
@@ -67,13 +64,11 @@ class Sample:
     group_index: int | None = None
     """Index of the prompt in the batch; the samples of one prompt share it."""
     index: int | None = None
-    """Index of this sample in the batch."""
     rollout_id: int | None = None
     """Samples of one call of a generate function share it and count as one rollout; None for a single sample."""
     prompt: str | list[dict[str, Any]] = ""
     """The answered text or messages; unset means the text of `prompt_row`."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens of prompt and response."""
     response: str = ""
     """Text of the response, without special tokens."""
     response_length: int = 0
@@ -81,7 +76,6 @@ class Sample:
     label: Any = None
     """The expected answer, in the JSON type of the prompt file; None takes the label of the prompt's row."""
     reward: float | None = None
-    """Score of the response, once it has one."""
     loss_mask: list[int] = None  # type: ignore[assignment]  # slime's functions ask whether it is None
     """1 for each response token that is trained on, 0 for tool output; None before there is a response."""
     weight_versions: list[int] = field(default_factory=list)
@@ -291,17 +285,13 @@ class Sampling:
     top_k: int = -1
     """Number of most likely tokens that can be sampled; -1 means all."""
     max_response_len: int
-    """Maximum tokens of a response."""
     max_context_len: int | None = None
     """Maximum tokens of prompt and response; unset means the model's limit."""
     n_samples: int = 1
-    """Responses per prompt."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response besides the model's end-of-sequence tokens."""
     return_routed_experts: bool = False
-    """Whether to record the experts of every token."""
     return_routing_weights: bool = False
-    """Whether to record the combine weights of these experts."""
     return_sampling_mask: bool = False
     """Whether to record the candidate tokens under top-p and top-k."""
     for_training: bool = False

@@ -26,11 +26,9 @@ class SamplingMask:
     """[positions] int32, the tokens of each position's set."""
 
     def __len__(self) -> int:
-        """Positions."""
         return len(self.lengths)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same sets in the same order."""
         if not isinstance(other, SamplingMask):
             return NotImplemented
         return torch.equal(self.token_ids, other.token_ids) and torch.equal(self.lengths, other.lengths)

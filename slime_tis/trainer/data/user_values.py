@@ -38,7 +38,6 @@ class SampleSnapshot:
     """The fields of a sample before a user function gets it."""
 
     fixed: tuple[Any, ...]
-    """Fields that the function must not change."""
     loss_mask: list[int]
 
     @classmethod

@@ -34,7 +34,6 @@ class TrainingBatch:
     """Their weights to replay, float32 of the same shape."""
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.tokens)
 
     def select(self, samples: Sequence[int]) -> TrainingBatch:

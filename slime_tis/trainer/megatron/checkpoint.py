@@ -113,7 +113,6 @@ class LatestCheckpoint:
 
     checkpoint: Path
     damaged: tuple[str, ...]
-    """Name and damage of newer checkpoints."""
 
 
 def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None:
@@ -189,7 +188,6 @@ def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """The first damage among this rank's share of the files."""
     try:
         sums = files.read_manifest(checkpoint)
         files.check(checkpoint, {name: sums[name] for name in _share(sorted(sums))})

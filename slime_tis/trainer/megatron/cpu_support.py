@@ -20,7 +20,6 @@ from typing import Any
 
 PACKAGE = "megatron.core"
 CALL = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-"""The parentheses of a call."""
 REPLACEMENTS = (
     (r"""(["'])cuda\1""", r"\1cpu\1"),
     (r"""(["'])torch\.cuda\.(\w+Tensor)\1""", r"\1torch.\2\1"),

@@ -40,7 +40,6 @@ from slime_tis.trainer.megatron.routing_replay import RoutingRecord, RoutingRepl
 from slime_tis.trainer.options.megatron import MegatronConfig
 
 Loss = Callable[[LossInputs], LossOutputs]
-"""The loss of one micro-batch."""
 MIN_LOSS_SCALE = 1.0
 """A gradient that is not finite at this scale is not an overflow."""
 R = TypeVar("R")
@@ -86,7 +85,6 @@ class TrainingEngine:
         timer: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Builds the model, loads `config.hf_checkpoint` and prepares the optimizer."""
         self.config, self.parallel, self.temperature = config, parallel, temperature
         self.entropy_gradient, self.gives_logits = entropy_gradient, gives_logits
         self.timer, self.check_interrupts = timer, check_interrupts
@@ -259,7 +257,6 @@ class TrainingEngine:
         return copied_weights(self.model.module) if keep_reference and reference is None else reference
 
     def _token_budget(self) -> TokenBudget | None:
-        """The configured budget, or one that fits into the memory of every rank, which is a collective."""
         config, parallel = self.config, self.parallel
         if config.use_dynamic_batch_size:
             assert config.max_tokens_per_gpu is not None
@@ -364,7 +361,6 @@ class TrainingEngine:
         )
 
     def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) [L] of the response tokens on this rank."""
         weight_OI = self.model.module.output_weight()
         main_grad_OI: Tensor = weight_OI.main_grad  # type: ignore[attr-defined]  # megatron-core's
         return fused_linear_log_probs(hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI)
@@ -441,7 +437,6 @@ def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:
 
 
 def _schedule(config: MegatronConfig, optimizer: Any, total_steps: int) -> OptimizerParamScheduler:
-    """Warm-up and decay of the learning rate, by default over `total_steps`."""
     decay_steps = max(config.lr_decay_iters or total_steps, config.lr_warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,

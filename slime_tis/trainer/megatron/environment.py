@@ -14,7 +14,6 @@ class Environment:
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    """Processes on this machine."""
     launched: bool = False
     """Whether RANK is set: the ranks meet at MASTER_ADDR and MASTER_PORT."""
 

@@ -66,8 +66,6 @@ def fused_linear_log_probs(
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """How [rows, vocabulary] is cut into tiles."""
-
     distribution: TokenDistribution
     chunk_rows: int
     blocks: Sequence[slice]
@@ -107,7 +105,6 @@ class _Chunk:
     hidden_RI: Tensor
     weight_OI: Tensor
     column_R: Tensor
-    """Each target's row of the weight."""
     distribution: TokenDistribution
 
     def logits(self, block: slice) -> Tensor:

@@ -128,7 +128,6 @@ class HfTensors:
     """The tensors of a Hugging Face checkpoint directory, read one at a time."""
 
     def __init__(self, directory: str | Path, *, tied: bool) -> None:
-        """Finds the tensors; `tied` is whether the output layer has the embeddings' weights."""
         self.tied, self.files = tied, tensor_files(directory)
 
     def __getitem__(self, name: str) -> Tensor:

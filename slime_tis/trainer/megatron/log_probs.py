@@ -30,13 +30,11 @@ class TokenDistribution:
     group: ProcessGroup | None = None
     """Tensor-parallel group over which the vocabulary is split."""
     vocab_start: int = 0
-    """Id of this rank's first token."""
     vocab_size: int | None = None
     """Tokens of the whole vocabulary; None if it is not padded."""
     chunk_size: int = -1
     """Rows per chunk, which bounds the temporaries; −1 for automatic."""
     entropy_gradient: bool = True
-    """Whether the entropy is differentiable."""
 
     def width(self, columns: int) -> int:
         """Of this rank's columns, the number that are tokens; the others pad the vocabulary."""
@@ -177,7 +175,6 @@ class LogitGradient:
 
     constant: Tensor
     slope: Tensor | None
-    """None if the entropy has no gradient."""
     target: Tensor
 
     @classmethod

@@ -25,10 +25,8 @@ class TokenBudget:
 
     tokens: int
     reason: str | None = None
-    """How it was computed; None if it was configured."""
 
     def __str__(self) -> str:
-        """For the user."""
         return (
             f"at most {self.tokens} tokens on a rank ({self.reason}); "
             "--micro-batch-size N, or --use-dynamic-batch-size --max-tokens-per-gpu N, sets another size"
@@ -52,7 +50,6 @@ def free_memory(device: torch.device, processes: int) -> int:
 
 
 def _free_in_container() -> int:
-    """Bytes up to the limit of this process's control group (cgroup v2)."""
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

@@ -55,8 +55,6 @@ def load_of(tree: PrefixTree, samples: Sequence[int]) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _Planned:
-    """A micro-batch to which rollouts are added."""
-
     tree: PrefixTree
     rollouts: list[Rollout] = field(default_factory=list)
     segments: set[int] = field(default_factory=set)

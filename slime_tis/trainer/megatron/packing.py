@@ -80,9 +80,7 @@ class MicroBatch:
 
     responses: ResponseTokens
     input_ids: Tensor
-    """[1, T]"""
     position_ids: Tensor
-    """[1, T] position of every token in its sequence."""
     target_L: Tensor
     """This rank's response tokens, which the logits after `packed_seq_params.response_rows` predict."""
     packed_seq_params: PackedSequences
@@ -121,8 +119,6 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The packed tokens of this rank."""
-
     split: RowSplit
     local_J: Tensor
     """Tokens of each segment on this rank."""
@@ -135,7 +131,6 @@ class _Row:
     """Index of each packed token among its segment's tokens on this rank."""
     sequence_T: Tensor
     position_T: Tensor
-    """In the sequence."""
 
     @classmethod
     def of(cls, tree: PrefixTree, filler: int, split: RowSplit) -> _Row:
@@ -225,7 +220,6 @@ def _predicted(tree: PrefixTree, start_J: Tensor, flat: Tensor) -> tuple[Tensor,
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenates the ranges start, start + 1, … of these lengths."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
 
@@ -254,7 +248,6 @@ def _filler_length(totals: Sequence[int], split: RowSplit) -> int:
 
 
 def _positions(offset: Tensor, chunk: Tensor, split: RowSplit) -> Tensor:
-    """Positions in a sequence, given offsets on this rank and chunk lengths."""
     rank, size = split.context_rank, split.context_size
     if size == 1:
         return offset
@@ -323,7 +316,6 @@ def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
-    """`key_index` and `mask` under context parallelism."""
     size, chunk = row.split.context_size, row.chunk_J[:, None]
     key_position = torch.arange(int(row.chunk_J.max()) * 2 * size)[None]
     number = torch.minimum(key_position // chunk, torch.tensor(2 * size - 1))  # of the chunk

@@ -51,7 +51,6 @@ class Parallel:
     """Among the ranks that share one expert."""
     expert_tensor_size: int
     local_size: int
-    """Processes of the job on this machine."""
     tensor_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
     expert_tensor_group: dist.ProcessGroup

@@ -22,14 +22,11 @@ class Segment:
     """Tokens that one or more sequences have at the same position, after the same tokens."""
 
     sequence: int
-    """A sequence that contains them."""
     start: int
-    """Position of the first."""
     length: int
     parent: int
     """The segment before them; -1 at the start of a sequence."""
     depth: int
-    """Number of segments before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +94,6 @@ class PrefixTree:
         return tree if tree.is_shared else cls.apart(tree.total_lengths, response_lengths)
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.paths)
 
     @property
@@ -112,7 +108,6 @@ class PrefixTree:
 
 
 def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """Length of the common beginning of two sequences."""
     shorter = min(len(left), len(right))
     differs = left[:shorter] != right[:shorter]
     return int(differs.argmax()) if differs.any() else shorter

@@ -125,9 +125,7 @@ class RoutingReplay:
     def __init__(
         self, module: nn.Module, sizes: MoeSizes | None, parallel: Parallel, *, sequence_parallel: bool
     ) -> None:
-        """Puts a `LayerReplay` into every router."""
         self.current: MicroBatchRouting | None = None
-        """The micro-batch that runs next."""
         self.trains, self.replays = False, True
         self.counts = torch.zeros(0)
         """float64 [layers, experts + 2] of a pass: tokens of each expert, tokens with recorded experts, and tokens
@@ -136,7 +134,6 @@ class RoutingReplay:
         self._record: RoutingRecord | None = None
         self._source: Sequence[Tensor] | None = None
         self._compared: list[tuple[Tensor, Tensor]] = []
-        """`is_recorded_T` and `differs_T` of each micro-batch."""
         routers = [child for child in module.modules() if isinstance(child, MoeRouter)]
         self._layers = [LayerReplay(self, index) for index in range(len(routers))]
         self._layer_indices = (

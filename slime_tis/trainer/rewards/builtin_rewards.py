@@ -137,10 +137,8 @@ SCORES: dict[str, Callable[[Sample, str], Reward]] = {
     "gpqa": lambda sample, response: gpqa(response, _label(sample), sample.metadata),
     "random": lambda sample, response: random_reward(sample),
 }
-"""Built-in rewards by name: of the sample, and the response or what it has in a box."""
 
 WITHOUT_LABEL = ("random", REMOTE)
-"""Built-in rewards that need no label."""
 
 
 def builtin_reward(name: str, sample: Sample) -> Reward:

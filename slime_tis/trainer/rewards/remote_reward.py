@@ -27,7 +27,6 @@ MAX_ANSWER_BYTES = 65_536
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 """Seconds before a request is repeated; each pause is twice the last."""
 POLL = 1.0
-"""Seconds between checks for interrupts."""
 BUSY = (408, 425, 429)
 """Statuses below 500 after which a request is repeated."""
 
@@ -51,7 +50,6 @@ class RewardServer:
     """Seconds for one attempt."""
     max_retries: int
     concurrency: int
-    """Simultaneous requests."""
     backoff: float = FIRST_PAUSE
 
     def ask(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
@@ -78,7 +76,6 @@ class RewardServer:
                 answers.cancel()
 
     async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
-        """Returns the answer to one request, after retries."""
         for attempt in range(self.max_retries + 1):
             try:
                 async with asyncio.timeout(self.timeout):

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 OPTION = "custom_rm_path"
 RewardFunction = Callable[[list[Sample]], list[float]]
 POLL = 1.0
-"""Seconds between checks for interrupts while scores are awaited."""
 SYMBOLIC = ("math", "deepscaler", "dapo")
 """Built-in rewards that compare with math-verify."""
 
@@ -42,7 +41,6 @@ class Score:
     parts: dict[str, float]
     """The other numbers of a dictionary reward."""
     edits: SampleEdits | None = None
-    """Edits of a user function; None for a built-in reward."""
 
     def apply(self, sample: Sample) -> None:
         """Writes everything but the value into the sample."""
@@ -246,7 +244,6 @@ def _custom_reward(
 
 
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
-    """Refuses samples without a reward if nothing scores them."""
     if groups:
         raise CustomFunctionError(
             f"the generate function gave a sample of prompt {groups[0][0].prompt_index} without a reward, and neither "
@@ -256,7 +253,6 @@ def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
 
 
 def _as_number(value: Any) -> float:
-    """Returns a value as a float; NaN if it is not a number."""
     try:
         return math.nan if isinstance(value, str | bytes | bytearray) else float(value)
     except (TypeError, ValueError, OverflowError):  # OverflowError: an integer beyond a float
