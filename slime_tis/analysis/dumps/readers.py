@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+import yaml
 from pyarrow import parquet
 from torch import Tensor
 
@@ -34,6 +35,7 @@ from slime_tis.analysis.dumps.files import (
 from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.errors import first_line, quoted_path
+from slime_tis.metrics_file import CONFIG
 
 CHUNK_TOKENS = 1 << 18
 """Response tokens and characters of text per table of a JSON or parquet file."""
@@ -154,16 +156,23 @@ def files_of(path: Path) -> list[Path]:
     )
 
 
+def options_of_run(run: Path) -> dict[str, Any]:
+    """The options in a run's config.yaml; none without the file."""
+    try:
+        options = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{quoted_path(run / CONFIG)} is damaged: {first_line(error)}.") from error
+    return options if isinstance(options, dict) else {}
+
+
 def files_of_run(run: Path) -> list[Path]:
     """Files of --save-debug-train-data in a run's config.yaml, where the run wrote them or moved with the run."""
-    try:
-        options = (run / "config.yaml").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+    option = options_of_run(run).get("save_debug_train_data")
+    if not isinstance(option, str):
         return []
-    option = re.search(r"^save_debug_train_data: *['\"]?(.+?)['\"]? *$", options, re.MULTILINE)
-    if option is None:
-        return []
-    pattern = Path(re.sub(r"\{(rollout_id|rank)\}", "*", option[1])).absolute()
+    pattern = Path(re.sub(r"\{(rollout_id|rank)\}", "*", option)).absolute()
     moved = (run.absolute() / pattern.parent.name / pattern.name, run.absolute() / pattern.name)
     matches = (Path(path.anchor).glob(str(path.relative_to(path.anchor))) for path in (pattern, *moved))
     return next((files for files in map(list, matches) if files), [])

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from slime_tis.analysis.dumps.readers import files_of_run, read
+from slime_tis.analysis.dumps.readers import files_of_run, options_of_run, read
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.errors import first_line, quoted_path
-from slime_tis.metrics_file import CONFIG, METRICS, metrics_before
+from slime_tis.errors import quoted_path
+from slime_tis.metrics_file import METRICS, metrics_before
 
 MAX_METRICS = 2**29
 """Largest size of a metrics.jsonl, bytes."""
@@ -52,7 +50,7 @@ def open_source(path: str, part: int = 1) -> Source:
     if not (is_run := (source / METRICS).is_file()):
         table = read(source, **limits)
     else:
-        rows, options = _metrics(source / METRICS), _options(source / CONFIG)
+        rows, options = _metrics(source / METRICS), options_of_run(source)
         pattern = options.get("save_debug_train_data")
         if not pattern:
             note = (
@@ -82,14 +80,3 @@ def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(f"{quoted_path(path)}, line {number}, has a value that is not a number of 64 bits.")
         rows.append(row)
     return tuple(rows)
-
-
-def _options(path: Path) -> dict[str, Any]:
-    """The options in a run's config.yaml; none without the file."""
-    try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{quoted_path(path)} is damaged: {first_line(error)}.") from error
-    return options if isinstance(options, dict) else {}
