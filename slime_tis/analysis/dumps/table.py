@@ -156,7 +156,7 @@ class TokenTable:
     """[S] text of the prompts."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Values for all tokens, as JSON; docs/dumps.md ("Schema") lists the keys, each of which may be missing."""
+    """Values for all tokens, as JSON; docs/dumps.md ("Schema") lists the keys. Any key may be missing."""
 
     def __post_init__(self) -> None:
         if not len(self.offsets) or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
