@@ -8,33 +8,25 @@ from slime_tis.trainer.rewards.builtin_rewards import SCORES, dapo, deepscaler, 
 EXACT_MATCH = {
     "equal": ("0123", "0123", 1.0),
     "white space around": (" 0123\n", "0123", 1.0),
-    "another order": ("0132", "0123", 0.0),
     "empty": ("", "0123", 0.0),
 }
 
 
 MATH = {
     "last number of a sentence": ("so 3 + 4 = 7 apples.", "7", 1.0),
-    "label with ####": ("so 3 + 4 = 7 apples.", "6 + 1 = 7\n#### 7", 1.0),
     "thousands separator": ("#### 1,234", "1234", 1.0),
     "currency": ("It costs $1,234.50.", "1234.5", 1.0),
     "last of two numbers": ("first 7, then 8", "7", 0.0),
     "boxed before number": ("7 at first, then \\boxed{8} (not 9)", "8", 1.0),
-    "last of two boxes": ("\\boxed{1} or \\boxed{2}", "\\boxed{2}", 1.0),
     "fraction against decimal": ("\\boxed{\\frac{3}{4}}", "0.75", 1.0),
-    "dfrac against fraction": ("\\boxed{\\dfrac{3}{4}}", "\\frac{6}{8}", 1.0),
     "equation with a fraction": ("x = 3/4", "0.75", 1.0),
     "sign differs": ("-5", "5", 0.0),
-    "negative": ("the answer is -5", "-5", 1.0),
     "per cent": ("50\\%", "50", 1.0),
-    "no leading zero": (".5", "0.5", 1.0),
     "sixteen digits off": ("0.30000000000000001", "0.3", 0.0),
-    "polynomial": ("\\boxed{x^2 + 1}", "x^2+1", 1.0),
     "another power": ("\\boxed{x^2}", "x^3", 0.0),
     "box left open": ("\\boxed{7", "7", 1.0),
     "division by zero": ("1/0", "0", 0.0),
     "no number": ("no number", "7", 0.0),
-    "empty": ("", "7", 0.0),
     "sum left to do": ("2+2", "4", 0.0),
     "5000 digits": ("9" * 5000, "7", 0.0),
     "huge exponent": ("1e999999999", "7", 0.0),
@@ -44,7 +36,6 @@ MATH = {
 F1 = {
     "articles and punctuation": ("The cat sat.", "a cat sat", 1.0),
     "two of three words": ("cat", "the black cat", 2 / 3),
-    "repeated words": ("cat cat dog", "cat dog dog", 2 / 3),
     "nothing shared": ("dog", "cat", 0.0),
     "empty": ("", "cat", 0.0),
     "articles alone": ("the", "a", 1.0),
@@ -59,19 +50,15 @@ F1 = {
 MATH_ON_EXPRESSIONS = {
     "order of terms": ("1+x^2", "x^2+1", 1.0),
     "rationalised root": (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}", 1.0),
-    "another root": (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{3}}{2}", 0.0),
     "spaces in a pair": ("(1, 2)", "(1,2)", 1.0),
     "pair reversed": ("(2,1)", "(1,2)", 0.0),
     "another interval": ("[0,1)", "[0,1]", 0.0),
     "sum left to do": ("2+2", "4", 0.0),
     "unit": (r"5\text{ cm}", "5", 1.0),
-    "equation": ("x=5", "5", 1.0),
     "degrees": (r"30^\circ", "30", 1.0),
     "words in another case": (r"\text{blue}", "Blue", 1.0),
     "another word": ("bule", "blue", 0.0),
     "mixed number": (r"1\frac{1}{2}", "3/2", 1.0),
-    "complex": ("3+5i", "5i+3", 1.0),
-    "empty": ("", "x", 0.0),
     "unbalanced braces": ("}{", "x+1", 0.0),
     "fifty parentheses": ("(" * 50, "x+1", 0.0),
 }
@@ -84,7 +71,6 @@ DEEPSCALER = {
     "no end of thinking": ("\\boxed{12}", "12", 0.0),
     "first of two ###Response": ("hm ###Response \\boxed{1/2} ###Response \\boxed{3}", "\\boxed{0.5}", 1.0),
     "empty label": ("</think>\\boxed{12}", "", 0.0),
-    "empty box": ("</think>\\boxed{}", "12", 0.0),
 }
 
 
@@ -94,11 +80,8 @@ DAPO = {
     "bold": ("**Answer:** 42", "42", 1.0),
     "last of two answers right": ("Answer: 41\nAnswer: \\boxed{42}", "42", 1.0),
     "last of two answers wrong": ("Answer: 42\nAnswer: 41", "42", 0.0),
-    "equation": ("Answer: x = 42", "42", 1.0),
     "too far from the end": ("Answer: 42" + " " * 300, "42", 0.0),
-    "no Answer": ("42", "42", 0.0),
     "nothing after Answer": ("Answer:", "42", 0.0),
-    "decimal label": ("Answer: 42", "42.0", 1.0),
 }
 
 
@@ -108,10 +91,7 @@ CHOICES = {"choices": ["a red fox", "a blue whale", "a green frog", "none"]}
 GPQA = {
     "sentence": ("The answer is B.", "B", {}, 1.0),
     "parentheses and case": ("The answer is (B)", "b", {}, 1.0),
-    "bold": ("**Answer: B**", "B", {}, 1.0),
     "last of two answers": ("Answer: A. No, wait. Answer: C", "C", {}, 1.0),
-    "last letter": ("A is wrong, so D", "D", {}, 1.0),
-    "letter first": ("B is the correct option", "B", {}, 1.0),
     "the word correct": ("The answer is correct: B", "B", {}, 1.0),
     "after thinking": ("<think>answer A</think> I choose option B", "B", {}, 1.0),
     "other article": ("It is the blue whale", "a blue whale", CHOICES, 0.0),
@@ -120,7 +100,6 @@ GPQA = {
     "letter out of range": ("Answer: E", "B", CHOICES, 0.0),
     "correct letter of metadata": ("Answer: B", "ignored", {"correct_letter": "B"}, 1.0),
     "valid letters of metadata": ("Answer: Y", "Y", {"valid_letters": ["X", "Y"]}, 1.0),
-    "empty": ("", "B", {}, 0.0),
     "letter within a word": ("I like cats", "cat", {}, 0.0),
 }
 

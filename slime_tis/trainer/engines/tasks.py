@@ -88,9 +88,6 @@ class DaemonThreads(ThreadPoolExecutor):
             threading.Thread(target=self._work, name="tool", daemon=True).start()
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Does nothing: the threads are idle, or hang."""
-
     def _work(self) -> None:
         while True:
             future, call = self._calls.get()

@@ -56,7 +56,7 @@ class WeightUpdates:
         self._precision_of, self._samples_all = precision_of, samples_all
         self._version: int | None = None
         self._earlier: dict[str, SampledRows] = {}
-        self._checked: dict[str, tuple[int, int, Tensor]] = {}  # first row, stride and rows, by tensor
+        self._sent: dict[str, SentRows] = {}
         self._sums: dict[str, Tensor] = {}
         self._earlier_sums: dict[str, Tensor] = {}
 
@@ -66,7 +66,7 @@ class WeightUpdates:
         def rounded() -> Iterator[tuple[str, Tensor]]:
             if version != self._version:
                 self._earlier, self._earlier_sums = self.sampled, self._sums
-            self._version, self.sampled, self._checked, self._sums = version, {}, {}, {}
+            self._version, self.sampled, self._sent, self._sums = version, {}, {}, {}
             self.rounder.begin(version)
             for name, weight in weights():
                 precision = self._precision_of(name)
@@ -88,8 +88,15 @@ class WeightUpdates:
                     rows = round_nearest(sent.detach(), precision)
                     stride = 1 if rows.numel() < MAX_SAMPLED_ELEMENTS else row_stride(rows)
                     first = random.Random(f"{version} {name}").randrange(min(stride, len(rows)))
-                    self._checked[name] = first, stride, rows[first::stride].to("cpu", copy=True)
-                    self._sums[name] = block_sums(rows)
+                    sums = self._sums[name] = block_sums(rows)
+                    changed = sums != self._earlier_sums.get(name, sums)
+                    self._sent[name] = SentRows(
+                        first=first,
+                        stride=stride,
+                        rows=rows[first::stride].to("cpu", copy=True),
+                        changed=bool(changed.any()),
+                        changed_everywhere=bool(changed.all()),
+                    )
                 yield name, sent
 
         return rounded
@@ -124,20 +131,8 @@ class WeightUpdates:
 
     def sent_rows(self) -> dict[str, SentRows]:
         """The rows that the engine must contain after an update; a tied output layer has the embedding's rows."""
-        sent = {}
-        for name, (first, stride, rows) in self._checked.items():
-            sums = self._sums[name]
-            changed = sums != self._earlier_sums.get(name, sums)
-            sent[name] = SentRows(
-                first=first,
-                stride=stride,
-                rows=rows,
-                changed=bool(changed.any()),
-                changed_everywhere=bool(changed.all()),
-            )
-        if OUTPUT_LAYER not in sent and EMBEDDING in sent:
-            sent[OUTPUT_LAYER] = sent[EMBEDDING]
-        return sent
+        tied = {OUTPUT_LAYER: self._sent[EMBEDDING]} if EMBEDDING in self._sent else {}
+        return tied | self._sent
 
     def save_samples(self, directory: Path) -> None:
         """Writes the last version's samples into an unfinished checkpoint, for the metrics of the next update."""

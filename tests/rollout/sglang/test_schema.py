@@ -106,34 +106,12 @@ def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
 
 
 def set_log_prob(value: Any) -> Any:
-    def edit(answer: dict[str, Any]) -> None:
-        answer["meta_info"]["output_token_logprobs"][3][0] = value
-
-    return edit
+    return lambda answer: answer["meta_info"]["output_token_logprobs"][3].__setitem__(0, value)
 
 
-def set_token(value: Any) -> Any:
-    def edit(answer: dict[str, Any]) -> None:
-        answer["output_ids"][2] = value
-
-    return edit
-
-
-def set_spans(*spans: tuple[int, int]) -> Any:
-    def edit(answer: dict[str, Any]) -> None:
-        answer["meta_info"]["weight_versions"] = [{"version": "1", "start": start, "end": end} for start, end in spans]
-
-    return edit
-
-
-def set_versions(*names: Any) -> Any:
-    """Two spans of four tokens each under these names."""
-
-    def edit(answer: dict[str, Any]) -> None:
-        spans = [{"version": name, "start": 4 * i, "end": 4 * i + 4} for i, name in enumerate(names)]
-        answer["meta_info"]["weight_versions"] = spans
-
-    return edit
+def set_spans(*spans: tuple[Any, int, int]) -> Any:
+    fields = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
+    return lambda answer: answer["meta_info"].update(weight_versions=fields)
 
 
 SPOILED = {
@@ -145,8 +123,11 @@ SPOILED = {
         lambda a: (a["output_ids"].pop(), a["meta_info"]["output_token_logprobs"].pop()),
         "7 tokens and says.* 8",
     ),
-    "another token's log-prob": (set_token(57), "log-prob 2 is of token 58, but the token is 57"),
-    "a negative token": (set_token(-1), r"output_ids\[2\] is -1"),
+    "another token's log-prob": (
+        lambda a: a["output_ids"].__setitem__(2, 57),
+        "log-prob 2 is of token 58",
+    ),
+    "a negative token": (lambda a: a["output_ids"].__setitem__(2, -1), r"output_ids\[2\] is -1"),
     "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
     "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
     "a positive log-prob": (set_log_prob(0.5), r"output_token_logprobs\[3\]\[0\] is 0\.5"),
@@ -154,9 +135,9 @@ SPOILED = {
         set_log_prob(-(10**400)),
         r"output_token_logprobs\[3\]\[0\] is -10{58}… \(402 characters\)$",
     ),
-    "spans that end early": (set_spans((0, 5)), "covers 5 tokens of 8"),
-    "spans with a gap": (set_spans((0, 5), (6, 8)), "after 5 of 8"),
-    "versions that go back": (set_versions("3", "1"), "goes back from 3 to 1"),
+    "spans that end early": (set_spans(("1", 0, 5)), "covers 5 tokens of 8"),
+    "spans with a gap": (set_spans(("1", 0, 5), ("1", 6, 8)), "after 5 of 8"),
+    "versions that go back": (set_spans(("3", 0, 4), ("1", 4, 8)), "goes back from 3 to 1"),
     "completion_tokens of text": (
         lambda a: a["meta_info"].update(completion_tokens="\x07" * 200),
         r"meta_info.completion_tokens is '(\\x07){14}\\x0… \(802 characters\)$",

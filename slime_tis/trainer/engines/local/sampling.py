@@ -30,7 +30,8 @@ def sample_tokens(
         log_probs_BV = log_softmax(logits_BV)
         tokens_B = log_probs_BV.argmax(-1)
         return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1), log_probs_BV
-    shifted_BV = _shifted(filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k))
+    shifted_BV = filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
+    shifted_BV = shifted_BV - shifted_BV.amax(-1, keepdim=True)
     weights_BV = shifted_BV.exp()  # probabilities would need another pass over the vocabulary
     tokens_B = inverse_cdf(weights_BV, uniforms_B)
     log_probs_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - weights_BV.sum(-1).log()
@@ -68,12 +69,9 @@ def log_softmax(logits_BV: Tensor) -> Tensor:
     too high. `Tensor.sum` adds in pairs and leaves unbiased rounding errors. The training engine computes log-probs
     in the same way.
     """
-    shifted_BV = _shifted(logits_BV.float())
+    logits_BV = logits_BV.float()
+    shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
     return shifted_BV.sub_(shifted_BV.exp().sum(-1, keepdim=True).log_())
-
-
-def _shifted(logits_BV: Tensor) -> Tensor:
-    return logits_BV - logits_BV.amax(-1, keepdim=True)
 
 
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:

@@ -216,19 +216,15 @@ class RolloutTask:
     stopping: bool = False
     """Whether requests are aborted and no new ones are sent."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
+    """The task of `run`."""
     _responses: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
     _interrupted: set[PendingSample] = field(default_factory=set)
 
     async def run(self) -> None:
         """Calls the function until enough groups are complete."""
-        self._task = asyncio.current_task()
+        self.task = asyncio.current_task()
         await self.batch.run()
-
-    async def close(self) -> None:
-        """Ends `run`; requests in flight are aborted."""
-        if self._task is not None:
-            await cancel_and_wait([self._task])
 
     async def answer(self, request: Request) -> Generation:
         """Answers one request, with abort once enough groups are complete."""

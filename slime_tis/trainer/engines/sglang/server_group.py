@@ -29,7 +29,7 @@ from slime_tis.trainer.engines.sglang.launch import LaunchedServers
 from slime_tis.trainer.engines.sglang.sampling import RolloutTask
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
-from slime_tis.trainer.engines.tasks import BackgroundTasks
+from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 from slime_tis.trainer.options.rollout import Rounding
@@ -291,7 +291,7 @@ class ServerGroup:
             await asyncio.sleep(RESTART_INTERVAL)
 
     async def _end_tasks(self) -> None:
-        await asyncio.gather(*(rollout.close() for rollout in list(self.rollouts)))
+        await cancel_and_wait([rollout.task for rollout in self.rollouts if rollout.task])  # aborts their requests
         await self._tasks.cancel()
 
 
