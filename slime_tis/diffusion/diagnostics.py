@@ -28,14 +28,7 @@ class Diagnostics:
         self._reported: set[str] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """The warnings after a step.
-
-        Args:
-            metrics: The metrics of the step, including `StepStatistics.metrics`.
-
-        Returns:
-            Messages, each with a hint; mostly none.
-        """
+        """The warnings after a step."""
         found = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
         self._steps += 1
         rejected = found.get("rejected_sequence_fraction", 0.0)

@@ -114,10 +114,7 @@ class Checkpointer:
                 print(f"options changed since then: {difference}", flush=True)
 
     def save(self, before_it_counts: Callable[[], object] | None = None) -> None:
-        """Writes a checkpoint of the position; a collective.
-
-        `before_it_counts` is called before the checkpoint is complete, to write the reports of the steps before it.
-        """
+        """Writes a checkpoint of the position; a collective."""
         config, position, sampler, updates = self.config, self.position, self.weights.sampler, self.weights.updates
         learner, engine = self.weights.learner, self.weights.learner.engine
         assert config.save is not None

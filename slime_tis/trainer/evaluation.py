@@ -127,10 +127,7 @@ def load_evaluation_prompts(
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns means over scored answers, in which the segments of an answer count together.
-
-    reward/KEY are means of the numbers of dictionary rewards.
-    """
+    """Returns means over scored answers, in which the segments of an answer count together."""
     answers = by_rollout(samples)
     return {
         "accuracy": sum(map(rollout_reward, answers)) / len(answers),

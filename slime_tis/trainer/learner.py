@@ -152,10 +152,7 @@ class Learner:
         return is_scaled and not policy.use_kl_loss and policy.entropy_coef == policy.rollout_pull_coef == 0
 
     def _isolate_zero_advantage_groups(self, step: Step) -> Step:
-        """Moves zero-advantage groups into separate micro-batches, whose backward pass is skipped.
-
-        Applies to micro-batches of a fixed number of samples, unless routing records fix their order.
-        """
+        """Moves zero-advantage groups into separate micro-batches, whose backward pass is skipped."""
         engine, size = self.engine, self.engine.config.micro_batch_size
         is_fixed = engine.token_budget is None and size is not None and step.routing_record is None
         if not (is_fixed and self._scales_with_advantages and engine.skips_backward):
@@ -178,10 +175,7 @@ class Learner:
         return replace(step, partition=partition)
 
     def _prepare(self, rollouts: Sequence[Sequence[Sample]]) -> Step:
-        """Prepares this rank's share of a step: micro-batches, old and reference log-probs.
-
-        All segments of a rollout are in one micro-batch, since the loss averages over their tokens together.
-        """
+        """Prepares this rank's share of a step: micro-batches, old and reference log-probs."""
         size = self.parallel.data_size
         together = 1
         if self.engine.shares_prompts:
@@ -326,10 +320,7 @@ class Learner:
         return math.sqrt(share) if scaling == "sqrt" else share
 
     def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
-        """Adds the step's tokens to the dump of each data-parallel rank.
-
-        Context-parallel ranks join their slices; tensor-parallel ranks hold identical values, so one of them writes.
-        """
+        """Adds the step's tokens to the dump of each data-parallel rank."""
         parallel = self.parallel
         if self.dump is None or not parallel.is_last_stage or parallel.tensor_rank > 0:
             return
@@ -349,10 +340,7 @@ class Learner:
                 )
 
     def _mismatch_otherwise(self, step: Step) -> dict[str, float]:
-        """Measures the mismatch of the mode that training does not use (replay or no replay) by one forward pass.
-
-        The routing difference with replay has the name that a run with replay uses.
-        """
+        """Measures the mismatch of the mode that training does not use (replay or no replay) by one forward pass."""
         replays = not self.rollout.use_rollout_routing_replay
         name = WITH_REPLAY if replays else WITHOUT_REPLAY
         with self.engine.timer(name):

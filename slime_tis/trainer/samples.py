@@ -144,11 +144,7 @@ def mask_removed_samples(groups: Sequence[Sequence[Sample]]) -> None:
 
 
 def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: int | None) -> int:
-    """Zeroes the loss mask of samples whose oldest token was sampled more than `limit` versions ago.
-
-    Masked samples stay in their groups, so that batches keep their shape. They do not count in the loss or in their
-    group's baseline. Returns their number.
-    """
+    """Zeroes the loss mask of samples whose oldest token was sampled more than `limit` versions ago."""
     if limit is None:
         return 0
     samples = [sample for group in groups for sample in group]
@@ -159,10 +155,7 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
 
 
 def mask_earlier_tokens(groups: Sequence[Sequence[Sample]]) -> float:
-    """Zeroes the loss mask of tokens that older weights than those of the sample's last token sampled.
-
-    Returns their share of the trained tokens.
-    """
+    """Zeroes the loss mask of tokens that older weights than those of the sample's last token sampled."""
     trained = masked = 0
     for sample in (sample for group in groups for sample in group):
         newest = max(sample.trained_versions, default=0)

@@ -182,10 +182,7 @@ def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> 
 def train_supervised(
     model: PreTrainedModel, train: Tensor, held_out: Tensor, example: Example, seed: int
 ) -> dict[str, float]:
-    """Trains until both accuracies are reached, and returns them with the number of steps.
-
-    A step that exceeds the range of greedy accuracy is undone, and the learning rate is halved.
-    """
+    """Trains until both accuracies are reached, and returns them with the number of steps."""
     lowest, highest = example.accuracy
     optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0)
     warmup, scale = 30, 1.0
@@ -230,11 +227,7 @@ def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Ten
 
 @torch.no_grad()
 def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[float, float]:
-    """Returns the share of correct greedy answers and the expected share of correct samples, from one forward pass.
-
-    A greedy answer is correct if each correct token has the largest probability; a sample is correct with the product
-    of these probabilities.
-    """
+    """Returns the share of correct greedy answers and the expected share of correct samples, from one forward pass."""
     log_probs = answer_log_probs(model, tokens, digits)
     answers = tokens[:, -digits - 1 :]
     greedy = (log_probs.argmax(-1) == answers).all(-1).float().mean()

@@ -76,10 +76,7 @@ class SyncCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The probe's log-probs by one copy of the rollout engine's weights, compared with training's.
-
-    Values are NaN where there is no previous check.
-    """
+    """The probe's log-probs by one copy of the rollout engine's weights, compared with training's."""
 
     gap: float
     """Mean |r − n|, in nats per token; infinite if a log-prob is not finite."""
@@ -97,10 +94,7 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class PolicyWeights:
-    """Sends the policy's weights to the rollout engine: rounded, measured and checked.
-
-    The rollout engine takes `tensors` and `version` for servers that return; `connect` links the two before first use.
-    """
+    """Sends the policy's weights to the rollout engine: rounded, measured and checked."""
 
     learner: Learner
     config: RolloutConfig
@@ -142,10 +136,7 @@ class PolicyWeights:
 
     @property
     def are_loaded_by_the_engine(self) -> bool:
-        """Whether the rollout engine has loaded exactly the weights to train, so that no first update is needed.
-
-        A local engine that rounds receives the first weights, so that later updates are measured against them.
-        """
+        """Whether the rollout engine has loaded exactly the weights to train, so that no first update is needed."""
         precisions = {self.config.rollout_precision, self.megatron.precision}
         return self.config.rollout_engine == "local" and precisions == {"fp32"}
 
@@ -160,10 +151,7 @@ def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[in
 def check_weight_sync(
     engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
 ) -> dict[str, float]:
-    """Compares the rollout engine with the sent tensors and with the training engine after an update; a collective.
-
-    Returns `METRICS` of the copy of the weights with the largest gap, without the values that need a previous check.
-    """
+    """Compares the rollout engine with the sent tensors and with the training engine after an update; a collective."""
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
     for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
         count = engine.parallel.largest(len(names))

@@ -144,10 +144,7 @@ class GenerateFunction:
             raise NoSample("raised", f"{describe(self.function)} cancelled itself.") from None
 
     def checked(self, returned: Any, fresh: Sample, requests: Sequence[Sampled]) -> list[Sample]:
-        """Returns the samples of one call in the form that training takes; raises NoSample for an invalid sample.
-
-        `fresh` has the prompt of the call; the engine answered `requests` meanwhile.
-        """
+        """Returns the samples of one call in the form that training takes; raises NoSample for an invalid sample."""
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]
         try:
             if not samples or not all(isinstance(sample, Sample) for sample in samples):
@@ -278,10 +275,7 @@ def build_generate_function(
     address: tuple[str, int] | None,
     option: str = "custom_generate_function_path",
 ) -> GenerateFunction | None:
-    """Returns the function of an option; None if the option is unset.
-
-    `address` is the host and port of the engine, if it has one; the function's `args` get it.
-    """
+    """Returns the function of an option; None if the option is unset."""
     path = getattr(config, option)
     if path is None:
         return None

@@ -28,10 +28,7 @@ WRONG_MODEL = "give --load-debug-rollout-data samples of this model."
 
 
 def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
-    """Writes every sample of a rollout to a file that appears when it is complete.
-
-    A log-prob that is missing or not finite becomes null.
-    """
+    """Writes every sample of a rollout to a file that appears when it is complete."""
     path = Path(path)
     try:
         check_replaceable(path)

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -45,10 +46,7 @@ HEAD = 4096
 
 
 class PromptDataset:
-    """The training prompts, in the file's order or in a new order every epoch.
-
-    The order of an epoch depends only on the seed and the epoch's number, so two integers are the complete state.
-    """
+    """The training prompts, in the file's order or in a new order every epoch."""
 
     def __init__(
         self,
@@ -131,11 +129,7 @@ def load_prompts(
     max_prompt_len: int | None = None,
     sizes: ModelSizes | None = None,
 ) -> list[Prompt]:
-    """Reads and tokenizes a prompt file.
-
-    Plain text is tokenized with the tokenizer's beginning-of-sequence token; a chat template writes its own special
-    tokens, and none are added.
-    """
+    """Reads and tokenizes a prompt file."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"the prompt file {str(path)!r} does not exist.")
@@ -146,7 +140,8 @@ def load_prompts(
         raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; remove it.")
     texts = [_text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows]
     context_len = None if sizes is None else sizes.context_len
-    places = [index for index, text in enumerate(texts) if not _far_too_long(text, max_prompt_len or context_len)]
+    longest = CHARACTERS_PER_TOKEN * (max_prompt_len or context_len or math.inf)
+    places = [index for index, text in enumerate(texts) if len(text) <= longest]
     if max_prompt_len is None and len(places) < len(texts):
         index = next(index for index, kept in enumerate([*places, -1]) if index != kept)
         raise ValueError(_does_not_fit(rows[index][0], f"{len(texts[index])} characters", context_len))
@@ -168,10 +163,6 @@ def load_prompts(
         for prompt in prompts:
             check_fits(prompt, rows[prompt.index][0], sizes)
     return prompts
-
-
-def _far_too_long(text: str, limit: int | None) -> bool:
-    return limit is not None and len(text) > CHARACTERS_PER_TOKEN * limit
 
 
 def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:

@@ -259,10 +259,7 @@ def _int32(values: Sequence[int] | Tensor) -> Tensor:
 
 
 def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> list[int]:
-    """Returns the version of each token from a server's meta_info, or else the version of the token before them.
-
-    A version that is not a number belongs to the weights with which a server started.
-    """
+    """Returns the version of each token from a server's meta_info, or else the version of the token before them."""
 
     def number(name: Any) -> int:
         return int(name) if str(name).isdecimal() else 0

@@ -116,10 +116,7 @@ class LatestCheckpoint:
 
 
 def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None:
-    """The newest undamaged checkpoint under `directory`; None if there are no checkpoints.
-
-    Every rank compares the SHA-256 of its share of the files; all ranks get the same result.
-    """
+    """The newest undamaged checkpoint under `directory`; None if there are no checkpoints."""
     (candidates, *_) = on_every_rank(lambda: files.checkpoints(directory))
     damaged: list[str] = []
     for checkpoint in reversed(candidates):

@@ -4,10 +4,8 @@ megatron-core 0.16.1 names the CUDA device literally in places that do not need 
 a checkpoint's `synchronize`). Without a CUDA device, `install` adds an import hook that rewrites those literals in the
 sources of `megatron.core` during their import. Torch is not patched and no file is changed.
 
-Options of megatron-core reach only some of these places. Replacing functions of `torch.cuda` affects every library of
-the process and does not reach the literals; a `TorchFunctionMode` slows each torch function. A CPU-only path is
-proposed for parts of megatron-core (https://github.com/NVIDIA/Megatron-LM/pull/6270); its release makes this file
-obsolete. `tests/megatron/test_hf_parity.py` and `test_layouts.py` compare the rewritten code with transformers.
+A CPU-only path is proposed for parts of megatron-core (https://github.com/NVIDIA/Megatron-LM/pull/6270); its release
+makes this file obsolete.
 """
 
 import importlib.abc

@@ -205,10 +205,7 @@ class TrainingEngine:
         responses_of_ranks: Sequence[Sequence[int]],
         rollouts_of_ranks: Sequence[Sequence[int]],
     ) -> MicroBatches:
-        """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank.
-
-        A rollout, whose number each of its sequences has, is never split.
-        """
+        """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank."""
         rank = self.parallel.data_rank
         if self.token_budget is None:
             assert self.config.micro_batch_size is not None
@@ -343,8 +340,10 @@ class TrainingEngine:
             with clock(), torch.set_grad_enabled(differentiates):  # megatron-core differentiates outputs with gradient
                 if not micro.packed_seq_params.gives_logits:
                     return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
-                output.detach()[..., self._distribution(micro).width(output.shape[-1]) :] = -torch.inf
-                return on_log_probs(replace(micro, logits=output.clone()), *self._from_logits(output[0], micro))
+                distribution = self._distribution(micro)
+                output.detach()[..., distribution.width(output.shape[-1]) :] = -torch.inf
+                with_logits = replace(micro, logits=output.clone())  # the next line overwrites them
+                return on_log_probs(with_logits, *vocab_parallel_log_probs(output[0], micro.target_L, distribution))
 
         return output, last_stage
 
@@ -365,9 +364,6 @@ class TrainingEngine:
         main_grad_OI: Tensor = weight_OI.main_grad  # type: ignore[attr-defined]  # megatron-core's
         return fused_linear_log_probs(hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI)
 
-    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_log_probs(logits, micro.target_L, self._distribution(micro))
-
     def _loss(
         self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, loss: Loss
     ) -> tuple[Tensor, Tensor, StepSums]:
@@ -381,12 +377,7 @@ class TrainingEngine:
         return outputs.numerator, outputs.denominator, outputs.sums
 
     def _step_if_finite(self, rate_scale: float) -> float:
-        """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping.
-
-        `rate_scale` multiplies the scheduled learning rate of this step.
-
-        These are the parts of megatron-core's `step`, with a check of the norm between them.
-        """
+        """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping."""
         norm = math.nan if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             return norm

@@ -151,7 +151,8 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
     check_tensors(directory, read_model_config(directory))
     tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
     hf = model.hf_config
-    first_layer, first_expert = _first_layer(model, parallel), _first_expert(model, parallel, parallel.expert_rank)
+    first_layer = parallel.pipeline_rank * (model.config.num_layers // parallel.pipeline_size)
+    first_expert = _first_expert(model, parallel, parallel.expert_rank)
     for name, parameter in named_weights(model.module).items():
         layout, sources = rule(name, hf, first_layer, first_expert)
         rank, size = parallel.tensor_rank, parallel.tensor_size
@@ -165,10 +166,7 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
 
 
 def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """Streams the model's weights as whole tensors under their Hugging Face names; every rank must iterate to the end.
-
-    At any time only one weight is whole, or `GATHERED_BYTES` of the experts of a layer.
-    """
+    """Streams the model's weights as whole tensors under Hugging Face names; every rank must iterate to the end."""
     weights = named_weights(model.module)
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
@@ -241,10 +239,6 @@ def _under_hf_names(
     for index, (owner, name) in enumerate(product(range(owners), names)):
         _, targets = rule(name, model.hf_config, first_layer, _first_expert(model, parallel, owner))
         yield from zip(targets, (tensor[index] for tensor in whole), strict=True)
-
-
-def _first_layer(model: Model, parallel: Parallel) -> int:
-    return int(parallel.pipeline_rank * (model.config.num_layers // parallel.pipeline_size))
 
 
 def _first_expert(model: Model, parallel: Parallel, owner: int) -> int:

@@ -225,10 +225,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _recorded(rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, missing: Tensor) -> Tensor | None:
-    """The rollout engine's record of every token [T, …], from a row for each token but a sequence's last.
-
-    `missing` is the value for tokens without a row. None if nothing was recorded.
-    """
+    """The rollout engine's record of every token [T, …], from a row for each token but a sequence's last."""
     recorded = [rows for rows in rows_S or [] if rows is not None]
     if rows_S is None or not recorded:
         return None

@@ -77,10 +77,7 @@ class LayerReplay:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Scores [T, k] and experts [T, k] of every token, given scores [T, experts] and the router's choice.
-
-        megatron-core's `topk_routing_with_score_function` calls it.
-        """
+        """Scores [T, k] and experts [T, k] of every token, given scores [T, experts] and the router's choice."""
         recomputes = torch.is_grad_enabled() and bool(self.to_recompute)
         self._current = current = self.to_recompute.popleft() if recomputes else self._routing.current
         if self._routing.trains and not torch.is_grad_enabled():
@@ -151,14 +148,7 @@ class RoutingReplay:
         record: RoutingRecord | None = None,
         source: RoutingRecord | None = None,
     ) -> None:
-        """Prepares for a pass over micro-batches, also after an abandoned pass.
-
-        Args:
-            trains: whether a backward pass follows.
-            replays: whether recorded experts are replayed; if not, the routers' choice is compared with them.
-            record: receives the experts of every micro-batch.
-            source: record of another pass over the same micro-batches, replayed instead of the batch's experts.
-        """
+        """Prepares for a pass; `source`, the record of another pass, is replayed instead of the batch's experts."""
         self.trains, self.replays, self._record, self._source = trains, replays, record, source
         self.current, self._compared = None, []
         for layer in self._layers:

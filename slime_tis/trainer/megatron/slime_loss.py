@@ -23,10 +23,7 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     **others: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Log-probs of the response tokens on this rank at the rollout's temperature, with gradient.
-
-    The arguments are slime's; `logits` is the [1, L, V] argument of the loss function.
-    """
+    """Log-probs of the response tokens on this rank at the rollout's temperature, with gradient."""
     slices = context_parallel({}).slices([len(tokens) for tokens in unconcat_tokens], response_lengths, None)
     responses = [
         tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, response_lengths, strict=True)

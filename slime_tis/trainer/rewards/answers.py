@@ -46,6 +46,12 @@ def marked_answer(text: str) -> str | None:
     return boxed
 
 
+def same_boxed_answer(solution: str, expected: str) -> bool:
+    r"""Whether the last \boxed{} answer of a solution is the expected answer, which may be boxed, too."""
+    answer, expected = last_boxed(solution), last_boxed(expected) or expected
+    return bool(answer is not None and expected and same_answer(answer, expected))
+
+
 def last_boxed(text: str) -> str | None:
     r"""What the last \boxed{} holds, with braces inside it matched; None where none is closed."""
     start = text.rfind("\\boxed{")

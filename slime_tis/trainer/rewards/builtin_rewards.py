@@ -10,7 +10,14 @@ from typing import Any
 
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.options.rm_types import BOXED, REMOTE
-from slime_tis.trainer.rewards.answers import last_boxed, last_number, marked_answer, number_of, same_answer
+from slime_tis.trainer.rewards.answers import (
+    last_boxed,
+    last_number,
+    marked_answer,
+    number_of,
+    same_answer,
+    same_boxed_answer,
+)
 
 Reward = float | dict[str, float]
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -57,9 +64,7 @@ def deepscaler(response: str, label: str) -> float:
         solution = response.split("###Response")[1]
     else:
         return 0.0
-    answer, expected = last_boxed(solution), last_boxed(label)
-    expected = label if expected is None else expected
-    return float(answer is not None and bool(expected) and same_answer(answer, expected))
+    return float(same_boxed_answer(solution, label))
 
 
 def dapo(response: str, label: str) -> dict[str, float]:

@@ -89,8 +89,7 @@ def build_reward(
     """Returns the function that scores a list of samples with `--rm-type` or `--custom-rm-path`; a collective.
 
     A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`, as
-    `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all ranks get all scores and
-    edits. `check_interrupts` is called while scores are awaited; its exception ends scoring.
+    `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all ranks get all scores.
     """
     key = RewardKey(name=config.reward_key, flag="--reward-key")
     if config.reward_weights is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.options.rm_types import is_remote
-from slime_tis.trainer.rewards.answers import last_boxed, same_answer
+from slime_tis.trainer.rewards.answers import last_boxed, same_boxed_answer
 from slime_tis.trainer.rewards.builtin_rewards import builtin_reward, dapo, dapo_answer
 from slime_tis.user_functions import load_function
 
@@ -44,8 +44,7 @@ def extract_answer(passage: str) -> str | None:
 
 def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
     r"""Returns whether the last \boxed{} answer of a solution equals the ground truth, which may be boxed, too."""
-    answer, expected = last_boxed(solution_str), last_boxed(ground_truth) or ground_truth
-    return bool(answer is not None and expected and same_answer(answer, expected))
+    return same_boxed_answer(solution_str, ground_truth)
 
 
 def compute_score(

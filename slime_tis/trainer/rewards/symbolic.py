@@ -29,10 +29,7 @@ WORKER = Path(__file__).with_name("symbolic_worker.py")
 
 @lru_cache(maxsize=8192)
 def same_expression(answer: str, expected: str, as_number: bool = False) -> bool:
-    """Returns whether math-verify finds two LaTeX expressions equal.
-
-    With `as_number` the answer must be a number; an expression with that value is not enough.
-    """
+    """Returns whether math-verify finds two LaTeX expressions equal."""
     with _lock:
         return _worker.ask(answer, expected, as_number)
 
