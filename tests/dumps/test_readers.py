@@ -248,7 +248,7 @@ BAD_LINES = {
     "no text": ("\xff\xfe", "line 2 is not JSON"),
     "length": (json.dumps(PLAIN | {"loss_mask": [1]}), "line 2 has 1 entries of loss_mask"),
     "text": (json.dumps(PLAIN | {"train_log_probs": "abc"}), "line 2 has train_log_probs"),
-    "probabilities": (json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}), "train_log_prob of 0.5"),
+    "probabilities": (json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}), "log-prob of 0.5"),
     "another form": (json.dumps({"x": 1}), "line 2 has train_log_probs"),
 }
 
@@ -326,7 +326,7 @@ def test_memory_is_bounded_in_bytes(tmp_path):
         ({"tokens": [1, None]}, "token has an entry that does not fit int32"),
         ({"tokens": [1, 10**400]}, "tokens with an entry that is not a number"),
         ({"tokens": [[1], 2]}, "tokens with an entry that is not a number"),
-        ({"reward": 10**400}, "exceeds 64 bits"),
+        ({"reward": 10**400}, "reward has an entry that does not fit float32"),
         ({"step": 10**30}, "step has an entry that does not fit int32"),
         ({"prompt": [-(10**12)]}, "prompt has an entry that does not fit int32"),
     ],

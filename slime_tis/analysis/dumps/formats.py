@@ -261,7 +261,4 @@ def _number(row: Row, key: str, *, whole: bool = False) -> Any:
     value = row[key].item() if isinstance(row[key], Tensor) else row[key]
     if not isinstance(value, int if whole else int | float):
         raise ValueError(f"has {key} {quoted(value, 40)}, which is not a {'whole ' if whole else ''}number.")
-    try:
-        return value if whole else float(value)
-    except OverflowError:
-        raise ValueError(f"has {key} {quoted(value, 40)}, which exceeds 64 bits.") from None
+    return value

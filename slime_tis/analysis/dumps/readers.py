@@ -204,7 +204,6 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
         try:
             form = form or format_of(row)
             part = form.parts(row, path)
-            _check_log_probs(part)
         except ValueError as error:
             raise ValueError(f"{where} {error}") from error
         if tokens >= CHUNK_TOKENS:
@@ -218,18 +217,13 @@ def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[
 
 def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTable:
     try:
-        return TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
+        table = TokenTable.from_parts(parts, {"source": form.source, **form.metadata})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _check_log_probs(part: SampleParts) -> None:
-    """Refuses positive log-probs."""
-    for name in ("train_log_prob", "rollout_log_prob"):
-        values = np.asarray(getattr(part, name), np.float64)
-        trained = np.ones(len(values)) if part.loss_mask is None else np.asarray(part.loss_mask)
-        if bool(((values > 1e-2) & (trained > 0)).any()):
-            raise ValueError(f"has a {name} of {values.max():.4g}; log-probs are natural logarithms, at most 0.")
+    for log_probs in (table.train_log_prob, table.rollout_log_prob):
+        if (highest := np.fmax.reduce(log_probs[table.loss_mask > 0], initial=-np.inf)) > 1e-2:
+            raise ValueError(f"{path} has a log-prob of {highest:.4g}; natural logarithms are at most 0.")
+    return table
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
