@@ -23,14 +23,13 @@ UInt8 = NDArray[np.uint8]
 Bool = NDArray[np.bool_]
 Column = NDArray[Any]
 
-REQUIRED_COLUMNS: dict[str, type] = {
+REQUIRED_COLUMNS = ("train_log_prob", "old_log_prob", "rollout_log_prob", "loss_mask")
+"""Columns that every table has."""
+TOKEN_COLUMNS: dict[str, type] = {
     "train_log_prob": np.float32,
     "old_log_prob": np.float32,
     "rollout_log_prob": np.float32,
     "loss_mask": np.uint8,
-}
-"""Token columns that every table has, and their types."""
-TOKEN_COLUMNS: dict[str, type] = REQUIRED_COLUMNS | {
     "token": np.int32,
     "weight": np.float32,
     "bounded_weight": np.float32,
@@ -42,7 +41,7 @@ TOKEN_COLUMNS: dict[str, type] = REQUIRED_COLUMNS | {
     "turn": np.int32,
     "experts": np.int32,
 }
-"""All token columns and their types; experts are [N, layers, k], the others [N]."""
+"""Token columns and their types; experts are [N, layers, k], the others [N]."""
 SAMPLE_COLUMNS: dict[str, type] = {
     "step": np.int32,
     "sample_index": np.int32,
