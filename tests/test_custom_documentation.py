@@ -139,6 +139,7 @@ def test_the_advantages_and_the_reducer_shown_act(run: Run) -> None:
     assert 0 < objective(run, *flags, name="faded", step=0)["train/grad_norm"] < mean
 
 
+ONE_STEP = "--num-rollout 1 --lr 0.01 --adam-eps 1 --weight-decay 0 --clip-grad 0 --micro-batch-size 4"
 ADVANTAGE = ("--custom-advantage-function-path", "my_objective.py:fading")
 REDUCER = ("--custom-pg-loss-reducer-function-path", "my_objective.py:constant_divisor")
 
@@ -156,20 +157,7 @@ def test_objectives_are_those_of_one_rank(
 ) -> None:
     """Weights that one step has changed in proportion to the gradient, and metrics, on two ranks of a layout."""
     flags = [*task, *(flag.replace("my_objective", f"{tmp_path}/my_objective") for flag in flags)]
-    flags += [
-        "--num-rollout",
-        "1",
-        "--lr",
-        "0.01",
-        "--adam-eps",
-        "1",
-        "--weight-decay",
-        "0",
-        "--clip-grad",
-        "0",
-        "--micro-batch-size",
-        "4",
-    ]
+    flags += ONE_STEP.split()
     (alone,) = run_here([*flags, "--save-hf", str(tmp_path / "alone_hf")], tmp_path / "alone")
     weights = load_file(tmp_path / "alone_hf" / "model.safetensors")
     before = load_file(Path(task[task.index("--hf-checkpoint") + 1]) / "model.safetensors")

@@ -12,24 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from slime_tis.correction import response_slices
-from slime_tis.integrations.slime import ContextParallel, context_parallel
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over the context-parallel group, of values and of gradients."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, place: ContextParallel) -> Tensor:
-        context.place = place
-        return place.ranks.over_context(tensor.clone())
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        place: ContextParallel = context.place
-        return place.ranks.over_context(gradients[0].clone()), None
-
+from slime_tis.integrations.slime import context_parallel
 
 Values = TypeVar("Values", Tensor, list[float])
 
@@ -40,11 +26,11 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
     Every rank writes its tokens into zeros, and a sum over the group joins them. The gradient of a token is the sum of
     its gradients on all ranks.
     """
-    place = context_parallel({})
-    if place.size == 1:
+    context = context_parallel({})
+    if context.size == 1:
         return tensor
-    scattered = place.slices([total_length], [response_length], None).scatter(tensor)
-    gathered: Tensor = _SumOverRanks.apply(scattered, place)  # type: ignore[no-untyped-call]  # torch's
+    scattered = context.slices([total_length], [response_length], None).scatter(tensor)
+    gathered: Tensor = all_reduce(scattered, group=context.group or torch.distributed.group.WORLD)
     return gathered
 
 
@@ -54,10 +40,10 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
         raise ValueError(
             f"log_prob has {len(log_prob)} values but response_length is {response_length}; pass the whole response."
         )
-    place = context_parallel({})
-    if place.size == 1:
+    context = context_parallel({})
+    if context.size == 1:
         return log_prob
-    slices = response_slices([total_length], [response_length], place.rank, place.size)
+    slices = response_slices([total_length], [response_length], context.rank, context.size)
     if isinstance(log_prob, Tensor):
         return slices.slice_flat(log_prob)
     gap, first, middle, second, _ = slices.pieces

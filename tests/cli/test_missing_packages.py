@@ -19,17 +19,10 @@ TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplo
 """Packages that the extra analysis does not bring along."""
 ALL = (*TRAIN, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
 """Packages that a base install does not bring along."""
-CHECKPOINT = ("--hf-checkpoint", "model", "--prompt-data", "rows.jsonl", "--num-rollout", "1")
-BATCH = (
-    "--rollout-batch-size",
-    "1",
-    "--n-samples-per-prompt",
-    "2",
-    "--rollout-max-response-len",
-    "4",
-    "--rm-type",
-    "exact_match",
-)
+FLAGS = """
+--hf-checkpoint model --prompt-data rows.jsonl --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2
+--rollout-max-response-len 4 --rm-type exact_match
+"""
 DUMP = '{"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.1, -0.5], "loss_mask": [1, 1]}\n'
 
 
@@ -44,7 +37,7 @@ def run(directory: Path, missing: tuple[str, ...], *argv: str) -> subprocess.Com
 
 
 NEEDS = {
-    "train": (("train", *CHECKPOINT, *BATCH), "train"),
+    "train": (("train", *FLAGS.split()), "train"),
     "train with YAML": (("train", "--custom-config-path", "run.yaml"), "train"),
     "demo": (("demo",), "train"),
     "port": (("port", "run.sh"), "train"),
@@ -75,7 +68,7 @@ def test_the_extra_analysis_is_enough(argv: tuple[str, ...], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("package", ["megatron", "transformers", "safetensors", "httpx", "psutil"])
 def test_train_without_one_package_ends_in_one_line(package: str, tmp_path: Path) -> None:
-    ended = run(tmp_path, (package,), "train", *CHECKPOINT, *BATCH)
+    ended = run(tmp_path, (package,), "train", *FLAGS.split())
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
     assert f"the package {package};" in ended.stderr
 

@@ -16,6 +16,12 @@ from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.output_paths import held_outputs
 from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE
 
+FLAGS = """
+--hf-checkpoint data/model --ref-load data/ref --use-kl-loss --kl-loss-coef 0.1 --prompt-data data/train.jsonl
+--eval-prompt-data e data/eval.jsonl --rm-type exact_match --num-rollout 1 --rollout-batch-size 4
+--n-samples-per-prompt 2 --rollout-max-response-len 12
+"""
+
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -36,20 +42,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     parquet.write_table(pa.table({"mine": [1]}), "other.parquet")
     torch.save({"metadata": {}, "mine": torch.ones(3)}, "other.pt")
     (Path("old/iter_0000003") / TRAINER_STATE).write_text(json.dumps({"run": "a", "options": {"seed": 7}}))
-    return [
-        *("--hf-checkpoint", "data/model", "--ref-load", "data/ref", "--use-kl-loss", "--kl-loss-coef", "0.1"),
-        *(
-            "--prompt-data",
-            "data/train.jsonl",
-            "--eval-prompt-data",
-            "e",
-            "data/eval.jsonl",
-            "--rm-type",
-            "exact_match",
-        ),
-        *("--num-rollout", "1", "--rollout-batch-size", "4", "--n-samples-per-prompt", "2"),
-        *("--rollout-max-response-len", "12"),
-    ]
+    return FLAGS.split()
 
 
 DUMPS = ("--save-debug-train-data", "--save-debug-rollout-data")

@@ -41,17 +41,6 @@ def test_command_line_wins_over_yaml_wins_over_preset_wins_over_default(base, tm
     assert other.correction.tis_level == "token" and not other.correction.use_rs
 
 
-def test_command_line_switches_off_what_yaml_and_preset_turn_on(base, tmp_path):
-    (tmp_path / "run.yaml").write_text("use_rs: on\nrs_veto_threshold: 1e-4\nbf16: yes\n")
-    got = configured(base + "--custom-config-path run.yaml --no-use-rs --rs-veto-threshold none --no-bf16")
-    assert (got.correction.use_rs, got.correction.rs_veto_threshold, got.megatron.bf16) == (
-        False,
-        None,
-        False,
-    )
-    assert not configured(base + "--rollout-correction-preset decoupled_token_is --no-use-tis").correction.use_tis
-
-
 LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
 
 

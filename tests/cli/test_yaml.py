@@ -21,29 +21,6 @@ def test_yaml_reads_lists_mappings_nulls_and_underscored_text(base, tmp_path):
     assert got.rollout.label_key is None and got.megatron.save is None
 
 
-SLIME_GEO_RS = """
-use_tis: false
-use_rs: true
-tis_level: "token"
-tis_mode: "truncate"
-tis_lower_bound: null
-tis_upper_bound: 2.0
-rs_level: "geometric"
-rs_lower_bound: 0.9999
-rs_upper_bound: 1.0001
-rs_veto_threshold: 1.0e-4
-tis_batch_normalize: false
-"""
-
-
-def test_slimes_own_file_is_accepted(base, tmp_path):
-    (tmp_path / "slime.yaml").write_text(SLIME_GEO_RS)
-    got = configured(base + "--custom-config-path slime.yaml").correction
-    assert got == arguments.RolloutCorrectionConfig(
-        use_rs=True, rs_level="geometric", rs_lower_bound=0.9999, rs_upper_bound=1.0001, rs_veto_threshold=1e-4
-    )
-
-
 # (content of run.yaml, part of the message)
 YAML_REFUSALS = [
     ("tis_upper: 2.0", "did you mean tis_upper_bound?"),

@@ -58,11 +58,6 @@ def test_every_case_is_a_command_line_that_train_accepts(data):
     assert corrections["geometric RS + veto"].rs_veto_threshold == 1e-4
 
 
-def test_an_unknown_name_is_refused(capsys, tmp_path):
-    assert run.main(["--scenarios", "precison", "--results", str(tmp_path / "r.csv")]) == 2
-    assert "there is no scenario 'precison' in grid.yaml; it has 'none', 'precision'" in capsys.readouterr().err
-
-
 # Rows
 
 

@@ -93,15 +93,6 @@ def test_simulated_responses_agree_within_their_interval(name):
     assert found.kept == pytest.approx(exact.kept, abs=0.015)
 
 
-def test_prefix_weights_simulated_and_by_brute_force():
-    mismatch, responses = Mismatch.of_size(0.4, 0.7), 100_000
-    mean_V, variance, kept = brute_force("prefix TIS", mismatch)
-    found = simulated(ESTIMATORS["prefix TIS"], mismatch, 4, responses)
-    assert float((found.mean_V - mean_V).norm()) < 1.5 * found.mean_radius(responses)
-    assert (found.kept, kept) == (1.0, pytest.approx(1.0))
-    assert abs(math.sqrt(found.variance) - math.sqrt(variance)) < 2 * found.deviation_radius(responses)
-
-
 def test_the_points_in_the_repository_are_those_computed():
     stored = {(p.correlation, p.length, p.sigma, p.estimator): p for p in read_rows(gradient.TABLE, gradient.Point)}
     assert set(stored) == set(

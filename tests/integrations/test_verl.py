@@ -92,13 +92,6 @@ def test_the_older_api() -> None:
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
 
 
-def test_rows_without_valid_tokens_count_nowhere() -> None:
-    train, rollout, mask = inputs()
-    wider = [torch.cat([x, torch.full((1, x.shape[1]), -7.0)]) for x in (train, rollout)]
-    more = torch.cat([mask, torch.zeros(1, mask.shape[1], dtype=torch.int64)])
-    assert compute_offpolicy_metrics(*wider, more) == pytest.approx(compute_offpolicy_metrics(train, rollout, mask))
-
-
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="response_mask must contain at least one valid token"):
         compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
@@ -220,11 +213,3 @@ def test_bypass_mode_writes_into_a_plain_dictionary_and_needs_rollout_log_probs(
     del batch.batch["rollout_log_probs"]
     with pytest.raises(ValueError, match="bypass_mode=True requires rollout_log_probs in batch"):
         apply_bypass_mode(batch)
-
-
-def test_options_may_be_a_struct_of_hydra() -> None:
-    options = OmegaConf.create({"rollout_is": "token", "rollout_is_threshold": 2.0})
-    OmegaConf.set_struct(options, True)
-    batch, _ = compute_rollout_correction_and_add_to_batch(Batch(), options)
-    assert batch.batch["rollout_is_weights"].max() == 2.0
-    assert RolloutCorrectionConfig(**options).to_config().tis_level == "token"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.trainer.storage.directories import DirectoryInUse, held, same_path, unwritable
+from slime_tis.trainer.storage.directories import DirectoryInUse, held, unwritable
 
 HOLD = """
 import sys
@@ -59,11 +59,3 @@ def test_why_a_directory_cannot_be_written(tmp_path: Path) -> None:
         assert words in str(unwritable(tmp_path / name))
     if not os.access("/sys/kernel", os.W_OK):
         assert unwritable("/sys/kernel/x/y") == "'/sys/kernel' cannot be written"
-
-
-def test_paths_are_the_same_through_links_and_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to("a")
-    monkeypatch.chdir(tmp_path)
-    assert all(same_path("a", path) for path in ("a", "./a/", "a/../a", "link", "link/."))
-    assert not same_path("a", "b") and not same_path("a", "a/x")
