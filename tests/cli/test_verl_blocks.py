@@ -14,26 +14,12 @@ from tests.cli.conftest import configured, refusal
 VERL_BLOCKS = {
     "token IS": (
         "rollout_is: token\nrollout_is_threshold: 2.5\nrollout_rs: null\nbypass_mode: false",
-        {
-            "use_tis": True,
-            "tis_level": "token",
-            "tis_upper_bound": 2.5,
-            "use_rs": False,
-            "use_rollout_logprobs": False,
-        },
+        {"use_tis": True, "tis_level": "token", "tis_upper_bound": 2.5, "use_rs": False},
     ),
     "sequence IS and RS": (
         "rollout_is: sequence\nrollout_is_threshold: 2.0\nrollout_rs: sequence\nrollout_rs_threshold: 3.0\n"
         "rollout_rs_threshold_lower: 0.5\nrollout_is_batch_normalize: true",
-        {
-            "use_tis": True,
-            "tis_level": "sequence",
-            "use_rs": True,
-            "rs_level": "sequence",
-            "rs_lower_bound": 0.5,
-            "rs_upper_bound": 3.0,
-            "tis_batch_normalize": True,
-        },
+        {"rs_level": "sequence", "rs_lower_bound": 0.5, "rs_upper_bound": 3.0, "tis_batch_normalize": True},
     ),
     "RS of a level with a pair": (
         "rollout_is: null\nrollout_rs: token\nrollout_rs_threshold: 0.5_2.0",
@@ -44,19 +30,9 @@ VERL_BLOCKS = {
         {"use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.0, "rs_upper_bound": 2.0},
     ),
     "geometric RS, veto, policy gradient": (
-        "rollout_is: null\nrollout_rs: geometric\nrollout_rs_threshold: 1.001\n"
-        "rollout_rs_threshold_lower: 0.999\n"
+        "rollout_is: null\nrollout_rs: geometric\nrollout_rs_threshold: 1.001\nrollout_rs_threshold_lower: 0.999\n"
         "rollout_token_veto_threshold: 1e-4\nbypass_mode: true\nuse_policy_gradient: true",
-        {
-            "use_tis": False,
-            "use_rs": True,
-            "rs_level": "geometric",
-            "rs_lower_bound": 0.999,
-            "rs_upper_bound": 1.001,
-            "rs_veto_threshold": 1e-4,
-            "use_rollout_logprobs": True,
-            "policy_loss": "reinforce",
-        },
+        {"use_tis": False, "rs_veto_threshold": 1e-4, "use_rollout_logprobs": True, "policy_loss": "reinforce"},
     ),
     "bypass PPO": (
         "rollout_is: token\nrollout_is_threshold: 2.0\nbypass_mode: true\nuse_policy_gradient: false",
@@ -69,13 +45,7 @@ VERL_BLOCKS = {
     ),
     "masked token IS": (
         "rollout_is: token\nrollout_is_threshold: 0.5_5.0",
-        {
-            "use_tis": True,
-            "tis_mode": "mask",
-            "tis_lower_bound": 0.5,
-            "tis_upper_bound": 5.0,
-            "rejection_normalizer": "original",
-        },
+        {"tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 5.0, "rejection_normalizer": "original"},
     ),
     "pure rollout correction": (
         "rollout_is: sequence\nbypass_old_logprob_for_rollout: true\nuse_pure_rollout_correction: true",
