@@ -15,7 +15,6 @@ from slime_tis.hf_directory import (
     moe_sizes,
     read_model_config,
 )
-from slime_tis.trainer.data.prompts import check_is_text
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.storage.directories import same_path
@@ -30,6 +29,8 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
             raise ValueError(f"{flag} is {quoted_path(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
             raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt per row.")
+        from slime_tis.trainer.data.prompts import check_is_text  # brings torch, which takes seconds
+
         check_is_text(Path(path))
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
