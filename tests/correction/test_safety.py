@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from slime_tis import GlobalBatch, RolloutCorrectionConfig, correct
+from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, correct
+from slime_tis.correction.modes import LEVELS
 from slime_tis.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from tests.correction.strategies import batches, configurations
 
@@ -31,8 +32,29 @@ def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tu
             assert weights.dtype == torch.float32 and kept.dtype == torch.bool
             assert torch.isfinite(weights).all() and (weights >= 0).all()
             assert not (kept & ~torch.tensor(original, dtype=torch.bool)).any()
-        assert all(math.isfinite(value) for value in found.statistics.metrics().values())
+        merged = found.statistics.merge(Statistics.empty(config)).merge(found.statistics)
+        for statistics in (found.statistics, merged):
+            assert all(math.isfinite(value) for value in statistics.metrics().values())
+        losses = [torch.ones(len(x), requires_grad=True) for x in train]
+        mean = found.mean(losses)
+        gradients = torch.autograd.grad(mean, losses) if losses else ()
+        assert all(bool(value.isfinite().all()) for value in (mean, *gradients))
         assert (found.accepted_per_sequence <= found.masked_in_per_sequence).all()
+
+
+@pytest.mark.parametrize("bound", [5e-324, 1e-300, 1e-46, 1.0, 3.5e38, 1e300, 1.7e308])
+@pytest.mark.parametrize("level", LEVELS)
+def test_absurd_bounds_give_finite_weights_and_metrics(level: str, bound: float) -> None:
+    rollout = [torch.tensor([-1.0, -INF, -30.0, 3e38]), torch.tensor([-1e-40, -1e9])]
+    train = [torch.tensor([-1.5, -1.0, -0.1, -3e38]), torch.tensor([-5.0, NAN])]
+    for mode in ("truncate", "clip", "mask"):
+        options = {"tis_level": level, "tis_mode": mode, "tis_lower_bound": 0.0, "tis_upper_bound": bound}
+        config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True, **options)  # type: ignore[arg-type]
+        inputs = [[x.clone() for x in values] for values in (train, rollout)]
+        found = correct(config, *inputs, [torch.ones(4), torch.ones(2)])
+        assert all(weights.isfinite().all() and (weights >= 0).all() for weights in found.weights)
+        assert all(math.isfinite(value) for value in found.statistics.metrics().values())
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(inputs[0], train, strict=True))
 
 
 def test_reject_takes_out_exactly_the_token() -> None:

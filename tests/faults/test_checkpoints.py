@@ -152,53 +152,14 @@ def resume(task: list[str], directory: Path, *flags: str) -> list[str]:
     ]
 
 
-def rewritten(save: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the trainer's state of all checkpoints, with checksums that fit."""
-    for found in save.iterdir():
-        state = json.loads((found / TRAINER_STATE).read_text())
-        (found / TRAINER_STATE).write_text(json.dumps(change(state)))
-        write_manifest(found, checksums(found, files_of(found)))
-
-
-STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no object": (lambda state: [state], "trainer_state.json: content: "),
-    "no step": (lambda state: {**state, "step": None}, "trainer_state.json: step: "),
-    "position of text": (
-        lambda state: {**state, "dataset": {**state["dataset"], "position": "x"}},
-        "is not a place in",
-    ),
-    "another model": (lambda state: {**state, "model": "0"}, "--hf-checkpoint is"),
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_that_cannot_be_resumed_is_refused(name: str, task: list[str], trained: Path, tmp_path: Path) -> None:
-    change, words = STATES[name]
+def test_a_checkpoint_of_another_model_is_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
     copy(trained, tmp_path, "save")
-    rewritten(tmp_path / "save", change)
-    assert refusal(run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT), 1, words) is None
-
-
-def test_damaged_metrics_are_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
-    copy(trained, tmp_path, "save", "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    rows = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([rows[0], b"[1]\n", *rows[2:]]))
+    for checkpoint_path in (tmp_path / "save").iterdir():
+        state = json.loads((checkpoint_path / TRAINER_STATE).read_text())
+        (checkpoint_path / TRAINER_STATE).write_text(json.dumps({**state, "model": "0"}))
+        write_manifest(checkpoint_path, checksums(checkpoint_path, files_of(checkpoint_path)))
     outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
-    assert refusal(outcome, 1, str(path), "line 2") is None
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [("--seed", "5"), ("--rollout-shuffle",), ("--bf16",), ("--use-distributed-optimizer",)],
-    ids=lambda flags: flags[0],
-)
-def test_an_option_that_must_not_change_is_refused(
-    flags: tuple[str, ...], task: list[str], trained: Path, tmp_path: Path
-) -> None:
-    copy(trained, tmp_path, "save")
-    outcome = run_forked(resume(task, tmp_path, *flags), tmp_path / "log", timeout=TIMEOUT)
-    assert refusal(outcome, 2, f"{flags[0]} is ", "the run that --load resumes has ") is None
+    assert refusal(outcome, 1, "--hf-checkpoint is") is None
 
 
 def test_no_complete_checkpoint_is_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
@@ -212,8 +173,6 @@ def test_no_complete_checkpoint_is_refused(task: list[str], trained: Path, tmp_p
 CHANGED: dict[tuple[str, ...], tuple[float, str]] = {
     ("--lr", "5e-4"): (5e-4, "--lr 0.001 → 0.0005"),
     ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (5e-4, "--lr-decay-style 'constant' → 'linear'"),
-    ("--lr-warmup-iters", "3", "--lr", "2e-3"): (2e-3, "--lr-warmup-iters 0 → 3"),
-    ("--rollout-precision", "fp32"): (1e-3, "--rollout-precision 'int8' → 'fp32'"),
     ("--n-samples-per-prompt", "2"): (1e-3, "--n-samples-per-prompt 4 → 2"),
 }
 """Learning rate of the resumed step, and the report."""

@@ -7,7 +7,6 @@ it, so that the value itself is what is refused; and alone, where it would have 
 import io
 import json
 import os
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,7 +19,7 @@ from slime_tis.limits import flag
 from slime_tis.trainer.cli.arguments import parse_args
 from slime_tis.trainer.cli.command_line import needs_of
 from slime_tis.trainer.cli.options import MAX_TEXT, Option
-from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
+from slime_tis.trainer.cli.run_options import COMMAND_LINE, OPTIONS
 from tests.checkpoints import make_checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.forked import run_forked
@@ -310,20 +309,6 @@ def test_malformed_yaml(base: list[str], tally: Any) -> None:
     for path in ("pipe.yaml", "loop.yaml", "cut.yaml", ".", "/proc/self/mem", "run.yaml/x", "\udc80"):
         tries.record(path, fault([*base, "--custom-config-path", path]))
     tries.check(at_least=40)
-
-
-def test_random_command_lines_are_refused_or_taken_without_a_traceback(base: list[str], tally: Any) -> None:
-    tries: Tally = tally("random command lines")
-    chance = random.Random(11)
-    names = [*OPTIONS, *ALIASES]
-    for _ in range(250):
-        words = []
-        for name in chance.sample(names, 4):
-            option = OPTIONS[ALIASES.get(name, name)]
-            values = [sample(option), "none", "1", "0", "true", *chance.sample(sorted(set(wrong_values(option))), 2)]
-            words.append(f"{flag(name)}={chance.choice(values)}")
-        tries.record(f"{words!r:.200}", fault([*base, *words], refused=None))
-    tries.check(at_least=250)
 
 
 ABSURD = [

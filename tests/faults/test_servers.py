@@ -28,7 +28,6 @@ from tests.faults.hostile import (
     PROTOCOL,
     STEERING,
     Hostile,
-    endless,
     hostiles,
     http,
     nested,
@@ -162,31 +161,6 @@ def test_a_hostile_server_alone_ends_in_a_message(
 
         for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
             t.record(name, judged(lambda s=spoil: ask(s), caplog))
-    t.check()
-
-
-def test_slow_answers_are_given_up(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from tests.rollout.sglang.test_client import ask as ask_server
-    from tests.rollout.sglang.test_client import generate as generate_on
-
-    t = tally("slow answers")
-    with hostiles(1) as (server,):
-        for name, answer in (
-            ("a byte now and then", endless(b" ", pause=0.05)),
-            ("a header now and then", http(b"")),
-        ):
-            if name.startswith("a header"):
-                answer.head, answer.chunks, answer.pause = b"HTTP/1.1 200 OK\r\n", iter([b"X: 1\r\n"] * 99), 0.05
-            server.faults.append(lambda good, answer=answer: answer)
-
-            def generate() -> str | None:
-                try:
-                    ask_server(server, generate_on, timeout=0.2, abort_timeout=0.1)
-                except Exception as error:
-                    return None if "did not answer within 0.2 s" in str(error) else str(error)
-                return "was believed"
-
-            t.record(name, judged(generate, caplog))
     t.check()
 
 
