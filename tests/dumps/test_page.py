@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from slime_tis.analysis.dumps.files import write
-from slime_tis.analysis.dumps.formats import format_of
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS
 from slime_tis.analysis.report.source import open_source
@@ -79,11 +78,6 @@ def test_a_dump_without_weight_versions_gets_a_note(tmp_path, capsys):
     (tmp_path / "own.jsonl").write_text(row)
     assert main(["diagnose", str(tmp_path / "own.jsonl")]) == 0
     assert "staleness cannot be seen" in capsys.readouterr().out
-
-
-def test_the_documented_row_is_recognized():
-    (row,) = blocks("dumps.md", "json")
-    assert format_of(json.loads(row)).source == "plain"
 
 
 def test_dump_details_expands_to_the_documented_patterns():
