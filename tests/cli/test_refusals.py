@@ -73,7 +73,6 @@ REFUSALS = [
     ("--reward-key x", "gives a number"),
     ("--rm-type remote_rm", "--rm-url"),
     ("--num-rollout none", "--num-epoch"),
-    ("--lr-warmup-iters 3000", "3 optimizer steps"),
     ("--load-debug-rollout-data d.pt --debug-rollout-only", "--debug-rollout-only"),
     ("--save-debug-rollout-data d/{foo}.pt", "no field besides {rollout_id}"),
     ("--save-debug-rollout-data d/{{rollout_id}}.pt", "one file for all rollouts"),

@@ -11,9 +11,6 @@ from slime_tis.rules import corrects_staleness
 from slime_tis.trainer.cli.command_line import CORRECTION_SWITCHES
 from slime_tis.trainer.cli.run_options import OPTIONS, Arguments
 
-ENDLESS_WARM_UP = 1000
-"""A warm-up of this many times the run's optimizer steps is refused; a shorter one may test a longer run."""
-
 
 def check_arguments(arguments: Arguments, world_size: int) -> None:
     """Checks combinations of options, before files and the model are read."""
@@ -26,9 +23,6 @@ def check_arguments(arguments: Arguments, world_size: int) -> None:
         raise ValueError(
             f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights' own type."
         )
-    steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
-    if steps is not None and warm_up >= ENDLESS_WARM_UP * steps:
-        raise ValueError(f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; lower it.")
 
 
 def check_correction(arguments: Arguments) -> None:
@@ -150,14 +144,6 @@ def _check_ranks(arguments: Arguments, world_size: int) -> None:
         )
 
 
-def _optimizer_steps(arguments: Arguments) -> int | None:
-    """Optimizer steps of the run; None where num_epoch bounds it, whose length is known with the prompts."""
-    loop = arguments.loop
-    if loop.num_rollout is None or loop.num_steps_per_rollout is None:
-        return None
-    return loop.num_rollout * loop.num_steps_per_rollout
-
-
 def check_dump(arguments: Arguments) -> None:
     """Checks that the first file of samples exists; a resumed run begins with a later file."""
     rollout, pattern, load = arguments.rollout, arguments.loop.load_debug_rollout_data, arguments.megatron.load
@@ -188,8 +174,9 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
     if correction.get_mismatch_metrics and correction.corrects:
         acting = [flag(name) for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
         yield f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure alone."
-    steps, warm_up = _optimizer_steps(arguments), arguments.megatron.lr_warmup_iters
-    if steps is not None and warm_up >= steps:
+    loop, warm_up = arguments.loop, arguments.megatron.lr_warmup_iters
+    steps = (loop.num_rollout or 0) * (loop.num_steps_per_rollout or 0)  # 0 where num_epoch bounds the run
+    if steps and warm_up >= steps:
         yield f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never reaches --lr."
     yield from _about_idle_options(arguments)
 
