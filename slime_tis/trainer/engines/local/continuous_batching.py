@@ -411,7 +411,7 @@ class ContinuousBatching:
 
     def _record_sets(self, works: Sequence[Work], drawn_from_BV: Tensor) -> None:
         """Records the candidate tokens; an empty set means the whole vocabulary."""
-        if not any(work.sampling.return_sampling_mask for work in works):
+        if not any(work.request.options.sampling.return_sampling_mask for work in works):
             return
         allowed_BV = drawn_from_BV > -torch.inf
         allowed_BV &= ~allowed_BV.all(-1, keepdim=True)
@@ -421,8 +421,8 @@ class ContinuousBatching:
 
     def _finish(self, slot: Slot, work: Work, finish_reason: FinishReason) -> None:
         """Answers a request and moves its slot out of the batch."""
-        routing = None if self._recorder is None else self._cache.routing(slot.row, len(slot.tokens))
-        sampling, mask = work.sampling, None
+        experts, weights = self._cache.routing(slot.row, len(slot.tokens)) if self._recorder else (None, None)
+        sampling, mask = work.request.options.sampling, None
         if sampling.return_sampling_mask:
             lengths = torch.tensor([len(allowed) for allowed in work.sets], dtype=torch.int32)
             mask = SamplingMask(torch.cat(work.sets), lengths)
@@ -432,8 +432,8 @@ class ContinuousBatching:
             weight_versions=[self._settings.weight_version] * len(work.token_ids),
             finish_reason=finish_reason,
             text=response_text(self._tokenizer, work.token_ids, work.request.options, finish_reason),
-            routed_experts=routing.experts.cpu() if routing and sampling.return_routed_experts else None,
-            routing_weights=routing.weights.cpu() if routing and sampling.return_routing_weights else None,
+            routed_experts=experts.cpu() if experts is not None and sampling.return_routed_experts else None,
+            routing_weights=weights.cpu() if weights is not None and sampling.return_routing_weights else None,
             sampling_mask=mask,
         )
         self._leave(slot)

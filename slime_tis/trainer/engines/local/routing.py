@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -13,15 +12,8 @@ from transformers import PreTrainedModel
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Sample
 
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """Experts of every fed token in every sparse layer."""
-
-    experts: Tensor
-    """uint8 (up to 256 experts) or int16 [..., tokens, layers, k] in the router's order."""
-    weights: Tensor
-    """float32 of the same shape: the combine weight of each expert."""
+Routing = tuple[Tensor, Tensor]
+"""Experts of every fed token and sparse layer, uint8 or int16 [..., tokens, layers, k], and their combine weights."""
 
 
 class RoutingRecorder:
@@ -52,7 +44,7 @@ class RoutingRecorder:
         assert len(calls) == len(self._experts)
         experts = torch.stack([indices for indices, _ in calls], -2).to(self._dtype)
         weights = torch.stack([weights for _, weights in calls], -2).float()
-        return Routing(experts=experts.unflatten(0, (batch, -1)), weights=weights.unflatten(0, (batch, -1)))
+        return experts.unflatten(0, (batch, -1)), weights.unflatten(0, (batch, -1))
 
     def _record(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         _, indices, weights = args

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import Generation, Request, StopStrings
 from slime_tis.trainer.engines.local.routing import Routing
 
@@ -67,11 +66,6 @@ class Work:
     def is_cancelled(self) -> bool:
         """Whether nobody waits for the answer."""
         return self.future is not None and self.future.done()
-
-    @property
-    def sampling(self) -> Sampling:
-        """How it is sampled."""
-        return self.request.options.sampling
 
 
 @dataclass(eq=False, kw_only=True)
@@ -216,15 +210,12 @@ class SlotCache:
 
     def write_routing(self, routing: Routing) -> None:
         """Stores the routing [rows, columns, layers, k] of the window's pass."""
-        self._experts.write(self.window, routing.experts, self.slots, self.capacity)
-        self._weights.write(self.window, routing.weights, self.slots, self.capacity)
+        for tensor, recorded in zip((self._experts, self._weights), routing, strict=True):
+            tensor.write(self.window, recorded, self.slots, self.capacity)
 
     def routing(self, slot: int, length: int) -> Routing:
         """Copies the routing [length, layers, k] of the first tokens of a slot."""
-        return Routing(
-            experts=self._experts.read(slot, 1, length)[0].clone(),
-            weights=self._weights.read(slot, 1, length)[0].clone(),
-        )
+        return self._experts.read(slot, 1, length)[0].clone(), self._weights.read(slot, 1, length)[0].clone()
 
     def _tensors(self) -> Iterator[SlotTensor]:
         for layer in self._layers:
