@@ -24,6 +24,7 @@ DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""
 UNIFORMS_AT_A_TIME = 64
 Text = Annotated[str, Field(min_length=1)]
+RequestParams = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,7 @@ class TokenEngine(Protocol):
     """A rollout engine as seen by the function that makes one sample."""
 
     async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        *,
-        session_id: str | None = None,
+        self, token_ids: Sequence[int], sampling_params: RequestParams = None, *, session_id: str | None = None
     ) -> Generation:
         """Samples the continuation of some tokens; any number of coroutines may await this concurrently.
 
@@ -102,7 +99,7 @@ class SamplingParams(BaseModel):
     spaces_between_special_tokens: bool | None = None
 
 
-def request_options(params: Mapping[str, Any] | None, sampling: Sampling) -> RequestOptions:
+def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions:
     """Returns the options of a request; raises ValueError for an unknown name or an invalid value."""
     try:
         values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
@@ -167,11 +164,7 @@ class SampleEngine:
         self._asked: Counter[bytes] = Counter()
 
     async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        *,
-        session_id: str | None = None,
+        self, token_ids: Sequence[int], sampling_params: RequestParams = None, *, session_id: str | None = None
     ) -> Generation:
         """See `TokenEngine`."""
         options = request_options(sampling_params, self._sampling)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation, Request, StopStrings, request_uniforms, response_text
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import sample_tokens
-from slime_tis.trainer.engines.local.slot_cache import Counts, Slot, SlotCache, Window, Work
+from slime_tis.trainer.engines.local.slot_cache import Slot, SlotCache, Window, Work
 
 BLOCK = 32
 """Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies the cache."""
@@ -75,7 +75,8 @@ class ContinuousBatching:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: BatchSettings) -> None:
         """Raises ValueError if the model's attention cannot use slots, or has no experts to record."""
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
+        """Computed work; `reused` input tokens were in the cache, `preempted` requests lost their slot."""
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._cache = SlotCache(model.config, model.device)
         self._recorder = RoutingRecorder(model) if settings.records_routing else None
@@ -203,7 +204,7 @@ class ContinuousBatching:
             if not work.token_ids and len(work.pending) != 1:  # the other samples of the prompt need no search
                 shared_request, source, shared = work.request, slot, len(tokens)
             running.append(work)
-            self.counts.reused += len(slot.tokens)
+            self.counts["reused"] += len(slot.tokens)
         self._waiting.extendleft(reversed(later))
 
     def _longest_prefix(self, session: tuple[int, str | None], tokens: list[int]) -> tuple[Slot | None, int]:
@@ -270,7 +271,7 @@ class ContinuousBatching:
             else:
                 newest = max(self._slots, key=lambda slot: slot.work.order if slot.work else -1)
                 assert newest.work is not None
-                self.counts.preempted += 1
+                self.counts["preempted"] += 1
                 self._waiting.appendleft(newest.work)
                 self._leave(newest)
                 self._remove(newest)
@@ -296,7 +297,7 @@ class ContinuousBatching:
 
     def _leave(self, slot: Slot) -> None:
         """Moves a slot out of the batch; its tokens stay."""
-        slot.work, slot.logits, slot.used = None, None, self.counts.steps
+        slot.work, slot.logits, slot.used = None, None, self.counts["steps"]
         if slot.index < self._decoding:
             self._decoding -= 1
             self._swap(slot, self._decoding)
@@ -327,8 +328,8 @@ class ContinuousBatching:
             logits_BV = self._forward(self._decoding, fed)
             for slot, logits in zip(batch, logits_BV, strict=True):
                 slot.logits = None if slot.pending else logits
-            self.counts.passes += 1
-            self.counts.prefilled += sum(map(len, fed))
+            self.counts["passes"] += 1
+            self.counts["prefilled"] += sum(map(len, fed))
         return bool(slots)
 
     def _decode(self) -> bool:
@@ -338,8 +339,8 @@ class ContinuousBatching:
             self._resize(whole_blocks(longest))
         slots = self._slots[: self._decoding]
         logits_AV = self._forward(0, [slot.pending for slot in slots])
-        self.counts.steps += 1
-        self.counts.decoded += len(slots)
+        self.counts["steps"] += 1
+        self.counts["decoded"] += len(slots)
         return self._sample(slots, logits_AV)
 
     def _forward(self, first: int, fed: list[list[int]]) -> Tensor:

@@ -22,18 +22,6 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the longest sequence of the batch."""
 
 
-@dataclass(kw_only=True)
-class Counts:
-    """Counts of computed work: `reused` input tokens were in the cache, `preempted` requests lost their slot."""
-
-    steps: int = 0
-    decoded: int = 0
-    passes: int = 0
-    prefilled: int = 0
-    reused: int = 0
-    preempted: int = 0
-
-
 @dataclass(eq=False, kw_only=True)
 class Work:
     """A request in progress."""
