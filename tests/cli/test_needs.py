@@ -53,15 +53,7 @@ def test_an_option_needs_only_declared_options(name):
         ("eval_prompt_data: null\neval_interval: 5\n", ""),
         ("rollout_correction_preset: decoupled_geo_rs\n", "--no-use-rs --rs-veto-threshold none"),
     ],
-    ids=[
-        "off in the same file",
-        "null in the same file",
-        "off over YAML",
-        "another value over YAML",
-        "none over YAML",
-        "null",
-        "preset",
-    ],
+    ids=ascii,
 )
 def test_options_of_a_switch_that_is_off_are_ignored(base, tmp_path, yaml_text, flags):
     (tmp_path / "run.yaml").write_text(yaml_text)

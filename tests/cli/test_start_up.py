@@ -43,13 +43,6 @@ def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case: str, 
     assert not modules.intersection(HEAVY)
 
 
-@pytest.mark.parametrize("module", ["slime_tis", "slime_tis.correction.config", "slime_tis.trainer.cli.arguments"])
-def test_light_modules(module: str) -> None:
-    code = f"import sys, {module}; print(*sys.modules, sep=chr(10))"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {name.split(".")[0] for name in loaded.stdout.split()}.intersection(HEAVY)
-
-
 def test_what_the_lazy_packages_export_is_what_they_can_import() -> None:
     """A name in one of the two tables alone would be listed and missing, or there and not listed."""
     assert set(slime_tis.__all__) <= set(correction.__all__)

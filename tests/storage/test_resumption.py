@@ -29,21 +29,10 @@ def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_trainer_state(tmp_path) == STATE
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"step": "3"}, {"step": True}, {"unfinished": {}}, {"first_accuracy": []}],
-    ids=["text for a number", "truth for a number", "mapping for a list", "list for a number"],
-)
+@pytest.mark.parametrize("change", [{"step": "3"}, {"unfinished": {}}, {"first_accuracy": []}], ids=str)
 def test_a_value_of_another_type_is_named(change: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text(json.dumps({**asdict(STATE), **change}))
     with pytest.raises(ValueError, match=rf"trainer_state\.json: {next(iter(change))}: "):
-        read_trainer_state(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", "[" * 100_000, '{"step": 1}'], ids=["list", "cut", "deep", "lacks"])
-def test_a_file_that_is_no_state_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text(text)
-    with pytest.raises(ValueError, match=r"trainer_state\.json: "):
         read_trainer_state(tmp_path)
 
 
