@@ -9,9 +9,7 @@ import pytest
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.main import train
 from slime_tis.trainer.data.dump import load_samples
-from slime_tis.trainer.data.sample import by_rollout
-from slime_tis.trainer.megatron.prefix_tree import PrefixTree
-from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
+from tests.runs import make_task, read_metrics, run_apart, run_here
 
 ROOT = Path(__file__).parent.parent
 AGENTS = """
@@ -65,15 +63,6 @@ async def segments(args, sample, sampling_params, engine):
     out = await engine.generate(compacted, {"max_new_tokens": 4})
     second = Sample(prompt=[{"role": "user", "content": "so far"}], tokens=compacted, reward=out.token_ids[0] / 50)
     second.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
-    return [whole, second]
-
-
-async def compacted(args, sample, sampling_params, engine):
-    whole = await eight_turns(args, sample, sampling_params, engine)
-    second = Sample(prompt=sample.prompt, tokens=whole.tokens[:-2], reward=0.0)
-    out = await engine.generate(second.tokens, {"max_new_tokens": 3 + sample.index % 2})
-    second.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
-    whole.reward = len(whole.tokens) % 3 + whole.tokens[-1] / 50
     return [whole, second]
 
 
@@ -179,28 +168,6 @@ def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path: Path) -> No
                 assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
     again = run_here([*flags, "--load-debug-rollout-data", str(data)], tmp_path / "again")
     assert [row["train/grad_norm"] for row in again] == [row["train/grad_norm"] for row in alone]
-
-
-def test_segments_fill_micro_batches_by_what_is_computed(task, tmp_path: Path, capsys) -> None:
-    """The prompt of a group and what segments share count once; a rollout over the budget is said."""
-    flags, data = agent(task, "compacted"), tmp_path / "samples.jsonl"
-    (whole,) = run_here([*flags, "--save-debug-rollout-data", str(data)], tmp_path / "whole")
-    capsys.readouterr()
-    flags += ["--load-debug-rollout-data", str(data), "--use-dynamic-batch-size", "--max-tokens-per-gpu"]
-    groups = load_samples(data, 4, 4)
-    largest = max(
-        PrefixTree.of([sample.tokens for sample in rollout], [sample.response_length for sample in rollout]).tokens
-        for group in groups
-        for rollout in by_rollout(group)
-    )
-    assert largest < min(sum(len(sample.tokens) for sample in rollout) for g in groups for rollout in by_rollout(g))
-    (fits,) = run_here([*flags, str(largest)], tmp_path / "fits")
-    assert fits["perf/micro_batch_load"] == 1.0 and "over the token budget" not in capsys.readouterr().err
-    (over,) = run_here([*flags, str(largest // 2)], tmp_path / "over")
-    assert over["perf/micro_batch_load"] == largest / (largest // 2) and over["health/micro_batch_load"] == 1.0
-    assert "raise --max-tokens-per-gpu" in capsys.readouterr().err
-    for row in (fits, over):
-        assert training_metrics(row) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
 
 
 def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None:

@@ -1,7 +1,6 @@
 """train.py with top-p and top-k: training's log-probs are taken over the sets that were sampled from."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from slime_tis.main import train
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
 from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.conftest import Run
-from tests.runs import make_task, read_metrics, run_apart, run_here, training_metrics
 
 EXACT = 1e-5
 """Nats between the two engines at equal float32 weights."""
@@ -22,11 +20,8 @@ DATA = "rollout_{rollout_id}.jsonl"
     ("flags", "tokens"),
     [
         pytest.param("--rollout-top-p 0.5", (2, 40), id="top-p 0.5"),
-        pytest.param("--rollout-top-p 0.9", (10, 60), id="top-p 0.9"),
-        pytest.param("--rollout-top-p 0.99", (20, 63), id="top-p 0.99"),
         pytest.param("--rollout-top-k 1", (1, 1), id="top-k 1"),
         pytest.param("--rollout-top-k 3 --rollout-temperature 2", (3, 3), id="top-k 3, hot"),
-        pytest.param("--rollout-top-k 50", (50, 50), id="top-k 50"),
         pytest.param("--rollout-top-p 0.8 --rollout-top-k 20 --rollout-temperature 0.6", (1, 20), id="both, cool"),
         pytest.param("--rollout-top-p 0.7 --use-rollout-logprobs --use-rs", (2, 50), id="bypass"),
         pytest.param("--rollout-top-p 0.7 --use-tis --num-steps-per-rollout 2", (2, 50), id="two steps"),
@@ -100,46 +95,6 @@ def change(path: Path, edit: Any) -> None:
     for row in rows:
         edit(row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-LAYOUTS = {
-    "tensor": ["--tensor-model-parallel-size", "2"],
-    "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-    "context": ["--context-parallel-size", "2"],
-    "pipeline, micro-batches, chunks": [
-        *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "8", "--log-probs-chunk-size", "7")
-    ],
-    "data, token budget": ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "48"],
-}
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], list[dict[str, Any]]]]:
-    """Flags that replay the rollouts of a run in one process, and the rows of that run."""
-    directory = tmp_path_factory.mktemp("truncated")
-    flags = [
-        *make_task(directory),
-        *("--rollout-precision", "fp32", "--rollout-top-p", "0.8", "--rollout-temperature", "0.9"),
-        *("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--entropy-coef", "0.01", "--use-tis"),
-    ]
-    data = str(directory / DATA)
-    rows = run_here([*flags, "--save-debug-rollout-data", data], directory / "one")
-    assert all(row["train/train_rollout_logprob_abs_diff"] < EXACT for row in rows)
-    assert rows[0]["train/kl_loss"] < 1e-9 < rows[2]["train/kl_loss"]  # the reference is the first policy
-    yield [*flags, "--load-debug-rollout-data", data], rows
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_agree_with_one(
-    layout: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    flags, expected = one_process
-    result = run_apart([*flags, *LAYOUTS[layout]], tmp_path, ranks=2)
-    assert result.returncode == 0, result.stderr[-4000:]
-    rows = read_metrics(tmp_path)
-    assert rows[0]["train/train_rollout_logprob_abs_diff"] < EXACT
-    for row, one in zip(rows, expected, strict=True):
-        assert training_metrics(row) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-4)
 
 
 def test_evaluation_records_no_sets() -> None:

@@ -157,10 +157,7 @@ def check_weight_sync(
         count = engine.parallel.largest(len(names))
         if count:
             first = f" (first: {names[0]!r})" if names else ""
-            raise ValueError(
-                f"{after} {count} tensors of {copy} differ from the sent tensors{first}; check that it applies every "
-                "tensor of every update."
-            )
+            raise ValueError(f"{after} {count} tensors of {copy} differ from the sent tensors{first}.")
     precision, share = _expectation(engine, updates, check.trains_in)
     bound = check.bound_in(precision)
     trained_L: Tensor | None = None

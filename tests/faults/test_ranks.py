@@ -81,9 +81,7 @@ def test_the_rank_that_fails_is_the_one_that_reports(name: str, words: str, flag
 
 
 LAYOUTS = {
-    "data": (),
     "data, distributed optimizer": ("--use-distributed-optimizer",),
-    "tensor": ("--tensor-model-parallel-size", "2"),
     "pipeline": ("--pipeline-model-parallel-size", "2"),
     "context": ("--context-parallel-size", "2"),
 }

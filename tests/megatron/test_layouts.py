@@ -15,7 +15,9 @@ TWO_RANKS = {
     ],
     "tensor": ["--tensor-model-parallel-size", "2"],
     "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-    "pipeline": ["--pipeline-model-parallel-size", "2", "--micro-batch-size", "8"],
+    "pipeline, chunks": [
+        *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "8", "--log-probs-chunk-size", "7")
+    ],
     "context": ["--context-parallel-size", "2"],
     "context, token budget": [
         *("--context-parallel-size", "2", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "32")
@@ -27,11 +29,13 @@ CORRECTION = [
     "--reject-before-advantage",
     *("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--entropy-coef", "0.01"),
 ]
+TRUNCATED_SAMPLING = ["--rollout-top-p", "0.8", "--rollout-temperature", "0.9"]
+"""Log-probs are over the sets of sampled tokens, split over the ranks."""
 
 
 def replayed(directory: Path) -> tuple[list[str], list[dict[str, Any]]]:
     """Flags that replay the rollouts of a run in one process, and the rows of that run."""
-    flags = [*make_task(directory), *CORRECTION]
+    flags = [*make_task(directory), *CORRECTION, *TRUNCATED_SAMPLING]
     data = str(directory / "rollout_{rollout_id}.jsonl")
     rows = run_here([*flags, "--save-debug-rollout-data", data], directory / "one")
     assert 0 < rows[0]["train/gradient_kept_fraction"] < 1  # compares rejection, too

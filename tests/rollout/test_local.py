@@ -190,11 +190,7 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
     for cut, sample in zip(flat(groups), flat(whole), strict=True):
         assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]
     full = Prompt(index=4, text="", token_ids=(5,) * 128)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="prompt 4 has 128 tokens, which leaves no tokens"):
         engine.generate([full], Sampling(max_response_len=1), seed=0)
-    assert str(refusal.value) == (
-        "prompt 4 has 128 tokens, which leaves no tokens for a response in a context of 128; "
-        "set --rollout-max-prompt-len to skip such prompts."
-    )
     with pytest.raises(ValueError, match="prompt 4 has no tokens"):
         engine.generate([Prompt(index=4, text="", token_ids=())], Sampling(max_response_len=1), seed=0)

@@ -121,10 +121,7 @@ class CustomRollout:
         if not isinstance(sample, Sample):
             raise CustomFunctionError(f"{name} returned {quoted(sample)}; return samples.")
         if sample.rollout_log_probs is None and any(sample.loss_mask or [1]):
-            raise CustomFunctionError(
-                f"{name} returned a sample without rollout_log_probs; give the log-prob that each token was sampled "
-                "with, 0.0 for observations."
-            )
+            raise CustomFunctionError(f"{name} returned a sample without rollout_log_probs; give 0.0 for observations.")
         fresh = Sample(prompt=sample.prompt, prompt_row=sample.prompt_row, label=sample.label)
         try:
             (checked,) = self.checks.checked(sample, fresh, ())  # the engine recorded no requests

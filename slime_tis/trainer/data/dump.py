@@ -78,9 +78,7 @@ def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSiz
 def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
     reward = sample.reward
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= MAX_REWARD):
-        raise ValueError(
-            f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g} in magnitude."
-        )
+        raise ValueError(f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g}.")
     vocab_size, context_len = sizes.vocab_size or math.inf, sizes.context_len or math.inf
     outside = [token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size]
     if outside:

@@ -321,13 +321,11 @@ def response_limit(
     contexts = [limit for limit in (sampling.max_context_len, context_len) if limit is not None]
     limit = min([sampling.max_response_len, *(context - length for context in contexts)])
     if limit < 1:
-        raise ValueError(
-            f"prompt {prompt.index} has {length} tokens, which leaves no tokens for a response in a "
-            f"context of {min(contexts)}; set --rollout-max-prompt-len to skip such prompts."
-        )
-    if longest_prompt is not None and length > longest_prompt:
-        raise ValueError(
-            f"prompt {prompt.index} has {length} tokens, but the servers take {longest_prompt} at most; set "
-            "--rollout-max-prompt-len to skip such prompts."
-        )
-    return limit
+        bound = f"which leaves no tokens for a response in a context of {min(contexts)}"
+    elif longest_prompt is not None and length > longest_prompt:
+        bound = f"but the servers take {longest_prompt} at most"
+    else:
+        return limit
+    raise ValueError(
+        f"prompt {prompt.index} has {length} tokens, {bound}; --rollout-max-prompt-len skips such prompts."
+    )

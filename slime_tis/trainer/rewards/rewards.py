@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import math
 from argparse import Namespace
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 OPTION = "custom_rm_path"
 RewardFunction = Callable[[list[Sample]], list[float]]
 POLL = 1.0
-SYMBOLIC = ("math", "deepscaler", "dapo")
-"""Built-in rewards that compare with math-verify."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +99,6 @@ def build_reward(
         score_groups = _missing_rewards
     else:
         check_rm_type("--rm-type", config.rm_type)
-        _require_math_verify("--rm-type", config.rm_type)
         server = None
         if config.rm_url is not None:
             server = RewardServer(
@@ -142,7 +138,6 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
             raise ValueError(f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url.")
         if name != config.rm_type:
             check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
-            _require_math_verify(f"the rm_type in the metadata of prompt {prompt.index}", name)
         if prompt.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
             raise ValueError(f"prompt {prompt.index} has no label, which --rm-type {name} needs; set {flags}.")
 
@@ -153,21 +148,12 @@ def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> Non
         return
     if not any(is_remote(str(_rm_type(config.rm_type, prompt.metadata))) for prompt in prompts):
         raise ValueError(
-            f"--rm-url is given, but --rm-type is {config.rm_type} and no prompt has a remote rm_type in its metadata, "
-            "so that no server is asked; add --rm-type remote_rm, or remove --rm-url."
+            "--rm-url is given, but no prompt has a remote rm_type; add --rm-type remote_rm, or remove --rm-url."
         )
 
 
 def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:
     return metadata.get("rm_type") or default
-
-
-def _require_math_verify(source: str, name: str) -> None:
-    if name.removeprefix(BOXED) in SYMBOLIC and importlib.util.find_spec("math_verify") is None:
-        raise ValueError(
-            f"{source} is {name!r}, which compares answers with math-verify; install it with: "
-            "pip install 'slime_tis[train]'."
-        )
 
 
 def _builtin_reward(

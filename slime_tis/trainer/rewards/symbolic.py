@@ -77,10 +77,7 @@ class _Worker:
         )
         if self._reply() != b"r":
             self._stop()
-            raise ValueError(
-                "math-verify, which compares mathematical answers, does not start; install it with: "
-                "pip install 'slime_tis[train]'."
-            )
+            raise ValueError("math-verify does not start; install it with: pip install 'slime_tis[train]'.")
 
     def _reply(self) -> bytes:
         """Returns one byte from the process; none after its end or REPLY_TIMEOUT."""
