@@ -250,7 +250,7 @@ BROKEN = [
     ),
     ("rollout", "groups = groups[:1]", "returned 1 groups; return 2 (--rollout-batch-size)."),
     ("rollout", "groups[1] = [sample]", "returned 1 samples in group 1; return 2 (--n-samples-per-prompt)"),
-    ("rollout", "sample.rollout_log_probs = None", "returned a sample without rollout_log_probs; give the log-"),
+    ("rollout", "sample.rollout_log_probs = None", "returned a sample without rollout_log_probs"),
     ("rollout", "sample.rollout_log_probs[0] = -1e999", "gave the log-prob -inf for response token 0, which"),
     ("rollout", "sample.tokens[-1] = 300", "gave the token 300; the vocabulary ends at 299"),
     ("rollout", "sample.reward = 1e308", "gave the reward 1e+308; it must be a finite number of at most 1e+150"),
