@@ -77,7 +77,8 @@ def _run(chosen: argparse.Namespace) -> int:
     elif chosen.command == "diagnose":
         from slime_tis.analysis.report.command import diagnosis
 
-        text = diagnosis(chosen.path, hf_checkpoint=chosen.hf_checkpoint, as_json=chosen.json)
+        options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
+        text = diagnosis(chosen.path, **options, as_json=chosen.json)
     else:
         text = what_if_table(chosen.dump, chosen.flags)
     print(text)
@@ -114,8 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     text = "name the causes of the mismatch between training and rollout"
     diagnose = commands.add_parser("diagnose", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
     diagnose.add_argument("path", metavar="RUN_OR_DUMP", help=dumps)
-    model = "model that scores a few samples in fp32: which engine is wrong?"
+    model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
     diagnose.add_argument("--hf-checkpoint", default="", metavar="DIR", help=model)
+    other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
+    diagnose.add_argument("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
     diagnose.add_argument("--json", action="store_true", help="print JSON")
 
     text = "print what corrections would have done to the tokens of a dump"

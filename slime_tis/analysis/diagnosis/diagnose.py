@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
+from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
@@ -75,6 +76,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Set loss_mask to 0 on tool output, padding and all other tokens without a rollout log-prob; these tokens have "
         "a placeholder value.",
     ),
+    "penalty": (
+        "penalty in the sampler",
+        "Switch off repetition, presence and frequency penalties, or ask the rollout engine for log-probs before them: "
+        "training cannot reproduce them.",
+    ),
     "unexplained": (
         "a large mismatch without a known pattern",
         "Compare the two engines on one prompt, with --hf-checkpoint as the reference: model, tokenizer, weights.",
@@ -85,7 +91,7 @@ CAUSES: dict[str, tuple[str, str]] = {
 
 MIN_CERTAIN_CONFIDENCE = 0.9
 """Below this confidence a finding names the command that proves it."""
-PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it names the wrong engine."
+PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it scores samples again."
 TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
 """Rules that remove the tokens they explain, in this order."""
 FORM_RULES = (
@@ -144,6 +150,19 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     return Diagnosis(findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
 
 
+def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
+    """The diagnosis with what scoring again has shown: alone if it is proven, else before the rules' findings."""
+    if not proof.causes:
+        return diagnosis
+    confidence, evidence = 1.0 if proof.is_proven else 0.9, (proof.sentence,)
+    shown = [
+        Finding(cause=cause, evidence=evidence, confidence=confidence, share=min(proof.explained, 1.0))
+        for cause in proof.causes
+    ]
+    kept = () if proof.is_proven else tuple(each for each in diagnosis.findings if each.cause not in proof.causes)
+    return replace(diagnosis, findings=(*map(_described, shown), *kept))
+
+
 def findings_of(tokens: Tokens) -> list[Finding]:
     """All findings of the rules on tokens, unordered."""
     total = max(float(tokens.size.sum()), 1e-12)
@@ -165,13 +184,14 @@ def findings_of(tokens: Tokens) -> list[Finding]:
 def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:
     """The findings with title and fix, the highest score first."""
     ranked = sorted((finding for finding in findings if finding.score >= MIN_SCORE), key=lambda f: -f.score)
-    described = []
-    for finding in ranked or [Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))]:
-        title, fix = CAUSES[finding.cause]
-        title += f" ({finding.detail})" if finding.detail else ""
-        proof = PROOF if finding.confidence < MIN_CERTAIN_CONFIDENCE else ""
-        described.append(replace(finding, title=title, fix=fix + proof))
-    return tuple(described)
+    return tuple(map(_described, ranked or [Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))]))
+
+
+def _described(finding: Finding) -> Finding:
+    title, fix = CAUSES[finding.cause]
+    title += f" ({finding.detail})" if finding.detail else ""
+    proof = PROOF if finding.confidence < MIN_CERTAIN_CONFIDENCE else ""
+    return replace(finding, title=title, fix=fix + proof)
 
 
 def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:

@@ -19,6 +19,8 @@ MAX_TOKENS = 4096
 """Largest number of tokens of a prompt and its response; longer samples are skipped."""
 WRONG_ENGINE_RATIO = 3.0
 """Smallest ratio of the wrong engine's error to the other engine's error."""
+NEGLIGIBLE_ERROR = 5e-5
+"""Error of two fp32 engines with different kernels, nats."""
 MAX_AGREEING_ERROR = 2e-3
 """Largest error of an engine that agrees with the reference, nats."""
 
@@ -35,6 +37,13 @@ class Rescored:
     """Mean abs(log π_train − log π_fp32), nats."""
     rollout_error: float
     """Mean abs(log π_rollout − log π_fp32), nats."""
+
+    @property
+    def engine(self) -> str:
+        """The engine that differs more from fp32, rollout or training; empty if neither differs."""
+        if max(self.train_error, self.rollout_error) < NEGLIGIBLE_ERROR:
+            return ""
+        return "rollout" if self.rollout_error >= self.train_error else "training"
 
     @property
     def verdict(self) -> str:
@@ -61,14 +70,15 @@ class Rescored:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
+def rescore(table: TokenTable, hf_checkpoint: str, model: Any = None) -> Rescored:
     """Rescores a few samples in fp32 with the model that sampled them.
 
-    The initial checkpoint of a training run fits its first step, and an exported checkpoint fits the last step.
+    `model` is the loaded `hf_checkpoint`. The initial checkpoint of a training run fits its first step, and an exported
+    checkpoint fits the last step.
     """
     if table.token is None or table.prompt is None:
         raise ValueError("--hf-checkpoint needs token ids and prompts, which this dump lacks.")
-    model = _model(hf_checkpoint)
+    model = load_model(hf_checkpoint) if model is None else model
     ids = np.concatenate([table.token, *table.prompt])
     outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
     if len(outside):
@@ -82,7 +92,12 @@ def rescore(table: TokenTable, hf_checkpoint: str) -> Rescored:
     return min(scored, key=lambda each: min(each.train_error, each.rollout_error))
 
 
-def _model(directory: str) -> Any:
+def load_model(directory: str) -> Any:
+    """The model of a directory, in fp32 on the CPU.
+
+    Raises:
+        ValueError: the directory has no model that loads.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.analysis.diagnosis import diagnose
-from slime_tis.analysis.diagnosis.diagnose import as_text
-from slime_tis.analysis.diagnosis.rescore import rescore
+from slime_tis.analysis.diagnosis.diagnose import as_text, with_proof
 from slime_tis.analysis.report import overview, shape
 from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.page import check_output, page_data, render
@@ -46,19 +45,29 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
     return f"{target} ({target.stat().st_size / 1e6:.1f} MB){notes}"
 
 
-def diagnosis(path: str, *, hf_checkpoint: str = "", as_json: bool = False) -> str:
-    """Names the causes of the mismatch of a run or a dump; returns the text to print."""
+def diagnosis(
+    path: str, *, hf_checkpoint: str = "", other_checkpoints: Sequence[str] = (), as_json: bool = False
+) -> str:
+    """Names the causes of the mismatch of a run or a dump, and proves them with a checkpoint; returns the text."""
+    if other_checkpoints and not hf_checkpoint:
+        raise ValueError("--other-checkpoint is compared with --hf-checkpoint; give both.")
     source = open_source(path)
     result = diagnose(source.table, source.metrics)
-    rescored = None
+    rescored = proof = None
     if hf_checkpoint:
         if source.table is None:
             raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
-        rescored = rescore(source.table, hf_checkpoint)
+        from slime_tis.analysis.diagnosis.proof import prove  # torch and transformers take a second to import
+
+        rescored, proof = prove(source.table, hf_checkpoint, other_checkpoints)
+        result = with_proof(result, proof)
     if as_json:
-        values = {"name": source.name, **result.as_json(), "rescored": None if rescored is None else rescored.as_json()}
+        facts = {"rescored": rescored and rescored.as_json(), "proof": proof and proof.as_json()}
+        values = {"name": source.name, **result.as_json(), **facts}
         return json.dumps(values, indent=1, allow_nan=False)
     note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
+    if proof is not None and not proof.causes:
+        note += f" {proof.sentence}"
     return as_text(result, str(source.path), note)
 
 

@@ -1,0 +1,213 @@
+"""Proofs by scoring again: faults planted with transformers' own tools are named, with their parameter."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from slime_tis.analysis.diagnosis.hypotheses import hypotheses
+from slime_tis.analysis.diagnosis.proof import prove
+from slime_tis.analysis.dumps.files import write
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.main import main
+from tests.checkpoints import make_checkpoint
+
+PROMPT, RESPONSE, SAMPLES = 6, 10, 24
+Rows = torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose distributions are far from uniform."""
+    directory = make_checkpoint(tmp_path_factory.mktemp("proof") / "model", "llama")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(3)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def logits_of(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(tokens, **options).logits[:, -RESPONSE - 1 : -1].float()
+
+
+def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> Rows:
+    return logits.log_softmax(-1).gather(2, tokens[:, -RESPONSE:, None])[..., 0]
+
+
+def processed(processor: Any) -> Callable[[Any, torch.Tensor], Rows]:
+    """Log-probs after a logits processor of transformers, token by token."""
+
+    def engine(model: Any, tokens: torch.Tensor) -> Rows:
+        logits = logits_of(model, tokens)
+        steps = [processor(tokens[:, : PROMPT + t], logits[:, t].clone()) for t in range(RESPONSE)]
+        return log_probs(torch.stack(steps, 1), tokens)
+
+    return engine
+
+
+def bf16(model: Any, tokens: torch.Tensor) -> Rows:
+    small = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.bfloat16).eval()
+    return log_probs(logits_of(small, tokens), tokens)
+
+
+def int8(model: Any, tokens: torch.Tensor) -> Rows:
+    small = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight in small.parameters():
+            if weight.dim() == 2:
+                scale = weight.abs().amax(1, keepdim=True) / 127
+                weight.copy_((weight / scale).round() * scale)
+    return log_probs(logits_of(small, tokens), tokens)
+
+
+def without_first_token(model: Any, tokens: torch.Tensor) -> Rows:
+    return log_probs(logits_of(model, tokens[:, 1:]), tokens)
+
+
+def other_theta(model: Any, tokens: torch.Tensor) -> Rows:
+    config = AutoModelForCausalLM.from_pretrained(model.name_or_path).config
+    config.rope_parameters["rope_theta"] *= 3.0
+    changed = AutoModelForCausalLM.from_pretrained(model.name_or_path, config=config, dtype=torch.float32).eval()
+    return log_probs(logits_of(changed, tokens), tokens)
+
+
+def shifted(model: Any, tokens: torch.Tensor) -> Rows:
+    exact = log_probs(logits_of(model, tokens), tokens)
+    return torch.cat([exact[:, 1:], exact[:, -1:]], 1)
+
+
+PLANTED: dict[str, tuple[Callable[[Any, torch.Tensor], Rows], str, float | None]] = {
+    "temperature": (lambda m, t: log_probs(logits_of(m, t) / 0.83, t), "temperature", 0.83),
+    "repetition penalty": (processed(RepetitionPenaltyLogitsProcessor(1.13)), "repetition penalty", 1.13),
+    "top-p": (processed(TopPLogitsWarper(0.8)), "top-p", None),
+    "top-k": (processed(TopKLogitsWarper(3)), "top-k", 3.0),
+    "min-p": (processed(MinPLogitsWarper(0.03)), "min-p", None),
+    "int8": (int8, "int8 weights", None),
+    "BOS": (without_first_token, "first prompt tokens missing", 1.0),
+    "rope_theta": (other_theta, "rope_theta", 3.0),
+    "shift": (shifted, "shift", 1.0),
+}
+
+
+def dump(model: Any, engine: Callable[[Any, torch.Tensor], Rows], seed: int = 0) -> TokenTable:
+    """Samples of the engine, drawn token by token, with the training log-probs of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 50, (SAMPLES, PROMPT + RESPONSE), generator=generator)
+    with torch.inference_mode():
+        for t in range(PROMPT, PROMPT + RESPONSE):  # likely tokens, so that top-p and the like keep them
+            choice = model(tokens[:, :t]).logits[:, -1].topk(8).values.softmax(-1).multinomial(1, generator=generator)
+            tokens[:, t] = model(tokens[:, :t]).logits[:, -1].topk(8).indices.gather(1, choice)[:, 0]
+    train, rollout = log_probs(logits_of(model, tokens), tokens), engine(model, tokens)
+    parts = [
+        SampleParts(
+            train_log_prob=train[i].numpy(),
+            rollout_log_prob=rollout[i].numpy(),
+            token=tokens[i, PROMPT:].numpy(),
+            prompt=tokens[i, :PROMPT].numpy(),
+        )
+        for i in range(SAMPLES)
+    ]
+    return TokenTable.from_parts(parts)
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_named_with_its_parameter(fault: str, model: Any, path: Path) -> None:
+    engine, name, value = PLANTED[fault]
+    _, proof = prove(dump(model, engine), str(path))
+    best = proof.explanations[0]
+    assert (proof.engine, best.name) == ("rollout", name), proof.sentence
+    assert proof.is_proven and best.interval[0] <= best.share <= best.interval[1] <= 1.0
+    assert value is None or best.value == pytest.approx(value, rel=0.02)
+
+
+def test_a_fault_of_training_is_named(model: Any, path: Path) -> None:
+    table = dump(model, PLANTED["temperature"][0])
+    table = replace(table, train_log_prob=table.rollout_log_prob, rollout_log_prob=table.train_log_prob)
+    _, proof = prove(table, str(path))
+    assert (proof.engine, proof.explanations[0].name, proof.is_proven) == ("training", "temperature", True)
+
+
+def test_the_noise_of_an_engine_in_bf16_is_explained_in_part(model: Any, path: Path) -> None:
+    _, proof = prove(dump(model, bf16), str(path))
+    assert proof.explanations[0].name == "bf16"  # its kernels depend on the size of the batch
+
+
+def test_two_faults_are_found_one_after_the_other(model: Any, path: Path) -> None:
+    table = dump(model, lambda m, t: log_probs(logits_of(m, t[:, 1:]) / 0.7, t))
+    _, proof = prove(table, str(path))
+    assert {each.name for each in proof.explanations[:2]} == {"first prompt tokens missing", "temperature"}
+    assert proof.is_proven and set(proof.causes) == {"other_prompt", "temperature"}
+
+
+def test_noise_is_not_explained(model: Any, path: Path) -> None:
+    table = dump(model, PLANTED["temperature"][0])
+    noise = 0.3 * np.random.default_rng(0).standard_normal(table.tokens)
+    _, proof = prove(replace(table, rollout_log_prob=(table.train_log_prob + noise).astype(np.float32)), str(path))
+    assert proof.causes == () and "none of" in proof.sentence
+
+
+def test_equal_engines_and_other_models_need_no_search(model: Any, path: Path) -> None:
+    table = dump(model, PLANTED["temperature"][0])
+    _, proof = prove(replace(table, rollout_log_prob=table.train_log_prob), str(path))
+    assert proof.causes == () and "nothing to explain" in proof.sentence
+    both = (table.train_log_prob - 1.0).astype(np.float32)
+    _, proof = prove(replace(table, train_log_prob=both, rollout_log_prob=both + np.float32(0.01)), str(path))
+    assert proof.causes == () and "not the model" in proof.sentence
+
+
+def test_weights_of_another_checkpoint(model: Any, path: Path, tmp_path: Path) -> None:
+    earlier = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in earlier.parameters():
+            weight.add_(0.02 * weight.abs().mean() * torch.randn(weight.shape, generator=generator))
+    earlier.save_pretrained(tmp_path / "earlier")
+    table = dump(model, lambda _, tokens: log_probs(logits_of(earlier.eval(), tokens), tokens))
+    _, proof = prove(table, str(path), [str(tmp_path / "earlier")])
+    assert proof.is_proven and proof.causes == ("weights_not_updated",) and "weights of" in proof.sentence
+
+
+def test_every_hypothesis_leaves_the_model_as_it_was(path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokens = torch.arange(3, 19)[None]
+    before = logits_of(model, tokens)
+    for name, hypothesis in hypotheses(model.config).items():
+        if hypothesis.network is not None:
+            with torch.inference_mode(), hypothesis.network(model, hypothesis.values[-1]):
+                changed = logits_of(model, tokens)
+            assert not torch.equal(changed, before), name
+            assert torch.equal(logits_of(model, tokens), before), name
+
+
+def test_the_command_shows_the_proof_first(model: Any, path: Path, tmp_path: Path, capsys: Any) -> None:
+    write(tmp_path / "dump.parquet", dump(model, PLANTED["repetition penalty"][0]))
+    command = ["diagnose", str(tmp_path / "dump.parquet"), "--hf-checkpoint", str(path)]
+    assert main(command) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.index("penalty in the sampler") < words.index("applies a repetition penalty of about 1.13")
+    assert main([*command, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["findings"][0]["cause"] == "penalty" and values["proof"]["is_proven"]
+    assert main(["diagnose", str(tmp_path / "dump.parquet"), "--other-checkpoint", str(path)]) == 2
+    assert "--hf-checkpoint" in capsys.readouterr().err
