@@ -148,9 +148,10 @@ def test_a_fault_of_training_is_named(model: Any, path: Path) -> None:
     assert (proof.engine, proof.explanations[0].name, proof.is_proven) == ("training", "temperature", True)
 
 
-def test_the_noise_of_an_engine_in_bf16_is_explained_in_part(model: Any, path: Path) -> None:
+def test_an_engine_in_bf16_is_named_by_its_noise(model: Any, path: Path) -> None:
     _, proof = prove(dump(model, bf16), str(path))
-    assert proof.explanations[0].name == "bf16"  # its kernels depend on the size of the batch
+    assert proof.explanations[0].name == "bf16"
+    assert proof.is_proven or proof.is_noise  # its kernels depend on the shape of the batch
 
 
 def test_two_faults_are_found_one_after_the_other(model: Any, path: Path) -> None:

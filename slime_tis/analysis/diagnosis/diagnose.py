@@ -151,7 +151,7 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
 
 
 def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
-    """The diagnosis with what scoring again has shown: alone if it is proven, else before the rules' findings."""
+    """The diagnosis with what scoring again has shown: alone if that settles it, else before the rules' findings."""
     if not proof.causes:
         return diagnosis
     confidence, evidence = 1.0 if proof.is_proven else 0.9, (proof.sentence,)
@@ -159,7 +159,11 @@ def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
         Finding(cause=cause, evidence=evidence, confidence=confidence, share=min(proof.explained, 1.0))
         for cause in proof.causes
     ]
-    kept = () if proof.is_proven else tuple(each for each in diagnosis.findings if each.cause not in proof.causes)
+    kept = (
+        ()
+        if proof.is_proven or proof.is_noise
+        else tuple(each for each in diagnosis.findings if each.cause not in proof.causes)
+    )
     return replace(diagnosis, findings=(*map(_described, shown), *kept))
 
 

@@ -35,6 +35,8 @@ ROUNDS = 7
 LARGEST = 10.0
 """|Δ| of a token counts up to this many nats, as in the diagnosis."""
 RESAMPLES = 1000
+MIN_NOISE_SHARE, NOISE_RANGE = 0.05, (0.6, 1.7)
+"""Smallest share of the mismatch that a precision repeats, and its noise as a multiple of the mismatch."""
 OTHER_MODEL = 0.3
 """A mean |Δ| below this share of both engines' errors means that both engines have other weights."""
 
@@ -70,6 +72,8 @@ class Proof:
     """The causes, then the best of the others."""
     samples: int
     hypotheses: int
+    is_noise: bool = False
+    """Whether the cause is a precision whose noise has the size of the mismatch, and which repeats a part of it."""
 
     @property
     def is_proven(self) -> bool:
@@ -124,13 +128,27 @@ class Search:
         if self._is_another_model():
             return self._proof("The checkpoint is not the model of these samples: both engines differ from it.", [], [])
         first = self.ranked([])
-        chosen = first[:1] if first[0].share >= PARTIAL else []
+        is_noise = self._is_noise_of(first[0])
+        chosen = first[:1] if first[0].share >= PARTIAL or is_noise else []
         found, rest = [replace(each) for each in chosen], first[len(chosen) :]
-        if chosen and chosen[0].share < PROVEN:
+        if chosen and chosen[0].share < PROVEN and not is_noise:
             both = self.ranked([(chosen[0].name, chosen[0].value)])
             if both[0].share > chosen[0].share + 0.1:
                 found.append(both[0])
-        return self._proof(self._sentence(found, rest), found, rest)
+        return replace(self._proof(self._sentence(found, rest, is_noise), found, rest), is_noise=is_noise)
+
+    def _is_noise_of(self, best: Explanation) -> bool:
+        """Whether the mismatch has the size of a precision's noise, and a part of it is this very noise.
+
+        The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats a part of it only.
+        """
+        if self.table[best.name].cause != "rounding" or best.interval[0] < MIN_NOISE_SHARE or best.share >= PROVEN:
+            return False
+        (rows,) = self.score([], [(best.name, best.value)])
+        counted = [delta.isfinite() for delta in self.delta]
+        noise = [(row - base)[keep] for row, base, keep in zip(rows, self.reference, counted, strict=True)]
+        ratio = float(_sizes(noise).sum() / _sizes(self.delta).sum().clamp_min(1e-30))
+        return NOISE_RANGE[0] <= ratio <= NOISE_RANGE[1]
 
     def _is_another_model(self) -> bool:
         tokens = torch.cat(self.delta).isfinite().sum()
@@ -148,7 +166,7 @@ class Search:
             hypotheses=len(self.table),
         )
 
-    def _sentence(self, found: Sequence[Explanation], rest: Sequence[Explanation]) -> str:
+    def _sentence(self, found: Sequence[Explanation], rest: Sequence[Explanation], is_noise: bool) -> str:
         engine = {"rollout": "The rollout engine", "training": "Training"}[self.rescored.engine]
         if not found:
             best = f"the best, {rest[0].name}, removes {max(rest[0].share, 0):.0%}"
@@ -157,6 +175,8 @@ class Search:
         last, held_out = found[-1], len(self.inputs) // 2
         low, high = last.interval
         verdict = "" if last.share >= PROVEN else ", so it is a part of the cause"
+        if is_noise:
+            verdict = ", and the noise of this precision has the size of the mismatch"
         ties = [each.name for each in rest if each.share > last.interval[0] and last.share >= PROVEN]
         tie = f" These data do not tell it from: {', '.join(ties)}." if ties else ""
         return (

@@ -50,7 +50,7 @@ class Rescored:
         """Which engine is wrong, in words."""
         train, rollout = self.train_error, self.rollout_error
         if max(train, rollout) < MAX_AGREEING_ERROR:
-            return "both engines agree with fp32"
+            return "both engines are close to fp32"
         if rollout > WRONG_ENGINE_RATIO * train:
             return "the rollout engine is wrong: training agrees with fp32"
         if train > WRONG_ENGINE_RATIO * rollout:
