@@ -108,18 +108,8 @@ def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
 
 def test_namespace_has_slimes_names(base):
     args = configured(base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3").namespace
-    assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (
-        True,
-        "truncate",
-        "token",
-        3.0,
-    )
-    assert (args.tis_clip, args.tis_clip_low, args.mis_upper_bound, args.mis_level) == (
-        3.0,
-        0.0,
-        3.0,
-        "token",
-    )
+    assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (True, "truncate", "token", 3.0)
+    assert (args.tis_clip, args.tis_clip_low, args.mis_upper_bound, args.mis_level) == (3.0, 0.0, 3.0, "token")
     assert (args.use_rs, args.rs_level, args.rs_veto_threshold) == (False, "token", 1e-4)
     assert (args.eps_clip, args.eps_clip_high, args.context_parallel_size) == (0.3, 0.3, 1)
     assert configured(base + "--use-tis --tis-lower-bound 0.5").namespace.tis_clip_low == 0.5

@@ -26,8 +26,8 @@ from slime_tis.trainer.cli.command_line import (
 from slime_tis.trainer.cli.options import Given, Source
 from slime_tis.trainer.cli.output_paths import check_outputs, check_resumption
 from slime_tis.trainer.cli.preflight import check_files, check_model, check_weights
-from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, NOT_FOR_SERVERS, OPTIONS, Arguments
-from slime_tis.trainer.cli.slime_flags import UnknownFlag, refusal, split_unknown_flags
+from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
+from slime_tis.trainer.cli.slime_flags import RENAMED, UnknownFlag, refusal, split_unknown_flags
 from slime_tis.trainer.cli.verl_options import is_override
 from slime_tis.trainer.megatron.environment import read_environment
 from slime_tis.trainer.options.loop import MOST_SAMPLES, CodeConfig, LoopConfig
@@ -163,7 +163,7 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Unkn
     names = {token.split("=")[0] for token in argv}
     rest, server_args = list(argv), list[str]()
     if names & {"--sglang-launch", "--custom-config-path"}:
-        rest, server_args = split_server_flags(argv, FLAGS | NOT_FOR_SERVERS)
+        rest, server_args = split_server_flags(argv, FLAGS | set(RENAMED))
     rest, unknown = split_unknown_flags(rest, FLAGS)
     _refuse_unknown(unknown, _peek_at_model(rest))
     flags = read_flags(COMMAND_LINE, build_parser(prog), rest)

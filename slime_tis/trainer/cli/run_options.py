@@ -12,7 +12,6 @@ from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.command_line import CommandLine, SourceConfig
 from slime_tis.trainer.cli.options import declare_options
-from slime_tis.trainer.cli.slime_flags import RENAMED
 from slime_tis.trainer.options.loop import CodeConfig, LoopConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
@@ -79,8 +78,5 @@ ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 
 FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("", "no_")} | {"--help"}
 """Every flag that is read here, --no- forms included."""
-
-NOT_FOR_SERVERS = set(RENAMED)
-"""Flags that start like server flags but belong to slime."""
 
 COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)

@@ -17,15 +17,6 @@ from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
 from slime_tis.trainer.reporting.summary import plot_summary
 
-REJECTION_METRICS = (
-    "mis_rs_masked_fraction",
-    "mis_catastrophic_seq_fraction",
-    "mis_second_moment_masked_fraction",
-    "mis_mask_fraction_high",
-    "opsm_clipfrac",
-)
-"""Metrics that are logged where tokens can be rejected."""
-
 
 def _decimal(value: float) -> str:
     """Three decimals, or an exponent where the number would be long."""
@@ -41,7 +32,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     *(("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}") for prefix in METRIC_PREFIXES),
     ("time", "perf/step_time", "{:.2f} s".format),
 )
-"""Columns of the console's line: label, metric and format. Columns of missing metrics are skipped."""
+"""Columns of the console's line: label, metric and format. A missing metric and a rejection of 0 are skipped."""
 
 
 class Reporter(Protocol):
@@ -196,13 +187,7 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
     """Formats the console's line of a step: number, logged columns, scores of evaluations."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     for label, name, show in COLUMNS:
-        if name in metrics and (label != "rejected" or _can_reject(metrics, name)):
+        if name in metrics and (label != "rejected" or metrics[name] < 1.0):
             parts.append(f"{label} {show(metrics[name])}")
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
     return "  ".join([*parts, *(f"{name} {_decimal(metrics[name])}" for name in evaluations)])
-
-
-def _can_reject(metrics: Mapping[str, float], kept: str) -> bool:
-    """Whether tokens were, or could have been, rejected."""
-    prefix = kept.removesuffix("gradient_kept_fraction")
-    return metrics[kept] < 1.0 or any(prefix + name in metrics for name in REJECTION_METRICS)

@@ -139,8 +139,6 @@ def read_manifest(checkpoint: Path) -> dict[str, str]:
     """Returns the checksums in the manifest, by name; raises Damaged if it is missing or damaged."""
     try:
         lines = (checkpoint / MANIFEST).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({error})") from None
     sums = {}
