@@ -282,192 +282,196 @@ def _each(change: Callable[[Tensor, float], Tensor]) -> OutputEdit:
     return lambda rows, value: [change(row, value) for row in rows]
 
 
+SIZES = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
+
+TABLE: dict[str, Hypothesis] = {
+    "temperature": Hypothesis(
+        claim="samples at {value:.3g} times the training temperature",
+        cause="temperature",
+        values=(0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5),
+        logits=lambda x, _, value: x / value,
+    ),
+    "top-p": Hypothesis(
+        claim="reports log-probs after top-p {value:.3g}",
+        cause="truncated_sampling",
+        values=(0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
+        logits=_top_p,
+    ),
+    "top-k": Hypothesis(
+        claim="reports log-probs after top-k {value:.0f}",
+        cause="truncated_sampling",
+        whole=True,
+        values=(2.0, 3.0, 5.0, 8.0, 10.0, 20.0, 50.0, 100.0),
+        logits=_top_k,
+    ),
+    "min-p": Hypothesis(
+        claim="reports log-probs after min-p {value:.3g}",
+        cause="truncated_sampling",
+        values=(0.01, 0.02, 0.05, 0.1, 0.2),
+        logits=_min_p,
+    ),
+    "repetition penalty": Hypothesis(
+        claim="applies a repetition penalty of about {value:.3g}",
+        cause="penalty",
+        values=(0.9, 1.02, 1.05, 1.1, 1.2, 1.4),
+        logits=_repetition,
+    ),
+    "presence penalty": Hypothesis(
+        claim="applies a presence penalty of about {value:.3g}",
+        cause="penalty",
+        values=(0.1, 0.3, 0.6, 1.0, 1.5),
+        logits=lambda x, s, value: x - value * (_counts(x, s, prompt=False) > 0),
+    ),
+    "frequency penalty": Hypothesis(
+        claim="applies a frequency penalty of about {value:.3g}",
+        cause="penalty",
+        values=(0.1, 0.3, 0.6, 1.0, 1.5),
+        logits=lambda x, s, value: x - value * _counts(x, s, prompt=False),
+    ),
+    "soft cap": Hypothesis(
+        claim="caps logits at {value:.3g} by a tanh",
+        cause="temperature",
+        values=(5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
+        logits=lambda x, _, value: value * (x / value).tanh(),
+    ),
+    "first prompt tokens missing": Hypothesis(
+        claim="does not read the first {value:.0f} tokens of the prompt (BOS?)",
+        cause="other_prompt",
+        values=(1.0, 2.0, 3.0, 4.0),
+        whole=True,
+        inputs=_prompt(lambda p, k: p[k:]),
+    ),
+    "last prompt tokens missing": Hypothesis(
+        claim="does not read the last {value:.0f} tokens of the prompt",
+        cause="other_prompt",
+        values=(1.0, 2.0, 3.0, 4.0),
+        whole=True,
+        inputs=_prompt(lambda p, k: p[:-k]),
+    ),
+    "first token doubled": Hypothesis(
+        claim="reads the first token of the prompt {value:.0f} times",
+        cause="other_prompt",
+        values=(2.0, 3.0),
+        whole=True,
+        inputs=_prompt(lambda p, k: torch.cat([p[:1].expand(k - 1), p])),
+    ),
+    "last token doubled": Hypothesis(
+        claim="reads the last token of the prompt {value:.0f} times",
+        cause="other_prompt",
+        values=(2.0, 3.0),
+        whole=True,
+        inputs=_prompt(lambda p, k: torch.cat([p, p[-1:].expand(k - 1)])),
+    ),
+    "prompt cut": Hypothesis(
+        claim="reads only the last {value:.0f} tokens of the prompt",
+        cause="other_prompt",
+        values=SIZES,
+        whole=True,
+        inputs=_prompt(lambda p, n: p[-n:]),
+    ),
+    "position gap": Hypothesis(
+        claim="numbers the positions of the response {value:+.0f} higher",
+        cause="position_drift",
+        values=(-4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 16.0),
+        whole=True,
+        inputs=_gap,
+    ),
+    "attention window": Hypothesis(
+        claim="attends to the last {value:.0f} tokens only",
+        cause="position_drift",
+        values=SIZES,
+        whole=True,
+        inputs=_window,
+    ),
+    "packed neighbor": Hypothesis(
+        claim="attends to the sample packed before it", cause="other_prompt", inputs=_neighbor
+    ),
+    "fp8 KV cache": Hypothesis(claim="stores keys and values in fp8", cause="rounding", inputs=_fp8_cache),
+    "rope_theta": Hypothesis(
+        claim="uses a rope_theta that is {value:.3g} times as large",
+        cause="position_drift",
+        values=(0.01, 0.1, 0.3, 0.6, 0.85, 1.15, 1.5, 3.0, 10.0, 100.0),
+        network=lambda m, value: _buffers(m, "inv_freq", lambda f: _theta(f, value)),
+    ),
+    "rope scaling": Hypothesis(
+        claim="scales positions by 1/{value:.3g} (linear rope scaling)",
+        cause="position_drift",
+        values=(0.5, 1.25, 1.5, 2.0, 4.0, 8.0),
+        network=lambda m, value: _buffers(m, "inv_freq", lambda f: f / value),
+    ),
+    "norm epsilon": Hypothesis(
+        claim="uses a norm epsilon of {value:.1g}",
+        cause="rounding",
+        values=(1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        whole=True,
+        network=_epsilon,
+    ),
+    "bf16": Hypothesis(claim="computes in bf16", cause="rounding", network=_cast(torch.bfloat16)),
+    "fp16": Hypothesis(claim="computes in fp16", cause="rounding", network=_cast(torch.float16)),
+    "bf16 weights": Hypothesis(
+        claim="has weights in bf16", cause="rounding", network=_rounded(lambda w: w.bfloat16().float())
+    ),
+    "fp8 weights": Hypothesis(
+        claim="has weights in fp8, with a scale per row",
+        cause="rounding",
+        network=_rounded(_scaled(torch.float8_e4m3fn, 448.0)),
+    ),
+    "fp8 weights per tensor": Hypothesis(
+        claim="has weights in fp8, with a scale per tensor",
+        cause="rounding",
+        network=_rounded(_scaled(torch.float8_e4m3fn, 448.0, -1)),
+    ),
+    "int8 weights": Hypothesis(claim="has weights in int8", cause="rounding", network=_rounded(_scaled(None, 127.0))),
+    "int4 weights": Hypothesis(
+        claim="has weights in int4, in groups of 128", cause="rounding", network=_rounded(_scaled(None, 7.0, 128))
+    ),
+    "shift": Hypothesis(
+        claim="reports log-probs shifted by {value:+.0f} tokens",
+        cause="shifted_tokens",
+        values=(-2.0, -1.0, 1.0, 2.0),
+        whole=True,
+        outputs=_shifted,
+    ),
+    "log base": Hypothesis(
+        claim="reports logarithms to base {value:.0f}",
+        cause="broken_tokens",
+        values=(2.0, 10.0),
+        whole=True,
+        outputs=_each(lambda x, base: x / math.log(base)),
+    ),
+    "clamped": Hypothesis(
+        claim="reports no log-prob below {value:.3g}",
+        cause="broken_tokens",
+        values=(-0.1, -0.5, -1.0, -2.0, -5.0, -10.0),
+        outputs=_each(lambda x, low: x.clamp_min(low)),
+    ),
+    "reported in bf16": Hypothesis(
+        claim="reports log-probs in bf16", cause="rounding", outputs=_each(lambda x, _: x.bfloat16().float())
+    ),
+    "exchanged": Hypothesis(
+        claim="reports the log-probs of the sample {value:+.0f} places on",
+        cause="shifted_tokens",
+        values=(-1.0, 1.0),
+        whole=True,
+        outputs=_exchanged,
+    ),
+}
+"""Hypotheses of every model, by name."""
+
+
 def hypotheses(config: Any) -> dict[str, Hypothesis]:
-    """The table for a model's configuration."""
-    pad = config.pad_token_id if isinstance(getattr(config, "pad_token_id", None), int) else 0
-    eos = getattr(config, "eos_token_id", None)
+    """The table, with the hypotheses on special tokens of a model's configuration."""
+    pad, eos, bos = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos"))
     eos = eos[0] if isinstance(eos, list) else eos
-    bos = getattr(config, "bos_token_id", None)
-    sizes = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
+    pad = pad if isinstance(pad, int) else 0
     table = {
-        "temperature": Hypothesis(
-            claim="samples at {value:.3g} times the training temperature",
-            cause="temperature",
-            values=(0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5),
-            logits=lambda x, _, value: x / value,
-        ),
-        "top-p": Hypothesis(
-            claim="reports log-probs after top-p {value:.3g}",
-            cause="truncated_sampling",
-            values=(0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
-            logits=_top_p,
-        ),
-        "top-k": Hypothesis(
-            claim="reports log-probs after top-k {value:.0f}",
-            cause="truncated_sampling",
-            whole=True,
-            values=(2.0, 3.0, 5.0, 8.0, 10.0, 20.0, 50.0, 100.0),
-            logits=_top_k,
-        ),
-        "min-p": Hypothesis(
-            claim="reports log-probs after min-p {value:.3g}",
-            cause="truncated_sampling",
-            values=(0.01, 0.02, 0.05, 0.1, 0.2),
-            logits=_min_p,
-        ),
-        "repetition penalty": Hypothesis(
-            claim="applies a repetition penalty of about {value:.3g}",
-            cause="penalty",
-            values=(0.9, 1.02, 1.05, 1.1, 1.2, 1.4),
-            logits=_repetition,
-        ),
-        "presence penalty": Hypothesis(
-            claim="applies a presence penalty of about {value:.3g}",
-            cause="penalty",
-            values=(0.1, 0.3, 0.6, 1.0, 1.5),
-            logits=lambda x, s, value: x - value * (_counts(x, s, prompt=False) > 0),
-        ),
-        "frequency penalty": Hypothesis(
-            claim="applies a frequency penalty of about {value:.3g}",
-            cause="penalty",
-            values=(0.1, 0.3, 0.6, 1.0, 1.5),
-            logits=lambda x, s, value: x - value * _counts(x, s, prompt=False),
-        ),
-        "soft cap": Hypothesis(
-            claim="caps logits at {value:.3g} by a tanh",
-            cause="temperature",
-            values=(5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
-            logits=lambda x, _, value: value * (x / value).tanh(),
-        ),
-        "first prompt tokens missing": Hypothesis(
-            claim="does not read the first {value:.0f} tokens of the prompt (BOS?)",
-            cause="other_prompt",
-            values=(1.0, 2.0, 3.0, 4.0),
-            whole=True,
-            inputs=_prompt(lambda p, k: p[k:]),
-        ),
-        "last prompt tokens missing": Hypothesis(
-            claim="does not read the last {value:.0f} tokens of the prompt",
-            cause="other_prompt",
-            values=(1.0, 2.0, 3.0, 4.0),
-            whole=True,
-            inputs=_prompt(lambda p, k: p[:-k]),
-        ),
-        "first token doubled": Hypothesis(
-            claim="reads the first token of the prompt {value:.0f} times",
-            cause="other_prompt",
-            values=(2.0, 3.0),
-            whole=True,
-            inputs=_prompt(lambda p, k: torch.cat([p[:1].expand(k - 1), p])),
-        ),
-        "last token doubled": Hypothesis(
-            claim="reads the last token of the prompt {value:.0f} times",
-            cause="other_prompt",
-            values=(2.0, 3.0),
-            whole=True,
-            inputs=_prompt(lambda p, k: torch.cat([p, p[-1:].expand(k - 1)])),
-        ),
-        "prompt cut": Hypothesis(
-            claim="reads only the last {value:.0f} tokens of the prompt",
-            cause="other_prompt",
-            values=sizes,
-            whole=True,
-            inputs=_prompt(lambda p, n: p[-n:]),
-        ),
+        **TABLE,
         "pads attended": Hypothesis(
             claim="attends to {value:.0f} padding tokens before the prompt",
             cause="other_prompt",
             values=(1.0, 2.0, 4.0, 8.0, 16.0),
             whole=True,
             inputs=_prompt(lambda p, k: torch.cat([p.new_full((k,), pad), p])),
-        ),
-        "position gap": Hypothesis(
-            claim="numbers the positions of the response {value:+.0f} higher",
-            cause="position_drift",
-            values=(-4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 16.0),
-            whole=True,
-            inputs=_gap,
-        ),
-        "attention window": Hypothesis(
-            claim="attends to the last {value:.0f} tokens only",
-            cause="position_drift",
-            values=sizes,
-            whole=True,
-            inputs=_window,
-        ),
-        "packed neighbor": Hypothesis(
-            claim="attends to the sample packed before it", cause="other_prompt", inputs=_neighbor
-        ),
-        "fp8 KV cache": Hypothesis(claim="stores keys and values in fp8", cause="rounding", inputs=_fp8_cache),
-        "rope_theta": Hypothesis(
-            claim="uses a rope_theta that is {value:.3g} times as large",
-            cause="position_drift",
-            values=(0.01, 0.1, 0.3, 0.6, 0.85, 1.15, 1.5, 3.0, 10.0, 100.0),
-            network=lambda m, value: _buffers(m, "inv_freq", lambda f: _theta(f, value)),
-        ),
-        "rope scaling": Hypothesis(
-            claim="scales positions by 1/{value:.3g} (linear rope scaling)",
-            cause="position_drift",
-            values=(0.5, 1.25, 1.5, 2.0, 4.0, 8.0),
-            network=lambda m, value: _buffers(m, "inv_freq", lambda f: f / value),
-        ),
-        "norm epsilon": Hypothesis(
-            claim="uses a norm epsilon of {value:.1g}",
-            cause="rounding",
-            values=(1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
-            whole=True,
-            network=_epsilon,
-        ),
-        "bf16": Hypothesis(claim="computes in bf16", cause="rounding", network=_cast(torch.bfloat16)),
-        "fp16": Hypothesis(claim="computes in fp16", cause="rounding", network=_cast(torch.float16)),
-        "bf16 weights": Hypothesis(
-            claim="has weights in bf16", cause="rounding", network=_rounded(lambda w: w.bfloat16().float())
-        ),
-        "fp8 weights": Hypothesis(
-            claim="has weights in fp8, with a scale per row",
-            cause="rounding",
-            network=_rounded(_scaled(torch.float8_e4m3fn, 448.0)),
-        ),
-        "fp8 weights per tensor": Hypothesis(
-            claim="has weights in fp8, with a scale per tensor",
-            cause="rounding",
-            network=_rounded(_scaled(torch.float8_e4m3fn, 448.0, -1)),
-        ),
-        "int8 weights": Hypothesis(
-            claim="has weights in int8", cause="rounding", network=_rounded(_scaled(None, 127.0))
-        ),
-        "int4 weights": Hypothesis(
-            claim="has weights in int4, in groups of 128", cause="rounding", network=_rounded(_scaled(None, 7.0, 128))
-        ),
-        "shift": Hypothesis(
-            claim="reports log-probs shifted by {value:+.0f} tokens",
-            cause="shifted_tokens",
-            values=(-2.0, -1.0, 1.0, 2.0),
-            whole=True,
-            outputs=_shifted,
-        ),
-        "log base": Hypothesis(
-            claim="reports logarithms to base {value:.0f}",
-            cause="broken_tokens",
-            values=(2.0, 10.0),
-            whole=True,
-            outputs=_each(lambda x, base: x / math.log(base)),
-        ),
-        "clamped": Hypothesis(
-            claim="reports no log-prob below {value:.3g}",
-            cause="broken_tokens",
-            values=(-0.1, -0.5, -1.0, -2.0, -5.0, -10.0),
-            outputs=_each(lambda x, low: x.clamp_min(low)),
-        ),
-        "reported in bf16": Hypothesis(
-            claim="reports log-probs in bf16", cause="rounding", outputs=_each(lambda x, _: x.bfloat16().float())
-        ),
-        "exchanged": Hypothesis(
-            claim="reports the log-probs of the sample {value:+.0f} places on",
-            cause="shifted_tokens",
-            values=(-1.0, 1.0),
-            whole=True,
-            outputs=_exchanged,
         ),
     }
     if isinstance(eos, int):
