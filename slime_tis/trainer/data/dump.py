@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tis.errors import quoted, quoted_path
+from slime_tis.errors import first_line, quoted, quoted_path
 from slime_tis.files import FOREIGN, atomic_path
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
@@ -128,8 +128,8 @@ def from_dict(row: dict[str, Any]) -> Sample:
             }
         )
         _check_lengths(sample)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"is not a sample: {error}.") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"is not a sample: {first_line(error)}.") from error
     return sample
 
 
@@ -150,9 +150,9 @@ def _check_lengths(sample: Sample) -> None:
         lengths["sampling_mask"] = len(sample.sampling_mask)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"has lists of different lengths: {listed}.")
+        raise ValueError(f"lists of different lengths: {listed}")
     if not 0 <= sample.response_length <= len(sample.tokens):
-        raise ValueError(f"has a response_length of {sample.response_length} but {len(sample.tokens)} tokens.")
+        raise ValueError(f"a response_length of {sample.response_length} but {len(sample.tokens)} tokens")
 
 
 def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
@@ -167,27 +167,20 @@ def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
     """The tensor of a row that `encoded` made."""
     if row is None:
         return None
-    try:
-        dtype, shape, data = row["dtype"], row["shape"], base64.b64decode(row["base64"], validate=True)
-        if dtype not in dtypes:
-            raise ValueError(f"its dtype is {dtype!r:.40} but must be {' or '.join(dtypes)}")
-        if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"its shape is {shape!r:.40}")
-        values = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
-        return torch.from_numpy(values.astype(dtype).reshape(shape))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"has {name} that are not a tensor: {error}.") from error
+    if row["dtype"] not in dtypes:
+        raise ValueError(f"the dtype of {name} is {row['dtype']!r:.40} but must be {' or '.join(dtypes)}")
+    values = np.frombuffer(base64.b64decode(row["base64"], validate=True), np.dtype(row["dtype"]).newbyteorder("<"))
+    return torch.from_numpy(values.astype(row["dtype"]).reshape(row["shape"]))
 
 
 def _sampling_mask(row: Any) -> SamplingMask | None:
     if row is None:
         return None
-    names = ("token_ids", "lengths")
-    token_ids, lengths = (decoded(row.get(name), f"{name} of a sampling_mask", ["int32"]) for name in names)
+    token_ids, lengths = (decoded(row[name], name, ["int32"]) for name in ("token_ids", "lengths"))
     if token_ids is None or lengths is None or token_ids.dim() != 1 or lengths.dim() != 1:
-        raise ValueError("has a sampling_mask that is not two lists of numbers, token_ids and lengths.")
+        raise ValueError("a sampling_mask without two lists of numbers, token_ids and lengths")
     if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids) or bool((token_ids < 0).any()):
-        raise ValueError("has a sampling_mask with negative numbers, or with lengths that do not add up.")
+        raise ValueError("a sampling_mask with negative numbers, or with lengths that do not add up")
     return SamplingMask(token_ids, lengths)
 
 

@@ -340,10 +340,8 @@ class TrainingEngine:
             with clock(), torch.set_grad_enabled(differentiates):  # megatron-core differentiates outputs with gradient
                 if not micro.packed_seq_params.gives_logits:
                     return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
-                distribution = self._distribution(micro)
-                output.detach()[..., distribution.width(output.shape[-1]) :] = -torch.inf
-                with_logits = replace(micro, logits=output.clone())  # the next line overwrites them
-                return on_log_probs(with_logits, *vocab_parallel_log_probs(output[0], micro.target_L, distribution))
+                output.detach()[..., self._distribution(micro).width(output.shape[-1]) :] = -torch.inf
+                return on_log_probs(replace(micro, logits=output.clone()), *self._from_logits(output[0], micro))
 
         return output, last_stage
 
@@ -363,6 +361,9 @@ class TrainingEngine:
         weight_OI = self.model.module.output_weight()
         main_grad_OI: Tensor = weight_OI.main_grad  # type: ignore[attr-defined]  # megatron-core's
         return fused_linear_log_probs(hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI)
+
+    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_log_probs(logits, micro.target_L, self._distribution(micro))
 
     def _loss(
         self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor, loss: Loss
