@@ -29,6 +29,7 @@ REFUSALS = [
     # names
     ("--use-tiss", "did you mean --use-tis?"),
     ("--zzz", "is not a flag"),
+    ("--custom-config-path a.yaml --custom-config-path=b.yaml", "is given twice"),
     ("--rollout-correction-preset decoupled_token", "did you mean"),
     ("--rollout-rs geometric", "write --use-rs"),
     ("--use-tis --tis-clip 2 --tis-upper-bound 3", "--tis-clip and --tis-upper-bound are one option"),

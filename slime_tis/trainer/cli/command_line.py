@@ -154,6 +154,8 @@ def _metavar(option: Option) -> str:
 def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
     """Reads values of flags, and Hydra overrides of verl's options; refuses wrong ones with a ValueError."""
     words, overrides = split_overrides(argv)
+    if sum(word.split("=")[0] == "--custom-config-path" for word in words) > 1:
+        raise ValueError("--custom-config-path is given twice; merge the two files into one.")
     if "--" in words:  # argparse would take everything after it for values
         raise ValueError(_not_a_flag(line, "--"))
     _check_names(line, words)
