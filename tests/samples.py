@@ -20,3 +20,7 @@ def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sampl
         "status": Sample.Status.COMPLETED,
     }
     return Sample(**{**values, **fields})
+
+
+def flat(groups: list[list[Sample]]) -> list[Sample]:
+    return [sample for group in groups for sample in group]

@@ -139,14 +139,6 @@ def test_the_tokens_that_still_are_what_was_sampled_can_be_trained_on(tmp_path: 
     assert sample.rollout_log_probs[2:] == [-5.0, -5.125]
 
 
-def test_or_the_run_ends_with_a_message(tmp_path: Path) -> None:
-    with pytest.raises(CustomFunctionError) as error:
-        call(tmp_path, RETOKENIZED, retokenization="error")
-    message = str(error.value).replace(str(tmp_path), "")
-    assert message.startswith("generate (/agent_0.py, line 4) gave 2 of 4 trained tokens")
-    assert "for prompt 3; the first is response token 0, 27 ('bc')" in message
-
-
 def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_path: Path) -> None:
     body = """
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -204,19 +196,6 @@ def test_a_broken_contract_costs_one_sample_and_is_named(body: str, reason: str,
     assert sample.failure == reason and message in found
     assert sample.tokens == [1, 2, 3, 3] and sample.loss_mask == [0] and sample.reward == 0.0
     assert sample.status is Sample.Status.FAILED and sample.weight_versions == [5]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "    await asyncio.sleep(1000)",
-        "    try:\n        await asyncio.sleep(1000)\n    finally:\n        await engine.generate([1])",
-    ],
-    ids=["sleeps", "asks on"],
-)
-def test_a_function_that_hangs_costs_one_sample(body: str, tmp_path: Path) -> None:
-    (sample,) = call(tmp_path, body, generate_timeout=0.01)
-    assert sample.failure == "timeout" and "took more than 0.01 s" in sample.metadata["generate_error"]
 
 
 def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
 from tests.checkpoints import EOS, make_checkpoint
 from tests.rollout.conftest import make_prompts
+from tests.samples import flat
 
 TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -31,10 +32,6 @@ def make_engine(path, **options) -> LocalEngine:
 
 def weights(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict().items()
-
-
-def flat(groups) -> list[Sample]:
-    return [sample for group in groups for sample in group]
 
 
 def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:

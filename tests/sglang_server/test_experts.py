@@ -18,9 +18,10 @@ from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
+from tests.samples import flat
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer
-from tests.sglang_server.test_weights import all_samples, wait_for_decoding, worst_by_version
+from tests.sglang_server.test_weights import wait_for_decoding, worst_by_version
 
 BOUND = 1e-4
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1024, "max_position_embeddings": 512}
@@ -99,13 +100,13 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(
 ) -> None:
     server, references, _ = served
     sampling = Sampling(max_response_len=32, n_samples=2, return_routed_experts=True)
-    for sample in all_samples(engine.generate(prompts, sampling, seed=0)):
+    for sample in flat(engine.generate(prompts, sampling, seed=0)):
         assert_experts(sample, references)
     pending = engine.submit(prompts, LONG, seed=1)
     for version in (1, 2):
         wait_for_decoding(server.log)
         engine.update_weights(references[version].named_tensors, version)
-    samples = all_samples(pending.result())
+    samples = flat(pending.result())
     for sample in samples:
         assert_experts(sample, references)
     assert [len(set(sample.weight_versions)) for sample in samples].count(3) >= 2  # or the updates missed them
@@ -113,7 +114,7 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(
 
     by_disk = connect(served, tmp_path, sglang_weight_sync="disk")
     by_disk.update_weights(references[1].named_tensors, 1)
-    for sample in all_samples(by_disk.generate(prompts[:4], sampling, seed=2)):
+    for sample in flat(by_disk.generate(prompts[:4], sampling, seed=2)):
         assert set(sample.weight_versions) == {1}
         assert_experts(sample, references)
     by_disk.close()
@@ -130,7 +131,7 @@ def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_u
         sampling = Sampling(max_response_len=16, n_samples=2, return_routed_experts=True)
         for version in (0, 1):
             engine.update_weights(references[version].named_tensors, version)
-            samples = all_samples(engine.generate(prompts[:4], sampling, seed=0))
+            samples = flat(engine.generate(prompts[:4], sampling, seed=0))
             assert {one for sample in samples for one in sample.weight_versions} == {version}
             for sample in samples:
                 assert_experts(sample, references)
@@ -146,14 +147,14 @@ def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_up
     sampling = dataclasses.replace(LONG, stop_token_ids=tuple(range(3, 1024, 32)))  # so that lengths differ
     groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
     left = engine.unfinished()
-    begun = [sample for sample in all_samples(left) if sample.status is Sample.Status.ABORTED and sample.response_ids]
+    begun = [sample for sample in flat(left) if sample.status is Sample.Status.ABORTED and sample.response_ids]
     assert begun
-    for sample in [*all_samples(groups), *begun]:
+    for sample in [*flat(groups), *begun]:
         assert_experts(sample, references)
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
     engine.update_weights(references[1].named_tensors, 1)
     engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
-    finished = all_samples(engine.submit([], sampling, seed=1, num_groups=len(left)).result())
+    finished = flat(engine.submit([], sampling, seed=1, num_groups=len(left)).result())
     for sample in finished:
         assert_experts(sample, references)
     assert sum(set(sample.weight_versions) == {0, 1} for sample in finished) == len(begun)

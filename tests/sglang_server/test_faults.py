@@ -6,10 +6,11 @@ import httpx
 import pytest
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from tests.samples import flat
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer
-from tests.sglang_server.test_weights import BOUND, all_samples, wait_for_decoding, worst_by_version
+from tests.sglang_server.test_weights import BOUND, wait_for_decoding, worst_by_version
 
 SAMPLES = 3
 
@@ -33,7 +34,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     victim.kill()
     groups = pending.result()
     assert [[sample.row for sample in group] for group in groups] == [[prompt] * SAMPLES for prompt in prompts]
-    samples = all_samples(groups)
+    samples = flat(groups)
     assert [sample.index for sample in samples] == list(range(SAMPLES * len(prompts)))
     assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in samples)
     assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
@@ -47,11 +48,11 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     deadline = time.monotonic() + 60.0
     while engine.metrics()["rollout/sglang_returns"] < 1:
         assert time.monotonic() < deadline, "the server that came back was not taken in again"
-        samples = all_samples(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
+        samples = flat(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
         assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
     assert weight_version(victim) == "1", "the server that came back was not given the current weights"
     answered = victim.log.read_text().count("POST /generate")
-    samples = all_samples(engine.generate(prompts, Sampling(max_response_len=32, n_samples=2), seed=0))
+    samples = flat(engine.generate(prompts, Sampling(max_response_len=32, n_samples=2), seed=0))
     assert victim.log.read_text().count("POST /generate") > answered
     assert all(set(sample.weight_versions) == {1} and worst_by_version(sample, weights) < BOUND for sample in samples)
     assert engine.metrics()["rollout/sglang_returns"] == 1

@@ -8,6 +8,7 @@ from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.generation import TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
+from tests.samples import flat
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.servers import RealServer
 
@@ -25,10 +26,6 @@ async def three_turns(sample: Sample, engine: TokenEngine) -> list[Sample]:
         if turn < 2:
             sample.append_response_tokens(tokens=OBSERVATION, trainable=False)
     return [sample]
-
-
-def flat(groups: list[list[Sample]]) -> list[Sample]:
-    return [sample for group in groups for sample in group]
 
 
 def test_turns_are_those_of_the_local_engine(

@@ -10,10 +10,11 @@ import pytest
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from tests.runs import free_port
+from tests.samples import flat
 from tests.sglang_server.conftest import MakeEngine
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import FLAGS, PYTHON
-from tests.sglang_server.test_weights import BOUND, all_samples, wait_for_decoding
+from tests.sglang_server.test_weights import BOUND, wait_for_decoding
 
 KEY = "sk-not-to-be-seen"
 
@@ -51,7 +52,7 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
     (scheduler,) = [each for each in psutil.Process().children(recursive=True) if is_scheduler(each, before)]
     wait_for_decoding(tmp_path / "sglang_0.log")
     scheduler.kill()
-    samples = all_samples(pending.result())
+    samples = flat(pending.result())
     assert [sample.index for sample in samples] == list(range(2 * len(prompts)))
     assert all(set(sample.weight_versions) == {3} and reference.gap(sample) < BOUND for sample in samples)
     assert engine.metrics()["rollout/sglang_restarts"] == 1

@@ -8,10 +8,11 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.runs import read_metrics, run_apart
+from tests.samples import flat
 from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import Reference
 from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
-from tests.sglang_server.test_weights import all_samples, wait_for_decoding
+from tests.sglang_server.test_weights import wait_for_decoding
 
 BOUND = 1e-4
 CASES = {
@@ -41,7 +42,7 @@ def test_sets_and_log_probs_are_those_of_transformers(case: str, real: Real) -> 
     for version, weights in ((0, real.reference), (1, real.other_reference)):
         if version:
             engine.update_weights(weights.named_tensors, version)
-        for sample in all_samples(engine.generate(real.prompts, sampling, seed=0)):
+        for sample in flat(engine.generate(real.prompts, sampling, seed=0)):
             assert sample.sampling_mask is not None
             assert set(sample.weight_versions) == {version}
             assert sample.sampling_mask.contains(torch.tensor(sample.response_ids)).all()
@@ -58,7 +59,7 @@ def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
     rollout = engine.submit(real.prompts, long, seed=0)
     wait_for_decoding(real.server.log)
     engine.update_weights(real.other_reference.named_tensors, 1)
-    updated = all_samples(rollout.result())
+    updated = flat(rollout.result())
     assert {version for sample in updated for version in sample.weight_versions} == {0, 1}
 
     short = dataclasses.replace(long, stop_token_ids=tuple(range(3, 1024, 32)))
@@ -66,7 +67,7 @@ def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
     left = engine.unfinished()
     engine.update_weights(real.reference.named_tensors, 2)
     groups += engine.submit([], short, seed=1, num_groups=len(left)).result()
-    partial = all_samples(groups)
+    partial = flat(groups)
     assert {version for sample in partial for version in sample.weight_versions} == {1, 2}
     for sample in [*updated, *partial]:
         assert sample.sampling_mask is not None

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from slime_tis.trainer.data.sample import Sample, Sampling
+from tests.samples import flat
 from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import Reference
 
@@ -14,10 +15,6 @@ BOUND = 1e-4
 LONG = Sampling(max_response_len=400, n_samples=2)
 
 pytestmark = pytest.mark.parametrize("sync", ["distributed", "disk"])
-
-
-def all_samples(groups: list[list[Sample]]) -> list[Sample]:
-    return [sample for group in groups for sample in group]
 
 
 def wait_for_decoding(log: Path) -> None:
@@ -36,7 +33,7 @@ def test_log_probs_are_those_of_the_weights_that_it_was_given(sync: str, real: R
         engine.update_weights(weights.named_tensors, version)
         assert engine.weight_version == version
         assert httpx.get(f"{real.server.url}/model_info").json()["weight_version"] == str(version)
-        for sample in all_samples(engine.generate(real.prompts, sampling, seed=0)):
+        for sample in flat(engine.generate(real.prompts, sampling, seed=0)):
             assert set(sample.weight_versions) == {version}
             assert weights.gap(sample) < BOUND
         ids = real.prompts[5].token_ids
@@ -50,7 +47,7 @@ def test_every_token_has_the_version_and_log_prob_of_its_weights(sync: str, real
     for version in (1, 2):
         wait_for_decoding(real.server.log)
         engine.update_weights(weights[version].named_tensors, version)
-    samples = all_samples(pending.result())
+    samples = flat(pending.result())
     assert len(samples) == 2 * len(real.prompts)
     for sample in samples:
         assert sample.weight_versions == sorted(sample.weight_versions)
@@ -64,7 +61,7 @@ def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_h
     earlier.update_weights(real.other_reference.named_tensors, 12)
     earlier.close()
     engine = real.make_engine(real.server, sglang_weight_sync=sync, push=False)
-    for sample in all_samples(engine.generate(real.prompts, Sampling(max_response_len=8), seed=0)):
+    for sample in flat(engine.generate(real.prompts, Sampling(max_response_len=8), seed=0)):
         assert set(sample.weight_versions) == {0}
         assert real.reference.gap(sample) < BOUND
 

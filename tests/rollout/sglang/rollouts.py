@@ -18,6 +18,7 @@ from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import STOP, FakeSGLang, continuation, log_prob
+from tests.samples import flat
 
 Result = TypeVar("Result")
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
@@ -130,10 +131,6 @@ class Run:
         """Lets held requests continue."""
         for server in self.servers:
             server.stop_after = None
-
-
-def flat(groups: list[list[Sample]]) -> list[Sample]:
-    return [sample for group in groups for sample in group]
 
 
 def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> None:

@@ -13,7 +13,8 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.engine import SGLangRollout
 from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until, when
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, flat
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact
+from tests.samples import flat
 
 
 def checked_again(server: FakeSGLang, times: int) -> None:

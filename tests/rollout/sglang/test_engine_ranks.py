@@ -20,10 +20,10 @@ from tests.rollout.sglang.rollouts import (
     ByHand,
     Weights,
     assert_exact,
-    flat,
     make_engine,
 )
 from tests.runs import spawn
+from tests.samples import flat
 
 SIZE = 2
 

@@ -37,7 +37,8 @@ from tests.rollout.sglang.fake_sglang import (
     spoiled,
     wait_until,
 )
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, assert_exact, flat, held
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, assert_exact, held
+from tests.samples import flat
 
 SIZES = MoeSizes(
     layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=2, intermediate_size=24, shared_intermediate_size=None

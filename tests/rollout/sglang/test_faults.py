@@ -11,7 +11,8 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.rollout.sglang.fake_sglang import spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, flat, held
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, held
+from tests.samples import flat
 
 
 def edit_log_probs(edit: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:

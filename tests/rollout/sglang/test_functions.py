@@ -11,7 +11,8 @@ from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, flat, held
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, held
+from tests.samples import flat
 
 RUN = Sampling(max_response_len=12, n_samples=2)
 OBSERVATION = [20, 21]

@@ -21,9 +21,9 @@ from tests.rollout.sglang.rollouts import (
     Run,
     assert_exact,
     assert_log_probs,
-    flat,
     held,
 )
+from tests.samples import flat
 
 
 def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None:

@@ -23,7 +23,8 @@ from tests.rollout.sglang.fake_sglang import (
     recorded,
     sampled_from,
 )
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run, flat
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run
+from tests.samples import flat
 
 TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
 Start = Callable[..., Run]

@@ -13,7 +13,8 @@ from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.sglang.server_group import is_stale, server_name, server_precision
 from tests.rollout.sglang.fake_sglang import REFUSED, FakeSGLang, spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, flat, held
+from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, held
+from tests.samples import flat
 
 
 def test_an_answer_from_other_weights_is_tried_again(start: Callable[..., Run]) -> None:

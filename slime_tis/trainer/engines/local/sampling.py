@@ -13,18 +13,10 @@ CDF_CHUNK = 512  # tokens per chunk of the two-level search: the first level of 
 def sample_tokens(
     logits_BV: Tensor, uniforms_B: Tensor, *, temperature: float, top_p: float, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws one token per row by inverse CDF.
+    """Draws one token per row by inverse CDF; temperature 0 takes the most likely one, at temperature 1.
 
-    Args:
-        logits_BV: Next-token logits of any floating type.
-        uniforms_B: float64 in [0, 1), unused at temperature 0.
-        temperature: Divides the logits; 0 takes the most likely token, with its log-prob at temperature 1.
-        top_p: Nucleus probability in (0, 1].
-        top_k: Number of candidate tokens; −1 for all.
-
-    Returns:
-        Tokens [B] int64, their log-probs [B] float32, and the logits [B, V] of the sampled distribution up to a
-        constant per row, −inf at removed tokens.
+    Returns tokens [B], their log-probs [B] float32, and the logits [B, V] of the sampled distribution up to a constant
+    per row, −inf at removed tokens.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
