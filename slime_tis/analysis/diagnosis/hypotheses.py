@@ -469,7 +469,7 @@ def hypotheses(config: Any) -> dict[str, Hypothesis]:
         "pads attended": Hypothesis(
             claim="attends to {value:.0f} padding tokens before the prompt",
             cause="other_prompt",
-            values=(1.0, 2.0, 4.0, 8.0, 16.0),
+            values=(*map(float, range(1, 9)), 16.0),
             whole=True,
             inputs=_prompt(lambda p, k: torch.cat([p.new_full((k,), pad), p])),
         ),
