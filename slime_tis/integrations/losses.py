@@ -20,6 +20,8 @@ from slime_tis.correction import LOG_RATIO_BOUND, Correction, RolloutCorrectionC
 
 PREFIX = "correction/"
 """Prefix of the metrics."""
+SKYRL_SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "is_threshold_low", "is_threshold_high")
+"""Ends of the names of SkyRL's options that correct when they are set."""
 Loss = Callable[..., Any]
 
 
@@ -113,8 +115,9 @@ def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "reg
     ) -> tuple[Tensor, dict[str, float]]:
         options = copy.copy(config)
         options.policy_loss_type = loss_type
-        own = options.off_policy_correction
-        _refuse_second("SkyRL's off_policy_correction", own.tis_ratio_type or own.sequence_mask_metric)
+        own = vars(options.off_policy_correction).items()
+        is_on = any(value is not None for name, value in own if name.endswith(SKYRL_SWITCHES))
+        _refuse_second("SkyRL's off_policy_correction", is_on)
         mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
         batch = corrected(correction, Tokens(log_probs, old_log_probs, rollout_logprobs, advantages, mask))
         total, metrics = loss(
@@ -154,6 +157,8 @@ class NemoLoss:
 
     def __init__(self, loss: Any, correction: RolloutCorrectionConfig) -> None:
         _refuse_second("NeMo-RL's use_importance_sampling_correction", loss.use_importance_sampling_correction)
+        if loss.force_on_policy_ratio and correction.use_rollout_logprobs:
+            raise ValueError("force_on_policy_ratio of NeMo-RL has no old policy; drop use_rollout_logprobs.")
         self.loss, self.correction = loss, correction
 
     def __getattr__(self, name: str) -> Any:

@@ -300,6 +300,14 @@ def test_what_would_be_wrong_is_refused() -> None:
     own.is_correction_level = "token"
     with pytest.raises(ValueError, match="is_correction_level"):
         losses.openrlhf(own, METRICS)
+    on_policy = peers.nemo()
+    on_policy.force_on_policy_ratio = True
+    with pytest.raises(ValueError, match="force_on_policy_ratio"):
+        losses.NemoLoss(on_policy, RolloutCorrectionConfig(use_rollout_logprobs=True))
+    options = peers.skyrl_options()
+    options.off_policy_correction.token_mask_is_threshold_low = 0.5
+    with pytest.raises(ValueError, match="off_policy_correction"):
+        losses.skyrl(peers.skyrl, METRICS)(*[batch().log_probs] * 3, options)
     with pytest.raises(ValueError, match="advantages"):
         losses.ms_swift(RolloutCorrectionConfig(divergence_mask="binary_tv"))
     with pytest.raises(ValueError, match="twice"):
