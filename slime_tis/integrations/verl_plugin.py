@@ -3,7 +3,8 @@
     export VERL_USE_EXTERNAL_MODULES=slime_tis.integrations.verl_plugin
 
 `verl.trainer.ppo.rollout_corr_helper` gets the functions of `slime_tis.integrations.verl`, which have verl's
-signatures, options and metric names. The policy losses are registered as slime_tis_NAME, for
+signatures, options and metric names. A block `slime_tis` with options of this library replaces verl's options:
+`+algorithm.rollout_correction.slime_tis.rs_z_score=3.0`. The policy losses are registered as slime_tis_NAME, for
 `actor_rollout_ref.actor.policy_loss.loss_mode`; NAME is a key of `LOSSES`.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_tis import functional
-from slime_tis.correction import PRESETS, RolloutCorrectionConfig
+from slime_tis.correction import PRESETS, RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
 from slime_tis.policy import losses
 
@@ -81,7 +82,8 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
         config: Options = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        mask = response_mask.bool()
+        finite = old_log_prob.isfinite() & log_prob.detach().isfinite()  # in bypass mode the sampler's log-probs
+        mask = response_mask.bool() & finite
         # padding may hold anything; 0 · NaN would reach the gradient
         current, old = (torch.where(mask, values, 0.0) for values in (log_prob, old_log_prob))
         loss, removed = token_loss(current, old, advantages, mask, config)
@@ -93,13 +95,37 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
             loss_agg_mode=loss_agg_mode,
             **config.global_batch_info,
         )
-        count = mask.sum().clamp_min(1)
+        count = response_mask.sum().clamp_min(1)
         return total, {
             "actor/pg_clipfrac": (removed.detach()[mask].sum() / count).item(),
             "actor/ppo_kl": ((old - current).detach()[mask].sum() / count).item(),
+            "actor/nonfinite_token_fraction": ((response_mask.bool() & ~finite).sum() / count).item(),
         }
 
     core_algos.register_policy_loss(f"slime_tis_{name}")(policy_loss)
+
+
+def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+    """Corrects the batch of a step on verl's driver, in place, with this library's options if there are any.
+
+    Raises:
+        ValueError: an unknown option, or one that needs advantages, which verl forms later.
+    """
+    options = rollout_corr_config.get("slime_tis")
+    if options is None:
+        return verl.compute_rollout_correction_and_add_to_batch(batch, rollout_corr_config)
+    unknown = sorted(set(options) - set(RolloutCorrectionConfig.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"rollout_correction.slime_tis has no option {', '.join(unknown)}; docs/flags.md lists all.")
+    config, tensors = RolloutCorrectionConfig(**options), batch.batch
+    if config.use_rollout_logprobs:
+        raise ValueError("rollout_correction.slime_tis is read in decoupled mode alone; drop use_rollout_logprobs.")
+    found = correct(config, tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"])
+    if config.touches_loss:
+        tensors["rollout_is_weights"] = found.weights * found.mask
+        if config.rejection_normalizer == "kept":
+            tensors["response_mask"] = found.mask.to(tensors["response_mask"].dtype)
+    return batch, {f"rollout_corr/{name}": value for name, value in found.statistics.metrics().items()}
 
 
 def _replace_helper() -> None:
@@ -110,7 +136,7 @@ def _replace_helper() -> None:
             continue
         for module in [module for key, module in sys.modules.items() if key.split(".")[0] == "verl"]:
             if getattr(module, name, None) is original:
-                setattr(module, name, getattr(verl, name))
+                setattr(module, name, globals().get(name, getattr(verl, name)))
 
 
 for _name, _loss in LOSSES.items():

@@ -4,10 +4,12 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl import DataProto
@@ -37,11 +39,16 @@ def columns() -> dict[str, torch.Tensor]:
     }
 
 
-def worker_loss(loss_mode: str, x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """verl's `ppo_loss` on a micro-batch, the gradient of the log-probs [B, T], and its metrics."""
+def worker_loss(
+    loss_mode: str, x: dict[str, torch.Tensor], whole: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """verl's `ppo_loss` on a micro-batch, the gradient of the log-probs [B, T], and its metrics.
+
+    `whole` is the mask of all response tokens, where the batch's own lacks rejected tokens.
+    """
     policy_loss = PolicyLossConfig(loss_mode=loss_mode)
     config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH, policy_loss=policy_loss)
-    mask = x["response_mask"]
+    mask = x["response_mask"] if whole is None else whole
     attention = torch.cat([torch.ones(BATCH, PROMPT, dtype=torch.long), mask], 1)
     log_probs = x["log_probs"].clone().requires_grad_()
     # the model's output: for each token of a row without padding, the log-prob of the next one
@@ -84,6 +91,69 @@ def test_verls_helper_is_replaced() -> None:
     )
     torch.testing.assert_close(batch.batch["rollout_is_weights"], found.weights)
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(found.statistics.metrics()["mismatch_k3_kl"])
+
+
+def on_driver(x: dict[str, torch.Tensor], *options: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The batch that verl's driver corrects with options from verl's command line."""
+    with initialize_config_dir(str(Path(core_algos.__file__).parents[1] / "config"), version_base=None):
+        config = compose("ppo_trainer", [f"+algorithm.rollout_correction.slime_tis.{option}" for option in options])
+    batch = DataProto.from_dict({name: value.clone() for name, value in x.items() if name != "log_probs"})
+    batch, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
+        batch, config.algorithm.rollout_correction
+    )
+    return dict(batch.batch.items()), metrics
+
+
+@pytest.mark.parametrize("normalizer", ["original", "kept"])
+def test_options_that_verl_lacks(normalizer: str) -> None:
+    x = columns()
+    options = {"use_tis": True, "tis_level": "prefix", "tis_batch_normalize": True, "use_rs": True}
+    options |= {"rs_level": "geometric", "rs_z_score": 1.0, "rejection_normalizer": normalizer}
+    batch, metrics = on_driver(x, *(f"{name}={value}" for name, value in options.items()))
+    found = correct(RolloutCorrectionConfig(**options), x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
+    assert 0 < found.mask.sum() < x["response_mask"].sum()
+    assert metrics == {f"rollout_corr/{name}": value for name, value in found.statistics.metrics().items()}
+    log_probs = x["log_probs"].clone().requires_grad_()
+    expected = found.mean(ppo_clip(log_probs, x["old_log_probs"], x["advantages"], dual_clip=3.0)[0])
+    # the lengths of the worker's model output do not depend on rejection
+    loss, gradient, _ = worker_loss("vanilla", batch | {"log_probs": x["log_probs"]}, x["response_mask"])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8)
+
+
+def test_metrics_alone_leave_the_loss_as_it_is() -> None:
+    x = columns()
+    batch, metrics = on_driver(x, "get_mismatch_metrics=true")
+    measured, plain = (worker_loss("vanilla", each)[:2] for each in (batch | {"log_probs": x["log_probs"]}, x))
+    assert torch.equal(measured[0], plain[0]) and torch.equal(measured[1], plain[1])
+    assert metrics["rollout_corr/mismatch_k3_kl"] > 0
+
+
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained() -> None:
+    x = columns()
+    x["rollout_log_probs"][:, 0] = math.nan
+    share = pytest.approx(BATCH / x["response_mask"].sum().item())
+    batch, metrics = on_driver(x, "use_tis=true")
+    bypass = {**x, "old_log_probs": x["rollout_log_probs"]}
+    runs = [worker_loss("vanilla", batch | {"log_probs": x["log_probs"]})]
+    runs += [worker_loss(f"slime_tis_{name}", bypass) for name in verl_plugin.LOSSES]
+    for loss, gradient, _ in runs:
+        assert loss.isfinite() and gradient.isfinite().all() and gradient.any() and not gradient[:, 0].any()
+    assert metrics["rollout_corr/nonfinite_token_fraction"] == share
+    assert runs[1][2]["actor/nonfinite_token_fraction"].values == [share]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        pytest.param("rs_zscore=3", "rs_zscore", id="unknown"),
+        pytest.param("divergence_mask=binary_tv", "advantages", id="advantages"),
+        pytest.param("use_rollout_logprobs=true", "decoupled", id="bypass"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(option: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        on_driver(columns(), option)
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "slime_tis_ppo"])
