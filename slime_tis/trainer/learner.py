@@ -423,17 +423,7 @@ def nonfinite_message(step: int, metrics: dict[str, float], weights_are_finite: 
     values = ", ".join(
         f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics
     )
-    missing = metrics.get("train/nonfinite_token_fraction", 0.0)
+    cause = "Lower --lr, check rewards, coefficients and custom functions, or add --nonfinite-gradient skip."
     if not weights_are_finite:
-        cause = (
-            "The weights are not finite: --hf-checkpoint has non-finite weights, or an earlier step was too long; "
-            "lower --lr or --weight-decay."
-        )
-    else:
-        cause = (
-            "Usual causes: --lr too large, rewards, --kl-loss-coef or --entropy-coef out of scale, --clip-grad off, or "
-            "a custom function; --nonfinite-gradient skip skips such steps."
-        )
-        if missing:
-            cause = f"{missing:.1%} of the tokens have a non-finite log-prob (--nonfinite-policy). {cause}"
+        cause = "The weights are not finite: lower --lr or --weight-decay, or give another --hf-checkpoint."
     return f"the gradient of step {step} is not finite; the step was not made ({values}). {cause}"

@@ -199,7 +199,6 @@ def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> Non
     missing = sum(sample.sampling_mask is None and any(sample.loss_mask) for group in groups for sample in group)
     if missing:
         raise ValueError(
-            f"{missing} samples of the rollout data {str(path)!r} have no sampling mask, but --rollout-top-p or "
-            "--rollout-top-k truncates sampling; remove these two flags if sampling was not truncated, or add "
-            "--allow-truncation-bias."
+            f"{missing} samples of the rollout data {str(path)!r} have no sampling mask; remove --rollout-top-p and "
+            "--rollout-top-k if sampling was not truncated, or add --allow-truncation-bias."
         )

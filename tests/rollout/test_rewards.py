@@ -101,7 +101,7 @@ WRONG = {
         {},
         "returned {'acc': 1, 'len': 2} for prompt 10; return a number, or add ",
     ),
-    "tokens": ("sample.tokens.clear(); return 1", {}, "changed the tokens, log-probs, versions or indices of a sample"),
+    "tokens": ("sample.tokens.clear(); return 1", {}, "changed a sample of prompt"),
     "raises": ("x = 1\n    return x / 0", {}, "raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK"),
     "no key": (
         "return {'score': 1.0}",

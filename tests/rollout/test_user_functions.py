@@ -232,7 +232,7 @@ def test_what_is_masked_needs_no_log_prob(make_rollout):
 BROKEN = [
     ("filter", "return 1 / 0", "raised ZeroDivisionError"),
     ("filter", "pass", "returned None; Input should be a valid boolean"),
-    ("filter", "samples[0].tokens.append(1); return True", "changed the tokens"),
+    ("filter", "samples[0].tokens.append(1); return True", "changed a sample of prompt"),
     ("filter", "samples[0].reward = 7.0; return True", "changed the reward of a sample of prompt 10"),
     ("rewards", "return None", "returned None; Input should be a valid tuple"),
     ("rewards", "return [1.0], [1.0]", "returned 1 raw_rewards and 1 rewards for 2 samples"),

@@ -253,10 +253,9 @@ class GenerateFunction:
             token = sample.response_ids[wrong[0]]
             text = quoted(self.tokenizer.decode([token]), 40)
             raise CustomFunctionError(
-                f"{describe(self.function)} gave {len(wrong)} of {sum(sample.loss_mask)} trained tokens that differ "
-                f"from the sampled tokens, for prompt {sample.prompt_index}; the first is response token {wrong[0]}, "
-                f"{token} ({text}). Give the engine token ids and append the ids of its answer; --retokenization "
-                "keep-mask trains on the others."
+                f"{describe(self.function)} gave {len(wrong)} trained tokens that differ from the sampled tokens, for "
+                f"prompt {sample.prompt_index}; the first is response token {wrong[0]}, {token} ({text}). Append the "
+                "ids of the engine's answer; --retokenization keep-mask trains on the others."
             )
         if self.retokenization == "reject":
             sample.remove_sample = True

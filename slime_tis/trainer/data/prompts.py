@@ -94,9 +94,8 @@ class PromptDataset:
         epoch, position, digest = (state.get(name) for name in ("epoch", "position", "prompts"))
         if digest != self._digest:
             raise ValueError(
-                "the prompts of --prompt-data have changed since the start of the run, so it cannot continue "
-                "where it stopped; give the same file and the same options of reading it (--input-key, "
-                "--apply-chat-template, --rollout-max-prompt-len), or start afresh with another --save."
+                "the prompts of --prompt-data have changed since the start of the run; give the same file and options "
+                "(--input-key, --apply-chat-template, --rollout-max-prompt-len), or another --save for a new run."
             )
         if not (isinstance(epoch, int) and isinstance(position, int) and 0 <= position < len(self.prompts)):
             raise ValueError(f"the checkpoint stopped at {state!r}, which is not a place in --prompt-data.")

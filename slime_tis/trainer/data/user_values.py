@@ -61,9 +61,8 @@ class SampleEdits:
         is_mask = isinstance(mask, list) and len(mask) == len(before.loss_mask) and set(mask) <= {0, 1}
         if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != before.fixed:
             raise CustomFunctionError(
-                f"{function} changed the tokens, log-probs, versions or indices of a sample of prompt "
-                f"{sample.prompt_index}, or its loss_mask to other than a 0 or 1 for each response token, or its "
-                "metadata to other than a dict; it may set metadata, loss_mask and remove_sample."
+                f"{function} changed a sample of prompt {sample.prompt_index}; it may set metadata (a dict), loss_mask "
+                "(0 or 1 for each response token) and remove_sample, nothing else."
             )
         metadata = json_object(sample.metadata, "its metadata")
         return cls(
