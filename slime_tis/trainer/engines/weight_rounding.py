@@ -126,7 +126,6 @@ class WeightRounder:
     """Rounds the tensors of each update (--weight-update-rounding); a version sent again is rounded identically."""
 
     def __init__(self, rounding: Rounding, seed: int) -> None:
-        """Starts without errors; random numbers depend only on the seed, the tensor's name and the version."""
         self.rounding: Rounding = rounding
         self._seed = seed
         self._version: int | None = None

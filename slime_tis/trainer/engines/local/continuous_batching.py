@@ -296,7 +296,6 @@ class ContinuousBatching:
                 slot.row = slot.index
 
     def _leave(self, slot: Slot) -> None:
-        """Moves a slot out of the batch; its tokens stay."""
         slot.work, slot.logits, slot.used = None, None, self.counts["steps"]
         if slot.index < self._decoding:
             self._decoding -= 1
@@ -384,7 +383,6 @@ class ContinuousBatching:
         return logits_BV
 
     def _sample(self, slots: Sequence[Slot], logits_AV: Tensor) -> bool:
-        """Draws the next token of each sequence; returns whether a request was answered."""
         works = [slot.work for slot in slots if slot.work]
         rows_by_distribution: dict[tuple[float, float, int], list[int]] = defaultdict(list)
         for row, work in enumerate(works):
@@ -421,7 +419,6 @@ class ContinuousBatching:
             work.sets.append(allowed)
 
     def _finish(self, slot: Slot, work: Work, finish_reason: FinishReason) -> None:
-        """Answers a request and moves its slot out of the batch."""
         experts, weights = self._cache.routing(slot.row, len(slot.tokens)) if self._recorder else (None, None)
         sampling, mask = work.request.options.sampling, None
         if sampling.return_sampling_mask:

@@ -258,7 +258,6 @@ class LocalEngine:
         del self._model, self._weights
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weight tensors, each once."""
         persistent = self._model.state_dict().keys()
         yield from self._model.named_parameters()
         yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in persistent)

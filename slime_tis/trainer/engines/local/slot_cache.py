@@ -109,7 +109,6 @@ class SlotTensor:
     """A tensor with a row per slot and an entry per token, written in place."""
 
     def __init__(self, token_dim: int) -> None:
-        """Allocates nothing until the first `write`; `token_dim` is the dimension of the tokens."""
         self._token_dim = token_dim
         self._data: Tensor | None = None
 
@@ -176,7 +175,6 @@ class SlotCache:
     window: Window
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
-        """Has no slots yet; raises ValueError as `check_config` does."""
         check_config(config)
         self.slots, self.capacity, self._device = 0, 0, device
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]

@@ -85,7 +85,6 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> LoopThread:
-        """Starts the thread."""
         self._thread.start()
         return self
 

@@ -72,7 +72,6 @@ class RequestRefused(SGLangError, ValueError):
     """A server refuses a request with HTTP 4xx or `success: false` (status 200); every server would."""
 
     def __init__(self, message: str, status: int) -> None:
-        """Takes the message and the HTTP status."""
         super().__init__(message)
         self.status = status
 
@@ -286,7 +285,6 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
 
 
 def _spellings(secret: str) -> set[str]:
-    """Spellings of a key in servers' messages."""
     encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
     return {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), encoded}
 

@@ -61,7 +61,6 @@ class SGLangEngine:
         self.max_context_len = min((length for length in lengths if length is not None), default=None)
 
     def _connect(self) -> tuple[Limits, Precision | None]:
-        """Connects rank 0."""
         settings, config = self._settings, self._settings.config
         config.check_has_servers()
         model = read_model_config(self._host.hf_checkpoint)
@@ -204,7 +203,6 @@ class SGLangEngine:
         return groups
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Runs work in the loop of rank 0; a collective."""
         return self._rank_zero.run(lambda _: self._loop.run(work()), self._host.weights)
 
     def _to_resume(self, num_groups: int | None) -> Groups:

@@ -101,7 +101,6 @@ class LaunchedServer:
     """A server in a separate process group that ends with this program."""
 
     def __init__(self, port: int, command: list[str], environment: dict[str, str], log: Path) -> None:
-        """Starts nothing yet; the server's output is appended to `log`."""
         self.port, self.url, self.command = port, f"http://{HOST}:{port}", command
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0

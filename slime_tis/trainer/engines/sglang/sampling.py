@@ -295,7 +295,6 @@ class RolloutTask:
     async def _request(
         self, response: PendingSample, options: RequestOptions, state: ServerState, request_id: str
     ) -> None:
-        """Sends one request for the remaining tokens."""
         server, first_version = state.server, self.health.version_of(state)
         self._interrupted.discard(response)
         response.num_requests += 1

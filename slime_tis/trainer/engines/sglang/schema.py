@@ -336,7 +336,6 @@ def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | 
 def _sampling_mask(
     meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
 ) -> tuple[SamplingMask, list[float]]:
-    """The sampling masks, and the log-probs of tokens normalized over them."""
     sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not token_ids:
         return SamplingMask.unrecorded(0), []
@@ -355,7 +354,6 @@ def _sampling_mask(
 
 
 def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
-    """The log-prob of every entry, checked against its token."""
     if len(entries) != len(token_ids):
         raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
     log_probs = []

@@ -151,7 +151,6 @@ class ServerGroup:
 
     @property
     def _seen(self) -> list[ServerState]:
-        """Servers that have answered."""
         return [state for state in self.health.states.values() if state.seen]
 
     def check_features(self) -> None:
@@ -284,7 +283,6 @@ class ServerGroup:
                 self.changed.set()
 
     async def _restart(self, launched: LaunchedServers) -> None:
-        """Restarts launched servers that ended."""
         while True:
             for message in launched.poll():
                 logger.warning(message)
