@@ -160,9 +160,13 @@ class NemoLoss:
         if loss.force_on_policy_ratio and correction.use_rollout_logprobs:
             raise ValueError("force_on_policy_ratio of NeMo-RL has no old policy; drop use_rollout_logprobs.")
         self.loss, self.correction = loss, correction
+        normalizers = getattr(loss, "metric_normalizations", {})
+        if "probs_ratio" in normalizers:  # a share of all tokens, too
+            names = (PREFIX + name for name in ("rejected_fraction", "nonfinite_fraction", "weight"))
+            self.metric_normalizations = normalizers | dict.fromkeys(names, normalizers["probs_ratio"])
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped loss: loss_type, input_type, metric_normalizations."""
+        """Attributes of the wrapped loss, for example loss_type and input_type."""
         if name == "loss" or name.startswith("__"):
             raise AttributeError(name)  # not there yet while pickle restores the object
         return getattr(self.loss, name)

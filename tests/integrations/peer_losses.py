@@ -60,6 +60,9 @@ class Nemo:
     force_on_policy_ratio = False
     loss_type = "token_level"
 
+    def __init__(self) -> None:
+        self.metric_normalizations = {"loss": "sequences", "probs_ratio": "tokens"}
+
     def __call__(
         self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:

@@ -321,3 +321,7 @@ def test_what_would_be_wrong_is_refused() -> None:
 def test_the_loss_of_nemo_travels_to_workers() -> None:
     loss = pickle.loads(pickle.dumps(losses.NemoLoss(peers.nemo(), METRICS)))
     assert loss.loss_type == peers.nemo().loss_type and loss.correction == METRICS
+    _, metrics = nemo(METRICS, batch())
+    added = {key: value for key, value in loss.metric_normalizations.items() if key.startswith(losses.PREFIX)}
+    assert added.keys() == {key for key in metrics if key.startswith(losses.PREFIX)}
+    assert set(added.values()) == {peers.nemo().metric_normalizations["probs_ratio"]}
