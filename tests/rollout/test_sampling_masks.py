@@ -53,7 +53,7 @@ def test_masks_come_back_from_a_file_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        pytest.param("token_ids", {"shape": [3, 1]}, "not two lists of numbers", id="two dimensions"),
+        pytest.param("token_ids", {"shape": [3, 1]}, "two lists of numbers", id="two dimensions"),
         pytest.param("lengths", {"base64": "AgAAAAAAAAA="}, "do not add up", id="too few ids"),
         pytest.param("lengths", {"base64": "BQAAAP7///8="}, "negative numbers", id="a negative length"),
     ],
