@@ -139,23 +139,23 @@ def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precisions", "noise", "detail", "words"),
+    ("precisions", "noise", "named", "words"),
     [
-        (("fp32", "int8"), 0.03, "int8", "which fits"),
-        (("fp32", "bf16"), 0.01, "bf16", "which fits"),
-        (("bf16", "fp32"), 0.01, "bf16", "which fits"),
-        (("fp32", "bf16"), 0.2, "fp8", "noise of another size"),
-        (("fp32", "fp32"), 0.003, "bf16", "something else rounds"),
-        (("fp32", None), 0.003, "bf16", "fits bf16 weights"),
+        (("fp32", "int8"), 0.03, ("rounding", "int8"), "which fits"),
+        (("fp32", "bf16"), 0.01, ("rounding", "bf16"), "which fits"),
+        (("bf16", "fp32"), 0.01, ("rounding", "bf16"), "which fits"),
+        (("fp32", "bf16"), 0.2, ("unexplained", ""), "noise of another size"),
+        (("fp32", "fp32"), 0.003, ("unexplained", ""), "something else rounds"),
+        (("fp32", None), 0.003, ("rounding", "bf16"), "fits bf16 weights"),
     ],
     ids=["int8", "bf16", "bf16 training", "too large", "fp32", "unknown"],
 )
-def test_precisions_in_the_metadata_are_evidence(precisions, noise, detail, words) -> None:
+def test_precisions_in_the_metadata_are_evidence(precisions, noise, named, words) -> None:
     model = Softmax()
     table = model.table(model.noisy(noise))
-    named = {"precision": precisions[0], "rollout_precision": precisions[1]}
-    first = diagnose(replace(table, metadata=named)).findings[0]
-    assert (first.cause, first.detail) == ("rounding", detail)
+    metadata = {"precision": precisions[0], "rollout_precision": precisions[1]}
+    first = diagnose(replace(table, metadata=metadata)).findings[0]
+    assert (first.cause, first.detail) == named
     assert words in first.evidence[-1]
 
 

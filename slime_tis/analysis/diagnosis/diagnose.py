@@ -105,6 +105,9 @@ FORM_RULES = (
 )
 """Rules on the remaining tokens."""
 TERMINAL_WIDTH = 100
+MIN_SHARE, CERTAIN = 0.05, 0.95
+"""A finding that explains less of the mismatch is no cause, unless its evidence is certain, as of a NaN. A share of 0
+marks findings that explain no Δ, such as a metric's."""
 MIN_SCORE = 0.05
 """Findings with a lower score are dropped."""
 
@@ -187,7 +190,13 @@ def findings_of(tokens: Tokens) -> list[Finding]:
 
 def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:
     """The findings with title and fix, the highest score first."""
-    ranked = sorted((finding for finding in findings if finding.score >= MIN_SCORE), key=lambda f: -f.score)
+    large = [
+        finding
+        for finding in findings
+        if finding.score >= MIN_SCORE and (finding.confidence >= CERTAIN or not 0 < finding.share < MIN_SHARE)
+    ]
+    total = max(1.0, sum(finding.share for finding in large))  # several findings may explain the same tokens
+    ranked = [replace(each, share=each.share / total) for each in sorted(large, key=lambda each: -each.score)]
     return tuple(map(_described, ranked or [Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))]))
 
 

@@ -162,7 +162,9 @@ def rounding(tokens: Tokens) -> Finding | None:
         return Finding("unexplained", (size, "no precision makes this much noise"), 0.5, share)
     detail, statement, fits = named_precision(tokens.precisions, kind)
     evidence = (size, f"the size fits {kind} weights", *([statement] if statement else []))
-    return Finding("rounding", evidence, 0.75 if fits else 0.6, share, detail)
+    if tokens.precisions[1] and not fits:
+        return Finding("unexplained", evidence, 0.5, share)
+    return Finding("rounding", evidence, 0.75 if fits else 0.55, share, detail)
 
 
 FITS = {
