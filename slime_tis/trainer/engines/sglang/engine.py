@@ -98,7 +98,7 @@ class SGLangEngine:
             call.number: PendingSample.from_sample(
                 call.first_sample(),
                 self._limits.for_prompt(call.prompt, sampling),
-                response_seed(seed, call.group_index, index),
+                _seed(f"{seed} {call.group_index} {index}"),
             )
             for group in calls
             for index, call in enumerate(group)
@@ -298,7 +298,5 @@ class SGLangRollout:
         return self.groups
 
 
-def response_seed(seed: int, group_index: int, index: int) -> int:
-    """The 63-bit seed of one response of a rollout; equal seeds would give a group equal responses."""
-    digest = hashlib.sha256(f"{seed} {group_index} {index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
