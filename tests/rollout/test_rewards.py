@@ -174,16 +174,7 @@ def test_keys_are_checked_before_anything_is_built(options, message):
         make_config(**options)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://ann:SECRET@a:1/",
-        "http://SECRET@a/",
-        "http://a/x?token=SECRET",
-        "http://a/#SECRET",
-        "ftp://b:SECRET@a/?SECRET",
-    ],
-)
+@pytest.mark.parametrize("url", ["http://ann:SECRET@a:1/", "http://a/x?token=SECRET", "ftp://b:SECRET@a/?SECRET"])
 def test_a_secret_in_the_url_of_a_reward_server_is_refused_unseen(url):
     with pytest.raises(ValueError, match="--rm-url") as refusal:
         make_config(rm_type="remote_rm", rm_url=url)
