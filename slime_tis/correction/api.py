@@ -171,8 +171,7 @@ def correct(
         loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
         lengths: Lengths of the sequences in packed [N] tensors.
         current_log_probs: log π_θ in the same layout, for the divergence mask; train_log_probs when None.
-        advantages: Advantages in the same layout, for a divergence mask with direction away, or for bounds of
-            weights by its sign.
+        advantages: Advantages in the same layout, for a divergence mask with direction away, or bounds by sign.
         global_batch: The ranks that share the global batch, and its statistics if this call is one micro-batch. By
             default these sequences are the global batch. Context-parallel ranks sum one [S, k] table; the levels
             prefix and segment gather whole responses instead, and need `Ranks.slices`.

@@ -9,6 +9,7 @@ import torch
 
 from slime_tis import PRESETS, RolloutCorrectionConfig, correct
 from slime_tis.correction import LEVELS, MODES
+from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -55,6 +56,7 @@ def test_metrics_presets_and_levels_of_the_guide_exist() -> None:
 
 
 def test_flags_of_the_guide_are_fields() -> None:
-    fields = {*RolloutCorrectionConfig.__dataclass_fields__, *RolloutConfig.__dataclass_fields__}
-    for flag in re.findall(r"--([a-z][a-z-]*)", CHOOSING):
+    classes = (RolloutCorrectionConfig, RolloutConfig, MegatronConfig)
+    fields = {name for options in classes for name in options.__dataclass_fields__}
+    for flag in re.findall(r"--([a-z][a-z0-9-]*)", CHOOSING):
         assert flag.replace("-", "_") in fields, flag
