@@ -75,10 +75,15 @@ def _run(chosen: argparse.Namespace) -> int:
         paths = chosen.compare or [chosen.path]
         text = report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint)
     elif chosen.command == "diagnose":
-        from slime_tis.analysis.report.command import diagnosis
+        from slime_tis.analysis.report.command import LimitExceeded, diagnosis
 
         options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
-        text = diagnosis(chosen.path, **options, as_json=chosen.json)
+        try:
+            text = diagnosis(chosen.path, **options, as_json=chosen.json, fail_on=chosen.fail_on)
+        except LimitExceeded as error:
+            print(error.text)
+            print(f"--fail-on: {error}.", file=sys.stderr)
+            return 1
     else:
         text = what_if_table(chosen.dump, chosen.flags)
     print(text)
@@ -120,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
     diagnose.add_argument("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
     diagnose.add_argument("--json", action="store_true", help="print JSON")
+    limits = "exit with status 1 above a limit on the dump: k3=X, abs=X (mean abs(Δ)), cause (any but healthy)"
+    diagnose.add_argument("--fail-on", default="", metavar="LIMITS", help=limits)
 
     text = "print what corrections would have done to the tokens of a dump"
     what_if = commands.add_parser(

@@ -212,3 +212,24 @@ def test_the_command_shows_the_proof_first(model: Any, path: Path, tmp_path: Pat
     assert values["findings"][0]["cause"] == "penalty" and values["proof"]["is_proven"]
     assert main(["diagnose", str(tmp_path / "dump.parquet"), "--other-checkpoint", str(path)]) == 2
     assert "--hf-checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "words"),
+    [
+        pytest.param("k3=1,abs=2", 0, "", id="within"),
+        pytest.param("k3=1e-6", 1, "k3 is ", id="k3"),
+        pytest.param("abs=1e-3", 1, "abs is ", id="abs"),
+        pytest.param("k3=1, cause", 1, "the cause is ", id="cause"),
+        pytest.param("k3=nan", 1, "k3 is ", id="NaN"),
+        pytest.param("k3", 2, "--fail-on has 'k3'", id="no limit"),
+        pytest.param("ess=1", 2, "--fail-on has 'ess=1'", id="unknown"),
+    ],
+)
+def test_limits_give_an_exit_status(
+    limits: str, status: int, words: str, model: Any, tmp_path: Path, capsys: Any
+) -> None:
+    write(tmp_path / "dump.parquet", dump(model, PLANTED["temperature"][0]))
+    assert main(["diagnose", str(tmp_path / "dump.parquet"), "--fail-on", limits]) == status
+    captured = capsys.readouterr()
+    assert words in captured.err and bool(captured.out) == (status < 2)

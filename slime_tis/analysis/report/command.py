@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_tis.analysis.diagnosis import diagnose
+import numpy as np
+
+from slime_tis.analysis.diagnosis import Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.diagnose import as_text, with_proof
 from slime_tis.analysis.report import overview, shape
 from slime_tis.analysis.report.overview import group_runs
@@ -45,10 +47,36 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
     return f"{target} ({target.stat().st_size / 1e6:.1f} MB){notes}"
 
 
+class LimitExceeded(Exception):
+    """A limit of --fail-on is exceeded; `text` is the diagnosis."""
+
+    def __init__(self, exceeded: Sequence[str], text: str) -> None:
+        super().__init__("; ".join(exceeded))
+        self.text = text
+
+
 def diagnosis(
-    path: str, *, hf_checkpoint: str = "", other_checkpoints: Sequence[str] = (), as_json: bool = False
+    path: str,
+    *,
+    hf_checkpoint: str = "",
+    other_checkpoints: Sequence[str] = (),
+    as_json: bool = False,
+    fail_on: str = "",
 ) -> str:
-    """Names the causes of the mismatch of a run or a dump, and proves them with a checkpoint; returns the text."""
+    """Names the causes of the mismatch of a run or a dump, and proves them with a checkpoint; returns the text.
+
+    Args:
+        path: Run directory or dump.
+        hf_checkpoint: Model that scores samples again.
+        other_checkpoints: Models whose weights the rollout engine may have.
+        as_json: Return JSON.
+        fail_on: Limits, for example "k3=0.01,cause".
+
+    Raises:
+        LimitExceeded: a limit of `fail_on` is exceeded.
+        ValueError: the input cannot be read, or `fail_on` is no list of limits.
+    """
+    limits = _limits(fail_on)
     if other_checkpoints and not hf_checkpoint:
         raise ValueError("--other-checkpoint is compared with --hf-checkpoint; give both.")
     source = open_source(path)
@@ -63,12 +91,43 @@ def diagnosis(
         result = with_proof(result, proof)
     if as_json:
         facts = {"rescored": rescored and rescored.as_json(), "proof": proof and proof.as_json()}
-        values = {"name": source.name, **result.as_json(), **facts}
-        return json.dumps(values, indent=1, allow_nan=False)
-    note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
-    if proof is not None and not proof.causes:
-        note += f" {proof.sentence}"
-    return as_text(result, str(source.path), note)
+        text = json.dumps({"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False)
+    else:
+        note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
+        if proof is not None and not proof.causes:
+            note += f" {proof.sentence}"
+        text = as_text(result, str(source.path), note)
+    if exceeded := _exceeded(limits, result, source):
+        raise LimitExceeded(exceeded, text)
+    return text
+
+
+def _limits(fail_on: str) -> dict[str, float]:
+    """Limits by name; `cause` has none and fails for every cause."""
+    limits = {}
+    for part in filter(None, fail_on.split(",")):
+        name, _, value = part.strip().partition("=")
+        try:
+            limits[name] = 0.0 if name == "cause" and not value else float(value)
+        except ValueError:
+            name = ""
+        if name not in ("k3", "abs", "cause"):
+            raise ValueError(f"--fail-on has {part.strip()!r}; give a list of k3=X, abs=X (nats per token) and cause.")
+    return limits
+
+
+def _exceeded(limits: dict[str, float], result: Diagnosis, source: Source) -> list[str]:
+    """The exceeded limits in words; a limit that cannot be measured counts as exceeded."""
+    measured = {}
+    if source.table is not None and source.table.valid.any():
+        delta = source.table.log_ratio[source.table.valid].astype(np.float64).clip(-20, 20)
+        measured = {"k3": float((np.expm1(delta) - delta).mean()), "abs": float(np.abs(delta).mean())}
+    words = ["the cause is " + result.cause] if "cause" in limits and result.cause != "healthy" else []
+    for name in limits.keys() - {"cause"}:
+        if not measured.get(name, np.inf) <= limits[name]:
+            value = f"{measured[name]:.3g}" if name in measured else "not measured without a dump"
+            words.append(f"{name} is {value}, the limit {limits[name]:g}")
+    return words
 
 
 def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
