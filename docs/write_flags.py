@@ -4,6 +4,7 @@ python docs/write_flags.py
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,22 +20,20 @@ PAGE = Path(__file__).with_name("flags.md")
 
 HEAD = """# Flags of train.py
 
-This page is written by `make docs` from the declarations that `python train.py --help` shows.
+`make docs` writes this page from the declarations that `python train.py --help` shows.
 
-An option has one name everywhere: `--tis-upper-bound 3` on the command line is `tis_upper_bound: 3` in YAML
-(with dashes or underscores) and `tis_upper_bound` in Python. Where several sources give it, the command line
-wins over the YAML file of `--custom-config-path`, the YAML over the preset of `--rollout-correction-preset`,
-and the preset over the default. Every switch has a `--no-` form and may be written `--use-tis=true`, and the value
-`none` resets an option to its default, so that the command line can override YAML or a preset. The
-configuration in force is written to `config.yaml` in the run directory, which can itself be given to
-`--custom-config-path`.
+* An option has one name: `--tis-upper-bound 3` on the command line, `tis_upper_bound: 3` in YAML (dashes also work),
+  `tis_upper_bound` in Python.
+* The command line wins over the YAML of `--custom-config-path`, YAML over `--rollout-correction-preset`, and the preset
+  over the default. The effective configuration is written to `config.yaml` in the run directory, which
+  `--custom-config-path` also reads.
+* Switches have a `--no-` form and accept `--use-tis=true`. The value `none` resets an option to its default.
+* An option without an effect is refused, for example `--rs-upper-bound 1.01` without `--use-rs`. If the switch is off
+  explicitly (`use_rs: false`, `--no-use-rs`), its options are ignored.
+* YAML files have at most 64 KiB, no repeated keys and no YAML aliases (`*name`).
+* Errors end the run before anything is built, with one line on stderr and exit status 2.
 
-An option that has no effect is refused: `--rs-upper-bound 1.01` without `--use-rs`, for example. The table lists each
-option's requirements. If the switch is off explicitly (`use_rs: false` in the same file, or `--no-use-rs` on the
-command line), its options are ignored.
-
-A YAML file may also hold verl's block, and the command line may give its keys as verl's does
-(`algorithm.rollout_correction.bypass_mode=True`):
+A YAML file may contain verl's block. The command line accepts its keys (`algorithm.rollout_correction.bypass_mode=True`):
 
 ```yaml
 algorithm:
@@ -46,25 +45,22 @@ algorithm:
     rollout_token_veto_threshold: 1e-4
 ```
 
-`rollout_is` there is `token`, `sequence` or null, and `rollout_rs` needs its threshold. With `bypass_mode: true` and
-the PPO loss the weights are measured, not applied. `actor_rollout_ref.rollout.calculate_log_probs: true` is read, as
-rollouts always have log-probs; nothing else of a verl configuration is.
+`rollout_is` is `token`, `sequence` or null; `rollout_rs` needs its threshold. With `bypass_mode: true` and the PPO loss
+the weights are measured, not applied. [verl](verl.md) lists all keys that are read.
 
-In YAML a key may occur only once, aliases are refused, and a file has 64 KiB at most.
-
-Errors end the run before anything is built, with one line on stderr and exit code 2.
+In the tables, `(0, 1]` means above 0 and at most 1. An empty default means unset. FUNCTION is `pkg.module.function` or
+`path/file.py:function`; [user functions](custom_functions.md) have their signatures.
 """
 
-PRESETS_NOTE = """Those with `--rs-lower-bound 0.999` have verl's bounds, which reject 84 to 100 % of a real model's
-responses in bf16, int8 or fp8; `--rs-z-score 3` in addition to the preset replaces them
-([measured](choosing.md#bounds-that-follow-length-and-noise)).
+PRESETS_NOTE = """verl's bounds 0.999 and 1.001 reject 84 to 100 % of a real model's responses in bf16, int8 or fp8. `--rs-z-score 3`
+in addition to such a preset replaces them ([measured](choosing.md#bounds-that-follow-length-and-noise)).
 """
 
 FROM_SLIME = """## flags of slime and Megatron-core
 
-`slime-tis port run.sh` prints a launch script of slime in the flags above, with comments on changed, added and
-dropped flags; it does not run the script. `train.py` refuses unknown flags in one message that says what to use
-instead. It accepts flags that repeat a value of the checkpoint's config.json or a fixed value. Other names here:
+`slime-tis port run.sh` prints a launch script of slime with the flags above; comments mark changed, added and dropped
+flags. `train.py` refuses unknown flags and names the replacement. It accepts flags that repeat a value of config.json or
+a fixed value. Other names here:
 """
 
 
@@ -74,13 +70,15 @@ def render() -> str:
     parts = [HEAD]
     for title, options in COMMAND_LINE.groups.items():
         names = [option.name for option in options]
+        (common, count), *_ = Counter(map(_needs, names)).most_common()
+        shared = common if common and 2 * count > len(names) else None
+        note = [f"Flags whose row names no other requirement need {shared}.\n"] if shared else []
         rows = [
-            f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} | {_meaning(name)} |"
+            f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} | {_meaning(name, shared)} |"
             for name in names
         ]
-        parts.append(
-            "\n".join([f"## {title}\n", "| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""])
-        )
+        table = ["| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""]
+        parts.append("\n".join([f"## {title}\n", *note, *table]))
     old = [f"| `{flag(name)}` | `{flag(new)}` |" for name, new in ALIASES.items()]
     parts.append("\n".join(["## old names\n", "| old | now |", "|---|---|", *old, ""]))
     presets = [f"| `{name}` | {_preset(name)} |" for name in PRESETS]
@@ -95,23 +93,44 @@ def _renamed() -> str:
 
 
 def _preset(name: str) -> str:
-    values = PRESETS[name].items()
-    return " ".join(f"`{flag(key)}`" if value is True else f"`{flag(key)} {value}`" for key, value in values)
+    """The flags of a preset; a preset that extends one of the earlier decoupled presets names it."""
+    values = PRESETS[name]
+    earlier = [other for other in list(PRESETS)[: list(PRESETS).index(name)] if other.startswith("decoupled")]
+    bases = [other for other in earlier if len(PRESETS[other]) > 2 and PRESETS[other].items() <= values.items()]
+    base = max(bases, key=lambda other: len(PRESETS[other]), default=None)
+    rest = {key: value for key, value in values.items() if base is None or key not in PRESETS[base]}
+    flags = " ".join(flag(key) if value is True else f"{flag(key)} {value}" for key, value in rest.items())
+    return " and ".join([*([f"`{base}`"] if base else []), *([f"`{flags}`"] if flags else [])])
 
 
 def _values(name: str, metavar: str | tuple[str, ...] | None) -> str:
     limits = OPTIONS[name].type.limits
     values = "switch" if metavar is None else _escape(f"`{metavar}`")
-    return values if limits is None else f"{values} {limits}"
+    if limits is None:
+        return values
+    low = f"[{limits.ge:.10g}" if limits.ge is not None else f"({limits.gt:.10g}" if limits.gt is not None else "(-∞"
+    high = f"{limits.le:.10g}]" if limits.le is not None else f"{limits.lt:.10g})" if limits.lt is not None else "∞)"
+    return ", or ".join([f"{values} {low}, {high}", *(f"{value:g}" for value in limits.also)])
 
 
-def _meaning(name: str) -> str:
-    needs = " or ".join(f"`{need}`" for need in needs_of(COMMAND_LINE, name) if need.suggested)
-    return _escape(OPTIONS[name].help) + (f" Needs {needs}." if needs else "")
+def _needs(name: str) -> str:
+    """The options that give an option an effect: `--a x`, `y` or `--b`."""
+    words = []
+    previous = ""
+    for need in needs_of(COMMAND_LINE, name):
+        if need.suggested:
+            words.append(f"`{need.value}`" if need.option == previous and need.value else f"`{need}`")
+            previous = need.option
+    return ", ".join(words[:-1]) + " or " * (len(words) > 1) + "".join(words[-1:])
+
+
+def _meaning(name: str, shared: str | None) -> str:
+    needs = _needs(name)
+    return _escape(OPTIONS[name].help) + (f" Needs {needs}." if needs not in ("", shared) else "")
 
 
 def _default(name: str) -> str:
-    return OPTIONS[name].default_text.removeprefix("default: ")
+    return OPTIONS[name].default_text.removeprefix("default: ").removeprefix("unset")
 
 
 def _escape(text: str) -> str:
