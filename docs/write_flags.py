@@ -33,7 +33,8 @@ HEAD = """# Flags of train.py
 * YAML files have at most 64 KiB, no repeated keys and no YAML aliases (`*name`).
 * Errors end the run before anything is built, with one line on stderr and exit status 2.
 
-A YAML file may contain verl's block. The command line accepts its keys (`algorithm.rollout_correction.bypass_mode=True`):
+A YAML file may contain verl's block. The command line accepts its keys
+(`algorithm.rollout_correction.bypass_mode=True`):
 
 ```yaml
 algorithm:
@@ -52,15 +53,16 @@ In the tables, `(0, 1]` means above 0 and at most 1. An empty default means unse
 `path/file.py:function`; [user functions](custom_functions.md) have their signatures.
 """
 
-PRESETS_NOTE = """verl's bounds 0.999 and 1.001 reject 84 to 100 % of a real model's responses in bf16, int8 or fp8. `--rs-z-score 3`
-in addition to such a preset replaces them ([measured](choosing.md#bounds-that-follow-length-and-noise)).
+PRESETS_NOTE = """verl's bounds 0.999 and 1.001 reject 84 to 100 % of a real model's responses in bf16, int8 or
+fp8. `--rs-z-score 3` in addition to such a preset replaces them
+([measured](choosing.md#bounds-that-follow-length-and-noise)).
 """
 
 FROM_SLIME = """## flags of slime and Megatron-core
 
 `slime-tis port run.sh` prints a launch script of slime with the flags above; comments mark changed, added and dropped
-flags. `train.py` refuses unknown flags and names the replacement. It accepts flags that repeat a value of config.json or
-a fixed value. Other names here:
+flags. `train.py` refuses unknown flags and names the replacement. It accepts flags that repeat a value of config.json
+or a fixed value. Other names here:
 """
 
 

@@ -9,8 +9,6 @@ import torch
 
 from slime_tis import PRESETS, RolloutCorrectionConfig, correct
 from slime_tis.correction import LEVELS, MODES
-from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.options.rollout import RolloutConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 MATH, CHOOSING = (DOCS / "math.md").read_text(), (DOCS / "choosing.md").read_text()
@@ -53,10 +51,3 @@ def test_metrics_presets_and_levels_of_the_guide_exist() -> None:
         assert name in PRESETS, name
     levels = CHOOSING.split("## 3.")[1].split("## 4.")[0]
     assert re.findall(r"^\| `(\w+)` \|", levels, re.M) == list(LEVELS)
-
-
-def test_flags_of_the_guide_are_fields() -> None:
-    classes = (RolloutCorrectionConfig, RolloutConfig, MegatronConfig)
-    fields = {name for options in classes for name in options.__dataclass_fields__}
-    for flag in re.findall(r"--([a-z][a-z0-9-]*)", CHOOSING):
-        assert flag.replace("-", "_") in fields, flag
