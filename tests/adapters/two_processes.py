@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import torch
+from tiny import RoundedSampler, trainer  # this script's directory is on the path; another package is called tests
 
 from slime_tis import RolloutCorrectionConfig
-from tests.adapters.tiny import RoundedSampler, trainer
 
 OPTIONS = {"use_tis": True, "tis_batch_normalize": True, "rs_second_moment_bound": 1e-4}
 
