@@ -75,55 +75,49 @@ class RolloutCorrectionConfig:
     rs_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
         None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
     )
-    """Lower bound for rejection; 1/`rs_upper_bound`, or the weight's lower bound when neither is given. 0 for no
-    lower bound."""
+    """Lower bound for rejection; unset means 1/`rs_upper_bound`, or the weight's if both are unset; 0 means none."""
     rs_upper_bound: Annotated[float | None, Limits(gt=0)] = correction_option(
         None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
     )
-    """Upper bound for rejection; `tis_upper_bound` when unset."""
+    """Upper bound for rejection; unset means `tis_upper_bound`."""
     rs_z_score: Annotated[float | None, Limits(gt=0)] = correction_option(None, needs=("--use-rs",))
-    """Reject a sequence whose log-ratio is more than this many standard deviations from its mean, both of them from
-    its length and the k3 of the global batch; 3 for example. Instead of the bounds, at level geometric or
-    sequence; off when unset."""
+    """Reject sequences whose geometric ratio is outside of exp(-k3 ± this·√(2·k3/n)), for example 3; replaces the
+    bounds at level geometric or sequence."""
     rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = correction_option(
         None, needs=("--use-rs",)
     )
-    """Reject this share of the sequences of the global batch, those with the largest z-scores; 0.02 for example. In
-    place of the bounds, as `rs_z_score`; off when unset."""
+    """Reject this share of the global batch's sequences, by z-score, for example 0.02; replaces the bounds."""
     rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = correction_option(None)
-    """Reject a sequence with any token ratio below this (1e-4 to 1e-6); off when unset."""
+    """Reject a sequence with a token ratio below this (1e-4 to 1e-6)."""
     rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = correction_option(None)
-    """Reject a sequence with any token ratio above this (for example 100); off when unset."""
+    """Reject a sequence with a token ratio above this (for example 100)."""
     rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = correction_option(None)
-    """Drop the tokens of the global batch with the largest Δ² until the mean Δ² of the rest is at most this; off
-    when unset."""
+    """Drop the tokens of the global batch with the largest Δ² until the mean Δ² is at most this."""
     rollout_rs: str | None = correction_option(None, metavar="CRITERION,…")
     """verl's criteria, separated by commas; all of them must hold: `token_k1,seq_max_k3`."""
     rollout_rs_threshold: str | float | None = correction_option(None, metavar="LIMIT,…", needs=("--rollout-rs",))
     """One threshold for all criteria or one each: `0.5_2.0,0.01`; a single number u for k1 means 1/u_u."""
     divergence_mask: DivergenceName | None = correction_option(None)
-    """Mask tokens whose probability under the current policy is too far from the anchor's. The divergence is of the
-    sampled token against all others: binary_tv (difference of the probabilities), binary_kl (KL from the anchor to the
-    policy) or binary_kl_max (the larger KL of both directions)."""
+    """Mask tokens with a large divergence of current policy and anchor, of the sampled token against all others:
+    binary_tv (difference of probabilities), binary_kl (KL from the anchor) or binary_kl_max (larger direction)."""
     divergence_mask_direction: Literal["away", "both"] = correction_option("away", needs=("--divergence-mask",))
     """away: mask a token only if its advantage pushes the policy further away (DPPO); both: always."""
     divergence_mask_bound: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = (
         correction_option(None, needs=("--divergence-mask",))
     )
-    """Largest accepted divergence; 0.2 for binary_tv, 0.05 for binary_kl and 0.1 for binary_kl_max when unset."""
+    """Largest accepted divergence; unset means binary_tv 0.2, binary_kl 0.05, binary_kl_max 0.1."""
     divergence_mask_bound_negative: Annotated[
         float | None, Limits(gt=0, le=1_000, hint="remove it for --divergence-mask-bound")
     ] = correction_option(None, needs=("--divergence-mask",))
-    """Largest accepted divergence of tokens with a negative advantage; `divergence_mask_bound` when unset."""
+    """The bound at negative advantages; unset means `divergence_mask_bound`."""
     divergence_mask_level: Literal["token", "sequence"] = correction_option("token", needs=("--divergence-mask",))
     """token, or sequence: mask whole sequences by their mean divergence, with direction both."""
     divergence_mask_anchor: Literal["rollout", "old"] = correction_option("rollout", needs=("--divergence-mask",))
-    """The policy that the current policy is compared with."""
+    """Policy to which the current policy is compared."""
     rejection_normalizer: Normalizer = correction_option(
         "original", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
     )
-    """Divisor of the loss after rejection: original (all tokens of the loss mask, as in slime) or kept (accepted
-    tokens, as in verl, which enlarges the gradient by 1/gradient_kept_fraction)."""
+    """Divisor of the loss after rejection: the loss mask's tokens (original, slime) or accepted ones (kept, verl)."""
     nonfinite_policy: NonfinitePolicy = correction_option("reject")
     """A token whose log-prob is NaN, ±inf or missing: reject it, take its ratio as 1 (neutral), or raise."""
     use_rollout_logprobs: bool = correction_option(False)
@@ -133,8 +127,7 @@ class RolloutCorrectionConfig:
     policy_loss: PolicyLoss = loss_option("ppo")
     """The loss per token. reinforce does not clip: the importance weight carries the correction."""
     get_mismatch_metrics: bool = correction_option(False)
-    """Take π_old for the mismatch metrics also in bypass, and call a custom correction for its metrics. The metrics
-    are always logged; the loss is unchanged."""
+    """Measure with π_old also in bypass, and call a custom correction for its metrics; the loss is unchanged."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -32,35 +32,32 @@ class PolicyConfig:
     """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
 
     custom_advantage_function_path: str | None = loss_option(None, metavar="FUNCTION")
-    """User function that sets the advantage of every token, as pkg.module.function or path/file.py:function."""
+    """User function that sets the advantage of every token."""
 
     loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
     """The loss: policy_loss (selected by the other options of this group) or custom_loss (a user function)."""
 
     custom_loss_function_path: str | None = loss_option(None, metavar="FUNCTION", needs=("--loss-type=custom_loss",))
-    """User function that computes the loss from logits, for loss_type custom_loss."""
+    """User function that computes the loss from logits."""
 
     custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
-    """User function that reduces token losses to sample losses; slime_tis.policy.reducers.dr_grpo divides by a
-    constant."""
+    """User function that reduces token losses to sample losses, for example slime_tis.policy.reducers.dr_grpo."""
 
     token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
-    """Function that replaces the correction's pass over the tokens, for example the experimental Triton kernels
-    experimental.triton_token_pass.token_pass (only in a clone of the repository)."""
+    """Function for the correction's pass over the tokens: experimental.triton_token_pass.token_pass (in a clone)."""
 
     eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(0.2, needs=CLIPPING_LOSSES)
-    """PPO clip range below 1, a distance of the ratio from 1: the lower clip is 1 - eps_clip."""
+    """Clip range below 1: the lower clip is 1 - eps_clip."""
 
     eps_clip_high: Annotated[
         float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="remove it for --eps-clip")
     ] = loss_option(None, needs=CLIPPING_LOSSES)
-    """PPO clip range above 1, a distance of the ratio from 1; unset means eps_clip."""
+    """Clip range above 1: the upper clip is 1 + eps_clip_high; unset means eps_clip."""
 
     eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
         None, needs=("--policy-loss=ppo", "--policy-loss=aspo")
     )
-    """Dual-clip bound on the ratio at negative advantages, or on the weights of aspo (3 in the source), above 1; unset
-    means no dual clip. TRL's delta."""
+    """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on the weights of aspo (its source: 3)."""
 
     use_kl_loss: bool = loss_option(False)
     """Add kl_loss_coef times the KL divergence from the reference policy to the loss."""
@@ -75,12 +72,10 @@ class PolicyConfig:
     """Multiply the KL estimate by the ratio of current and old policy, which sampled the tokens (DeepSeek-V3.2)."""
 
     rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="1e-3 is customary")] = loss_option(0.0)
-    """Coefficient of (log-prob of the current policy minus log-prob of the rollout policy)², added for every trained
-    token, also rejected ones; 0 omits it."""
+    """Coefficient of (log π_θ - log π_rollout)², added for every trained token, also rejected ones."""
 
     staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
-    """Multiply the policy loss of a token by this value once per optimizer step between the weights that sampled the
-    token and the trained weights; 1 for no decay."""
+    """Multiply the policy loss of a token by this value to the power of its staleness."""
 
     sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=sapo",))
     """Temperature of SAPO's gate at positive advantages."""
@@ -110,7 +105,7 @@ class PolicyConfig:
     """Strength of the quadratic pull to the old policy of policy_loss dro."""
 
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
-    """Coefficient of the entropy bonus, in loss per nat; 0 omits the bonus."""
+    """Coefficient of the entropy bonus, in loss per nat."""
 
     calculate_per_token_loss: bool = loss_option(False)
     """Average the loss over all tokens of the global batch instead of over samples of their token means."""
@@ -119,14 +114,12 @@ class PolicyConfig:
     """Off-policy sequence masking: mask sequences with a negative advantage that the policy has moved away from."""
 
     opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
-    """The policy that use_opsm compares with the current policy: rollout, which sampled (as in the paper), or old, the
-    policy before the rollout's steps (as in slime)."""
+    """Policy to which use_opsm compares the current policy: rollout (as in the paper) or old (as in slime)."""
 
     opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = loss_option(
         None, needs=("--use-opsm",)
     )
-    """use_opsm masks sequences whose mean log-ratio of that policy to the current policy is above this value, in nats
-    per token; unset means 0.1 for rollout, and 1e-4 as in slime for old."""
+    """Bound of use_opsm on the mean log-ratio to that policy, nats per token; unset: rollout 0.1, old 1e-4 (slime)."""
 
     reject_before_advantage: bool = loss_option(False, needs=REJECTS)
     """Exclude rejected samples from their group's mean and deviation; needs a forward pass before training."""

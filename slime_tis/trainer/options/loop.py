@@ -106,4 +106,4 @@ class CodeConfig:
     """User code."""
 
     custom_tis_function_path: str | None = correction_option(None, metavar="FUNCTION")
-    """User function for the correction, as pkg.module.function or path/file.py:function."""
+    """User function for the correction."""

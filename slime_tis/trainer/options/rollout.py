@@ -136,7 +136,7 @@ class RolloutConfig:
     """User function that makes whole rollouts instead of the rollout engine, which still answers held-out prompts."""
 
     data_source_path: str | None = data_option(None, metavar="FUNCTION")
-    """User class that provides the training prompts, as pkg.module.Class or path/file.py:Class."""
+    """User class that provides the training prompts."""
 
     prompt_data: str = data_option(metavar="FILE")
     """File of training prompts, JSONL or parquet, one prompt per row."""
@@ -207,7 +207,7 @@ class RolloutConfig:
     """Simultaneous requests to the reward server, per rank."""
 
     custom_rm_path: str | None = reward_option(None, metavar="FUNCTION")
-    """User function for rewards, as pkg.module.function or path/file.py:function."""
+    """User function for rewards."""
 
     reward_key: str | None = reward_option(None, metavar="KEY")
     """Key of the reward if the reward function returns a dict; its other numbers are reported."""
