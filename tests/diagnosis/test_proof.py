@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slime_tis.analysis.diagnosis.hypotheses import hypotheses
+from slime_tis.analysis.diagnosis.hypotheses import TABLE, Hypothesis, hypotheses
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
@@ -187,6 +187,20 @@ def test_weights_of_another_checkpoint(model: Any, path: Path, tmp_path: Path) -
     table = dump(model, lambda _, tokens: log_probs(logits_of(earlier.eval(), tokens), tokens))
     _, proof = prove(table, str(path), [str(tmp_path / "earlier")])
     assert proof.is_proven and proof.causes == ("weights_not_updated",) and "weights of" in proof.sentence
+
+
+def test_a_hypothesis_without_numbers_explains_nothing(model: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Hypothesis(claim="is broken", cause="unexplained", logits=lambda x, *_: x * torch.nan)
+    monkeypatch.setitem(TABLE, "broken", broken)
+    _, proof = prove(dump(model, PLANTED["temperature"][0]), str(path))
+    assert proof.explanations[0].name == "temperature"
+    assert all(each.name != "broken" or each.share < 0 for each in proof.explanations)
+
+
+def test_another_architecture_is_refused(model: Any, path: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", intermediate_size=24)
+    with pytest.raises(ValueError, match="another architecture"):
+        prove(dump(model, PLANTED["temperature"][0]), str(path), [str(other)])
 
 
 def test_every_hypothesis_leaves_the_model_as_it_was(path: Path) -> None:

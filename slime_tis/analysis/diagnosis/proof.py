@@ -22,6 +22,7 @@ from torch import Tensor
 from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, other_weights
 from slime_tis.analysis.diagnosis.rescore import Rescored, load_model, rescore
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.errors import quoted_path
 
 MAX_SAMPLES, MAX_TOKENS = 64, 16_384
 """Samples, and tokens of prompts and responses, that are scored."""
@@ -111,7 +112,12 @@ class Search:
         self.model, self.rescored = model, rescored
         self.temperature = float(table.metadata.get("temperature") or 1.0)
         self.table = hypotheses(model.config)
+        own = model.state_dict()
         for path, weights in others.items():
+            if any(name in own and own[name].shape != weight.shape for name, weight in weights.items()):
+                raise ValueError(
+                    f"--other-checkpoint {quoted_path(path)} has another architecture; give the same model."
+                )
             for part, words in {"weights": ("",), "output layer": ("lm_head", "embed_tokens")}.items():
                 edit = other_weights({name: w for name, w in weights.items() if any(word in name for word in words)})
                 claim = f"has the {part} of {path}".replace("{", "{{").replace("}", "}}")
@@ -130,7 +136,7 @@ class Search:
         first = self.ranked([])
         is_noise = self._is_noise_of(first[0])
         chosen = first[:1] if first[0].share >= PARTIAL or is_noise else []
-        found, rest = [replace(each) for each in chosen], first[len(chosen) :]
+        found, rest = list(chosen), first[len(chosen) :]
         if chosen and chosen[0].share < PROVEN and not is_noise:
             both = self.ranked([(chosen[0].name, chosen[0].value)])
             if both[0].share > chosen[0].share + 0.1:
@@ -200,6 +206,7 @@ class Search:
                 for name, step in steps.items()
                 if step and _fit(residual[best[name]]) < (1 - WORTH_FITTING) * total
                 for sign in (-1, 1)
+                if best[name][1] + sign * step > 0 or min(self.table[name].values) < 0
             ]
             for edit, values in zip(tries, self.residuals(fixed, tries), strict=True):
                 residual[edit] = values
@@ -222,7 +229,8 @@ class Search:
         result = []
         for rows in self.score(fixed, candidates):
             changes = zip(self.delta, rows, self.reference, strict=True)
-            result.append(_sizes([delta + self.sign * (row - base) for delta, row, base in changes]))
+            remaining = [delta + self.sign * (row - base).nan_to_num(torch.inf) for delta, row, base in changes]
+            result.append(_sizes(remaining))  # NaN marks tokens that do not count, never a hypothesis without a number
         return result
 
     @torch.inference_mode()
