@@ -75,6 +75,7 @@ class RolloutCorrectionMixin:
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._health = Health(self.rollout_correction)
         self._rewards: Tensor | None = None
+        self._batches = 0
         super().__init__(*args, **kwargs)
         check_options(self, self.rollout_correction)
         if self.use_vllm and self.vllm_importance_sampling_correction:
@@ -164,7 +165,8 @@ class RolloutCorrectionMixin:
 
         assert self._dump_dir is not None
         self._dump_dir.mkdir(parents=True, exist_ok=True)
-        name = f"step_{self.state.global_step:07d}_rank_{self.accelerator.process_index}.parquet"
+        self._batches += 1  # a step may have several generation batches
+        name = f"step_{self.state.global_step:07d}_{self._batches:07d}_rank_{self.accelerator.process_index}.parquet"
         write(self._dump_dir / name, self._table(batch, correction, values))
 
     def _table(
@@ -235,6 +237,8 @@ def check_options(trainer: Any, config: RolloutCorrectionConfig) -> None:
         message = "loss_type 'vespo' has its own sequence weights; choose another loss_type"
     elif not trainer.use_vllm and trainer.rollout_func is None:
         message = "the sampler gives no log-probs; set use_vllm=True, or pass a rollout_func that returns 'logprobs'"
+    elif config.touches_loss and args.off_policy_mask_threshold is not None:
+        message = "off_policy_mask_threshold of TRL rejects sequences as well; unset it, or correct with it alone"
     elif config.old_logprobs == "interpolate":
         message = "old_logprobs 'interpolate' needs the weight version of each token, which TRL does not record"
     elif config.divergence_mask is not None and (

@@ -61,11 +61,13 @@ def log_probs(run: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("tools", [False, True], ids=["", "tools"])
 @pytest.mark.parametrize("config", [TIS, EVERYTHING], ids=["tis", "everything"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"])
 def test_loss_and_gradient_equal_the_library(
     loss_type: str, config: RolloutCorrectionConfig, tools: bool, tmp_path: Path
 ) -> None:
     options = {"loss_type": loss_type, "sampler": RoundedSampler(tools=tools), "dtype": torch.float64}
+    if loss_type == "luspo":
+        options["importance_sampling_level"] = "sequence"
     run, plain = trainer(tmp_path, config, **options), trainer(tmp_path, cls=GRPOTrainer, **options)
     batch, advantages = first_batch(run), first_batch(plain)["advantages"][:, None]
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
@@ -78,6 +80,9 @@ def test_loss_and_gradient_equal_the_library(
         loss, _ = cispo(current, old, advantages, clip_low=1.0, clip_high=run.epsilon_high - 1)
     elif loss_type == "sapo":
         loss = sapo(current, old, advantages, tau_positive=1.0, tau_negative=1.05)
+    elif loss_type == "luspo":  # the ratio of the sequence at every token
+        ratio = (((current - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
+        loss = -ratio * advantages
     else:
         loss, _ = ppo_clip(current, old, advantages, clip_low=run.epsilon_low, clip_high=run.epsilon_high)
     weighted = loss * found.weights * found.mask
@@ -85,6 +90,7 @@ def test_loss_and_gradient_equal_the_library(
     totals = {
         "grpo": rows.mean(),
         "sapo": rows.mean(),
+        "luspo": weighted.sum(1).mean(),
         "dr_grpo": weighted.sum() / (len(rows) * run.max_completion_length),
     }
     expected = totals.get(loss_type, weighted.sum() / mask.sum())
@@ -181,10 +187,38 @@ def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path: Path) -> None:
     assert set(table.reward.tolist()) <= {i / 8 for i in range(9)}
 
 
+def test_every_generation_batch_has_its_own_dump(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 2}
+    run = trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}, **options)
+    history(run)
+    assert len([*(tmp_path / "dump").iterdir()]) == 4 and len(read(str(tmp_path / "dump"))) == 4 * 8
+
+
+def test_with_vllm_the_importance_sampling_of_trl_is_off(tmp_path: Path) -> None:
+    """`use_vllm` is set afterwards, because vLLM needs a GPU; the sampler's log-probs come in the same field."""
+    run = trainer(tmp_path, TIS)
+    run.use_vllm, run._last_loaded_step = True, 0  # its weights count as loaded
+    batch = first_batch(run)
+    assert "importance_sampling_ratio" not in batch and batch["sampling_per_token_logps"].any()
+    with_vllm = run._compute_loss(run.model, batch)
+    run.use_vllm = False
+    assert torch.equal(with_vllm, run._compute_loss(run.model, batch))
+
+
+def test_a_trainer_that_unsloth_has_replaced_is_the_base() -> None:
+    """unsloth sets trl.GRPOTrainer to a subclass when it is imported."""
+    code = (
+        "import trl; trl.GRPOTrainer = type('UnslothGRPOTrainer', (trl.GRPOTrainer,), {}); "
+        "from slime_tis.integrations.trl import CorrectedGRPOTrainer as C; assert issubclass(C, trl.GRPOTrainer)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
         pytest.param(TIS, {"loss_type": "vespo"}, "vespo", id="vespo"),
+        pytest.param(TIS, {"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold", id="OPSM"),
         pytest.param(RolloutCorrectionConfig(old_logprobs="interpolate"), {}, "interpolate", id="interpolate"),
         pytest.param(
             RolloutCorrectionConfig(divergence_mask="binary_tv"), {"num_iterations": 2}, "num_iterations=1", id="mask"
