@@ -19,7 +19,7 @@ from tests.faults.forked import ForkedRun, group_is_empty, run_forked
 from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 10
-CHAINS, KILLS, ENOUGH = 5, 9, {"anywhere": 15, "saving": 10, "after": 5}
+CHAINS, KILLS, ENOUGH = 5, 9, {"anywhere": 8, "saving": 8, "after": 4}
 """Runs, kills per run, and the minimum number of kills of each kind."""
 TIMEOUT = 120.0
 
