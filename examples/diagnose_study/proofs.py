@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses
+from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, with_prompt
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
@@ -52,6 +52,8 @@ def read(tokens: list[int], response: int) -> Input:
 def next_logits(model: Any, fault: Hypothesis, value: float, sample: Input, before: Input) -> torch.Tensor:
     """Logits [1, V] of the last token of the sample, which the engine has not read."""
     seen = sample if fault.inputs is None else fault.inputs(sample, value, before)
+    if fault.prompt is not None:
+        seen = with_prompt(seen, fault.prompt(seen.tokens[: len(seen.tokens) - seen.response], round(value)))
     mask = None if seen.mask is None else torch.where(seen.mask, 0.0, torch.finfo(model.dtype).min)[None, None]
     cache = {} if seen.cache is None else {"past_key_values": seen.cache(), "use_cache": True}
     output = model(seen.tokens[None], position_ids=seen.positions[None], attention_mask=mask, **cache)

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from slime_tis.analysis.diagnosis.hypotheses import TABLE, Hypothesis, hypotheses
-from slime_tis.analysis.diagnosis.proof import prove
+from slime_tis.analysis.diagnosis.proof import explain_disagreement, prove
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.main import main
@@ -146,6 +146,13 @@ def test_a_fault_of_training_is_named(model: Any, path: Path) -> None:
     table = replace(table, train_log_prob=table.rollout_log_prob, rollout_log_prob=table.train_log_prob)
     _, proof = prove(table, str(path))
     assert (proof.engine, proof.explanations[0].name, proof.is_proven) == ("training", "temperature", True)
+
+
+def test_a_function_that_gives_logits_is_enough(model: Any) -> None:
+    table = dump(model, PLANTED["BOS"][0])
+    _, proof = explain_disagreement(lambda tokens, response: model(tokens[None]).logits[0, -response - 1 : -1], table)
+    assert (proof.explanations[0].name, proof.is_proven) == ("first prompt tokens missing", True)
+    assert proof.hypotheses < len(hypotheses(model.config))
 
 
 def test_an_engine_in_bf16_is_named_by_its_noise(model: Any, path: Path) -> None:

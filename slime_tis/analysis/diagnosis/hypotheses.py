@@ -34,6 +34,8 @@ class Input:
 
 
 NetworkEdit = Callable[[Any, float], AbstractContextManager[None]]
+PromptEdit = Callable[[Tensor, int], Tensor]
+"""(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the prompt as it is."""
 InputEdit = Callable[[Input, float, Input], Input]
 """(sample, value, the sample before it) → what the engine reads."""
 LogitsEdit = Callable[[Tensor, Input, float], Tensor]
@@ -55,6 +57,7 @@ class Hypothesis:
     whole: bool = False
     """Whether the parameter is an integer."""
     network: NetworkEdit | None = None
+    prompt: PromptEdit | None = None
     inputs: InputEdit | None = None
     logits: LogitsEdit | None = None
     outputs: OutputEdit | None = None
@@ -62,7 +65,12 @@ class Hypothesis:
     @property
     def is_cheap(self) -> bool:
         """Whether it needs no forward pass of its own."""
-        return self.network is None and self.inputs is None
+        return self.network is None and self.inputs is None and self.prompt is None
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether it changes the network, or what a network reads besides tokens."""
+        return self.network is not None or self.inputs is not None
 
 
 # The network.
@@ -160,20 +168,12 @@ def other_weights(weights: dict[str, Tensor]) -> NetworkEdit:
 # What the network reads.
 
 
-def _with_prompt(sample: Input, prompt: Tensor) -> Input:
+def with_prompt(sample: Input, prompt: Tensor) -> Input:
+    """The sample's response after another prompt."""
+    if not len(prompt):
+        return sample
     tokens = torch.cat([prompt, sample.tokens[len(sample.tokens) - sample.response :]])
     return replace(sample, tokens=tokens, positions=torch.arange(len(tokens)))
-
-
-def _prompt(change: Callable[[Tensor, int], Tensor]) -> InputEdit:
-    """Another prompt, of at least one token."""
-
-    def edit(sample: Input, value: float, _: Input) -> Input:
-        prompt = sample.tokens[: len(sample.tokens) - sample.response]
-        changed = change(prompt, round(value))
-        return sample if not len(changed) else _with_prompt(sample, changed)
-
-    return edit
 
 
 def _gap(sample: Input, value: float, _: Input) -> Input:
@@ -339,35 +339,35 @@ TABLE: dict[str, Hypothesis] = {
         cause="other_prompt",
         values=(1.0, 2.0, 3.0, 4.0),
         whole=True,
-        inputs=_prompt(lambda p, k: p[k:]),
+        prompt=lambda p, k: p[k:],
     ),
     "last prompt tokens missing": Hypothesis(
         claim="does not read the last {value:.0f} tokens of the prompt",
         cause="other_prompt",
         values=(1.0, 2.0, 3.0, 4.0),
         whole=True,
-        inputs=_prompt(lambda p, k: p[:-k]),
+        prompt=lambda p, k: p[:-k],
     ),
     "first token doubled": Hypothesis(
         claim="reads the first token of the prompt {value:.0f} times",
         cause="other_prompt",
         values=(2.0, 3.0),
         whole=True,
-        inputs=_prompt(lambda p, k: torch.cat([p[:1].expand(k - 1), p])),
+        prompt=lambda p, k: torch.cat([p[:1].expand(k - 1), p]),
     ),
     "last token doubled": Hypothesis(
         claim="reads the last token of the prompt {value:.0f} times",
         cause="other_prompt",
         values=(2.0, 3.0),
         whole=True,
-        inputs=_prompt(lambda p, k: torch.cat([p, p[-1:].expand(k - 1)])),
+        prompt=lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
     ),
     "prompt cut": Hypothesis(
         claim="reads only the last {value:.0f} tokens of the prompt",
         cause="other_prompt",
         values=SIZES,
         whole=True,
-        inputs=_prompt(lambda p, n: p[-n:]),
+        prompt=lambda p, n: p[-n:],
     ),
     "position gap": Hypothesis(
         claim="numbers the positions of the response {value:+.0f} higher",
@@ -471,7 +471,7 @@ def hypotheses(config: Any) -> dict[str, Hypothesis]:
             cause="other_prompt",
             values=(*map(float, range(1, 9)), 16.0),
             whole=True,
-            inputs=_prompt(lambda p, k: torch.cat([p.new_full((k,), pad), p])),
+            prompt=lambda p, k: torch.cat([p.new_full((k,), pad), p]),
         ),
     }
     if isinstance(eos, int):
@@ -482,6 +482,6 @@ def hypotheses(config: Any) -> dict[str, Hypothesis]:
         table["BOS added"] = Hypothesis(
             claim="reads a BOS token before the prompt",
             cause="other_prompt",
-            inputs=_prompt(lambda p, _: torch.cat([p.new_tensor([bos]), p])),
+            prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p]),
         )
     return table

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, other_weights
-from slime_tis.analysis.diagnosis.rescore import Rescored, load_model, rescore
-from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, other_weights, with_prompt
+from slime_tis.analysis.diagnosis.rescore import HfScorer, Rescored, Scorer, load_model, rescore
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.errors import quoted_path
 
 MAX_SAMPLES, MAX_TOKENS = 64, 16_384
@@ -97,22 +97,55 @@ def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> 
     Raises:
         ValueError: The dump cannot be scored, or a path is not a model directory.
     """
-    model = load_model(hf_checkpoint)
-    rescored = rescore(table, hf_checkpoint, model)
-    search = Search(table, model, rescored, {path: load_model(path).state_dict() for path in others})
-    return rescored, search.proof()
+    weights = {path: load_model(path).state_dict() for path in others}
+    return explain_disagreement(load_model(hf_checkpoint), table, others=weights)
+
+
+def explain_disagreement(
+    scorer: Any,
+    samples: TokenTable | Sequence[SampleParts],
+    *,
+    temperature: float = 1.0,
+    others: Mapping[str, Mapping[str, Tensor]] | None = None,
+) -> tuple[Rescored, Proof]:
+    """Says which engine is wrong and searches for the fault that explains it.
+
+    Args:
+        scorer: A causal language model of transformers, or a function (token ids [S] of prompt and response, response
+            length T) → logits [T, V] of a training engine, before the temperature. A function limits the search to
+            faults of the prompt, the logits and the reported log-probs.
+        samples: At least 16, each with prompt, token, train_log_prob and rollout_log_prob. A second scoring of the same
+            weights by training may be in old_log_prob.
+        temperature: Of both engines' log-probs, if samples is no table.
+        others: Tensors of other weights that the rollout engine may have, by a name for the answer.
+
+    Returns:
+        The errors of both engines, and the proof; `Proof.sentence` is the answer in words.
+
+    Raises:
+        ValueError: The samples lack tokens or prompts, or the weights have other shapes.
+    """
+    table = samples
+    if not isinstance(table, TokenTable):
+        table = TokenTable.from_parts(table, {"temperature": temperature})
+    score: Scorer = HfScorer(scorer) if isinstance(scorer, torch.nn.Module) else scorer
+    rescored = rescore(table, score)
+    return rescored, Search(table, score, rescored, others or {}).proof()
 
 
 class Search:
     """The scorer, the samples and the hypotheses."""
 
     def __init__(
-        self, table: TokenTable, model: Any, rescored: Rescored, others: Mapping[str, Mapping[str, Tensor]]
+        self, table: TokenTable, scorer: Scorer, rescored: Rescored, others: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
-        self.model, self.rescored = model, rescored
+        self.scorer, self.rescored = scorer, rescored
+        self.model = scorer.model if isinstance(scorer, HfScorer) else None
         self.temperature = float(table.metadata.get("temperature") or 1.0)
-        self.table = hypotheses(model.config)
-        own = model.state_dict()
+        self.table = hypotheses(getattr(self.model, "config", None))
+        if self.model is None:
+            self.table = {name: each for name, each in self.table.items() if not each.needs_model}
+        own = {} if self.model is None else self.model.state_dict()
         for path, weights in others.items():
             if any(name in own and own[name].shape != weight.shape for name, weight in weights.items()):
                 raise ValueError(
@@ -261,6 +294,8 @@ class Search:
             for i, sample in enumerate(self.inputs):
                 read = sample
                 for name, value in network:
+                    if (prompt := self.table[name].prompt) is not None:
+                        read = with_prompt(read, prompt(read.tokens[: len(read.tokens) - read.response], round(value)))
                     if (change := self.table[name].inputs) is not None:
                         read = change(read, value, self.inputs[i - 1])
                 logits = self._logits(read)
@@ -269,13 +304,16 @@ class Search:
         return [self._reported(row, edits) for row, edits in zip(rows, lists, strict=True)]
 
     def _logits(self, read: Input) -> Tensor:
-        mask = None
-        if read.mask is not None:
-            mask = torch.where(read.mask, 0.0, torch.finfo(self.model.dtype).min)[None, None].to(self.model.dtype)
-        cache = {} if read.cache is None else {"past_key_values": read.cache(), "use_cache": True}
-        output = self.model(read.tokens[None], position_ids=read.positions[None], attention_mask=mask, **cache)
-        logits: Tensor = output.logits[0, len(read.tokens) - read.response - 1 : -1].float() / self.temperature
-        return logits
+        inputs: dict[str, Any] = {}
+        if self.model is not None:
+            inputs["position_ids"] = read.positions[None].to(self.model.device)
+            if read.mask is not None:
+                low = torch.finfo(self.model.dtype).min
+                mask = torch.where(read.mask, 0.0, low)[None, None]
+                inputs["attention_mask"] = mask.to(self.model.device, self.model.dtype)
+            if read.cache is not None:
+                inputs |= {"past_key_values": read.cache(), "use_cache": True}
+        return self.scorer(read.tokens, read.response, **inputs) / self.temperature
 
     def _log_probs(self, logits: Tensor, sample: Input, edits: Sequence[Edit]) -> Tensor:
         for name, value in edits:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line, quoted_path
@@ -70,23 +71,40 @@ class Rescored:
         return {**asdict(self), "verdict": self.verdict}
 
 
-def rescore(table: TokenTable, hf_checkpoint: str, model: Any = None) -> Rescored:
-    """Rescores a few samples in fp32 with the model that sampled them.
+Scorer = Callable[[Tensor, int], Tensor]
+"""(token ids [S] of prompt and response, response length T) → logits [T, V] of the response, before the temperature."""
 
-    `model` is the loaded `hf_checkpoint`. The initial checkpoint of a training run fits its first step, and an exported
-    checkpoint fits the last step.
+
+class HfScorer:
+    """Scores with a causal language model of transformers, one sample at a time."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, response: int, **inputs: Any) -> Tensor:
+        """Logits; `inputs` are further arguments of the model."""
+        logits: Tensor = self.model(tokens[None].to(self.model.device), logits_to_keep=response + 1, **inputs).logits
+        return logits[0, :-1].float().cpu()
+
+
+def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
+    """Scores a few samples again with the weights that sampled them.
+
+    The initial checkpoint of a training run fits its first step, and an exported checkpoint fits the last step.
     """
     if table.token is None or table.prompt is None:
-        raise ValueError("--hf-checkpoint needs token ids and prompts, which this dump lacks.")
-    model = load_model(hf_checkpoint) if model is None else model
-    ids = np.concatenate([table.token, *table.prompt])
-    outside = ids[(ids < 0) | (ids >= model.config.vocab_size)]
-    if len(outside):
-        raise ValueError(
-            f"the dump has token id {outside[0]} but the model in {quoted_path(hf_checkpoint)} has "
-            f"{model.config.vocab_size}; give the model that sampled."
-        )
-    scored = [each for step, chosen in _chosen(table) if (each := _compare(table, model, step, chosen)) is not None]
+        raise ValueError("scoring again needs token ids and prompts, which this dump lacks.")
+    if isinstance(scorer, HfScorer):
+        vocabulary = scorer.model.config.vocab_size
+        ids = np.concatenate([table.token, *table.prompt])
+        outside = ids[(ids < 0) | (ids >= vocabulary)]
+        if len(outside):
+            raise ValueError(
+                f"the dump has token id {outside[0]} but the model {quoted_path(scorer.model.name_or_path)} has "
+                f"{vocabulary}; give the model that sampled."
+            )
+    scored = [each for step, chosen in _chosen(table) if (each := _compare(table, scorer, step, chosen)) is not None]
     if not scored:
         raise ValueError(f"no sample of the dump has log-probs and at most {MAX_TOKENS} tokens.")
     return min(scored, key=lambda each: min(each.train_error, each.rollout_error))
@@ -121,17 +139,17 @@ def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
     return [(step, np.flatnonzero(fits & (table.step == step))[:SAMPLES_PER_STEP].tolist()) for step in steps]
 
 
-def _compare(table: TokenTable, model: Any, step: int | None, chosen: Sequence[int]) -> Rescored | None:
+@torch.inference_mode()
+def _compare(table: TokenTable, scorer: Scorer, step: int | None, chosen: Sequence[int]) -> Rescored | None:
     assert table.token is not None and table.prompt is not None
     temperature = float(table.metadata.get("temperature") or 1.0)
     train, rollout = [np.zeros(0)], [np.zeros(0)]
     for i in chosen:
         rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
         prompt, valid = table.prompt[i], table.valid[rows]
-        ids = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))[None]
-        with torch.inference_mode():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
-        reference = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()[valid]
+        ids = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
+        logits = scorer(ids, rows.stop - rows.start) / temperature
+        reference = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].numpy()[valid]
         train.append(np.abs(table.policy_log_prob[rows][valid] - reference))
         rollout.append(np.abs(table.rollout_log_prob[rows][valid] - reference))
     tokens = sum(map(len, train))
