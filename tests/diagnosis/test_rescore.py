@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_tis.analysis.diagnosis.rescore import rescore
+from slime_tis.analysis.diagnosis.rescore import HfScorer, load_model, rescore
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.main import main
@@ -61,7 +61,7 @@ def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -
     train, rollout, verdict = CASES[wrong]
     log_probs = {"train_log_prob": noisy(exact.train_log_prob, train)}
     log_probs["rollout_log_prob"] = noisy(exact.rollout_log_prob, rollout)
-    found = rescore(replace(exact, **log_probs), str(model))
+    found = rescore(replace(exact, **log_probs), HfScorer(load_model(str(model))))
     assert found.verdict.startswith(verdict)
     assert (found.train_error, found.rollout_error) == pytest.approx((train, rollout), abs=1e-4)
     assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
@@ -72,7 +72,7 @@ def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(mo
     mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
     both = np.where(first, exact.train_log_prob - 1, exact.train_log_prob)  # other weights in the first step
     both = np.where(mask == 0, np.float32(-50), both).astype(np.float32)
-    found = rescore(replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), str(model))
+    found = rescore(replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), HfScorer(load_model(str(model))))
     assert (found.step, found.tokens, found.verdict) == (1, 32, "both engines are close to fp32")
 
 
