@@ -72,7 +72,9 @@ def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(mo
     mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
     both = np.where(first, exact.train_log_prob - 1, exact.train_log_prob)  # other weights in the first step
     both = np.where(mask == 0, np.float32(-50), both).astype(np.float32)
-    found = rescore(replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), HfScorer(load_model(str(model))))
+    found = rescore(
+        replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), HfScorer(load_model(str(model)))
+    )
     assert (found.step, found.tokens, found.verdict) == (1, 32, "both engines are close to fp32")
 
 
