@@ -115,6 +115,13 @@ class Learner:
             self.after_step()
         return rows
 
+    def score(self, samples: Sequence[Sample]) -> tuple[TrainingBatch, Tensor]:
+        """Returns all samples as a batch of every data-parallel rank, and their log-probs [L] as training has them."""
+        batch, _ = self._with_routing(samples, range(len(samples)))
+        if not self.rollout.use_rollout_routing_replay:
+            batch = batch.with_routing(None, None)
+        return batch, self.engine.log_probs(batch, [[index] for index in range(len(samples))])
+
     def _with_advantages(self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]) -> list[Step]:
         steps = [
             replace(step, batch=step.batch.with_advantages(values))

@@ -30,6 +30,7 @@ from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.engine_check import EngineCheck, show
 from slime_tis.trainer.engines.build import build_engine, training_sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutEngine, RolloutFuture
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
@@ -110,6 +111,7 @@ class Run:
     samples: SampleSource
     learner: Learner
     weights: PolicyWeights
+    engine_check: EngineCheck
     evaluation: Evaluation
     checkpointer: Checkpointer
     health: Health
@@ -156,6 +158,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         checkpointer.resume(resumed)
     elif weights.check is not None or not weights.are_loaded_by_the_engine:
         weights.send()
+    engine_check = build_engine_check(process, data, weights, resumed)
+    show(parallel, engine_check.before_training())
     process.timer.take()
     report_settings(process, learner.engine)
     return Run(
@@ -166,6 +170,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         samples=samples,
         learner=learner,
         weights=weights,
+        engine_check=engine_check,
         evaluation=evaluation,
         checkpointer=checkpointer,
         health=Health(arguments.correction),
@@ -322,6 +327,26 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
     sampler = build_engine(arguments.rollout, arguments.sglang, data.tokenizer, host)
     process.close_at_end(sampler)
     return sampler
+
+
+def build_engine_check(
+    process: Process, data: Data, weights: PolicyWeights, resumed: ResumePoint | None
+) -> EngineCheck:
+    """Builds the comparison of both engines; a resumed run and one that only samples, or does not, make none."""
+    arguments = process.arguments
+    rollout, loop = arguments.rollout, arguments.loop
+    is_made = resumed is None and loop.load_debug_rollout_data is None and not loop.debug_rollout_only
+    return EngineCheck(
+        mode=rollout.check_engines if is_made else "off",
+        learner=weights.learner,
+        sampler=weights.sampler,
+        prompts=data.dataset.prompts,
+        sampling=training_sampling(rollout),
+        seed=rollout.rollout_seed,
+        hf_checkpoint=Path(arguments.megatron.hf_checkpoint),
+        path=Path(arguments.reporting.output_dir) / "engine_check.pt",
+        repeats=rollout.rollout_engine == "sglang",
+    )
 
 
 def build_samples(

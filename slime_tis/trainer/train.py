@@ -32,6 +32,7 @@ from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.cli.arguments import describe
 from slime_tis.trainer.cli.output_paths import held_outputs
 from slime_tis.trainer.cli.run_options import Arguments
+from slime_tis.trainer.engine_check import show
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.exit_status import exit_status, message_of, report_error
 from slime_tis.trainer.interrupt import Interrupted, Interrupts
@@ -59,6 +60,7 @@ def train(run: Run) -> None:
         run.checkpointer.position = position(run)
         if run.rollout_id % run.arguments.rollout.update_weights_interval == 0:
             rollout.metrics |= run.weights.send()
+            show(run.parallel, run.engine_check.after_update())
         run.unreported[-1] |= rollout.metrics | evaluate_when_due(run)
         if run.checkpointer.is_due(run.rollout_id, run.num_rollout):
             run.checkpointer.save(before_it_counts=partial(report_rollout, run))

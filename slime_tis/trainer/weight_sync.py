@@ -68,10 +68,12 @@ class SyncCheck:
 
     def bound_in(self, precision: Precision | None) -> float:
         """Returns the bound for a rollout engine of this precision; None counts as the coarsest."""
-        if self.bound is not None:
-            return self.bound
-        coarsest = coarser(self.trains_in, precision or COARSENESS[-1])
-        return MAX_GAP[coarsest] * (1 + SHORT_PROBE_MARGIN / math.sqrt(len(self.probe) - 1))
+        return self.bound if self.bound is not None else max_gap(self.trains_in, precision, len(self.probe) - 1)
+
+
+def max_gap(trains_in: Precision, samples_in: Precision | None, tokens: int) -> float:
+    """Returns the largest mean |r − n| over this number of tokens that precision explains; None is the coarsest."""
+    return MAX_GAP[coarser(trains_in, samples_in or COARSENESS[-1])] * (1 + SHORT_PROBE_MARGIN / math.sqrt(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

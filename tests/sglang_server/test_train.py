@@ -33,6 +33,7 @@ def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: li
     flags = [*task, *sglang_flags("--sglang-dtype", "bfloat16"), "--check-weight-sync", "--sglang-weight-sync", "disk"]
     run = run_apart([*flags, "--rollout-lookahead", "1", "--use-tis", "--tis-upper-bound", "2.0"], tmp_path)
     assert run.returncode == 0, run.stderr
+    assert "engines agree" in run.stdout and "prefix cache" not in run.stderr
     rows = read_metrics(tmp_path)
     assert len(rows) == STEPS
     for row in rows:
@@ -48,6 +49,12 @@ def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: li
     assert not [
         process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
     ]
+
+
+def test_a_server_with_another_rope_theta_is_named_before_the_first_step(task: list[str], tmp_path: Path) -> None:
+    override = ["--sglang-json-model-override-args", '{"rope_theta": 100.0}', "--sglang-dtype", "float32"]
+    run = run_apart([*task, *sglang_flags(*override), "--check-engines", "stop"], tmp_path)
+    assert run.returncode == 1 and "uses a rope_theta" in run.stderr
 
 
 def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task: list[str], tmp_path: Path) -> None:

@@ -124,6 +124,9 @@ class RolloutConfig:
     custom_eval_rollout_log_function_path: str | None = evaluation_option(None, metavar="FUNCTION")
     """User function that gets the answers to held-out prompts; if it returns true, eval/… is not logged."""
 
+    check_engines: Literal["warn", "stop", "off"] = rollout_option("warn")
+    """Before the first step, compare both engines on a few answers; if they disagree, search for the cause."""
+
     check_weight_sync: bool = rollout_option(False)
     """After each weight update, compare tensors and log-probs of a probe prompt between the engines."""
 

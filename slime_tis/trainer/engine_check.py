@@ -1,0 +1,182 @@
+"""Compares both engines on a few answers before training relies on them (`--check-engines`).
+
+The rollout engine answers some prompts with the options of training, and the training engine scores the answers by the
+same weights: Δ = log π_train − log π_rollout of every sampled token. A mean |Δ| above `max_gap`, which precision
+explains, or a pattern that precision does not make starts the search for the cause. After the first weight update
+SGLang answers the same prompts again: a prefix cache with states of older weights raises mean |Δ| then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from tqdm import tqdm
+
+from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
+from slime_tis.analysis.diagnosis.proof import prove
+from slime_tis.analysis.dumps.files import check_replaceable, write
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.errors import first_line
+from slime_tis.trainer.collectives import on_rank_zero
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.learner import Learner
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.weight_sync import compare, max_gap
+
+PROMPTS, SAMPLES_PER_PROMPT, RESPONSE_TOKENS = 16, 2, 32
+MAX_PROMPT_TOKENS = 2048
+"""Longer prompts are skipped, so that the check takes seconds."""
+SEED = 2**32 - 1
+"""Number of the check's batch of prompts, which no rollout reaches."""
+MAX_PROVEN_BYTES = 1 << 30
+"""Largest checkpoint that the search for the cause scores again on a CPU."""
+GROWTH, SMALL = 3.0, 1e-4
+"""After an update mean |Δ| may grow by this factor and by this number of nats."""
+MARGIN = 0.5
+"""Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in bf16 or fp8."""
+HARMLESS = ("healthy", "rounding")
+"""Findings that the precision of the engines explains."""
+ATTENTION = "model.layers.0.self_attn.q_proj.weight"
+"""A weight with the precision of the rollout engine's matrices."""
+
+Mode = Literal["warn", "stop", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Why the engines disagree."""
+
+    sentence: str
+    is_certain: bool
+    """Whether the mismatch is larger than precision explains, or its cause is proven."""
+
+
+def show(parallel: Parallel, lines: Sequence[str]) -> None:
+    """Prints the lines of a check on the main rank, warnings on stderr."""
+    for line in lines if parallel.is_main else ():
+        tqdm.write(line, file=sys.stderr if line.startswith("warning") else sys.stdout)
+
+
+@dataclass(kw_only=True)
+class EngineCheck:
+    """The comparison before the first step, and after the first weight update."""
+
+    mode: Mode
+    learner: Learner
+    sampler: RolloutEngine
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    seed: int
+    """--rollout-seed."""
+    hf_checkpoint: Path
+    path: Path
+    """Dump of the answers if the engines disagree."""
+    repeats: bool
+    """Whether to compare again after the first weight update: the engine has a cache of prefixes."""
+    gap: float | None = field(default=None, init=False)
+    """Mean |Δ| before the first step, nats; None before the check."""
+
+    def before_training(self) -> list[str]:
+        """Compares the engines and returns lines to print; a collective.
+
+        Raises:
+            ValueError: They disagree, and the mode is stop.
+        """
+        prompts = [prompt for prompt in self.prompts if len(prompt.token_ids) <= MAX_PROMPT_TOKENS][:PROMPTS]
+        if self.mode == "off" or not prompts:
+            self.repeats = False
+            return []
+        self.prompts = prompts
+        samples, table, gap = self._compare()
+        self.gap, tokens = gap, sum(sample.response_length for sample in samples)
+        tokens = sum(sample.response_length for sample in samples)
+        size = f"mean abs(Δ) is {gap:.2g} nats over {tokens} tokens of {len(samples)} answers"
+        precision = on_rank_zero(lambda: self.sampler.weight_precision(ATTENTION))
+        bound = MARGIN * max_gap(self.learner.engine.config.precision, precision, tokens)
+        fault = on_rank_zero(lambda: self._fault(table, is_large=not gap <= bound))
+        if fault is None:
+            return [f"engines agree before the first step: {size}"]
+        self.repeats = False
+        command = f"`slime-tis diagnose {self.path} --hf-checkpoint {self.hf_checkpoint}` scores the answers again."
+        message = f"the engines disagree before the first step: {size}. {fault.sentence} {command}"
+        return self._alarm(message, stops=fault.is_certain)
+
+    def after_update(self) -> list[str]:
+        """Compares the engines again, once, and returns lines to print; a collective."""
+        if not self.repeats:
+            return []
+        self.repeats = False
+        _, _, gap = self._compare()
+        assert self.gap is not None  # before_training ran
+        if gap <= GROWTH * self.gap + SMALL:
+            return []
+        return self._alarm(
+            f"mean abs(Δ) on the same prompts is {gap:.2g} nats after the first weight update and was {self.gap:.2g} "
+            "before. The rollout engine has a stale prefix cache, or a server missed the update: flush the cache at "
+            "every update, and compare the weights with --check-weight-sync."
+        )
+
+    def _alarm(self, message: str, *, stops: bool = True) -> list[str]:
+        if self.mode == "stop" and stops:
+            raise ValueError(f"--check-engines: {message}")
+        return [f"warning: {message}"]
+
+    def _compare(self) -> tuple[list[Sample], TokenTable, float]:
+        """The rollout engine's answers, both engines' log-probs on rank 0, and mean |Δ|; a collective."""
+        sampling = replace(
+            self.sampling,
+            n_samples=SAMPLES_PER_PROMPT,
+            max_response_len=min(RESPONSE_TOKENS, self.sampling.max_response_len),
+        )
+        groups = self.sampler.generate(self.prompts, sampling, (self.seed << 32) + SEED)
+        samples = [sample for group in groups for sample in group if sample.response_length]
+        if not samples:
+            raise ValueError("--check-engines: the rollout engine gave no answer; check its log, or switch it off.")
+        batch, log_probs_L = self.learner.score(samples)
+        parallel, tokens = self.learner.parallel, batch.responses.to(log_probs_L.device)
+        comparison = compare(parallel, tokens.rollout_log_probs_L, log_probs_L, None, None)
+        rows: list[list[float]] = []
+        if parallel.is_last_stage:
+            log_probs_N = parallel.ranks.over_context(tokens.slices.scatter(log_probs_L))
+            rows = [row.tolist() for row in log_probs_N.split([sample.response_length for sample in samples])]
+        rows = parallel.broadcast_from_last_stage(rows)
+        parts = [
+            SampleParts(
+                train_log_prob=row,
+                rollout_log_prob=sample.rollout_log_probs,
+                token=sample.response_ids,
+                prompt=sample.prompt_ids,
+                weight_version=sample.weight_versions,
+                group=sample.group_index,
+            )
+            for sample, row in zip(samples, rows, strict=True)
+        ]
+        table = TokenTable.from_parts(parts, {"source": "slime_tis", "temperature": self.sampling.temperature})
+        return samples, table, comparison.gap
+
+    def _fault(self, table: TokenTable, *, is_large: bool) -> Fault | None:
+        """Says why the engines disagree and writes the dump; None if precision explains the mismatch."""
+        finding = diagnose(table).findings[0]
+        is_named = finding.cause not in HARMLESS and finding.confidence >= MIN_CERTAIN_CONFIDENCE
+        if not (is_large or is_named):
+            return None
+        sentence, is_proven = f"The likely cause: {finding.title}.", False
+        if sum(file.stat().st_size for file in self.hf_checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
+            try:
+                _, proof = prove(table, str(self.hf_checkpoint))
+            except (ValueError, OSError, RuntimeError) as error:
+                sentence = f"{sentence} Scoring again failed: {first_line(error)}"
+            else:
+                if proof.causes == ("rounding",) and not is_large:
+                    return None
+                sentence, is_proven = proof.sentence, proof.is_proven
+        with suppress(OSError, ValueError):
+            check_replaceable(self.path)
+            write(self.path, table)
+        return Fault(sentence=sentence, is_certain=is_large or is_proven)

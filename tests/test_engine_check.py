@@ -1,0 +1,73 @@
+"""The comparison of both engines before the first step, and after the first weight update."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_tis.main import train
+from slime_tis.trainer import setup
+from slime_tis.trainer.engines.local.engine import LocalEngine
+from tests.conftest import Run
+
+generate = LocalEngine.generate
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> None:
+    monkeypatch.setattr(LocalEngine, "generate", fault)
+
+
+def hotter(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
+    return generate(engine, prompts, replace(sampling, temperature=1.5 * sampling.temperature), seed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8"])
+def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(
+    run: Run, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--num-rollout", "2", "--rollout-precision", precision]
+    checked, unchecked = run(*flags, name="checked"), run(*flags, "--check-engines", "off", name="unchecked")
+    shown = capsys.readouterr()
+    assert shown.out.count("engines agree") == 1 and "disagree" not in shown.err
+    for row, other in zip(checked, unchecked, strict=True):
+        names = [name for name in row if not name.startswith("perf/") and name != "time"]
+        assert {name: row[name] for name in names} == {name: other[name] for name in names}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_another_temperature_is_named_and_proven(
+    run: Run,
+    task: list[str],
+    tmp_path: Path,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant(monkeypatch, hotter)
+    flags = ["--num-rollout", "1", "--rollout-precision", precision]
+    assert len(run(*flags, name="warned")) == 1
+    assert "samples at 1.5 times" in capsys.readouterr().err
+    assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
+    assert "samples at 1.5 times" in capsys.readouterr().err and not (tmp_path / "stopped" / "metrics.jsonl").exists()
+    assert (tmp_path / "stopped" / "engine_check.pt").exists()
+
+
+def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build, update = setup.EngineCheck, LocalEngine.update_weights
+    monkeypatch.setattr(setup, "EngineCheck", lambda **values: build(**{**values, "repeats": True}))
+    flags = ["--num-rollout", "2", "--rollout-precision", "fp32", "--lr", "1e-2"]
+    run(*flags, name="healthy")
+    assert "prefix cache" not in capsys.readouterr().err
+
+    def first_only(engine: LocalEngine, source: Any, version: int) -> None:
+        if version == 0:
+            update(engine, source, version)
+        engine.weight_version = version
+
+    monkeypatch.setattr(LocalEngine, "update_weights", first_only)
+    run(*flags, name="stale")
+    assert capsys.readouterr().err.count("stale prefix cache") == 1
