@@ -77,9 +77,25 @@ CAUSES: dict[str, tuple[str, str]] = {
         "a placeholder value.",
     ),
     "penalty": (
-        "penalty in the sampler",
-        "Switch off repetition, presence and frequency penalties, or ask the rollout engine for log-probs before them: "
-        "training cannot reproduce them.",
+        "penalty in the sampler or bias of its logits",
+        "Switch off penalties, logit bias, banned tokens and minimum lengths, or ask the rollout engine for log-probs "
+        "before them: training cannot reproduce them.",
+    ),
+    "attention_mask": (
+        "attention to padding or to other samples",
+        "Check the masks: padding is masked, and packed samples are separated (cu_seqlens or position ids).",
+    ),
+    "stale_cache": (
+        "cached prompts of older weights",
+        "Flush the prefix cache after each weight update (SGLang: flush_cache), before the next request.",
+    ),
+    "other_model": (
+        "log-probs of another model",
+        "Ask for the target model's log-probs: a draft model of speculative decoding must not report its own.",
+    ),
+    "dropout": (
+        "dropout or unstable kernels in training",
+        "Set attention and hidden dropout to 0, or score in eval mode; if that does not help, choose deterministic kernels.",
     ),
     "unexplained": (
         "a large mismatch without a known pattern",

@@ -1,48 +1,37 @@
 """Proves the cause of a mismatch: scores samples again under each hypothesis and measures what disappears.
 
-The deviating engine is the one that `rescore` finds. Each hypothesis changes the reference scorer, its parameter is
-fitted on half of the samples, and the share of Σ|Δ| that disappears is measured on the other half. With h the log-probs
-under the hypothesis and r the reference's, the remaining mismatch is Δ + h − r for the rollout engine, Δ − h + r for
-training.
-
-Shapes: T response tokens of a sample, B samples.
+The wrong engine is the one that `rescore` finds. Each hypothesis changes the reference scorer, its parameter is fitted
+on some samples, and the share of Σ|Δ| that disappears is measured on the others.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, other_weights, with_prompt
-from slime_tis.analysis.diagnosis.rescore import HfScorer, Rescored, Scorer, load_model, rescore
+from slime_tis.analysis.diagnosis.hypotheses.checkpoints import read_adapter
+from slime_tis.analysis.diagnosis.rescore import NEGLIGIBLE_ERROR, HfScorer, Rescored, Scorer, load_model, rescore
+from slime_tis.analysis.diagnosis.search import Edit, Measured, Search
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.errors import quoted_path
 
-MAX_SAMPLES, MAX_TOKENS = 64, 16_384
-"""Samples, and tokens of prompts and responses, that are scored."""
-MIN_SAMPLES = 8
+MIN_SAMPLES, MIN_HELD_OUT = 8, 8
+"""Samples without which nothing is searched for, and held-out samples without which nothing is proven."""
 PROVEN, PARTIAL = 0.9, 0.3
 """Smallest share of the mismatch that disappears under a proven cause, and under one that explains a part."""
-WORTH_FITTING = 0.02
-"""Smallest share on the grid for which a parameter is refined."""
-ROUNDS = 7
-"""Refinements of a parameter, each with a step of 0.6 of the last."""
-LARGEST = 10.0
-"""|Δ| of a token counts up to this many nats, as in the diagnosis."""
+BETTER = 0.05
+"""Share that a second hypothesis must add."""
 RESAMPLES = 1000
 MIN_NOISE_SHARE, NOISE_RANGE = 0.05, (0.6, 1.7)
 """Smallest share of the mismatch that a precision repeats, and its noise as a multiple of the mismatch."""
 OTHER_MODEL = 0.3
 """A mean |Δ| below this share of both engines' errors means that both engines have other weights."""
-
-Edit = tuple[str, float]
-"""Name and parameter of a hypothesis."""
+SECOND_RANGE, MAX_CORRELATION = (0.5, 2.0), 0.5
+"""Two scorings of the same weights have errors of this ratio and at most this correlation if they are noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +54,25 @@ class Proof:
     """The result in words."""
     engine: str
     """rollout or training; empty if both engines agree with the reference."""
-    causes: tuple[str, ...]
-    """Causes of the explanations, in `CAUSES`; none if nothing explains the mismatch."""
-    explained: float
-    """Share that disappears under all causes together."""
-    explanations: tuple[Explanation, ...]
-    """The causes, then the best of the others."""
-    samples: int
-    hypotheses: int
+    causes: tuple[str, ...] = ()
+    """Causes of the explanations and their rivals, in `CAUSES`; none if nothing explains the mismatch."""
+    explained: float = 0.0
+    """Share that disappears under all explanations together."""
+    is_proven: bool = False
+    """Whether one cause explains nearly all of the mismatch, on enough samples and better than the others."""
     is_noise: bool = False
-    """Whether the cause is a precision whose noise has the size of the mismatch, and which repeats a part of it."""
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether the causes explain nearly all of the mismatch."""
-        return self.explained >= PROVEN
+    """Whether the cause is a noise of the size of the mismatch, which scoring again repeats in part."""
+    explanations: tuple[Explanation, ...] = ()
+    """The causes, then the best of the others."""
+    rivals: tuple[str, ...] = ()
+    """Hypotheses that these samples do not tell from the last cause."""
+    samples: int = 0
+    hypotheses: int = 0
+    """Number of hypotheses that were tried."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {**asdict(self), "is_proven": self.is_proven}
+        return asdict(self)
 
 
 def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> tuple[Rescored, Proof]:
@@ -92,13 +81,18 @@ def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> 
     Args:
         table: With token ids, prompts and the log-probs of both engines.
         hf_checkpoint: The model that training had when it scored the samples.
-        others: Other checkpoints of the run, whose weights the rollout engine may have.
+        others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine may have.
 
     Raises:
         ValueError: The dump cannot be scored, or a path is not a model directory.
     """
-    weights = {path: load_model(path).state_dict() for path in others}
-    return explain_disagreement(load_model(hf_checkpoint), table, others=weights)
+    model = load_model(hf_checkpoint)
+    own = model.state_dict()
+    loaded = {
+        path: read_adapter(path, own) if os.path.exists(os.path.join(path, "adapter_config.json")) else load_model(path)
+        for path in others
+    }
+    return explain_disagreement(model, table, others=loaded, tokenizer=_tokenizer(hf_checkpoint))
 
 
 def explain_disagreement(
@@ -106,7 +100,8 @@ def explain_disagreement(
     samples: TokenTable | Sequence[SampleParts],
     *,
     temperature: float = 1.0,
-    others: Mapping[str, Mapping[str, Tensor]] | None = None,
+    others: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
 ) -> tuple[Rescored, Proof]:
     """Says which engine is wrong and searches for the fault that explains it.
 
@@ -117,7 +112,8 @@ def explain_disagreement(
         samples: At least 16, each with prompt, token, train_log_prob and rollout_log_prob. A second scoring of the same
             weights by training may be in old_log_prob.
         temperature: Of both engines' log-probs, if samples is no table.
-        others: Tensors of other weights that the rollout engine may have, by a name for the answer.
+        others: Tensors of other weights that the rollout engine may have, or other models, by a name for the answer.
+        tokenizer: Of transformers, for faults of the chat template.
 
     Returns:
         The errors of both engines, and the proof; `Proof.sentence` is the answer in words.
@@ -130,241 +126,183 @@ def explain_disagreement(
         table = TokenTable.from_parts(table, {"temperature": temperature})
     score: Scorer = HfScorer(scorer) if isinstance(scorer, torch.nn.Module) else scorer
     rescored = rescore(table, score)
-    return rescored, Search(table, score, rescored, others or {}).proof()
+    search = Search(table, score, rescored.step, rescored.engine, tokenizer)
+    search.add(others or {})
+    return rescored, _Case(rescored, search).proof()
 
 
-class Search:
-    """The scorer, the samples and the hypotheses."""
+def _tokenizer(directory: str) -> Any:
+    """The tokenizer of a checkpoint; None if it has no tokenizer that loads."""
+    from transformers import AutoTokenizer
 
-    def __init__(
-        self, table: TokenTable, scorer: Scorer, rescored: Rescored, others: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
-        self.scorer, self.rescored = scorer, rescored
-        self.model = scorer.model if isinstance(scorer, HfScorer) else None
-        self.temperature = float(table.metadata.get("temperature") or 1.0)
-        self.table = hypotheses(getattr(self.model, "config", None))
-        if self.model is None:
-            self.table = {name: each for name, each in self.table.items() if not each.needs_model}
-        own = {} if self.model is None else self.model.state_dict()
-        for path, weights in others.items():
-            if any(name in own and own[name].shape != weight.shape for name, weight in weights.items()):
-                raise ValueError(
-                    f"--other-checkpoint {quoted_path(path)} has another architecture; give the same model."
-                )
-            for part, words in {"weights": ("",), "output layer": ("lm_head", "embed_tokens")}.items():
-                edit = other_weights({name: w for name, w in weights.items() if any(word in name for word in words)})
-                claim = f"has the {part} of {path}".replace("{", "{{").replace("}", "}}")
-                self.table[f"{part} of {path}"] = Hypothesis(claim=claim, cause="weights_not_updated", network=edit)
-        self.inputs, self.delta = _samples(table, rescored.step)
-        self.sign = -1.0 if rescored.engine == "training" else 1.0
-        self.reference = self.score([], [()])[0] if self.inputs else []
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception:  # the hypotheses on templates need it, the others do not
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """The causes, then the other hypotheses."""
+
+    causes: Sequence[Explanation] = ()
+    others: Sequence[Explanation] = ()
+    rivals: Sequence[str] = ()
+    is_noise: bool = False
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A search, and the answer that follows from it."""
+
+    rescored: Rescored
+    search: Search
 
     def proof(self) -> Proof:
         """Ranks the hypotheses, and adds a second one where the best explains a part only."""
-        if not self.rescored.engine or len(self.inputs) < MIN_SAMPLES:
+        search = self.search
+        empty = Proof(sentence="", engine=self.rescored.engine, samples=len(search.inputs))
+        if not self.rescored.engine or len(search.inputs) < MIN_SAMPLES or not search.before.sum():
             reason = "too few samples of the step fit" if self.rescored.engine else "there is nothing to explain"
-            return self._proof(f"No cause is searched for: {reason}.", [], [])
+            return replace(empty, sentence=f"No cause is searched for: {reason}.")
         if self._is_another_model():
-            return self._proof("The checkpoint is not the model of these samples: both engines differ from it.", [], [])
-        first = self.ranked([])
-        is_noise = self._is_noise_of(first[0])
-        chosen = first[:1] if first[0].share >= PARTIAL or is_noise else []
-        found, rest = list(chosen), first[len(chosen) :]
-        if chosen and chosen[0].share < PROVEN and not is_noise:
-            both = self.ranked([(chosen[0].name, chosen[0].value)])
-            if both[0].share > chosen[0].share + 0.1:
-                found.append(both[0])
-        return replace(self._proof(self._sentence(found, rest, is_noise), found, rest), is_noise=is_noise)
+            words = "The checkpoint is not the model of these samples: both engines differ from it."
+            return replace(empty, sentence=words)
+        if words := self._two_scorings():
+            return replace(empty, sentence=words, causes=("dropout",), is_noise=True)
+        ranked = search.ranked()
+        is_noise = self._is_noise_of(ranked[0])
+        causes = ranked[:1] if search.share(ranked[0]) >= PARTIAL or is_noise else []
+        others = ranked[len(causes) :]
+        if causes and search.share(causes[0]) < PROVEN and not is_noise:
+            causes, others = self._with_second(causes[0], others)
+        rivals = [each.name for each in others if causes and self._is_rival(each, causes[-1])]
+        names = [each.name for each in causes] + rivals
+        result = _Result(
+            causes=[self._explanation(each) for each in causes],
+            others=[self._explanation(each) for each in others],
+            rivals=rivals,
+            is_noise=is_noise,
+        )
+        kinds = tuple(dict.fromkeys(search.table[name].cause for name in names))
+        last = result.causes[-1] if causes else None
+        agrees = {search.table[name].cause for name in rivals} <= {
+            search.table[each.name].cause for each in causes[-1:]
+        }
+        enough = len(search.held_out) >= MIN_HELD_OUT
+        return replace(
+            empty,
+            sentence=self._sentence(result),
+            causes=kinds,
+            explained=last.share if last else 0.0,
+            is_proven=last is not None and last.interval[0] >= PROVEN and enough and agrees,
+            is_noise=is_noise,
+            explanations=(*result.causes, *result.others[:3]),
+            rivals=tuple(rivals),
+            hypotheses=len(search.table),
+        )
 
-    def _is_noise_of(self, best: Explanation) -> bool:
+    def _with_second(self, first: Measured, others: list[Measured]) -> tuple[list[Measured], list[Measured]]:
+        """Adds the hypothesis that helps most next to the first, and fits the first again next to it."""
+        search = self.search
+        both = search.ranked(((first.name, first.value),))
+        if not both or search.share(both[0]) < search.share(first) + BETTER:
+            return [first], others
+        second: Edit = (both[0].name, both[0].value)
+        fitted = search.fit_again(first, second)
+        (last,) = search.measure(((fitted.name, fitted.value),), [second])
+        if search.share(last) < search.share(both[0]):
+            fitted, last = first, both[0]
+        return [fitted, last], both[1:]
+
+    def _is_noise_of(self, best: Measured) -> bool:
         """Whether the mismatch has the size of a precision's noise, and a part of it is this very noise.
 
         The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats a part of it only.
         """
-        if self.table[best.name].cause != "rounding" or best.interval[0] < MIN_NOISE_SHARE or best.share >= PROVEN:
+        search = self.search
+        explanation = self._explanation(best)
+        is_small = explanation.interval[0] < MIN_NOISE_SHARE or explanation.share >= PROVEN
+        if search.table[best.name].cause != "rounding" or is_small:
             return False
-        (rows,) = self.score([], [(best.name, best.value)])
-        counted = [delta.isfinite() for delta in self.delta]
-        noise = [(row - base)[keep] for row, base, keep in zip(rows, self.reference, counted, strict=True)]
-        ratio = float(_sizes(noise).sum() / _sizes(self.delta).sum().clamp_min(1e-30))
-        return NOISE_RANGE[0] <= ratio <= NOISE_RANGE[1]
+        (rows,) = search.score([((best.name, best.value),)], search.held_out)
+        noise = [
+            float((row - search.reference[i])[search.delta[i].isfinite()].abs().clamp(max=10).sum())
+            for i, row in zip(search.held_out, rows, strict=True)
+        ]
+        return NOISE_RANGE[0] <= sum(noise) / max(float(search.before.sum()), 1e-30) <= NOISE_RANGE[1]
 
     def _is_another_model(self) -> bool:
-        tokens = torch.cat(self.delta).isfinite().sum()
-        mean = float(_sizes(self.delta).sum() / tokens.clamp_min(1))
+        mean = float(torch.cat(self.search.delta).nan_to_num(0.0, 10.0, -10.0).abs().clamp(max=10).mean())
         return mean < OTHER_MODEL * min(self.rescored.train_error, self.rescored.rollout_error)
 
-    def _proof(self, sentence: str, found: Sequence[Explanation], rest: Sequence[Explanation]) -> Proof:
-        return Proof(
-            sentence=sentence,
-            engine=self.rescored.engine,
-            causes=tuple(dict.fromkeys(self.table[each.name].cause for each in found)),
-            explained=found[-1].share if found else 0.0,
-            explanations=(*found, *rest[:3]),
-            samples=len(self.inputs),
-            hypotheses=len(self.table),
+    def _two_scorings(self) -> str:
+        """Dropout in words: training scored the same weights twice, and the errors of both are independent."""
+        search = self.search
+        if self.rescored.engine != "training":
+            return ""
+        error = torch.cat([search.change(i) for i in search.all])
+        other = error + torch.cat(search.second).nan_to_num(0.0)
+        ratio = float(other.abs().sum() / error.abs().sum().clamp_min(1e-30))
+        correlation = float(torch.corrcoef(torch.stack([error, other]))[0, 1])
+        if not SECOND_RANGE[0] <= ratio <= SECOND_RANGE[1] or not correlation <= MAX_CORRELATION:
+            return ""
+        size = float(torch.cat(search.second).nan_to_num(0.0).abs().mean())
+        if size < NEGLIGIBLE_ERROR:
+            return ""
+        return (
+            f"Training's two scorings of the same weights differ by {size:.2g} nats on average, and the errors of both "
+            "are unrelated: dropout is on, or kernels give other results each time."
         )
 
-    def _sentence(self, found: Sequence[Explanation], rest: Sequence[Explanation], is_noise: bool) -> str:
+    def _shares(self, measured: Measured) -> Any:
+        """[RESAMPLES] shares of samples drawn with replacement, the same draws for every hypothesis."""
+        before, after = self.search.before, measured.remaining
+        draws = np.random.default_rng(0).integers(0, len(before), (RESAMPLES, len(before)))
+        return 1 - after[draws].sum(1) / np.maximum(before[draws].sum(1), 1e-30)
+
+    def _explanation(self, measured: Measured) -> Explanation:
+        low, high = np.quantile(self._shares(measured), [0.025, 0.975]).tolist()
+        share = self.search.share(measured)
+        return Explanation(name=measured.name, value=measured.value, share=share, interval=(low, high))
+
+    def _is_rival(self, other: Measured, best: Measured) -> bool:
+        """Whether the interval of the difference to the best hypothesis includes 0."""
+        difference = self._shares(best) - self._shares(other)
+        return float(np.quantile(difference, 0.025)) <= 0 and self.search.share(other) >= PARTIAL
+
+    def _sentence(self, result: _Result) -> str:
+        search = self.search
         engine = {"rollout": "The rollout engine", "training": "Training"}[self.rescored.engine]
-        if not found:
-            best = f"the best, {rest[0].name}, removes {max(rest[0].share, 0):.0%}"
-            return f"{engine} is wrong, but none of {len(self.table)} hypotheses explains the mismatch ({best})."
-        claims = " and ".join(self.table[each.name].claim.format(value=each.value) for each in found)
-        last, held_out = found[-1], len(self.inputs) // 2
+        if not result.causes:
+            best = result.others[0]
+            return (
+                f"{engine} is wrong, but the mismatch is not explained by any of these {len(search.table)} hypotheses "
+                f"(the best, {best.name}, removes {max(best.share, 0):.0%}). {self._facts()}"
+            )
+        claims = " and ".join(search.table[each.name].claim.format(value=each.value) for each in result.causes)
+        last, held_out = result.causes[-1], len(search.held_out)
         low, high = last.interval
-        verdict = "" if last.share >= PROVEN else ", so it is a part of the cause"
-        if is_noise:
-            verdict = ", and the noise of this precision has the size of the mismatch"
-        ties = [each.name for each in rest if each.share > last.interval[0] and last.share >= PROVEN]
-        tie = f" These data do not tell it from: {', '.join(ties)}." if ties else ""
+        verdict = "."
+        if result.is_noise:
+            verdict = ", and the noise of this precision has the size of the mismatch."
+        elif last.share < PROVEN:
+            verdict = ", so it is a part of the cause."
+        elif held_out < MIN_HELD_OUT:
+            verdict = f". A proof needs {MIN_HELD_OUT} held-out samples."
+        elif low < PROVEN:
+            verdict = f". A proof needs more samples: the interval goes below {PROVEN:.0%}."
+        tie = f" Cannot be told apart: {' or '.join((last.name, *result.rivals))}." if result.rivals else ""
         return (
             f"{engine} {claims}: with it {last.share:.1%} of the mismatch disappears on {held_out} held-out samples "
-            f"(95 % interval {low:.1%} to {high:.1%}){verdict}.{tie}"
+            f"(95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
         )
 
-    def ranked(self, fixed: Sequence[Edit]) -> list[Explanation]:
-        """Every hypothesis beside the fixed ones, with its fitted parameter; the largest held-out share first."""
-        names = [name for name in self.table if name not in dict(fixed)]
-        grid = [(name, value) for name in names for value in self.table[name].values]
-        residual = dict(zip(grid, self.residuals(fixed, grid), strict=True))
-        best = {
-            name: min((edit for edit in grid if edit[0] == name), key=lambda e: _fit(residual[e])) for name in names
-        }
-        total = _fit(self.residuals(fixed, [()])[0])
-        steps = {name: _step(self.table[name], best[name][1]) for name in names}
-        for _ in range(ROUNDS):
-            tries = [
-                (name, best[name][1] + sign * step)
-                for name, step in steps.items()
-                if step and _fit(residual[best[name]]) < (1 - WORTH_FITTING) * total
-                for sign in (-1, 1)
-                if best[name][1] + sign * step > 0 or min(self.table[name].values) < 0
-            ]
-            for edit, values in zip(tries, self.residuals(fixed, tries), strict=True):
-                residual[edit] = values
-                if _fit(values) < _fit(residual[best[edit[0]]]):
-                    best[edit[0]] = edit
-            steps = {name: 0.6 * step for name, step in steps.items()}
-        explanations = [self._explanation(edit, residual[edit]) for edit in best.values()]
-        return sorted(explanations, key=lambda each: -each.share)
-
-    def _explanation(self, edit: Edit, residual: Tensor) -> Explanation:
-        before, after = (np.asarray(x[1::2]) for x in (_sizes(self.delta), residual))
-        draws = np.random.default_rng(0).integers(0, len(before), (RESAMPLES, len(before)))
-        shares = 1 - after[draws].sum(1) / np.maximum(before[draws].sum(1), 1e-30)
-        low, high = np.quantile(shares, [0.025, 0.975]).tolist()
-        share = float(1 - after.sum() / max(before.sum(), 1e-30))
-        return Explanation(name=edit[0], value=edit[1], share=share, interval=(low, high))
-
-    def residuals(self, fixed: Sequence[Edit], candidates: Sequence[Any]) -> list[Tensor]:
-        """[B] Σ|Δ| of each sample that remains under the fixed hypotheses and each candidate; `()` is none."""
-        result = []
-        for rows in self.score(fixed, candidates):
-            changes = zip(self.delta, rows, self.reference, strict=True)
-            remaining = [delta + self.sign * (row - base).nan_to_num(torch.inf) for delta, row, base in changes]
-            result.append(_sizes(remaining))  # NaN marks tokens that do not count, never a hypothesis without a number
-        return result
-
-    @torch.inference_mode()
-    def score(self, fixed: Sequence[Edit], candidates: Sequence[Any]) -> list[list[Tensor]]:
-        """Log-probs [T] of every sample under the fixed hypotheses and each candidate.
-
-        Candidates that change logits or reported log-probs alone share one forward pass.
-        """
-        lists = [[*fixed, *([candidate] if candidate else [])] for candidate in candidates]
-        heavy = [not candidate or not self.table[candidate[0]].is_cheap for candidate in candidates]
-        result: list[list[Tensor]] = [[] for _ in candidates]
-        shared = [i for i, is_heavy in enumerate(heavy) if not is_heavy]
-        if shared:
-            for i, rows in zip(shared, self._pass(fixed, [lists[i] for i in shared]), strict=True):
-                result[i] = rows
-        for i, is_heavy in enumerate(heavy):
-            if is_heavy:
-                (result[i],) = self._pass(lists[i], [lists[i]])
-        return result
-
-    def _pass(self, network: Sequence[Edit], lists: Sequence[Sequence[Edit]]) -> list[list[Tensor]]:
-        """One forward pass of every sample under `network`, and the log-probs under each list of hypotheses."""
-        rows: list[list[Tensor]] = [[] for _ in lists]
-        with ExitStack() as stack:
-            for name, value in network:
-                if (edit := self.table[name].network) is not None:
-                    stack.enter_context(edit(self.model, value))
-            for i, sample in enumerate(self.inputs):
-                read = sample
-                for name, value in network:
-                    if (prompt := self.table[name].prompt) is not None:
-                        read = with_prompt(read, prompt(read.tokens[: len(read.tokens) - read.response], round(value)))
-                    if (change := self.table[name].inputs) is not None:
-                        read = change(read, value, self.inputs[i - 1])
-                logits = self._logits(read)
-                for row, edits in zip(rows, lists, strict=True):
-                    row.append(self._log_probs(logits, sample, edits))
-        return [self._reported(row, edits) for row, edits in zip(rows, lists, strict=True)]
-
-    def _logits(self, read: Input) -> Tensor:
-        inputs: dict[str, Any] = {}
-        if self.model is not None:
-            inputs["position_ids"] = read.positions[None].to(self.model.device)
-            if read.mask is not None:
-                low = torch.finfo(self.model.dtype).min
-                mask = torch.where(read.mask, 0.0, low)[None, None]
-                inputs["attention_mask"] = mask.to(self.model.device, self.model.dtype)
-            if read.cache is not None:
-                inputs |= {"past_key_values": read.cache(), "use_cache": True}
-        return self.scorer(read.tokens, read.response, **inputs) / self.temperature
-
-    def _log_probs(self, logits: Tensor, sample: Input, edits: Sequence[Edit]) -> Tensor:
-        for name, value in edits:
-            if (change := self.table[name].logits) is not None:
-                logits = change(logits, sample, value)
-        response = sample.tokens[len(sample.tokens) - sample.response :, None]
-        return logits.log_softmax(-1).gather(1, response)[:, 0]
-
-    def _reported(self, rows: list[Tensor], edits: Sequence[Edit]) -> list[Tensor]:
-        for name, value in edits:
-            if (change := self.table[name].outputs) is not None:
-                rows = change(rows, value)
-        return rows
-
-
-def _samples(table: TokenTable, step: int | None) -> tuple[list[Input], list[Tensor]]:
-    """Samples of a step, evenly spaced, and Δ of their tokens, 0 at tokens that do not count."""
-    assert table.token is not None and table.prompt is not None
-    fits = (table.response_length > 1) & np.array([len(prompt) > 0 for prompt in table.prompt])
-    if step is not None and table.step is not None:
-        fits &= table.step == step
-    chosen = np.flatnonzero(fits)
-    chosen = (
-        chosen[np.unique(np.linspace(0, len(chosen) - 1, min(MAX_SAMPLES, len(chosen))).astype(int))]
-        if len(chosen)
-        else chosen
-    )
-    inputs, deltas, budget = [], [], MAX_TOKENS
-    for i in chosen.tolist():
-        rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
-        tokens = torch.from_numpy(np.concatenate([table.prompt[i], table.token[rows]]).astype(np.int64))
-        budget -= len(tokens)
-        if budget < 0:
-            break
-        positions = torch.arange(len(tokens))
-        inputs.append(Input(tokens=tokens, response=rows.stop - rows.start, positions=positions))
-        deltas.append(torch.from_numpy(np.where(table.valid[rows], table.log_ratio[rows], np.nan)).float())
-    return inputs, deltas
-
-
-def _sizes(rows: Sequence[Tensor]) -> Tensor:
-    """[B] Σ min(|Δ|, 10) over the tokens that count."""
-    return torch.stack([row.nan_to_num(0.0, LARGEST, -LARGEST).abs().clamp(max=LARGEST).sum() for row in rows])
-
-
-def _fit(sizes: Tensor) -> float:
-    return float(sizes[::2].sum())
-
-
-def _step(hypothesis: Hypothesis, value: float) -> float:
-    """Half the distance to the nearest value of the grid; 0 where the parameter is not refined."""
-    if hypothesis.whole or len(hypothesis.values) == 1:
-        return 0.0
-    return 0.5 * min(abs(other - value) for other in hypothesis.values if other != value)
+    def _facts(self) -> str:
+        """Where the mismatch is, for a mismatch without a cause."""
+        size = [x.nan_to_num(0.0, 10.0, -10.0).abs() for x in self.search.delta]
+        every = torch.cat(size).sort(descending=True).values
+        total = every.sum().clamp_min(1e-30)
+        top = float(every[: max(1, len(every) // 100)].sum() / total)
+        halves = float(sum(x[: len(x) // 2].sum() for x in size) / total)
+        return f"1 % of the tokens carry {top:.0%} of it, and the first halves of the responses {halves:.0%}."

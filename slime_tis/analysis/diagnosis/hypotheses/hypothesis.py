@@ -1,0 +1,85 @@
+"""What a hypothesis is: a change of the network, of its input, of its logits, or of the reported log-probs.
+
+Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+NetworkEdit = Callable[[Any, float], AbstractContextManager[None]]
+"""(model, value) → a context in which the model has the fault."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Input:
+    """What the network reads for one sample; the response is at the end."""
+
+    tokens: Tensor
+    """[S] token ids."""
+    response: int
+    """Number of response tokens."""
+    positions: Tensor
+    """[S] position ids."""
+    temperature: float = 1.0
+    """Temperature of the log-probs."""
+    experts: Tensor | None = None
+    """[T, L, k] experts that the dump records for the prediction of each response token."""
+    mask: Tensor | None = None
+    """[S, S] bool, which keys a query attends to; None means all earlier ones."""
+    cache: Any = None
+    """A class of key-value caches, for hypotheses that change the cache."""
+    network: NetworkEdit | None = None
+    """A change of the network for this sample alone."""
+    prompt_network: NetworkEdit | None = None
+    """A change of the network for all prompt tokens but the last."""
+
+    @property
+    def prompt(self) -> Tensor:
+        """Token ids of the prompt."""
+        return self.tokens[: len(self.tokens) - self.response]
+
+
+PromptEdit = Callable[[Tensor, int], Tensor]
+"""(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the prompt as it is."""
+InputEdit = Callable[[Input, float, Input], Input]
+"""(sample, value, the sample before it) → what the engine reads; the sample itself if nothing changes."""
+LogitsEdit = Callable[[Tensor, Input, float], Tensor]
+"""(logits [T, V] divided by the temperature, sample, value) → the engine's logits."""
+OutputEdit = Callable[[list[Tensor], float], list[Tensor]]
+"""(log-probs [T] of every sample, value) → the reported ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hypothesis:
+    """One fault."""
+
+    claim: str
+    """What the engine does, a template with `value`."""
+    cause: str
+    """Its cause in `CAUSES`, which has the advice."""
+    values: tuple[float, ...] = (0.0,)
+    """Grid of the parameter; one value where the fault has no parameter."""
+    whole: bool = False
+    """Whether the parameter is an integer."""
+    prompt: PromptEdit | None = None
+    inputs: InputEdit | None = None
+    network: NetworkEdit | None = None
+    logits: LogitsEdit | None = None
+    outputs: OutputEdit | None = None
+
+    @property
+    def cost(self) -> int:
+        """Stage of the search: 0 without a forward pass, 1 for prompts, 2 for other inputs, 3 for the network."""
+        edits = (self.network, self.inputs, self.prompt)
+        return next((3 - i for i, edit in enumerate(edits) if edit is not None), 0)
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether it changes the network, or what a network reads besides tokens."""
+        return self.cost > 1

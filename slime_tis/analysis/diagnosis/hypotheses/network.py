@@ -1,0 +1,247 @@
+"""Faults of the network: precision, rotary positions, norms and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, NetworkEdit
+
+LARGEST_FP8, BLOCK = 448.0, 128
+
+
+@contextmanager
+def changed(model: Any, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """The model with changed parameters, which are restored."""
+    kept = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
+    try:
+        for name, parameter, value in kept:
+            parameter.data = change(name, value)
+        yield
+    finally:
+        for _, parameter, value in kept:
+            parameter.data = value
+
+
+@contextmanager
+def _attribute(model: Any, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """The model with another value of an attribute of its modules, which is restored."""
+    kept = [(module, getattr(module, name)) for module in model.modules() if hasattr(module, name)]
+    try:
+        for module, value in kept:
+            setattr(module, name, change(value))
+        yield
+    finally:
+        for module, value in kept:
+            setattr(module, name, value)
+
+
+def _rounded(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
+    """Matrices in low precision; norms and biases stay."""
+    return lambda model, _: changed(model, lambda name, w: rounding(w) if w.dim() == 2 else w)
+
+
+def _scaled(dtype: torch.dtype | None, largest: float, group: int = 0) -> Callable[[Tensor], Tensor]:
+    """Rounding with one scale per row, per group of a row, or per tensor (-1); to integers if `dtype` is None."""
+
+    def rounding(weight: Tensor) -> Tensor:
+        rows = weight.reshape(1, -1) if group < 0 else weight
+        if group > 0 and weight.shape[1] % group == 0:
+            rows = weight.reshape(-1, group)
+        scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-12) / largest
+        scaled = rows / scale
+        small = scaled.round() if dtype is None else scaled.to(dtype).float()
+        return (small * scale).reshape(weight.shape)
+
+    return rounding
+
+
+def _fp8_blocks(weight: Tensor) -> Tensor:
+    """Rounding to fp8 with one scale per 128 × 128 values."""
+    rows, columns = weight.shape
+    padded = pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-12) / LARGEST_FP8
+    small: Tensor = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return small.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+
+
+@contextmanager
+def _fp8_linear(model: Any, _: float) -> Iterator[None]:
+    """Weights in fp8 with a scale per row, and the inputs of all layers but the output layer with a scale per token."""
+    rounding, output_layer = _scaled(torch.float8_e4m3fn, LARGEST_FP8), model.get_output_embeddings()
+    linear = [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not output_layer]
+    weights = {id(module.weight) for module in linear}
+    inner = {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+
+    def round_input(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (rounding(args[0].flatten(0, -2)).reshape(args[0].shape), *args[1:])
+
+    with ExitStack() as stack:
+        stack.enter_context(changed(model, lambda name, weight: rounding(weight) if name in inner else weight))
+        for module in linear:
+            stack.callback(module.register_forward_pre_hook(round_input).remove)
+        yield
+
+
+def _cast(dtype: torch.dtype) -> NetworkEdit:
+    """Weights and arithmetic in a dtype; buffers, such as rotary frequencies, stay in float32."""
+    return lambda model, _: changed(model, lambda name, weight: weight.to(dtype))
+
+
+def _theta(frequency: Tensor, factor: float) -> Tensor:
+    """θ^(−2i/d) for a θ that is larger by a factor."""
+    return frequency * factor ** -(torch.arange(len(frequency), device=frequency.device) / len(frequency))
+
+
+def _dynamic(frequency: Tensor, factor: float) -> Tensor:
+    """The frequencies of SGLang and vLLM for dynamic rope scaling, which do not depend on the length."""
+    size = 2 * len(frequency)
+    return _theta(frequency, (factor**2 - factor + 1) ** (size / (size - 2)))
+
+
+def _rope(kind: str) -> NetworkEdit:
+    """Another type of rope scaling, with the model's context length as the original one."""
+
+    @contextmanager
+    def edit(model: Any, factor: float) -> Iterator[None]:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        config = deepcopy(model.config)
+        further = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+        length = {"original_max_position_embeddings": config.max_position_embeddings}
+        config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": factor, **length, **further}
+        default = next(x.compute_default_rope_parameters for x in model.modules() if hasattr(x, "inv_freq"))
+        frequency, scale = ROPE_INIT_FUNCTIONS.get(kind, default)(config)
+        frequency = frequency.to(model.device)
+        with (
+            _attribute(model, "inv_freq", lambda _: frequency),
+            _attribute(model, "attention_scaling", lambda _: scale),
+        ):
+            yield
+
+    return edit
+
+
+def _replay(sample: Input, _: float, __: Input) -> Input:
+    """The experts of the dump, with the model's own weights of these experts."""
+    experts = sample.experts
+    if experts is None:
+        return sample
+    rows = slice(len(sample.tokens) - sample.response - 1, len(sample.tokens) - 1)
+
+    @contextmanager
+    def replayed(model: Any, _: float) -> Iterator[None]:
+        routers = [
+            module for module in model.modules() if hasattr(module, "norm_topk_prob") and hasattr(module, "top_k")
+        ]
+        with ExitStack() as stack:
+            for layer, router in enumerate(routers):
+                chosen = experts[:, layer].long().to(model.device)
+                stack.callback(router.register_forward_hook(_routes_to(chosen, rows)).remove)
+            yield
+
+    return replace(sample, network=replayed)
+
+
+def _routes_to(chosen: Tensor, rows: slice) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """A hook on a softmax router, which returns (logits, weights, experts) of all tokens."""
+
+    def hook(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, experts = (x.clone() for x in output)
+        known = (chosen >= 0).all(1, keepdim=True)
+        own = logits[rows].float().softmax(-1).gather(1, chosen.clamp_min(0))
+        own = own / own.sum(1, keepdim=True) if router.norm_topk_prob else own
+        weights[rows] = torch.where(known, own.to(weights.dtype), weights[rows])
+        experts[rows] = torch.where(known, chosen, experts[rows])
+        return logits, weights, experts
+
+    return hook
+
+
+def for_model(model: Any, layers: int) -> dict[str, Hypothesis]:
+    """The hypotheses on parts that only some models have; `layers` is the number of layers whose experts are known."""
+    table = {}
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default") != "default":
+        table["rope scaling missing"] = Hypothesis(
+            claim="has no rope scaling", cause="position_drift", network=_rope("default")
+        )
+    routers = [m for m in model.modules() if hasattr(m, "norm_topk_prob") and hasattr(m, "top_k")]
+    if routers and len(routers) == layers:
+        claim = "routes tokens to the experts that the dump records, unlike fp32"
+        table["recorded experts"] = Hypothesis(claim=claim, cause="moe_routing", inputs=_replay)
+    return table
+
+
+TABLE: dict[str, Hypothesis] = {
+    "bf16": Hypothesis(claim="computes in bf16", cause="rounding", network=_cast(torch.bfloat16)),
+    "fp16": Hypothesis(claim="computes in fp16", cause="rounding", network=_cast(torch.float16)),
+    "bf16 weights": Hypothesis(
+        claim="has weights in bf16", cause="rounding", network=_rounded(lambda w: w.bfloat16().float())
+    ),
+    "fp8 weights": Hypothesis(
+        claim="has weights in fp8, with a scale per row",
+        cause="rounding",
+        network=_rounded(_scaled(torch.float8_e4m3fn, LARGEST_FP8)),
+    ),
+    "fp8 weights per tensor": Hypothesis(
+        claim="has weights in fp8, with a scale per tensor",
+        cause="rounding",
+        network=_rounded(_scaled(torch.float8_e4m3fn, LARGEST_FP8, -1)),
+    ),
+    "fp8 weights in blocks": Hypothesis(
+        claim="has weights in fp8, with a scale per 128 × 128 values", cause="rounding", network=_rounded(_fp8_blocks)
+    ),
+    "fp8 weights and activations": Hypothesis(
+        claim="multiplies in fp8, with scales per row and per token", cause="rounding", network=_fp8_linear
+    ),
+    "int8 weights": Hypothesis(claim="has weights in int8", cause="rounding", network=_rounded(_scaled(None, 127.0))),
+    "int4 weights": Hypothesis(
+        claim="has weights in int4, in groups of 128", cause="rounding", network=_rounded(_scaled(None, 7.0, BLOCK))
+    ),
+    "norm epsilon": Hypothesis(
+        claim="uses a norm epsilon of {value:.1g}",
+        cause="rounding",
+        values=(1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        whole=True,
+        network=lambda m, value: _attribute(m, "variance_epsilon", lambda _: value),
+    ),
+    "rope_theta": Hypothesis(
+        claim="uses a rope_theta that is {value:.3g} times as large",
+        cause="position_drift",
+        values=(0.01, 0.1, 0.3, 0.6, 0.85, 1.15, 1.5, 3.0, 10.0, 100.0),
+        network=lambda m, value: _attribute(m, "inv_freq", lambda f: _theta(f, value)),
+    ),
+    "linear rope scaling": Hypothesis(
+        claim="scales positions by 1/{value:.3g} (linear rope scaling)",
+        cause="position_drift",
+        values=(0.5, 1.25, 1.5, 2.0, 4.0, 8.0),
+        network=lambda m, value: _attribute(m, "inv_freq", lambda f: f / value),
+    ),
+    "dynamic rope scaling": Hypothesis(
+        claim="uses dynamic rope scaling by {value:.0f}",
+        cause="position_drift",
+        values=(2.0, 4.0, 8.0),
+        whole=True,
+        network=lambda m, value: _attribute(m, "inv_freq", lambda f: _dynamic(f, value)),
+    ),
+    "YaRN rope scaling": Hypothesis(
+        claim="uses YaRN rope scaling by {value:.3g}",
+        cause="position_drift",
+        values=(2.0, 4.0, 8.0, 16.0),
+        network=_rope("yarn"),
+    ),
+    "llama3 rope scaling": Hypothesis(
+        claim="uses llama3 rope scaling by {value:.3g}",
+        cause="position_drift",
+        values=(2.0, 8.0, 32.0),
+        network=_rope("llama3"),
+    ),
+}

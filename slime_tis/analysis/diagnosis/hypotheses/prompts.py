@@ -1,0 +1,206 @@
+"""Faults of what the network reads: other prompts, positions, masks and caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, InputEdit, PromptEdit
+
+SIZES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
+PADS = (*map(float, range(1, 9)), 16.0)
+
+
+def with_prompt(sample: Input, prompt: Tensor) -> Input:
+    """The sample's response after another prompt."""
+    if not len(prompt) or torch.equal(prompt, sample.prompt):
+        return sample
+    tokens = torch.cat([prompt, sample.tokens[len(sample.tokens) - sample.response :]])
+    return replace(sample, tokens=tokens, positions=torch.arange(len(tokens)))
+
+
+def _gap(sample: Input, value: float, _: Input) -> Input:
+    positions = sample.positions.clone()
+    positions[-sample.response :] += round(value)
+    return replace(sample, positions=positions.clamp_min(0))
+
+
+def _window(sample: Input, value: float, _: Input) -> Input:
+    distance = torch.arange(len(sample.tokens))[:, None] - torch.arange(len(sample.tokens))
+    return sample if value >= len(distance) else replace(sample, mask=(distance >= 0) & (distance < value))
+
+
+def _neighbor(sample: Input, _: float, before: Input) -> Input:
+    tokens = torch.cat([before.tokens, sample.tokens])
+    positions = torch.cat([torch.arange(len(before.tokens)), sample.positions])
+    return replace(sample, tokens=tokens, positions=positions)
+
+
+def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
+    from transformers import DynamicCache
+
+    class Fp8Cache(DynamicCache):  # type: ignore[misc]  # transformers has no types here
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            small = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key_states, value_states)]
+            return super().update(*small, *args, **kwargs)
+
+    return replace(sample, cache=Fp8Cache)
+
+
+def _padded_to(pad: int, longest: int, *, left: bool) -> InputEdit:
+    """Prompts padded to a common length, pads attended to."""
+
+    def edit(sample: Input, _: float, __: Input) -> Input:
+        pads = sample.prompt.new_full((max(longest - len(sample.prompt), 0),), pad)
+        return with_prompt(sample, torch.cat([pads, sample.prompt] if left else [sample.prompt, pads]))
+
+    return edit
+
+
+def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
+    """The hypotheses on padding; `longest` is the length of the longest prompt."""
+    table = {
+        "pads attended": Hypothesis(
+            claim="attends to {value:.0f} padding tokens before the prompt",
+            cause="attention_mask",
+            values=PADS,
+            whole=True,
+            prompt=lambda p, k: torch.cat([p.new_full((k,), pad), p]),
+        ),
+        "pads after the prompt": Hypothesis(
+            claim="attends to {value:.0f} padding tokens after the prompt",
+            cause="attention_mask",
+            values=PADS,
+            whole=True,
+            prompt=lambda p, k: torch.cat([p, p.new_full((k,), pad)]),
+        ),
+    }
+    for side, left in {"left": True, "right": False}.items():
+        claim = f"attends to the padding on the {side} of the prompt, which makes all prompts {longest} tokens long"
+        edit = _padded_to(pad, longest, left=left)
+        table[f"padded on the {side}"] = Hypothesis(claim=claim, cause="attention_mask", inputs=edit)
+    return table
+
+
+def for_bos(bos: int) -> dict[str, Hypothesis]:
+    """The hypothesis on the token that starts a text."""
+    claim = "reads a BOS token before the prompt"
+    return {
+        "BOS added": Hypothesis(
+            claim=claim, cause="other_prompt", prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p])
+        )
+    }
+
+
+def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
+    """The hypotheses on the chat template of a tokenizer; none if it has no template that renders."""
+    special = torch.tensor(sorted(tokenizer.all_special_ids))
+
+    def encoded(text: str) -> Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+
+    def rendered(text: str, **options: Any) -> str:
+        options = {"tokenize": False, "add_generation_prompt": True, **options}
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options))
+
+    def in_template(prompt: Tensor, _: int) -> Tensor:
+        return encoded(rendered(tokenizer.decode(prompt[~torch.isin(prompt, special)])))
+
+    def without_first_message(prompt: Tensor, _: int) -> Tensor:
+        marks = torch.isin(prompt, special) & (prompt != (tokenizer.bos_token_id or -1))
+        first = prompt[marks][:1]
+        return prompt[(prompt == first).nonzero()[1:2, 0] :] if len(first) and (prompt == first).sum() > 1 else prompt
+
+    changes: dict[str, tuple[str, PromptEdit]] = {
+        "special tokens missing": ("reads the prompt without special tokens", lambda p, _: p[~torch.isin(p, special)]),
+        "first message missing": ("does not read the first message (system prompt?)", without_first_message),
+    }
+    try:
+        full, bare, calm = (
+            rendered("x", **options) for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False})
+        )
+    except Exception:  # no template, or a template with faults of its own
+        full = bare = calm = ""
+    if full:
+        changes["chat template added"] = ("puts the prompt into the chat template (once more)", in_template)
+    if len(suffix := encoded(full.removeprefix(bare))) and full.startswith(bare) and bare:
+        claim = "does not read the start of the answer that the chat template adds"
+        changes["generation prompt missing"] = (claim, lambda p, _: p[: -len(suffix)] if _ends(p, suffix) else p)
+        changes["generation prompt added"] = (f"{claim.split(' not ')[0]} twice", lambda p, _: torch.cat([p, suffix]))
+    if calm.startswith(full) and len(quiet := encoded(calm.removeprefix(full))):
+        claim = "reads a prompt with the other value of enable_thinking"
+        changes["thinking"] = (claim, lambda p, _: p[: -len(quiet)] if _ends(p, quiet) else torch.cat([p, quiet]))
+    return {
+        name: Hypothesis(claim=claim, cause="other_prompt", prompt=change) for name, (claim, change) in changes.items()
+    }
+
+
+def _ends(prompt: Tensor, suffix: Tensor) -> bool:
+    return len(prompt) >= len(suffix) and torch.equal(prompt[-len(suffix) :], suffix)
+
+
+TABLE: dict[str, Hypothesis] = {
+    "first prompt tokens missing": Hypothesis(
+        claim="does not read the first {value:.0f} tokens of the prompt (BOS?)",
+        cause="other_prompt",
+        values=(1.0, 2.0, 3.0, 4.0),
+        whole=True,
+        prompt=lambda p, k: p[k:],
+    ),
+    "last prompt tokens missing": Hypothesis(
+        claim="does not read the last {value:.0f} tokens of the prompt",
+        cause="other_prompt",
+        values=(1.0, 2.0, 3.0, 4.0),
+        whole=True,
+        prompt=lambda p, k: p[:-k],
+    ),
+    "first token doubled": Hypothesis(
+        claim="reads the first token of the prompt {value:.0f} times",
+        cause="other_prompt",
+        values=(2.0, 3.0),
+        whole=True,
+        prompt=lambda p, k: torch.cat([p[:1].expand(k - 1), p]),
+    ),
+    "last token doubled": Hypothesis(
+        claim="reads the last token of the prompt {value:.0f} times",
+        cause="other_prompt",
+        values=(2.0, 3.0),
+        whole=True,
+        prompt=lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
+    ),
+    "prompt cut": Hypothesis(
+        claim="reads only the last {value:.0f} tokens of the prompt",
+        cause="other_prompt",
+        values=SIZES,
+        whole=True,
+        prompt=lambda p, n: p[-n:],
+    ),
+    "prompt cut at the end": Hypothesis(
+        claim="reads only the first {value:.0f} tokens of the prompt",
+        cause="other_prompt",
+        values=SIZES,
+        whole=True,
+        prompt=lambda p, n: p[:n],
+    ),
+    "packed neighbor": Hypothesis(
+        claim="attends to the sample packed before it", cause="attention_mask", inputs=_neighbor
+    ),
+    "position gap": Hypothesis(
+        claim="numbers the positions of the response {value:+.0f} higher",
+        cause="position_drift",
+        values=(-4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 16.0),
+        whole=True,
+        inputs=_gap,
+    ),
+    "attention window": Hypothesis(
+        claim="attends to the last {value:.0f} tokens only",
+        cause="position_drift",
+        values=SIZES,
+        whole=True,
+        inputs=_window,
+    ),
+    "fp8 KV cache": Hypothesis(claim="stores keys and values in fp8", cause="rounding", inputs=_fp8_cache),
+}
