@@ -95,7 +95,7 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "dropout": (
         "dropout or unstable kernels in training",
-        "Set attention and hidden dropout to 0, or score in eval mode; if that does not help, choose deterministic kernels.",
+        "Set attention and hidden dropout to 0, or score in eval mode; else choose deterministic kernels.",
     ),
     "unexplained": (
         "a large mismatch without a known pattern",
