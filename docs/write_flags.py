@@ -22,19 +22,17 @@ HEAD = """# Flags of train.py
 
 `make docs` writes this page from the declarations that `python train.py --help` shows.
 
-* An option has one name: `--tis-upper-bound 3` on the command line, `tis_upper_bound: 3` in YAML (dashes also work),
-  `tis_upper_bound` in Python.
-* The command line wins over the YAML of `--custom-config-path`, YAML over `--rollout-correction-preset`, and the preset
-  over the default. The effective configuration is written to `config.yaml` in the run directory, which
-  `--custom-config-path` also reads.
+* An option has one name: `--tis-upper-bound 3` on the command line, `tis_upper_bound: 3` in YAML, `tis_upper_bound` in
+  Python.
+* Priority: command line, YAML of `--custom-config-path`, `--rollout-correction-preset`, default. `config.yaml` in the
+  run directory has the effective configuration, in the form that `--custom-config-path` reads.
 * Switches have a `--no-` form and accept `--use-tis=true`. The value `none` resets an option to its default.
 * An option without an effect is refused, for example `--rs-upper-bound 1.01` without `--use-rs`. If the switch is off
   explicitly (`use_rs: false`, `--no-use-rs`), its options are ignored.
 * YAML files have at most 64 KiB, no repeated keys and no YAML aliases (`*name`).
 * Errors end the run before anything is built, with one line on stderr and exit status 2.
 
-A YAML file may contain verl's block. The command line accepts its keys
-(`algorithm.rollout_correction.bypass_mode=True`):
+A YAML file may contain verl's block ([all keys](verl.md#verls-block-on-our-command-line)):
 
 ```yaml
 algorithm:
@@ -46,23 +44,18 @@ algorithm:
     rollout_token_veto_threshold: 1e-4
 ```
 
-`rollout_is` is `token`, `sequence` or null; `rollout_rs` needs its threshold. With `bypass_mode: true` and the PPO loss
-the weights are measured, not applied. [verl](verl.md) lists all keys that are read.
-
 In the tables, `(0, 1]` means above 0 and at most 1. An empty default means unset. FUNCTION is `pkg.module.function` or
-`path/file.py:function`; [user functions](custom_functions.md) have their signatures.
+`path/file.py:function` ([signatures](custom_functions.md)).
 """
 
-PRESETS_NOTE = """verl's bounds 0.999 and 1.001 reject 84 to 100 % of a real model's responses in bf16, int8 or
-fp8. `--rs-z-score 3` in addition to such a preset replaces them
-([measured](choosing.md#bounds-that-follow-length-and-noise)).
+PRESETS_NOTE = """Flags after the name of a preset override its values. verl's bounds 0.999 and 1.001
+[reject nearly everything](choosing.md#bounds-that-follow-length-and-noise); `--rs-z-score 3` replaces them.
 """
 
 FROM_SLIME = """## flags of slime and Megatron-core
 
-`slime-tis port run.sh` prints a launch script of slime with the flags above; comments mark changed, added and dropped
-flags. `train.py` refuses unknown flags and names the replacement. It accepts flags that repeat a value of config.json
-or a fixed value. Other names here:
+`train.py` refuses unknown flags and names the replacement. It accepts flags that repeat a value of config.json or a
+fixed value. [`slime-tis port`](slime.md#a-launch-script-of-slime) converts launch scripts. Other names here:
 """
 
 
@@ -95,12 +88,14 @@ def _renamed() -> str:
 
 
 def _preset(name: str) -> str:
-    """The flags of a preset; a preset that extends one of the earlier decoupled presets names it."""
+    """The flags of a preset, as changes of the most similar earlier preset with more than two options."""
     values = PRESETS[name]
-    earlier = [other for other in list(PRESETS)[: list(PRESETS).index(name)] if other.startswith("decoupled")]
-    bases = [other for other in earlier if len(PRESETS[other]) > 2 and PRESETS[other].items() <= values.items()]
-    base = max(bases, key=lambda other: len(PRESETS[other]), default=None)
-    rest = {key: value for key, value in values.items() if base is None or key not in PRESETS[base]}
+    rests = {}
+    for earlier in list(PRESETS)[: list(PRESETS).index(name)]:
+        if len(PRESETS[earlier]) > 2 and PRESETS[earlier].keys() <= values.keys():
+            rests[earlier] = {key: value for key, value in values.items() if PRESETS[earlier].get(key) != value}
+    base = min(rests, key=lambda earlier: len(rests[earlier]), default=None)
+    rest = values if base is None else rests[base]
     flags = " ".join(flag(key) if value is True else f"{flag(key)} {value}" for key, value in rest.items())
     return " and ".join([*([f"`{base}`"] if base else []), *([f"`{flags}`"] if flags else [])])
 

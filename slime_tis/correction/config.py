@@ -47,8 +47,8 @@ class RolloutCorrectionConfig:
     tis_level: Level = correction_option(
         "token", needs=("--use-tis",), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
     )
-    """How log-ratios become a log-weight: token, sequence (sum), geometric (mean), prefix (sum up to the
-    token), segment (sum over a turn)."""
+    """Log-ratio of a weight: of the token, sequence (sum), geometric (mean), prefix (sum up to the token), segment (sum
+    over a turn)."""
     tis_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
         None, needs=("--use-tis", "--use-rs"), suffices=("--custom-tis-function-path",)
     )
@@ -60,74 +60,73 @@ class RolloutCorrectionConfig:
     tis_lower_bound_negative: Annotated[float | None, Limits(ge=0, hint="remove it for --tis-lower-bound")] = (
         correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     )
-    """Lower bound of weights at negative advantages; `tis_lower_bound` when unset."""
+    """Lower bound at negative advantages; unset: tis_lower_bound."""
     tis_upper_bound_negative: Annotated[
         float | None, Limits(gt=0, also=(math.inf,), hint="remove it for --tis-upper-bound")
     ] = correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
-    """Upper bound of weights at negative advantages; `tis_upper_bound` when unset. A weight per sequence goes by the
-    sum of the advantages of the sequence."""
+    """Upper bound at negative advantages; unset: tis_upper_bound. The sum of its advantages decides for a sequence."""
     tis_batch_normalize: bool = correction_option(False, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     """Divide the bounded weights by their mean over the global batch."""
     use_rs: bool = correction_option(False)
     """Reject tokens or sequences whose ratio is out of bounds."""
     rs_level: Level = correction_option("token", needs=("--use-rs",), suffices=("--custom-tis-function-path",))
-    """Level of the rejected ratio, as `tis_level`."""
+    """Level of the rejected ratio, as tis_level."""
     rs_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
         None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
     )
-    """Lower bound for rejection; unset means 1/`rs_upper_bound`, or the weight's if both are unset; 0 means none."""
+    """Lower bound for rejection; unset: 1/rs_upper_bound, or the weight's if both are unset; 0: none."""
     rs_upper_bound: Annotated[float | None, Limits(gt=0)] = correction_option(
         None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
     )
-    """Upper bound for rejection; unset means `tis_upper_bound`."""
+    """Upper bound for rejection; unset: tis_upper_bound."""
     rs_z_score: Annotated[float | None, Limits(gt=0)] = correction_option(None, needs=("--use-rs",))
-    """Reject sequences whose geometric ratio is outside of exp(-k3 ± this·√(2·k3/n)), for example 3; replaces the
-    bounds at level geometric or sequence."""
+    """Reject sequences whose geometric ratio is outside exp(-k3 ± this·√(2·k3/n)), for example 3; replaces the bounds
+    at level geometric or sequence."""
     rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = correction_option(
         None, needs=("--use-rs",)
     )
-    """Reject this share of the global batch's sequences, by z-score, for example 0.02; replaces the bounds."""
+    """Reject this share of the global batch's sequences, by z-score; replaces the bounds."""
     rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = correction_option(None)
     """Reject a sequence with a token ratio below this (1e-4 to 1e-6)."""
     rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = correction_option(None)
     """Reject a sequence with a token ratio above this (for example 100)."""
     rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = correction_option(None)
-    """Drop the tokens of the global batch with the largest Δ² until the mean Δ² is at most this."""
+    """Drop the global batch's largest Δ² until the mean Δ² is at most this."""
     rollout_rs: str | None = correction_option(None, metavar="CRITERION,…")
-    """verl's criteria, separated by commas; all of them must hold: `token_k1,seq_max_k3`."""
+    """verl's criteria, which must all hold: `token_k1,seq_max_k3`."""
     rollout_rs_threshold: str | float | None = correction_option(None, metavar="LIMIT,…", needs=("--rollout-rs",))
-    """One threshold for all criteria or one each: `0.5_2.0,0.01`; a single number u for k1 means 1/u_u."""
+    """One threshold for all criteria or one each: `0.5_2.0,0.01`; u for k1 means 1/u_u."""
     divergence_mask: DivergenceName | None = correction_option(None)
-    """Mask tokens with a large divergence of current policy and anchor, of the sampled token against all others:
-    binary_tv (difference of probabilities), binary_kl (KL from the anchor) or binary_kl_max (larger direction)."""
+    """Mask tokens whose probability is far from the anchor's: binary_tv (difference), binary_kl (KL from the anchor) or
+    binary_kl_max (larger direction)."""
     divergence_mask_direction: Literal["away", "both"] = correction_option("away", needs=("--divergence-mask",))
-    """away: mask a token only if its advantage pushes the policy further away (DPPO); both: always."""
+    """away: mask a token only if its advantage increases the divergence (DPPO); both: always."""
     divergence_mask_bound: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = (
         correction_option(None, needs=("--divergence-mask",))
     )
-    """Largest accepted divergence; unset means binary_tv 0.2, binary_kl 0.05, binary_kl_max 0.1."""
+    """Largest accepted divergence; unset: binary_tv 0.2, binary_kl 0.05, binary_kl_max 0.1."""
     divergence_mask_bound_negative: Annotated[
         float | None, Limits(gt=0, le=1_000, hint="remove it for --divergence-mask-bound")
     ] = correction_option(None, needs=("--divergence-mask",))
-    """The bound at negative advantages; unset means `divergence_mask_bound`."""
+    """Bound at negative advantages; unset: divergence_mask_bound."""
     divergence_mask_level: Literal["token", "sequence"] = correction_option("token", needs=("--divergence-mask",))
-    """token, or sequence: mask whole sequences by their mean divergence, with direction both."""
+    """token, or sequence: mask sequences by their mean divergence, with direction both."""
     divergence_mask_anchor: Literal["rollout", "old"] = correction_option("rollout", needs=("--divergence-mask",))
-    """Policy to which the current policy is compared."""
+    """Anchor of the divergence."""
     rejection_normalizer: Normalizer = correction_option(
         "original", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
     )
-    """Divisor of the loss after rejection: the loss mask's tokens (original, slime) or accepted ones (kept, verl)."""
+    """Divisor of the loss after rejection: all tokens (original, slime) or accepted ones (kept, verl)."""
     nonfinite_policy: NonfinitePolicy = correction_option("reject")
-    """A token whose log-prob is NaN, ±inf or missing: reject it, take its ratio as 1 (neutral), or raise."""
+    """If a log-prob is NaN, ±inf or missing: reject the token, use ratio 1 (neutral), or raise."""
     use_rollout_logprobs: bool = correction_option(False)
-    """Bypass: the rollout policy is the old policy, and the old-log-prob forward pass is skipped."""
+    """Bypass: the rollout policy is the old policy, without its forward pass."""
     old_logprobs: OldLogprobs = correction_option("recompute")
-    """recompute the old log-probs with a forward pass, or interpolate them between rollout and current."""
+    """Old log-probs: recompute with a forward pass, or interpolate between rollout and current."""
     policy_loss: PolicyLoss = loss_option("ppo")
     """The loss per token. reinforce does not clip: the importance weight carries the correction."""
     get_mismatch_metrics: bool = correction_option(False)
-    """Measure with π_old also in bypass, and call a custom correction for its metrics; the loss is unchanged."""
+    """Measure with π_old also in bypass, and log a custom correction's metrics; the loss is unchanged."""
 
     def __post_init__(self) -> None:
         check_fields(self)

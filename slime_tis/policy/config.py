@@ -22,107 +22,107 @@ class PolicyConfig:
     """The objective of the policy, without the rollout correction."""
 
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = loss_option("grpo")
-    """How rewards become advantages: grpo (group mean and deviation), rloo (leave-one-out mean) or
-    reinforce_plus_plus_baseline (group mean, then the deviation of the batch)."""
+    """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other samples) or
+    reinforce_plus_plus_baseline (group mean, batch deviation)."""
 
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
-    """Omit the division by the group's standard deviation in grpo (Dr. GRPO)."""
+    """grpo without division by the deviation (Dr. GRPO)."""
 
     normalize_advantages: bool = loss_option(False)
-    """Shift and scale the advantages of the global batch to mean 0 and deviation 1 over valid tokens."""
+    """Normalize advantages to mean 0 and deviation 1 over the global batch's valid tokens."""
 
     custom_advantage_function_path: str | None = loss_option(None, metavar="FUNCTION")
-    """User function that sets the advantage of every token."""
+    """User function that sets each token's advantage."""
 
     loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
-    """The loss: policy_loss (selected by the other options of this group) or custom_loss (a user function)."""
+    """policy_loss (by the other options of this group) or custom_loss (user function)."""
 
     custom_loss_function_path: str | None = loss_option(None, metavar="FUNCTION", needs=("--loss-type=custom_loss",))
     """User function that computes the loss from logits."""
 
     custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
-    """User function that reduces token losses to sample losses, for example slime_tis.policy.reducers.dr_grpo."""
+    """User function that reduces token losses, for example slime_tis.policy.reducers.dr_grpo."""
 
     token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
-    """Function for the correction's pass over the tokens: experimental.triton_token_pass.token_pass (in a clone)."""
+    """Function for the pass over the tokens: experimental.triton_token_pass.token_pass (in a clone)."""
 
     eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(0.2, needs=CLIPPING_LOSSES)
-    """Clip range below 1: the lower clip is 1 - eps_clip."""
+    """Lower clip: 1 - eps_clip."""
 
     eps_clip_high: Annotated[
         float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="remove it for --eps-clip")
     ] = loss_option(None, needs=CLIPPING_LOSSES)
-    """Clip range above 1: the upper clip is 1 + eps_clip_high; unset means eps_clip."""
+    """Upper clip: 1 + eps_clip_high; unset: eps_clip."""
 
     eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
         None, needs=("--policy-loss=ppo", "--policy-loss=aspo")
     )
-    """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on the weights of aspo (its source: 3)."""
+    """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on aspo's weights (its source: 3)."""
 
     use_kl_loss: bool = loss_option(False)
-    """Add kl_loss_coef times the KL divergence from the reference policy to the loss."""
+    """Add kl_loss_coef times the KL from the reference policy to the loss."""
 
     kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.0, needs=("--use-kl-loss",))
-    """Coefficient of the KL loss, in loss per nat; 0 only reports the KL."""
+    """Coefficient of the KL loss; 0 only reports the KL."""
 
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option("k1", needs=("--use-kl-loss",))
-    """Estimator of the KL from the reference policy, per token in nats; low_var_kl is k3 clamped to ±10."""
+    """KL estimator, nats per token; low_var_kl is k3 clamped to ±10."""
 
     use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
-    """Multiply the KL estimate by the ratio of current and old policy, which sampled the tokens (DeepSeek-V3.2)."""
+    """Multiply the KL estimate by the ratio π_θ/π_old (DeepSeek-V3.2)."""
 
     rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="1e-3 is customary")] = loss_option(0.0)
-    """Coefficient of (log π_θ - log π_rollout)², added for every trained token, also rejected ones."""
+    """Coefficient of (log π_θ - log π_rollout)² of every trained token, also rejected ones."""
 
     staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
-    """Multiply the policy loss of a token by this value to the power of its staleness."""
+    """Multiply a token's policy loss by this value to the power of its staleness."""
 
     sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=sapo",))
-    """Temperature of SAPO's gate at positive advantages."""
+    """SAPO's temperature at positive advantages."""
 
     sapo_tau_neg: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.05, needs=("--policy-loss=sapo",))
-    """Temperature of SAPO's gate at other advantages."""
+    """SAPO's temperature at other advantages."""
 
     cov_ratio: Annotated[float, Limits(gt=0, le=1)] = loss_option(
         2e-4, needs=("--policy-loss=clip_cov", "--policy-loss=kl_cov")
     )
-    """Share of the tokens that clip_cov and kl_cov select, by the covariance of log-prob and advantage."""
+    """Share of tokens selected by the covariance of log-prob and advantage."""
 
     clip_cov_lower_bound: Annotated[float, Limits(ge=-1_000, le=1_000)] = loss_option(
         1.0, needs=("--policy-loss=clip_cov",)
     )
-    """clip_cov selects tokens with a covariance above this."""
+    """Smallest selected covariance."""
 
     clip_cov_upper_bound: Annotated[float, Limits(ge=-1_000, le=1_000)] = loss_option(
         5.0, needs=("--policy-loss=clip_cov",)
     )
-    """clip_cov selects tokens with a covariance below this."""
+    """Largest selected covariance."""
 
     kl_cov_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=kl_cov",))
-    """Coefficient of the penalty of kl_cov on selected tokens, in loss per nat."""
+    """Coefficient of the KL penalty on selected tokens."""
 
     dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.1, needs=("--policy-loss=dro",))
-    """Strength of the quadratic pull to the old policy of policy_loss dro."""
+    """Coefficient β of the quadratic pull to the old policy."""
 
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
-    """Coefficient of the entropy bonus, in loss per nat."""
+    """Coefficient of the entropy bonus."""
 
     calculate_per_token_loss: bool = loss_option(False)
-    """Average the loss over all tokens of the global batch instead of over samples of their token means."""
+    """Average the loss over all tokens of the global batch, not over samples of their token means."""
 
     use_opsm: bool = loss_option(False)
-    """Off-policy sequence masking: mask sequences with a negative advantage that the policy has moved away from."""
+    """Mask sequences of negative advantage that the policy has moved away from (OPSM)."""
 
     opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
-    """Policy to which use_opsm compares the current policy: rollout (as in the paper) or old (as in slime)."""
+    """Policy that use_opsm compares with π_θ: rollout (paper) or old (slime)."""
 
     opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = loss_option(
         None, needs=("--use-opsm",)
     )
-    """Bound of use_opsm on the mean log-ratio to that policy, nats per token; unset: rollout 0.1, old 1e-4 (slime)."""
+    """Bound on the mean log-ratio, nats per token; unset: rollout 0.1, old 1e-4 (slime)."""
 
     reject_before_advantage: bool = loss_option(False, needs=REJECTS)
-    """Exclude rejected samples from their group's mean and deviation; needs a forward pass before training."""
+    """Exclude rejected samples from their group's baseline; costs a forward pass."""
 
     def __post_init__(self) -> None:
         check_fields(self)

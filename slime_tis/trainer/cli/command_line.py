@@ -28,13 +28,13 @@ class SourceConfig:
     """Where options come from besides the command line."""
 
     use_rollout_correction: bool = correction_option(False)
-    """Same as --use-tis. Refused with --no-use-tis and with a preset that has no importance weights."""
+    """Same as --use-tis, as in slime."""
 
     rollout_correction_preset: str | None = correction_option(None, metavar="NAME")
-    """Name of a preset of correction options, for example decoupled_token_is."""
+    """Preset of correction options, for example decoupled_token_is."""
 
     custom_config_path: str | None = correction_option(None, metavar="FILE.yaml")
-    """YAML file of options, with flag names as keys or verl's algorithm.rollout_correction block."""
+    """YAML file of options or of verl's algorithm.rollout_correction block."""
 
 
 @dataclass(frozen=True, kw_only=True)

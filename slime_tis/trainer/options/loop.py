@@ -25,31 +25,31 @@ class LoopConfig:
     """How long the loop runs, how a rollout is cut into optimizer steps, and what is dumped or replayed."""
 
     num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = loop_option(None)
-    """Rollouts of the whole run; unset means num_epoch passes over the prompts."""
+    """Rollouts of the run; unset: num_epoch passes over the prompts."""
 
     num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
     """Passes over the training prompts; replaces num_rollout."""
 
     global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
-    """Samples of one optimizer step over all ranks; unset derives it from num_steps_per_rollout."""
+    """Samples of one optimizer step over all ranks; unset: from num_steps_per_rollout."""
 
     num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
-    """Optimizer steps per rollout; unset derives it from global_batch_size, or means 1."""
+    """Optimizer steps per rollout; unset: from global_batch_size, or 1."""
 
     debug_rollout_only: bool = debug_option(False)
     """Sample and score without training."""
 
     save_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
-    """File for samples; {rollout_id} in it becomes the rollout's number."""
+    """File for samples; {rollout_id} becomes a number."""
 
     save_debug_train_data: str | None = debug_option(None, metavar="FILE")
-    """File for the tokens of training, parquet or slime's .pt; {rollout_id} and {rank} become numbers."""
+    """File for the trained tokens, parquet or slime's .pt; {rollout_id} and {rank} become numbers."""
 
     dump_details: str | None = debug_option(None, metavar="DIR")
-    """Directory for save_debug_rollout_data and save_debug_train_data, if these are unset."""
+    """Directory for both kinds of files, if their flags are unset."""
 
     load_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
-    """File to read samples from instead of generating them; {rollout_id} in it becomes the rollout's number."""
+    """File of samples to train on without sampling; {rollout_id} becomes a number."""
 
     def __post_init__(self) -> None:
         check_fields(self)

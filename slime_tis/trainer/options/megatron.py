@@ -19,28 +19,28 @@ class MegatronConfig:
     """How Megatron-core builds, shards, optimizes and saves the policy."""
 
     hf_checkpoint: str = data_option(metavar="DIR")
-    """Hugging Face directory of the policy to train: config.json, safetensors and tokenizer."""
+    """Hugging Face directory of the policy: config.json, safetensors, tokenizer."""
 
     ref_load: str | None = data_option(None, metavar="DIR", needs=("--use-kl-loss",))
-    """Hugging Face directory of the reference policy for the KL loss; unset means hf_checkpoint."""
+    """Hugging Face directory of the reference policy; unset: hf_checkpoint."""
 
     load: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory of training checkpoints whose latest complete one is resumed; an empty directory starts a new run."""
+    """Directory whose latest complete checkpoint is resumed; an empty directory starts a new run."""
 
     save: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory for training checkpoints, empty or equal to load; unset writes none."""
+    """Directory for checkpoints, empty or equal to load; unset: none."""
 
     save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = checkpoint_option(None, needs=("--save",))
-    """Rollouts between two training checkpoints; unset means only the last one is saved."""
+    """Rollouts between two checkpoints; unset: only at the end."""
 
     save_hf: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory for the trained policy as a Hugging Face checkpoint: absent, empty or an earlier export."""
+    """Directory for the policy in Hugging Face format: absent, empty or an earlier export."""
 
     save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(2, needs=("--save",))
-    """Newest training checkpoints of the run to keep; its older ones are removed."""
+    """Newest checkpoints of the run to keep."""
 
     tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
-    """Ranks that share every layer's matrices."""
+    """Ranks that divide every layer's matrices."""
 
     pipeline_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that hold consecutive stages of the layers."""
@@ -49,22 +49,22 @@ class MegatronConfig:
     """Ranks that hold zigzag slices of every sequence."""
 
     expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
-    """Ranks that share the experts of a mixture-of-experts layer, each with some of them."""
+    """Ranks that divide the experts of a layer."""
 
     expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = parallel_option(None)
-    """Ranks that share the matrices of one expert; unset means tensor_model_parallel_size."""
+    """Ranks that divide the matrices of an expert; unset: tensor_model_parallel_size."""
 
     sequence_parallel: bool = parallel_option(False)
-    """Shard activations outside the matrix products along the sequence over the tensor-parallel ranks."""
+    """Shard other activations along the sequence over the tensor-parallel ranks."""
 
     use_distributed_optimizer: bool = parallel_option(False)
     """Shard optimizer state over the data-parallel ranks."""
 
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
-    """Samples in one forward pass of a rank; unset takes as many tokens as half of the free memory holds."""
+    """Samples in one forward pass of a rank; unset: as many tokens as half of the free memory holds."""
 
     use_dynamic_batch_size: bool = loop_option(False)
-    """Pack samples into micro-batches of at most max_tokens_per_gpu tokens."""
+    """Pack samples into micro-batches of max_tokens_per_gpu tokens."""
 
     max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = loop_option(
         None, needs=("--use-dynamic-batch-size",)
@@ -72,24 +72,24 @@ class MegatronConfig:
     """Tokens of one packed micro-batch on one rank."""
 
     share_prompts: bool | None = loop_option(None)
-    """Compute a group's common prompt once; unset means on a CPU without experts and context parallelism."""
+    """Compute a group's common prompt once; unset: on a CPU without experts and context parallelism."""
 
     use_routing_replay: bool = routing_option(False)
-    """Record experts in the forward pass for old log-probs, and replay them in training (R2)."""
+    """Replay the experts of the old-log-prob pass in training (R2)."""
 
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
-    """Response tokens whose log-probs are computed at a time; -1 derives the number from the output layer."""
+    """Response tokens whose log-probs are computed at once; -1: from the output layer's size."""
 
     lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(1e-6)
-    """Peak learning rate of Adam, per step."""
+    """Peak learning rate of Adam."""
 
     min_lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(
         0.0, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
     )
-    """Final learning rate of the decay, per step."""
+    """Final learning rate of the decay."""
 
     lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = optimizer_option(0)
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps of linear warm-up from 0."""
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = optimizer_option("constant")
     """Shape of the learning rate after warm-up."""
@@ -97,56 +97,56 @@ class MegatronConfig:
     lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = optimizer_option(
         None, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
     )
-    """Optimizer steps until the decay reaches min_lr; unset means the whole run."""
+    """Optimizer steps until min_lr; unset: the whole run."""
 
     ess_lr_scaling: Literal["off", "sqrt", "linear"] = optimizer_option("off")
-    """Multiply the learning rate of a step by effective_sequence_share of its global batch, or by the root of it."""
+    """Multiply each step's learning rate by effective_sequence_share (linear) or its root (sqrt)."""
 
     weight_decay: Annotated[float, Limits(ge=0, le=100)] = optimizer_option(0.01)
-    """Decoupled weight decay of Adam, per unit of learning rate; biases and norms are exempt."""
+    """Decoupled weight decay per unit of learning rate; biases and norms are exempt."""
 
     adam_beta1: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.9)
-    """Decay rate of Adam's first moment, per step."""
+    """Decay rate of the first moment."""
 
     adam_beta2: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.98)
-    """Decay rate of Adam's second moment, per step."""
+    """Decay rate of the second moment."""
 
     adam_eps: Annotated[float, Limits(gt=0, le=1)] = optimizer_option(1e-8)
-    """Constant added to the root of Adam's second moment."""
+    """Constant added to the root of the second moment."""
 
     clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = optimizer_option(1.0)
-    """Largest global gradient norm, an L2 norm; 0 means no clipping."""
+    """Largest global L2 norm of the gradient; 0: no clipping."""
 
     nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
-    """At a non-finite gradient or loss, save the last good step and stop, or skip the step and count it."""
+    """At a non-finite gradient or loss: save and stop, or skip and count the step."""
 
     bf16: bool = parallel_option(False)
-    """Train in bfloat16 with float32 master weights instead of in float32."""
+    """Train in bfloat16 with float32 master weights."""
 
     fp16: bool = parallel_option(False)
     """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the step."""
 
     initial_loss_scale: Annotated[float, Limits(ge=1, le=2**32)] = parallel_option(2.0**12, needs=("--fp16",))
-    """First loss scale; two overflows halve it, and 1,000 steps without one double it."""
+    """First loss scale; two overflows halve it, 1,000 steps without one double it."""
 
     recompute_granularity: Literal["full", "selective"] | None = parallel_option(None)
-    """Activations recomputed in the backward pass: full layers or only attention; unset means none."""
+    """Recomputation in the backward pass: full layers or attention; unset: none."""
 
     recompute_method: Literal["uniform", "block"] | None = parallel_option(
         None, needs=("--recompute-granularity=full",)
     )
-    """Which layers full recomputation takes: uniform groups or the first block of each stage."""
+    """Layers of full recomputation: uniform groups, or the first block of each stage."""
 
     recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = parallel_option(
         None, needs=("--recompute-granularity=full",)
     )
-    """Layers in a group (uniform) or in the block (block) of full recomputation."""
+    """Layers in a group or in the block."""
 
     seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = loop_option(1234)
-    """Seed of everything random in training; sampling has rollout_seed."""
+    """Seed of training; sampling has rollout_seed."""
 
     num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = parallel_option(None)
-    """CPU threads of each process; unset means torch's default."""
+    """CPU threads of each process; unset: torch's default."""
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:

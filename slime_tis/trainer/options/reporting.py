@@ -16,37 +16,37 @@ class ReportingConfig:
     """Where the metrics of a run are reported."""
 
     output_dir: str = reporting_option("runs/latest", metavar="DIR")
-    """Run directory: config.yaml, metrics.jsonl, summary.png and TensorBoard events."""
+    """Run directory."""
 
     use_tensorboard: bool = reporting_option(False)
-    """Write TensorBoard events below the run directory."""
+    """Write TensorBoard events to the run directory."""
 
     tb_project_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
-    """Sub-directory of the TensorBoard events that groups runs."""
+    """Sub-directory that groups runs."""
 
     tb_experiment_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
-    """Sub-directory of the TensorBoard events that names the run."""
+    """Sub-directory that names the run."""
 
     use_wandb: bool = reporting_option(False)
-    """Log to Weights & Biases; the key comes from the environment variable WANDB_API_KEY only."""
+    """Log to Weights & Biases with the key in WANDB_API_KEY."""
 
     wandb_project: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
-    """Weights & Biases project; unset means slime_tis."""
+    """Project; unset: slime_tis."""
 
     wandb_group: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
-    """Weights & Biases group of the run."""
+    """Group of the run."""
 
     wandb_mode: Literal["online", "offline", "disabled"] | None = reporting_option(None, needs=("--use-wandb",))
-    """Weights & Biases mode; unset means the one of the environment."""
+    """Mode; unset: from the environment."""
 
     wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
-    """Directory of Weights & Biases files; unset means the run directory."""
+    """Directory of its files; unset: the run directory."""
 
     summary_plot: bool = reporting_option(True)
-    """Draw summary.png at the end of the run (later: `python -m slime_tis.trainer.reporting.summary DIR`)."""
+    """Draw summary.png at the end of the run."""
 
     progress: bool = reporting_option(True)
-    """Progress bar on stderr, where that is a terminal."""
+    """Progress bar, if stderr is a terminal."""
 
     def __post_init__(self) -> None:
         check_fields(self)
