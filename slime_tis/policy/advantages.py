@@ -79,10 +79,9 @@ def optimal_token_baseline(
 
         A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,   e = (1 − π)² + Σ_{v≠y} π_v²
 
-    G_t is the sum of the rewards from t on, and e the squared norm of the gradient of log π(y) in the logits.
+    G_t is the sum of the rewards from t on, and e is `score_norm_squared`.
 
-    Source: verl, core_algos.py, compute_optimal_token_baseline_advantage, which computes e as 1 − 2π + Σ_v π_v² in
-    float32: for sure tokens that is 0, and so is the baseline. Here Σ_{v≠y} π_v² is at most (1 − π)², as it must be.
+    Source: verl, core_algos.py, compute_optimal_token_baseline_advantage.
 
     Args:
         rewards_BT: reward of each token.
@@ -98,10 +97,9 @@ def optimal_token_baseline(
     """
     mask_BT = (mask_BT != 0).double()
     returns_BT = (rewards_BT.double() * mask_BT).flip(1).cumsum(1).flip(1)
-    log_probs_BT = torch.where(mask_BT > 0, log_probs_BT.double(), 0.0)
-    rest_BT = log_probs_BT.expm1().square()
-    others_BT = (sum_pi_squared_BT.double() - (2 * log_probs_BT).exp()).clamp_min(0).minimum(rest_BT)
-    energy_BT = (rest_BT + others_BT) * (1.0 if weights_BT is None else weights_BT.double().square())
+    energy_BT = score_norm_squared(log_probs_BT, sum_pi_squared_BT)
+    if weights_BT is not None:
+        energy_BT = energy_BT * weights_BT.double().square()
     path_BT = torch.where(mask_BT > 0, energy_BT, 0.0).cumsum(1) * mask_BT
     baseline_BT = torch.zeros_like(returns_BT)
     for group in group_B.unique():
@@ -115,6 +113,48 @@ def optimal_token_baseline(
         if zero_tail and lengths[-1] > lengths[-2]:
             baseline_BT[members[order[-1]], int(lengths[-2]) :] = 0.0
     return (returns_BT - baseline_BT) * mask_BT
+
+
+def score_norm_squared(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
+    """Squared norm of the gradient of log π(y) in the logits, e = (1 − π)² + Σ_{v≠y} π_v², float64 of any shape.
+
+    verl computes 1 − 2π + Σ_v π_v² in float32, which is 0 for sure tokens. Here Σ_{v≠y} π_v² is at most (1 − π)².
+    """
+    log_probs = log_probs.double()
+    rest = log_probs.expm1().square()
+    return rest + (sum_pi_squared.double() - (2 * log_probs).exp()).clamp_min(0).minimum(rest)
+
+
+def minimum_variance_baseline(
+    rewards_B: Tensor, group_B: Tensor, gradient_norms_B: Tensor, *, log_weights_B: Tensor | None = None
+) -> Tensor:
+    """Advantages whose baseline minimizes the variance of the weighted gradient of the prompt's samples.
+
+        A_i = R_i − b,   b = Σ_i w_i² ‖g_i‖² R_i / Σ_i w_i² ‖g_i‖²   over the samples of a prompt
+
+    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); its repository, staleness_utils.py,
+    compute_opob_baseline. A sequence ratio beyond float32 makes that baseline NaN; here weights are log-weights.
+
+    Args:
+        rewards_B: reward of each sample.
+        group_B: int64, number of the prompt of each sample.
+        gradient_norms_B: ‖g_i‖ of the gradient of log π of the whole sample, or the root of Σ_t `score_norm_squared`,
+            which is the norm in the logits instead of in the parameters.
+        log_weights_B: log w_i of the sample, for example Σ_t Δ_t; None for 0.
+
+    Returns:
+        float64 [B]; without baseline where all gradients of a prompt are 0.
+    """
+    log_share_B = 2 * gradient_norms_B.double().log()
+    if log_weights_B is not None:
+        log_share_B = log_share_B + 2 * log_weights_B.double()
+    advantages_B = rewards_B.double().clone()
+    for group in group_B.unique():
+        members = group_B == group
+        logits = log_share_B[members]
+        if not logits.isneginf().all():
+            advantages_B[members] -= logits.softmax(0) @ rewards_B[members].double()
+    return advantages_B
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Advantages by hand."""
 
+import math
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from slime_tis.policy.advantages import (
     MAX_REWARD,
     advantages,
     grpo,
+    minimum_variance_baseline,
     optimal_token_baseline,
     reinforce_plus_plus_baseline,
     rloo,
@@ -127,3 +130,40 @@ def test_sure_tokens_have_a_baseline() -> None:
         (2 * log_probs).exp(),
     )
     assert found.flatten().tolist() == pytest.approx([1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case", [*cases("vcpo.baseline", scope="group", without="agg_mode"), *cases("vcpo.baseline", scope="minibatch")]
+)
+def test_minimum_variance_baseline_equals_vcpo(case: Case) -> None:
+    log_weights = ((case.input("old") - case.input("sampler")).double() * case.input("mask")).sum(1)
+    if case.params.get("use_clipped_is_ratios"):
+        log_weights = log_weights.clamp_max(math.log(case.params["rollout_is_threshold"]))
+    norms = case.input("grad_norm")
+    if case.params.get("normalize_by_length"):
+        norms = norms / case.input("mask").sum(1)
+    names = BATCHES[case.batch]["group"]
+    if case.params["scope"] == "minibatch":
+        names, rewards = ["all"] * len(names), case.input("advantages")[:, 0]
+    else:
+        rewards = case.input("rewards")
+    order = list(dict.fromkeys(names))
+    group = torch.tensor([order.index(name) for name in names])
+    used = log_weights if case.params.get("use_is_weights", True) else None
+    found = rewards.double() - minimum_variance_baseline(rewards, group, norms, log_weights_B=used)
+    assert found.isfinite().all()
+    shares = norms.double().square() * (1.0 if used is None else (2 * used).exp())
+    total = torch.zeros(len(order), dtype=torch.float64).index_add_(0, group, shares)[group]
+    found = found / (1 + 1e-8 / total)  # VCPO adds 1e-8 to the sum of the shares
+    expected = case.output("baselines").double()[group]
+    finite = expected.isfinite()  # VCPO's float32 ratio overflows in one batch
+    torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-6)
+
+
+def test_minimum_variance_baseline_at_the_limits() -> None:
+    """Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no baseline."""
+    rewards, group = torch.tensor([1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 7, 7])
+    ones, log_weights = torch.ones(4), torch.tensor([0.0, 800.0, 0.0, 0.0])
+    assert minimum_variance_baseline(rewards, group, ones).tolist() == [0.5, -0.5, 1, -1]
+    assert minimum_variance_baseline(rewards, group, ones, log_weights_B=log_weights).tolist() == [1, 0, 1, -1]
+    assert minimum_variance_baseline(rewards, group, torch.zeros(4)).tolist() == rewards.tolist()
