@@ -118,13 +118,15 @@ def window(model: Any, tokens: torch.Tensor) -> Rows:
 
 
 def packed(model: Any, tokens: torch.Tensor) -> Rows:
-    positions = torch.arange(PROMPT + RESPONSE).repeat(SAMPLES, 2)
-    return log_probs(logits_of(model, torch.cat([tokens.roll(1, 0), tokens], 1), position_ids=positions), tokens)
+    ids = torch.arange(PROMPT + RESPONSE).repeat(SAMPLES, 2)
+    both = torch.cat([tokens.roll(1, 0), tokens], 1)
+    return log_probs(logits_of(model, both, position_ids=ids, attention_mask=torch.ones_like(both)), tokens)
 
 
 def positions(model: Any, tokens: torch.Tensor) -> Rows:
     ids = torch.arange(PROMPT + RESPONSE) + 2 * (torch.arange(PROMPT + RESPONSE) >= PROMPT)
-    return log_probs(logits_of(model, tokens, position_ids=ids.expand(SAMPLES, -1)), tokens)
+    options = {"position_ids": ids.expand(SAMPLES, -1), "attention_mask": torch.ones_like(tokens)}
+    return log_probs(logits_of(model, tokens, **options), tokens)
 
 
 class Fp8(DynamicCache):

@@ -12,15 +12,17 @@ Shapes: T response tokens of a sample, B samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, with_prompt
 from slime_tis.analysis.diagnosis.hypotheses.checkpoints import for_model, for_tensors, for_weights
@@ -39,8 +41,8 @@ FITTED_WORK, MIN_FITTED, MIN_FITTED_SAMPLES = 6e10, 256, 4
 """Work of one pass over the samples that parameters are fitted on, and their smallest numbers of tokens and samples."""
 ENGINE_PARAMETERS = 1e8
 """Size that a training engine's model is taken to have."""
-MAX_CACHED = 2**29
-"""Bytes of logits that are kept."""
+MAX_CACHED, MAX_BATCH = 2**29, 2**24
+"""Bytes of logits that are kept, and number of logits of one batch."""
 ROUNDS = 7
 """Refinements of a parameter, each with a step of 0.6 of the last."""
 WORTH_FITTING, MAX_REFINED = 0.02, 4
@@ -75,6 +77,7 @@ class Search:
     def __init__(self, table: TokenTable, scorer: Scorer, step: int | None, engine: str, tokenizer: Any = None) -> None:
         self.scorer = scorer
         self.model = scorer.model if isinstance(scorer, HfScorer) else None
+        self.vocabulary = 2**16 if self.model is None else self.model.config.vocab_size
         size = ENGINE_PARAMETERS if self.model is None else sum(x.numel() for x in self.model.parameters())
         limit = int(min(max(SCORED_WORK / size, MIN_SCORED), MAX_SCORED))
         self.inputs, self.delta, self.second = _samples(table, step, limit)
@@ -228,37 +231,53 @@ class Search:
 
     def _pass(self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]) -> list[list[Tensor]]:
         """A forward pass of samples under `network`, and the log-probs under each list of hypotheses."""
-        rows: list[list[Tensor]] = [[] for _ in lists]
-        keeps = samples is self.fitted and self._cached_bytes(samples) <= MAX_CACHED
-        cached = self._logits[1] if keeps and self._logits[0] == network else {}
-        unread = not any(self.table[name].logits for edits in lists for name, _ in edits)
+        rows: list[dict[int, Tensor]] = [{} for _ in lists]
+        keeps = samples is self.fitted and len(lists) > 1 and self._cached_bytes(samples) <= MAX_CACHED
+        if keeps and self._logits[0] != network:
+            self._logits = (network, {})
+        cached = dict(self._logits[1]) if keeps else {}
+        edits = [self.table[name] for name, _ in network]
+        may_skip = () in self._rows and not any(edit.network for edit in edits)
+        may_skip &= not any(self.table[name].logits for edits in lists for name, _ in edits)
         with ExitStack() as stack:
-            for name, value in network:
-                if (edit := self.table[name].network) is not None:
-                    stack.enter_context(edit(self.model, value))
-            for i in samples:
-                read = self._read(i, network)
-                if (
-                    read is self.inputs[i]
-                    and unread
-                    and () in self._rows
-                    and not any(self.table[name].network for name, _ in network)
-                ):
-                    for row in rows:
-                        row.append(self._rows[()][i])
-                    continue
-                logits = cached[i] if i in cached else self.logits(read)
-                if keeps and len(lists) > 1:
-                    cached[i] = logits
-                for row, edits in zip(rows, lists, strict=True):
-                    row.append(self._log_probs(logits, self.inputs[i], edits))
-        if keeps and len(lists) > 1:
-            self._logits = (network, cached)
-        return [self._reported(row, edits) for row, edits in zip(rows, lists, strict=True)]
+            for edit, (_, value) in zip(edits, network, strict=True):
+                if edit.network is not None:
+                    stack.enter_context(edit.network(self.model, value))
+            reads = {i: self._read(i, network) for i in samples if i not in cached}
+            known = {i for i, read in reads.items() if may_skip and read is self.inputs[i]}
+            for i in known:
+                for row in rows:
+                    row[i] = self._rows[()][i]
+            new = self._batches({i: read for i, read in reads.items() if i not in known})
+            for i, logits in chain(cached.items(), new):
+                if keeps:
+                    self._logits[1][i] = logits
+                for row, each in zip(rows, lists, strict=True):
+                    row[i] = self._log_probs(logits, self.inputs[i], each)
+        return [self._reported([row[i] for i in samples], each) for row, each in zip(rows, lists, strict=True)]
+
+    def _batches(self, reads: Mapping[int, Input]) -> Iterator[tuple[int, Tensor]]:
+        """Logits of each sample; small models score several samples at a time."""
+        single = [i for i, read in reads.items() if self.model is None or not read.is_plain]
+        plain = [i for i in reads if i not in single]
+        longest = max((len(reads[i].tokens) for i in plain), default=1)
+        size = max(1, MAX_BATCH // (longest * self.vocabulary))
+        for i in [*single, *(plain if size == 1 else [])]:
+            yield i, self.logits(reads[i])
+        for start in range(0, len(plain) if size > 1 else 0, size):
+            chunk = [reads[i] for i in plain[start : start + size]]
+            tokens = pad_sequence([read.tokens for read in chunk], batch_first=True)  # after the end, so no mask
+            positions = torch.arange(tokens.shape[1]).repeat(len(chunk), 1)
+            for row, read in zip(positions, chunk, strict=True):
+                row[: len(read.positions)] = read.positions
+            device = self.model.device
+            logits = self.model(tokens.to(device), position_ids=positions.to(device)).logits.float().cpu()
+            for i, read, row in zip(plain[start:], chunk, logits, strict=False):
+                end = len(read.tokens) - 1
+                yield i, row[end - read.response : end] / read.temperature
 
     def _cached_bytes(self, samples: Sequence[int]) -> int:
-        vocabulary = 2**16 if self.model is None else self.model.config.vocab_size
-        return 4 * vocabulary * sum(self.inputs[i].response for i in samples)
+        return 4 * self.vocabulary * sum(self.inputs[i].response for i in samples)
 
     def _read(self, i: int, edits: Edits) -> Input:
         """What the network reads of a sample."""

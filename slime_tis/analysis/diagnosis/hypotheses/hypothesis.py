@@ -44,6 +44,11 @@ class Input:
         """Token ids of the prompt."""
         return self.tokens[: len(self.tokens) - self.response]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens and positions are all that the network reads."""
+        return self.mask is self.cache is self.network is self.prompt_network is None
+
 
 PromptEdit = Callable[[Tensor, int], Tensor]
 """(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the prompt as it is."""

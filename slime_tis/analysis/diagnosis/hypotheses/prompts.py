@@ -22,10 +22,15 @@ def with_prompt(sample: Input, prompt: Tensor) -> Input:
     return replace(sample, tokens=tokens, positions=torch.arange(len(tokens)))
 
 
+def _causal(length: int) -> Tensor:
+    """An explicit mask: without one, transformers may take a jump of the positions for the start of another sample."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
 def _gap(sample: Input, value: float, _: Input) -> Input:
     positions = sample.positions.clone()
     positions[-sample.response :] += round(value)
-    return replace(sample, positions=positions.clamp_min(0))
+    return replace(sample, positions=positions.clamp_min(0), mask=_causal(len(positions)))
 
 
 def _window(sample: Input, value: float, _: Input) -> Input:
@@ -36,7 +41,7 @@ def _window(sample: Input, value: float, _: Input) -> Input:
 def _neighbor(sample: Input, _: float, before: Input) -> Input:
     tokens = torch.cat([before.tokens, sample.tokens])
     positions = torch.cat([torch.arange(len(before.tokens)), sample.positions])
-    return replace(sample, tokens=tokens, positions=positions)
+    return replace(sample, tokens=tokens, positions=positions, mask=_causal(len(tokens)))
 
 
 def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
