@@ -51,10 +51,10 @@ def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: li
     ]
 
 
-def test_a_server_with_another_rope_theta_is_named_before_the_first_step(task: list[str], tmp_path: Path) -> None:
-    override = ["--sglang-json-model-override-args", '{"rope_theta": 100.0}', "--sglang-dtype", "float32"]
+def test_a_server_with_another_norm_epsilon_is_named_before_the_first_step(task: list[str], tmp_path: Path) -> None:
+    override = ["--sglang-json-model-override-args", '{"rms_norm_eps": 0.01}', "--sglang-dtype", "float32"]
     run = run_apart([*task, *sglang_flags(*override), "--check-engines", "stop"], tmp_path)
-    assert run.returncode == 1 and "uses a rope_theta" in run.stderr
+    assert run.returncode == 1 and "uses a norm epsilon of 0.01" in run.stderr
 
 
 def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task: list[str], tmp_path: Path) -> None:

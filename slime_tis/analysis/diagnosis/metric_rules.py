@@ -17,7 +17,7 @@ def findings(rows: Rows) -> list[Finding]:
 
 def run_statistics(rows: Rows) -> dict[str, float]:
     """Named statistics of a run's metrics. A statistic is missing if its metrics are."""
-    series = {name: _series(rows, name) for name in SERIES}
+    series = {name: series_of(rows, name) for name in SERIES}
     values = {f"count {name}": float(len(numbers)) for name, numbers in series.items()}
     for name, numbers in series.items():
         if numbers:
@@ -55,7 +55,7 @@ RATIOS = {
 }
 
 
-def _series(rows: Rows, name: str) -> list[float]:
+def series_of(rows: Rows, name: str) -> list[float]:
     """The finite values of a metric."""
     names = (name,) if "/" in name else tuple(prefix + name for prefix in METRIC_PREFIXES)
     values = (next((row[key] for key in names if isinstance(row.get(key), int | float)), None) for row in rows)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_tis.analysis.diagnosis.metric_rules import SERIES, series_of
 from slime_tis.analysis.dumps.readers import files_of_run, options_of_run, read
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.report.logs import read_log
 from slime_tis.errors import quoted_path
 from slime_tis.metrics_file import METRICS, metrics_before
 
@@ -41,14 +43,17 @@ class Source:
 
 
 def open_source(path: str, part: int = 1) -> Source:
-    """Reads a run directory with the dumps that its configuration names, or a dump in any format that `read` knows."""
+    """Reads a run directory with its dumps, the log of another program, or a dump in any format that `read` knows."""
     source = Path(path)
     limits = {"max_tokens": MAX_TOKENS // part, "max_bytes": MAX_BYTES // part}
     table, note = None, ""
     rows: tuple[Mapping[str, Any], ...] = ()
     options: dict[str, Any] = {}
     if not (is_run := (source / METRICS).is_file()):
-        table = read(source, **limits)
+        if (log := read_log(source)) is None:
+            table = read(source, **limits)
+        else:
+            rows, note = log, _unchecked(log)
     else:
         rows, options = _metrics(source / METRICS), options_of_run(source)
         pattern = options.get("save_debug_train_data")
@@ -65,6 +70,13 @@ def open_source(path: str, part: int = 1) -> Source:
         note = "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
     name = source.resolve().name if is_run else source.name or path
     return Source(name=name, path=source, metrics=rows, table=table, note=note, options=options)
+
+
+def _unchecked(rows: tuple[Mapping[str, Any], ...]) -> str:
+    """The metrics of the rules that a log lacks, and how to learn more."""
+    missing = [name for name in SERIES if not series_of(rows, name)]
+    names = f"This log lacks {', '.join(missing)}, so checks that need them were not made. " if missing else ""
+    return f"{names}Log-probs of tokens show more: write a dump of both engines' log-probs (docs/dumps.md)."
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
