@@ -21,6 +21,10 @@ MAX_WEIGHTS_AT_BOUND = 0.05
 """Largest healthy share of weights at the upper bound."""
 MAX_K3 = 0.05
 """Largest healthy k3 KL, nats per token. Low precision and a few steps of staleness stay below it."""
+MAX_WORKER_RATIO = 3.0
+"""Largest healthy ratio of a server's mean abs(Δ) to the other servers'."""
+NEGLIGIBLE_DIFFERENCE = 2e-4
+"""Healthy mean abs(Δ), nats: the difference of two fp32 engines with different kernels."""
 MIN_UPDATE_RECEIVED = 0.5
 """Smallest healthy share of a weight update that reaches the rollout engine."""
 CONSTANT_REWARD_ROLLOUTS = 10
@@ -220,6 +224,17 @@ _STEP_RULES = (
         fix="compare weights (--check-weight-sync), temperature, tokenizer and chat template of both engines, then "
         "raise the rollout's precision.",
         after=2,
+    ),
+    Rule(
+        cause="worst_worker",
+        metric="train/worst_worker_ratio",
+        condition=lambda value, values, _: (
+            value > MAX_WORKER_RATIO and values["train/worst_worker_abs_diff"] > NEGLIGIBLE_DIFFERENCE
+        ),
+        message="the tokens of rollout server {values[train/worst_worker]:.0f} (from 0, in the order of --sglang-url) "
+        "differ this many times as much from training as the other servers' tokens",
+        fix="restart the server, and compare its version, flags and weights with the others'.",
+        after=3,
     ),
     Rule(
         cause="retokenized",

@@ -34,7 +34,7 @@ from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
-from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, LossTerms, StepSums, sums_by
+from slime_tis.policy.step_sums import STALENESS, TURN, WORKER, LossReduction, LossTerms, StepSums, sums_by
 from slime_tis.policy.tokens import ResponseTokens, expand
 
 
@@ -388,6 +388,7 @@ def over_sequence(values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequ
 def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenLosses, step: LossStep) -> StepSums:
     """The micro-batch's contribution to the metrics of the step."""
     tokens, masked_in_S = inputs.tokens, corrected.correction.masked_in_per_sequence
+    workers_L = tokens.workers_L
     original = _reduction(tokens.loss_mask_L > 0, masked_in_S, tokens, step)
     opsm_clipped = None
     if corrected.opsm_mask_S is not None:
@@ -406,6 +407,7 @@ def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenL
         old_policy_statistics=old_policy_statistics(inputs, step),
         staleness=sums_by(STALENESS, *compared, step.version - tokens.weight_versions_L),
         turns=sums_by(TURN, *compared, tokens.turns_L),
+        workers=sums_by(WORKER, *compared, torch.zeros_like(tokens.turns_L) if workers_L is None else workers_L),
         opsm_clipped=opsm_clipped,
         rollout_pull=None,
         custom=dict(zip(measured, custom, strict=True)),

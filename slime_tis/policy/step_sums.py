@@ -70,6 +70,8 @@ class StepSums:
     """[buckets, 4] sums of the mismatch by staleness, of this rank's tokens."""
     turns: Tensor
     """[buckets, 4] the same by turn."""
+    workers: Tensor
+    """[buckets, 4] the same by rollout server."""
     opsm_clipped: Tensor | None
     """Numerator over `original_denominator` of the share that off-policy sequence masking omits; None where it is
     off."""
@@ -130,6 +132,7 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
         of_old_policy = sums.old_policy_statistics.metrics()
         metrics |= {name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"}
     metrics |= metrics_by(STALENESS, sums.staleness) | metrics_by(TURN, sums.turns)
+    metrics |= worst_worker(sums.workers)
     original = sums.original_denominator.clamp_min(1)
     # The function of a custom loss reduces its metrics itself, over accepted tokens.
     custom_denominator = sums.loss_denominator.clamp_min(1) if policy.loss_type == "custom_loss" else original
@@ -214,6 +217,13 @@ STALENESS = Breakdown(name="staleness", buckets=("0", "1", "2", "3_to_4", "5_to_
 """Optimizer steps between the weights that sampled a token and the trained weights."""
 TURN = Breakdown(name="turn", buckets=("1", "2", "3", "4", "5_to_8", "9_or_more"), first=(2, 3, 4, 5, 9))
 """Number of the turn that a token belongs to."""
+MAX_WORKERS = 256
+WORKER = Breakdown(name="worker", buckets=tuple(map(str, range(MAX_WORKERS))), first=tuple(range(1, MAX_WORKERS)))
+"""Index of the rollout server that sampled a token; the last bucket has all further servers."""
+MIN_WORKER_TOKENS = 30
+"""Smallest number of tokens by which a server is judged."""
+SMALLEST_DIFFERENCE = 1e-6
+"""Smallest mean abs(Δ) that a server is compared with, nats."""
 
 
 @torch.no_grad()
@@ -252,3 +262,19 @@ def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
             metrics[f"train_rollout_logprob_abs_diff_{by.name}_{name}"] = difference / count
             metrics[f"token_fraction_{by.name}_{name}"] = count / total
     return metrics
+
+
+def worst_worker(sums: Tensor) -> dict[str, float]:
+    """The server with the largest mean abs(Δ), and the ratio to the mean of the others; empty with one server."""
+    count, difference = sums[:, 0], sums[:, 3]
+    mean = torch.where(count >= MIN_WORKER_TOKENS, difference / count.clamp_min(1), -1.0)
+    worst = int(mean.argmax())
+    others = count.sum() - count[worst]
+    if mean[worst] < 0 or others < MIN_WORKER_TOKENS:
+        return {}
+    of_others = (difference.sum() - difference[worst]) / others
+    return {
+        "worst_worker": float(worst),
+        "worst_worker_abs_diff": float(mean[worst]),
+        "worst_worker_ratio": float(mean[worst] / of_others.clamp_min(SMALLEST_DIFFERENCE)),
+    }

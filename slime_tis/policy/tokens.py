@@ -31,6 +31,8 @@ class ResponseTokens:
     """float32 log π_rollout in nats; NaN where the engine gave none."""
     weight_versions_L: Tensor
     """int64: optimizer steps behind the weights that sampled each token."""
+    workers_L: Tensor | None = None
+    """int64: index of the server that sampled each token, -1 if unknown; None if no token's is known."""
     turns_L: Tensor
     """int64: number of the run of trained tokens that each token belongs to, from 1 on in each response."""
     old_log_probs_L: Tensor | None = None

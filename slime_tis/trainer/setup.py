@@ -134,6 +134,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     learner = build_learner(process, functions, data, run_id)
     weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron)
     sampler = build_sampler(process, data, weights)
+    if learner.dump is not None:
+        learner.dump.name_workers(sampler.workers)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
         arguments.rollout,

@@ -90,6 +90,7 @@ def training_batch(
         [sample.weight_versions for sample in samples],
         parallel.context_rank,
         parallel.context_size,
+        workers=[sample.worker_of_each for sample in samples],
         sampling_masks=[sample.sampling_mask for sample in samples],
         rollouts=rollouts,
     )

@@ -90,6 +90,11 @@ class TrainDump:
         self._thread = ThreadPoolExecutor(1, "train dump")
         self._writes: list[Future[None]] = []
 
+    def name_workers(self, workers: Sequence[str]) -> None:
+        """Adds the names of the rollout servers to the metadata of all files."""
+        metadata = {**self._settings.metadata, "workers": list(workers)}
+        self._settings = replace(self._settings, metadata=metadata)
+
     def add(self, step: StepDump) -> None:
         """Adds a step of the current rollout."""
         self._steps.append(step)
@@ -152,6 +157,7 @@ def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> 
         advantage=np.full(sample.response_length, advantage, np.float32),
         entropy=record.entropy_L.numpy(),
         weight_version=sample.weight_versions,
+        rollout_worker=sample.worker_of_each,
         experts=_experts(sample),
         prompt=sample.prompt_ids,
         step=step,

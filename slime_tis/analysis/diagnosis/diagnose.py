@@ -14,7 +14,7 @@ from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
-from slime_tis.rules import Finding
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
 CAUSES: dict[str, tuple[str, str]] = {
     "shifted_tokens": (
@@ -45,6 +45,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "weights not updated or only partly updated",
         "Compare the weights of both engines with --check-weight-sync. Tensors are skipped, sent under a name that the "
         "engine ignores, or rounded away (--weight-update-rounding stochastic).",
+    ),
+    "worker": (
+        "one rollout server differs from the others",
+        "Restart this server or remove it. Compare its version, flags, weights and prefix cache with the other "
+        "servers'.",
     ),
     "rounding": (
         "precision of the engines",
@@ -189,6 +194,14 @@ def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
 def findings_of(tokens: Tokens) -> list[Finding]:
     """All findings of the rules on tokens, unordered."""
     total = max(float(tokens.size.sum()), 1e-12)
+    if (deviation := token_rules.deviating_worker(tokens)) is not None:
+        finding, of_worker = deviation
+        own = max(findings_of(tokens.only(of_worker)), key=lambda each: each.score, default=None)
+        alone = () if own is None else (f"the cause that its tokens alone show: {CAUSES[own.cause][0]}",)
+        others = findings_of(tokens.only(~of_worker))
+        remaining = 1 - finding.share
+        found = [replace(each, share=each.share * remaining) for each in others]
+        return [replace(finding, evidence=finding.evidence + alone), *found]
     findings = []
     for rule in TOKEN_RULES:
         if (verdict := rule(tokens)) is not None:
@@ -198,7 +211,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
     tokens = tokens.only(tokens.finite)
     if len(tokens) < MIN_TOKENS:
         return findings
-    negligible = float(np.abs(tokens.log_ratio).mean()) < form_rules.NEGLIGIBLE
+    negligible = float(np.abs(tokens.log_ratio).mean()) < NEGLIGIBLE_DIFFERENCE
     remaining = float(tokens.size.sum()) / total
     patterns = [rule(tokens) for rule in ((form_rules.sharper_sampling,) if negligible else FORM_RULES)]
     return findings + [replace(each, share=each.share * remaining) for each in patterns if each and each.confidence]

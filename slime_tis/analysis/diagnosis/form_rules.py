@@ -6,10 +6,7 @@ Each rule returns a finding with the share of these tokens' mismatch, or None. C
 import numpy as np
 
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Tokens, ramp
-from slime_tis.rules import Finding
-
-NEGLIGIBLE = 2e-4
-"""Healthy mean abs(Δ), nats: the difference of two fp32 engines with different kernels."""
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
 
 def truncated_sampling(tokens: Tokens) -> Finding | None:
@@ -148,7 +145,7 @@ def rounding(tokens: Tokens) -> Finding | None:
     if len(newest) < MIN_TOKENS:
         newest = tokens
     mean = float(np.abs(newest.log_ratio).mean())
-    if mean < NEGLIGIBLE:
+    if mean < NEGLIGIBLE_DIFFERENCE:
         return None
     noise = _noise(newest)
     share = min(noise / _noise(tokens), 1.0)

@@ -6,8 +6,8 @@ Each rule returns a finding and the tokens it explains, or None. Later rules see
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Mask, Tokens, ramp
-from slime_tis.rules import Finding
+from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens, ramp
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
 MIN_RUN = 2.5
 """Smallest mean run length of segments such as tool output; shorter runs are single broken tokens."""
@@ -37,7 +37,45 @@ MAX_ALIGNED = 192
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 """Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
 
+MIN_WORKER_RATIO = 1.3
+"""Smallest ratio of a deviating server's noise to the other servers'."""
+PERMUTATIONS = 999
+"""Random assignments of samples to servers, none of which may make a server as bad as the worst one is."""
+
 Verdict = tuple[Finding, Mask] | None
+
+
+def deviating_worker(tokens: Tokens) -> Verdict:
+    """One of several rollout servers whose tokens differ more; the share is the excess over the other servers."""
+    if tokens.worker is None or len(np.unique(tokens.worker)) < 2:
+        return None
+    # the part of a sample that one server sampled is a unit, as its tokens are not independent
+    units, unit_N = np.unique(np.stack([tokens.worker, tokens.sample]), axis=1, return_inverse=True)
+    names, worker_U = np.unique(units[0], return_inverse=True)
+    size_U, uncertainty_U = np.bincount(unit_N, tokens.size), np.bincount(unit_N, tokens.uncertainty)
+
+    def ratios(worker_U: Integers) -> Floats:
+        """Noise of each server relative to the others' noise."""
+        size, uncertainty = (np.bincount(worker_U, values, len(names)) for values in (size_U, uncertainty_U))
+        others = (size_U.sum() - size) / np.maximum(uncertainty_U.sum() - uncertainty, 1e-12)
+        return np.asarray(size / np.maximum(uncertainty, 1e-12) / np.maximum(others, 1e-12))
+
+    ratio = ratios(worker_U)
+    worst = int(ratio.argmax())
+    of_worst = tokens.worker == names[worst]
+    if ratio[worst] < MIN_WORKER_RATIO or tokens.size[of_worst].mean() < NEGLIGIBLE_DIFFERENCE:
+        return None
+    chance = np.random.default_rng(0)
+    if any(ratios(chance.permutation(worker_U)).max() >= ratio[worst] for _ in range(PERMUTATIONS)):
+        return None
+    name = tokens.workers[names[worst]] if 0 <= names[worst] < len(tokens.workers) else f"server {names[worst]}"
+    evidence = (
+        f"{name} sampled {of_worst.mean():.0%} of the tokens; abs(Δ) relative to 1 − p is {min(ratio[worst], 1e3):.1f} "
+        f"times as large as of the other {len(names) - 1} servers",
+        f"no random assignment of samples to servers of {PERMUTATIONS} makes such a difference",
+    )
+    share = (1 - 1 / ratio[worst]) * tokens.size[of_worst].sum() / tokens.size.sum()
+    return Finding("worker", evidence, 0.95, float(share), detail=name), of_worst
 
 
 def mask_mistake(tokens: Tokens) -> Verdict:

@@ -43,6 +43,10 @@ class Tokens:
     """Optimizer steps made before the sampling weights."""
     step: Integers | None
     """Optimizer steps made before the step that trained on the token."""
+    worker: Integers | None
+    """Index in `workers` of the rollout server that sampled the token."""
+    workers: tuple[str, ...]
+    """Names of the rollout servers; empty if unknown."""
     has_experts: bool
     """Whether the engines may route tokens to different experts: not if training replays the recorded experts."""
     precisions: tuple[str, str]
@@ -103,6 +107,8 @@ def tokens_of(table: TokenTable) -> Tokens:
         entropy=None if entropy is None or not np.isfinite(entropy[chosen]).any() else entropy[chosen].astype(float),
         version=None if version is None or (version[chosen] < 0).any() else version[chosen].astype(np.int64),
         step=None if table.step is None else table.step.astype(np.int64)[table.sample][chosen],
+        worker=None if table.rollout_worker is None else table.rollout_worker.astype(np.int64)[chosen],
+        workers=tuple(map(str, metadata.get("workers") or ())),
         has_experts=not metadata.get("replays_experts")
         and (table.experts is not None or bool(metadata.get("num_experts"))),
         precisions=(metadata.get("precision") or "", metadata.get("rollout_precision") or ""),

@@ -62,6 +62,7 @@ SLIME_NAMES = {
     "loss_mask": "loss_masks",
     "advantage": "advantages",
     "weight_version": "weight_versions",
+    "rollout_worker": "rollout_workers",
     "reward": "rewards",
     "group": "group_index",
     "text": "response",

@@ -52,7 +52,7 @@ class RowFormat:
                 values[column] = row[key] if isinstance(row[key], str) else None
             elif column in SAMPLE_COLUMNS:
                 values[column] = _number(row, key, whole=column != "reward")
-            elif column == "advantage" and not isinstance(row[key], list | Tensor):
+            elif column in ("advantage", "rollout_worker") and not isinstance(row[key], list | Tensor):
                 values[column] = np.full(length or 0, _number(row, key))
             else:
                 values[column] = _numbers(row, key, None if column == "prompt" else length)
@@ -140,6 +140,7 @@ PLAIN_COLUMNS = {
     "advantage": "advantages",
     "entropy": "entropy",
     "weight_version": "weight_versions",
+    "rollout_worker": "rollout_workers",
     "prompt": "prompt",
     "reward": "reward",
     "step": "step",

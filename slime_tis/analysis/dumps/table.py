@@ -38,6 +38,7 @@ TOKEN_COLUMNS: dict[str, type] = {
     "advantage": np.float32,
     "entropy": np.float32,
     "weight_version": np.int32,
+    "rollout_worker": np.int32,
     "turn": np.int32,
     "experts": np.int32,
 }
@@ -62,6 +63,7 @@ METADATA: dict[str, type | tuple[type, ...]] = {
     "num_experts": int,
     "replays_experts": bool,
     "criteria": list,
+    "workers": list,
 }
 """Metadata keys that this program reads, and the types of their values."""
 MISSING: dict[type, float] = {np.float32: float("nan"), np.int32: -1, np.uint8: 0}
@@ -86,6 +88,7 @@ class SampleParts:
     advantage: Sequence[float] | Column | None = None
     entropy: Sequence[float] | Column | None = None
     weight_version: Sequence[int] | Column | None = None
+    rollout_worker: Sequence[int] | Column | None = None
     turn: Sequence[int] | Column | None = None
     experts: Column | None = None
     prompt: Sequence[int] | Column | None = None
@@ -133,6 +136,8 @@ class TokenTable:
     """[N] entropy of the training engine's next-token distribution, nats."""
     weight_version: Int32 | None = None
     """[N] optimizer steps made before the weights that sampled the token."""
+    rollout_worker: Int32 | None = None
+    """[N] index in `metadata["workers"]` of the server that sampled the token; −1 if unknown."""
     turn: Int32 | None = None
     """[N] index of the contiguous run of trained tokens; masked tokens belong to the run before them, or to run 0."""
     experts: Int32 | None = None

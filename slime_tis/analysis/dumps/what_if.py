@@ -299,6 +299,7 @@ def loss_inputs(table: TokenTable) -> LossInputs:
         loss_mask_N=loss_mask,
         rollout_log_probs_L=_tensor(table.rollout_log_prob),
         weight_versions_L=torch.from_numpy(version),
+        workers_L=None if table.rollout_worker is None else torch.from_numpy(table.rollout_worker.astype(np.int64)),
         turns_L=turns_of(loss_mask, lengths),
         old_log_probs_L=_tensor(table.old_log_prob) if recomputed else None,
         advantages_L=advantage,

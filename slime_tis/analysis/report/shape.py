@@ -31,6 +31,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     ),
     "length": ("response length, tokens", "Whether longer responses have a larger mismatch per token."),
     "turn": ("turn", "Whether later turns have a larger mismatch."),
+    "worker": ("rollout server", "Whether one server has a larger mismatch than the others."),
     "age": (
         "weight age, optimizer steps",
         "Whether tokens from older weights have a larger mismatch. Age 0 shows the precision of the engines alone.",
@@ -52,7 +53,7 @@ def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
     prefix = f"{name}, " if name else ""
     drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, prefix)]
     columns: dict[str, Array | None] = {"position": table.position, "length": table.response_length[table.sample]}
-    columns |= {"turn": table.turn, "age": None, "entropy": table.entropy}
+    columns |= {"turn": table.turn, "worker": table.rollout_worker, "age": None, "entropy": table.entropy}
     if table.weight_version is not None and table.step is not None:
         age = table.step[table.sample] - table.weight_version.astype(np.float64)
         columns["age"] = np.where(table.weight_version < 0, np.nan, age)

@@ -35,6 +35,7 @@ class Sampled:
                 token_ids=sample.response_ids,
                 log_probs=list(sample.rollout_log_probs),
                 weight_versions=list(sample.weight_versions),
+                workers=list(sample.worker_of_each),
                 finish_reason="abort" if sample.status is SampleStatus.ABORTED else "stop",
                 text=sample.response,
                 routed_experts=sample.rollout_routed_experts,
@@ -78,18 +79,19 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
 
 
 def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
-    """Copies log-probs, versions, sampling masks and experts of the sampled tokens; others get the last version."""
+    """Copies log-probs, versions, servers, sampling masks and experts of sampled tokens; others get the last value."""
     sources = list(zip(found.request, found.place, strict=True))
     generations = [one.generation for one in requests]
     sample.rollout_log_probs = [
         generations[number].log_probs[place] if number >= 0 else given
         for (number, place), given in zip(sources, sample.rollout_log_probs, strict=True)
     ]
-    versions = [generations[number].weight_versions[place] if number >= 0 else None for number, place in sources]
-    known = [version for version in versions if version is not None]
-    if known:
-        last = known[0]
-        sample.weight_versions = [last := last if version is None else version for version in versions]
+    for name, source in {"weight_versions": "weight_versions", "rollout_workers": "workers"}.items():
+        lists = [getattr(generation, source) for generation in generations]
+        values = [lists[number][place] if number >= 0 and lists[number] else None for number, place in sources]
+        last = next((value for value in values if value is not None), None)
+        if last is not None:
+            setattr(sample, name, [last := last if value is None else value for value in values])
     if any(one.sampling_mask is not None for one in generations):
         sample.sampling_mask = _sampling_mask(sources, generations)
     if found.longest is not None:

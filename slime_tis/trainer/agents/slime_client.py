@@ -63,6 +63,7 @@ class RecordedEngine:
             token_ids=list(generation.token_ids),
             log_probs=list(generation.log_probs),
             weight_versions=list(generation.weight_versions),
+            workers=list(generation.workers),
         )
 
     async def post(self, payload: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,8 @@ class Sample:
     """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None if it gave one."""
     retokenized: int = 0
     """Trained tokens of a generate function that differ from the tokens that the engine sampled there."""
+    rollout_workers: list[int] = field(default_factory=list, compare=False)
+    """For each response token the index in `RolloutEngine.workers` of the server that sampled it; -1 if unknown."""
 
     Status: ClassVar = SampleStatus
 
@@ -161,6 +163,12 @@ class Sample:
     def trained_versions(self) -> list[int]:
         """Versions of the weights that sampled the tokens that are trained on."""
         return [version for version, trained in zip(self.weight_versions, self.loss_mask, strict=True) if trained]
+
+    @property
+    def worker_of_each(self) -> list[int]:
+        """`rollout_workers`; -1 for all tokens if a function did not keep one per token."""
+        workers, length = self.rollout_workers, self.response_length
+        return workers if len(workers) == length else [-1] * length
 
     @property
     def rollout_top_p_token_ids(self) -> Tensor | None:

@@ -70,6 +70,10 @@ class RolloutEngine(Protocol):
     weight_version: int
     """Version of the weights in use; 0 is the checkpoint."""
 
+    workers: tuple[str, ...]
+    """Names of the servers, to which `Sample.rollout_workers` refers; empty behind a router, which does not name them.
+    """
+
     max_context_len: int | None
     """Longest text, in tokens; None if unknown."""
 

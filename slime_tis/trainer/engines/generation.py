@@ -37,6 +37,8 @@ class Generation:
     """Log-prob of each token in the distribution it was sampled from."""
     weight_versions: list[int]
     """Version of the weights that sampled each token."""
+    workers: list[int] = field(default_factory=list, compare=False)
+    """For each token the index of the server that sampled it, as in `Sample.rollout_workers`; empty if unknown."""
     finish_reason: FinishReason
     """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort: the rollout has
     enough groups; the function should return its partial sample and is called again in the next rollout."""
@@ -234,6 +236,7 @@ def sample_of(prompt: Prompt, response: Generation, group_index: int = 0, index:
         rollout_log_probs=response.log_probs,
         loss_mask=[1] * len(response.token_ids),
         weight_versions=response.weight_versions,
+        rollout_workers=response.workers,
         status=STATUS[response.finish_reason],
         rollout_routed_experts=response.routed_experts,
         rollout_routing_weights=response.routing_weights,

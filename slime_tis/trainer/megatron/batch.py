@@ -70,6 +70,7 @@ def make_batch(
     context_rank: int = 0,
     context_size: int = 1,
     *,
+    workers: Sequence[Sequence[int]] | None = None,
     sampling_masks: Sequence[SamplingMask | None] = (),
     rollouts: Sequence[int] | None = None,
 ) -> TrainingBatch:
@@ -87,6 +88,7 @@ def make_batch(
     named: dict[str, Sequence[Sized]] = {
         "rollout_log_probs": rollout_log_probs,
         "weight_versions": weight_versions,
+        **({} if workers is None else {"workers": workers}),
         "sampling_masks": masks,
     }
     for name, rows in named.items():
@@ -112,6 +114,7 @@ def make_batch(
             loss_mask_N=loss_mask_N,
             rollout_log_probs_L=slices.slice_flat(flat(rollout_log_probs, torch.float32)),
             weight_versions_L=slices.slice_flat(flat(weight_versions, torch.int64)),
+            workers_L=None if workers is None else slices.slice_flat(flat(workers, torch.int64)),
             turns_L=slices.slice_flat(turns_of(loss_mask_N, lengths)),
             rollouts=None if rollouts is None else numbered(rollouts),
         ),

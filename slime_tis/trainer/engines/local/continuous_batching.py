@@ -428,6 +428,7 @@ class ContinuousBatching:
             token_ids=work.token_ids,
             log_probs=work.log_probs,
             weight_versions=[self._settings.weight_version] * len(work.token_ids),
+            workers=[0] * len(work.token_ids),
             finish_reason=finish_reason,
             text=response_text(self._tokenizer, work.token_ids, work.request.options, finish_reason),
             routed_experts=experts.cpu() if experts is not None and sampling.return_routed_experts else None,

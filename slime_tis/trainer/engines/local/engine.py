@@ -78,6 +78,7 @@ class LocalEngine:
     """
 
     can_checkpoint_weights = True
+    workers = ("local",)
     http_address = None
 
     def __init__(

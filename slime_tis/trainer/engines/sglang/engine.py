@@ -56,11 +56,11 @@ class SGLangEngine:
         self._partial_in_flight = False
         self._stack = ExitStack()
         self._rank_zero = RankZero()
-        self._limits, self.precision = self._rank_zero.run(lambda _: self._connect(), host.weights)
+        self._limits, self.precision, self.workers = self._rank_zero.run(lambda _: self._connect(), host.weights)
         lengths = (self._limits.context_len, self._limits.max_input_len)
         self.max_context_len = min((length for length in lengths if length is not None), default=None)
 
-    def _connect(self) -> tuple[Limits, Precision | None]:
+    def _connect(self) -> tuple[Limits, Precision | None, tuple[str, ...]]:
         settings, config = self._settings, self._settings.config
         config.check_has_servers()
         model = read_model_config(self._host.hf_checkpoint)
@@ -85,7 +85,7 @@ class SGLangEngine:
             )
             precision = servers.precision(model)
             self._stack = stack.pop_all()
-        return limits, precision
+        return limits, precision, servers.names
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None

@@ -52,6 +52,8 @@ class ServerState:
     """The state of a server."""
 
     server: Server
+    index: int = -1
+    """Number of the server; -1 for a router."""
     holds_weights: bool = True
     """False for a router."""
     state: Literal["live", "probing", "down", "needs_weights"] = "down"
@@ -88,7 +90,7 @@ class HealthMonitor:
         on_return: Callable[[Server], None] = lambda server: None,
     ) -> None:
         """Begins with all servers down; calls `on_return` with a server that returns without the current weights."""
-        self.states = {server: ServerState(server) for server in servers}
+        self.states = {server: ServerState(server, index=index) for index, server in enumerate(servers)}
         self.router = None if router is None else ServerState(router, holds_weights=False)
         self.timeouts = timeouts or Timeouts()
         self.on_change: Callable[[], None] = lambda: None

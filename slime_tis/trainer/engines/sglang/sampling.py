@@ -95,6 +95,7 @@ class PendingSample:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    workers: list[int] = field(default_factory=list)
     routed_experts: Tensor | None = None
     """Experts of all tokens but the last, including the prompt, as in `Sample`; None if incomplete."""
     sampling_mask: SamplingMask | None = None
@@ -114,6 +115,7 @@ class PendingSample:
             token_ids=list(sample.response_ids),
             log_probs=list(sample.rollout_log_probs or ()),
             versions=list(sample.weight_versions),
+            workers=list(sample.worker_of_each),
             routed_experts=sample.rollout_routed_experts,
             sampling_mask=sample.sampling_mask,
         )
@@ -184,7 +186,8 @@ class PendingSample:
         if self.sampling_mask is not None:
             self.sampling_mask = self.sampling_mask.select(torch.arange(length))
         self.token_ids, self.log_probs = self.token_ids[:length], self.log_probs[:length]
-        self.versions, self.finish_reason = self.versions[:length], "stop"
+        self.versions, self.workers = self.versions[:length], self.workers[:length]
+        self.finish_reason = "stop"
 
     def generation(self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions) -> Generation:
         """Returns the answer so far; an incomplete response is aborted."""
@@ -193,6 +196,7 @@ class PendingSample:
             token_ids=self.token_ids,
             log_probs=self.log_probs,
             weight_versions=self.versions,
+            workers=self.workers,
             finish_reason=finish_reason,
             text=response_text(tokenizer, self.token_ids, options, finish_reason),
             routed_experts=self.recorded_experts,
@@ -317,6 +321,7 @@ class RolloutTask:
         if problem is not None:
             self.health.note_missing_experts(server, problem)
         response.append(completion)
+        response.workers += [state.index] * len(completion.token_ids)
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
             self.health.note_missing_experts(server, f"{problem}, as if it were not recorded")

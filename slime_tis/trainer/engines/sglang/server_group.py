@@ -144,6 +144,11 @@ class ServerGroup:
         return (router or next(iter(self.health.states.values()))).server.url
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The servers' URLs; none behind a router, whose answers do not name the server."""
+        return () if self.health.router else tuple(server.url for server in self.health.states)
+
+    @property
     def max_input_len(self) -> int | None:
         """The longest input that all servers take, in tokens; None if no server reports a limit."""
         lengths = (state.info.max_req_input_len for state in self.health.states.values())
