@@ -44,6 +44,7 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> Non
     np.testing.assert_allclose(table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6)
     assert table.metadata["old_policy"] == "recomputed" and table.metadata["rollout_precision"] == "int8"
     assert table.metadata["criteria"] == ["token", "veto", "nonfinite", "other"]
+    assert not table.rollout_worker.any() and table.metadata["workers"] == ["local"]
     assert (table.train_log_prob[:8] == table.old_log_prob[:8]).all()  # the first step has the old policy
     assert (table.train_log_prob[-8:] != table.old_log_prob[-8:]).any()
 

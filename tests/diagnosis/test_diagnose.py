@@ -202,6 +202,29 @@ def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     assert "broken_tokens" in causes(stale)
 
 
+def test_one_of_four_servers_is_named_with_the_cause_on_its_tokens() -> None:
+    model = Softmax()
+    worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 4
+    warm = model.of(log_softmax(model.logits / 0.9))
+    table = model.table(np.where(worker == 2, warm, model.noisy(0.02)), rollout_worker=worker)
+    for workers, name in ([], "server 2"), (["a", "b", "http://c:1", "d"], "http://c:1"):
+        first, second = diagnose(replace(table, metadata={"workers": workers})).findings
+        assert (first.cause, first.detail, second.cause) == ("worker", name, "rounding")
+        assert "different temperature" in first.evidence[-1] and first.share > 0.5
+    two = np.where(np.isin(worker, [0, 2]), warm, model.noisy(0.02))
+    findings = diagnose(model.table(two, rollout_worker=worker)).findings
+    assert {each.detail for each in findings if each.cause == "worker"} == {"server 0", "server 2"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_servers_are_not_blamed(seed: int) -> None:
+    model = Softmax(seed)
+    rollout = model.noisy(0.02)
+    rollout[7] = model.noisy(0.5)[7]  # one sample of a server, by chance
+    worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 4
+    assert diagnose(model.table(rollout, rollout_worker=worker)).cause != "worker"
+
+
 @pytest.mark.parametrize(("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])])
 def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[str]) -> None:
     model = Softmax()

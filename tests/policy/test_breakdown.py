@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
-from slime_tis.policy.step_sums import STALENESS, metrics_by, sums_by
+from slime_tis.policy.step_sums import MIN_WORKER_TOKENS, STALENESS, WORKER, metrics_by, sums_by, worst_worker
 
 NAN, INF = float("nan"), float("inf")
 
@@ -33,3 +33,16 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
     of_all = correct(config, train, rollout, mask, lengths=[3]).statistics.metrics()
     assert of_all["train_rollout_logprob_abs_diff"] == pytest.approx((0.5 + 0.25) / 2)
+
+
+def test_the_worst_of_several_servers() -> None:
+    worker = torch.tensor([0, 1, 1, 2, -1, 300]).repeat_interleave(MIN_WORKER_TOKENS)
+    difference = torch.tensor([0.1, 0.1, 0.3, 0.5, 0.1, 0.4]).repeat_interleave(MIN_WORKER_TOKENS)
+    sums = sums_by(WORKER, -1 - difference, torch.full_like(difference, -1.0), torch.ones_like(worker), worker)
+    found = worst_worker(sums)
+    # server 2 has 0.5; the others (0.1 + 0.1 + 0.3 + 0.1 + 0.4) / 5
+    assert found == pytest.approx({"worst_worker": 2, "worst_worker_abs_diff": 0.5, "worst_worker_ratio": 2.5})
+    assert worst_worker(sums[:1]) == {}
+    few = torch.arange(len(worker)) < MIN_WORKER_TOKENS + 3
+    few_sums = sums_by(WORKER, -1 - difference, torch.full_like(difference, -1.0), few, worker)
+    assert worst_worker(few_sums) == {}

@@ -23,6 +23,9 @@ GOOD = {
     "rollout/update_received": 0.5,
     "rollout/retokenized": 0.0,
     "train/mismatch_k3_kl": 0.05,
+    "train/worst_worker": 2.0,
+    "train/worst_worker_abs_diff": 0.01,
+    "train/worst_worker_ratio": 3.0,
     "perf/micro_batch_load": 1.0,
 }
 BAD: dict[str, tuple[str, float, int, str]] = {
@@ -35,6 +38,7 @@ BAD: dict[str, tuple[str, float, int, str]] = {
     "no_variance": ("rollout/zero_std_groups", 1.0, 2, "all rewards are equal"),
     "mismatch": ("train/mismatch_k3_kl", 0.2, 2, "--check-weight-sync"),
     "routing_replay": ("train/routing_replay_missing", 16.0, 1, "no recorded experts"),
+    "worst_worker": ("train/worst_worker_ratio", 9.0, 3, "rollout server 2"),
     "retokenized": ("rollout/retokenized", 0.1, 1, "token ids instead of text"),
     "absorbed_updates": ("rollout/update_received", 0.02, 3, "--weight-update-rounding stochastic"),
     "micro_batch_load": ("perf/micro_batch_load", 1.5, 1, "--max-tokens-per-gpu"),

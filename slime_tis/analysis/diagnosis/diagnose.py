@@ -183,12 +183,10 @@ def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
         Finding(cause=cause, evidence=evidence, confidence=confidence, share=min(proof.explained, 1.0))
         for cause in proof.causes
     ]
-    kept = (
-        ()
-        if proof.is_proven or proof.is_noise
-        else tuple(each for each in diagnosis.findings if each.cause not in proof.causes)
-    )
-    return replace(diagnosis, findings=(*map(_described, shown), *kept))
+    servers = [each for each in diagnosis.findings if each.cause == "worker"]
+    is_settled = proof.is_proven or proof.is_noise
+    kept = () if is_settled else [each for each in diagnosis.findings if each.cause not in (*proof.causes, "worker")]
+    return replace(diagnosis, findings=(*servers, *map(_described, shown), *kept))
 
 
 def findings_of(tokens: Tokens) -> list[Finding]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens, ramp
+from slime_tis.analysis.dumps.table import worker_name
 from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
 MIN_RUN = 2.5
@@ -68,7 +69,7 @@ def deviating_worker(tokens: Tokens) -> Verdict:
     chance = np.random.default_rng(0)
     if any(ratios(chance.permutation(worker_U)).max() >= ratio[worst] for _ in range(PERMUTATIONS)):
         return None
-    name = tokens.workers[names[worst]] if 0 <= names[worst] < len(tokens.workers) else f"server {names[worst]}"
+    name = worker_name(tokens.workers, int(names[worst]))
     evidence = (
         f"{name} sampled {of_worst.mean():.0%} of the tokens; abs(Δ) relative to 1 − p is {min(ratio[worst], 1e3):.1f} "
         f"times as large as of the other {len(names) - 1} servers",

@@ -279,6 +279,15 @@ class TokenTable:
                 columns[name] = column[rows if name in TOKEN_COLUMNS else chosen]
         return replace(self, offsets=offsets, **columns)
 
+    def of_worker(self, name: str) -> TokenTable:
+        """The samples with tokens of one rollout server; tokens of other servers are masked."""
+        assert self.rollout_worker is not None
+        names = self.metadata.get("workers") or ()
+        indices = [index for index in np.unique(self.rollout_worker) if worker_name(names, index) == name]
+        mask = self.loss_mask * np.isin(self.rollout_worker, indices)
+        samples = np.flatnonzero(np.bincount(self.sample, mask, len(self)))
+        return replace(self, loss_mask=mask.astype(np.uint8)).select(samples)
+
     def sampled(self, max_tokens: int) -> TokenTable:
         """A random part of the samples with at most `max_tokens` response tokens; the table itself if it is smaller.
 
@@ -290,6 +299,11 @@ class TokenTable:
         chosen = self.select(lowest_priorities(priority, self.response_length, max_tokens))
         size = self.metadata.get("sampled") or {"samples": len(self), "tokens": self.tokens}
         return replace(chosen, metadata={**self.metadata, "sampled": size})
+
+
+def worker_name(names: Sequence[Any], index: int) -> str:
+    """The name of a rollout server; its number if the dump has no names."""
+    return str(names[index]) if 0 <= index < len(names) else f"server {index}"
 
 
 def lowest_priorities(priority_S: Column, tokens_S: Column, max_tokens: int) -> Column:

@@ -81,19 +81,24 @@ def diagnosis(
         raise ValueError("--other-checkpoint is compared with --hf-checkpoint; give both.")
     source = open_source(path)
     result = diagnose(source.table, source.metrics)
-    rescored = proof = None
+    rescored, proof, server = None, None, ""
     if hf_checkpoint:
         if source.table is None:
             raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
         from slime_tis.analysis.diagnosis.proof import prove  # torch and transformers take a second to import
 
-        rescored, proof = prove(source.table, hf_checkpoint, other_checkpoints)
+        # samples of the other servers would hide the cause
+        server = next((finding.detail for finding in result.findings if finding.cause == "worker"), "")
+        table = source.table.of_worker(server) if server else source.table
+        rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
         result = with_proof(result, proof)
     if as_json:
         facts = {"rescored": rescored and rescored.as_json(), "proof": proof and proof.as_json()}
         text = json.dumps({"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False)
     else:
-        note = source.note if rescored is None else f"Rescored in fp32: {rescored}."
+        note = (
+            source.note if rescored is None else f"Rescored in fp32{server and f', samples of {server}'}: {rescored}."
+        )
         if proof is not None and not proof.causes:
             note += f" {proof.sentence}"
         text = as_text(result, str(source.path), note)

@@ -9,10 +9,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from slime_tis.analysis.diagnosis import diagnose
+from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.engine import SGLangRollout
-from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until, when
+from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, log_prob, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact
 from tests.samples import flat
 
@@ -145,3 +147,27 @@ def test_a_server_behind_a_router_may_die(checkpoint: Path) -> None:
         run.servers[0].die()
         assert_exact(rollout.result(), LATE[:4])
         wait_until(lambda: live(run) == 1)
+
+
+def test_the_wrong_one_of_four_servers_is_named(start: Callable[..., Run]) -> None:
+    run = start(4)
+    wrong = run.servers[2]
+
+    def warmer(answer: dict[str, Any]) -> None:
+        for entry in answer["meta_info"]["output_token_logprobs"]:
+            entry[0] *= 0.9
+
+    wrong.faults.extend([spoiled(warmer)] * 100)
+    samples = flat(run.engine.generate(PROMPTS, SAMPLING, seed=0))
+    asked = {tuple(body["input_ids"]) for body in wrong.requests}
+    assert asked == {tuple(sample.prompt_ids) for sample in samples if 2 in sample.rollout_workers}
+    parts = [
+        SampleParts(
+            train_log_prob=[log_prob(token, 0) for token in sample.response_ids],
+            rollout_log_prob=sample.rollout_log_probs,
+            rollout_worker=sample.rollout_workers,
+        )
+        for sample in samples
+    ]
+    (finding,) = diagnose(TokenTable.from_parts(parts, {"workers": list(run.engine.workers)})).findings
+    assert (finding.cause, finding.detail) == ("worker", wrong.url)

@@ -78,7 +78,7 @@ class LocalEngine:
     """
 
     can_checkpoint_weights = True
-    workers = ("local",)
+    workers: tuple[str, ...] = ("local",)
     http_address = None
 
     def __init__(
