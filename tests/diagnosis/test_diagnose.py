@@ -202,7 +202,8 @@ def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     assert "broken_tokens" in causes(stale)
 
 
-def test_one_of_four_servers_is_named_with_the_cause_on_its_tokens() -> None:
+def test_wrong_servers_of_four_are_named_with_the_cause_on_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SAMPLES", 120)
     model = Softmax()
     worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 4
     warm = model.of(log_softmax(model.logits / 0.9))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
-from slime_tis.trainer.agents.sampled_tokens import Sampled, provenance
+from slime_tis.trainer.agents.sampled_tokens import Sampled, copy_engine_records, provenance
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, by_rollout
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation
@@ -257,11 +257,12 @@ def requests(*pairs: tuple[list[int], list[int]]) -> list[Sampled]:
                 token_ids=out,
                 log_probs=[-1.0] * len(out),
                 weight_versions=[0] * len(out),
+                workers=[number] * len(out),
                 finish_reason="stop",
                 text="",
             ),
         )
-        for ids, out in pairs
+        for number, (ids, out) in enumerate(pairs)
     ]
 
 
@@ -296,6 +297,14 @@ def test_every_sampled_token_is_found_and_none_after_a_change(turns: list[list[i
     tokens[1 + place] += 100
     changed = provenance(tokens, len(mask), requests(*pairs)).request
     assert changed[:place] == found.request[:place] and set(changed[place:]) == {-1}
+
+
+def test_each_token_keeps_the_server_that_sampled_it() -> None:
+    sample = Sample(tokens=[1, 2, 3, 8, 4], response_length=3, rollout_log_probs=[-1.0, 0.0, -1.0])
+    assert sample.worker_of_each == [-1, -1, -1]
+    asked = requests(([1, 2], [3]), ([1, 2, 3, 8], [4]))
+    copy_engine_records(sample, provenance(sample.tokens, 3, asked), asked)
+    assert sample.worker_of_each == [0, 0, 1]  # an observation has the server of the token before it
 
 
 def test_nothing_is_known_of_tokens_that_no_engine_sampled(tmp_path: Path) -> None:

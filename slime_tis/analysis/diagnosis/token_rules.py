@@ -3,6 +3,8 @@
 Each rule returns a finding and the tokens it explains, or None. Later rules see the other tokens.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,30 +54,35 @@ def deviating_worker(tokens: Tokens) -> Verdict:
         return None
     # the part of a sample that one server sampled is a unit, as its tokens are not independent
     units, unit_N = np.unique(np.stack([tokens.worker, tokens.sample]), axis=1, return_inverse=True)
-    names, worker_U = np.unique(units[0], return_inverse=True)
-    size_U, uncertainty_U = np.bincount(unit_N, tokens.size), np.bincount(unit_N, tokens.uncertainty)
-
-    def ratios(worker_U: Integers) -> Floats:
-        """Noise of each server relative to the others' noise."""
-        size, uncertainty = (np.bincount(worker_U, values, len(names)) for values in (size_U, uncertainty_U))
-        others = (size_U.sum() - size) / np.maximum(uncertainty_U.sum() - uncertainty, 1e-12)
-        return np.asarray(size / np.maximum(uncertainty, 1e-12) / np.maximum(others, 1e-12))
-
-    ratio = ratios(worker_U)
-    worst = int(ratio.argmax())
-    of_worst = tokens.worker == names[worst]
-    if ratio[worst] < MIN_WORKER_RATIO or tokens.size[of_worst].mean() < NEGLIGIBLE_DIFFERENCE:
-        return None
+    names, worker = np.unique(units[0], return_inverse=True)
+    size, uncertainty = np.bincount(unit_N, tokens.size), np.bincount(unit_N, tokens.uncertainty)
+    rank = np.argsort(np.argsort(size / uncertainty)) + 1.0
     chance = np.random.default_rng(0)
-    if any(ratios(chance.permutation(worker_U)).max() >= ratio[worst] for _ in range(PERMUTATIONS)):
+
+    def ratios(columns: tuple[NDArray[Any], NDArray[Any]], worker: Integers) -> Floats:
+        """Mean value, with a weight, of each server relative to the other servers' mean."""
+        value, weight = (np.bincount(worker, column, len(names)) for column in columns)
+        others = (value.sum() - value) / np.maximum(weight.sum() - weight, 1e-12)
+        ratio: Floats = value / np.maximum(weight, 1e-12) / np.maximum(others, 1e-12)
+        return ratio
+
+    noise = ratios((size, uncertainty), worker)
+    for columns in ((size, uncertainty), (rank, np.ones(len(rank)))):  # ranks tell several wrong servers
+        worst = int((ratio := ratios(columns, worker)).argmax())
+        draws = (ratios(columns, chance.permutation(worker)).max() for _ in range(PERMUTATIONS))
+        of_worst = tokens.worker == names[worst]
+        is_large = noise[worst] >= MIN_WORKER_RATIO and tokens.size[of_worst].mean() >= NEGLIGIBLE_DIFFERENCE
+        if is_large and all(draw < ratio[worst] for draw in draws):
+            break
+    else:
         return None
     name = worker_name(tokens.workers, int(names[worst]))
     evidence = (
-        f"{name} sampled {of_worst.mean():.0%} of the tokens; abs(Δ) relative to 1 − p is {min(ratio[worst], 1e3):.1f} "
+        f"{name} sampled {of_worst.mean():.0%} of the tokens; abs(Δ) relative to 1 − p is {min(noise[worst], 1e3):.1f} "
         f"times as large as of the other {len(names) - 1} servers",
         f"no random assignment of samples to servers of {PERMUTATIONS} makes such a difference",
     )
-    share = (1 - 1 / ratio[worst]) * tokens.size[of_worst].sum() / tokens.size.sum()
+    share = (1 - 1 / noise[worst]) * tokens.size[of_worst].sum() / tokens.size.sum()
     return Finding("worker", evidence, 0.95, float(share), detail=name), of_worst
 
 

@@ -147,7 +147,7 @@ def assert_log_probs(sample: Sample) -> None:
     assert sample.rollout_log_probs == [
         log_prob(token, version) for token, version in zip(sample.response_ids, sample.weight_versions, strict=True)
     ]
-    assert sample.loss_mask == [1] * len(sample.response_ids) == [worker >= 0 for worker in sample.rollout_workers]
+    assert sample.loss_mask == [1] * len(sample.response_ids) == [1 for worker in sample.rollout_workers]
 
 
 @contextmanager
