@@ -8,9 +8,9 @@ the correlation κ with the quality: near 0 a mismatch is noise that the reward 
 
 What is estimated: g = ∇_θ E_train[R] = E_train[(R − b)·Σ_t (e_{y_t} − π)]. One response gives
 
-    ĝ = (R − b)·(T/n)·Σ_t m_t·w_t·(e_{y_t} − π),     b = E_rollout[R],   n = Σ_t m_t, the tokens kept,
+    ĝ = (R − b)·Σ_t m_t·w_t·(e_{y_t} − π),     b = E_rollout[R],
 
-and a batch the mean of ĝ over the responses that have a token left: what train.py does by default, at π_θ = π_old.
+and a batch the mean of ĝ over all its responses: what train.py does by default, at π_θ = π_old.
 
 Why it can be enumerated. R and, except at the level `prefix`, w and m depend only on the number of occurrences of each
 token. There are (T+1)(T+2)/2 such counts, and their probabilities are multinomial: sums over 3^4096 responses become
@@ -54,7 +54,7 @@ ESTIMATORS: dict[str, RolloutCorrectionConfig] = {
     "sequence TIS": RolloutCorrectionConfig(use_tis=True, tis_level="sequence"),
     "sequence MIS": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_mode="mask", tis_lower_bound=0.5),
     "geometric RS": RolloutCorrectionConfig(
-        use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05, rejection_normalizer="kept"
+        use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05
     ),
     "bypass PPO": RolloutCorrectionConfig(use_rollout_logprobs=True),
     "prefix TIS": RolloutCorrectionConfig(use_tis=True, tis_level="prefix"),
@@ -100,28 +100,24 @@ def standardized(values_V: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the mean of ĝ over the responses that are kept."""
+    """Of ĝ, which is 0 for a rejected response."""
 
     mean_V: Tensor
-    """E[ĝ | kept]; NaN where nothing is."""
+    """E[ĝ]."""
     variance: float
-    """Trace of the covariance of ĝ given that it is kept, over the share kept: a batch of N responses has 1/N of it."""
+    """Trace of the covariance of ĝ; the mean of N responses has 1/N of it."""
     kept: float
     """Share of the responses that have a token left."""
     fourth: float
-    """E[|ĝ − mean|⁴ | kept], by which the variance of simulated responses is uncertain."""
+    """E[|ĝ − mean|⁴], by which the variance of simulated responses is uncertain."""
 
     @classmethod
     def of(cls, probability: Tensor, estimate_V: Tensor, kept: Tensor) -> Moments:
         """From the estimates [*, 3], their probabilities and whether they are kept."""
-        weight = torch.where(kept, probability, 0.0)
-        share = float(weight.sum())
-        if share == 0.0:
-            return cls(torch.full((3,), math.nan, dtype=torch.float64), math.nan, 0.0, math.nan)
-        weight = weight / share
-        mean_V = weight @ estimate_V
+        mean_V = probability @ estimate_V
         squares = ((estimate_V - mean_V) ** 2).sum(1)
-        return cls(mean_V, float(weight @ squares) / share, share, float(weight @ squares**2))
+        kept_share = float(probability[kept].sum())
+        return cls(mean_V, float(probability @ squares), kept_share, float(probability @ squares**2))
 
     def mean_radius(self, responses: int) -> float:
         """No less than the distance that `mean_V` of simulated responses has from the truth, in 95 of 100 cases.
@@ -133,8 +129,7 @@ class Moments:
 
     def deviation_radius(self, responses: int) -> float:
         """1.96 standard errors of √variance of simulated responses, by the delta method."""
-        kept = responses * self.kept
-        spread = math.sqrt(max(self.fourth - (self.variance * self.kept) ** 2, 0.0) / kept) / self.kept
+        spread = math.sqrt(max(self.fourth - self.variance**2, 0.0) / responses)
         return 1.96 * spread / (2 * math.sqrt(self.variance)) if self.variance else 0.0
 
 
@@ -167,9 +162,7 @@ def enumerated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int)
         by_mean = "geometric" in (config.tis_level, config.rs_level)
         weight_CV, mask_CV = (value[:, None] for value in corrected(config, sums_C / length if by_mean else sums_C))
     kept_CV = counts_CV * mask_CV
-    kept_C = kept_CV.sum(1)
-    terms_CV = kept_CV * weight_CV * (length / kept_C.clamp_min(1))[:, None]
-    return Moments.of(probability_C, estimates(advantage_C, terms_CV), kept_C > 0)
+    return Moments.of(probability_C, estimates(advantage_C, kept_CV * weight_CV), kept_CV.sum(1) > 0)
 
 
 def simulated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, responses: int) -> Moments:
@@ -210,10 +203,9 @@ def _simulated_estimates(
             config, log_ratio_NT, torch.zeros_like(log_ratio_NT), torch.ones_like(tokens_NT, dtype=torch.bool)
         )
         weight_NT, mask_NT = found.weights.double(), found.mask.double()
-    kept_N = mask_NT.sum(1)
-    terms_NT = mask_NT * weight_NT * (length / kept_N.clamp_min(1))[:, None]
+    terms_NT = mask_NT * weight_NT
     terms_NV = torch.stack([torch.where(tokens_NT == v, terms_NT, 0.0).sum(1) for v in range(3)], 1)
-    return estimates(reward_N - baseline, terms_NV), kept_N > 0
+    return estimates(reward_N - baseline, terms_NV), mask_NT.sum(1) > 0
 
 
 def estimates(advantage: Tensor, terms_V: Tensor) -> Tensor:

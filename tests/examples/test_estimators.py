@@ -42,15 +42,10 @@ def brute_force(name: str, mismatch: Mismatch) -> tuple[torch.Tensor, float, flo
         found = correct(ESTIMATORS[name], log_ratio_NT, torch.zeros_like(log_ratio_NT), torch.ones_like(log_ratio_NT))
         weight_NT, mask_NT = found.weights.double(), found.mask.double()
     score_NTV = torch.nn.functional.one_hot(SEQUENCES_NT, 3) - TRAIN_V
-    kept_N = mask_NT.sum(1)
-    mean_NV = torch.einsum("nt,ntv->nv", weight_NT * mask_NT, score_NTV) / kept_N.clamp_min(1)[:, None]
-    estimate_NV = 4 * advantage_N[:, None] * mean_NV
-    share = float(probability_N[kept_N > 0].sum())
-    if share == 0:
-        return torch.full((3,), math.nan, dtype=torch.float64), math.nan, 0.0
-    conditional_N = torch.where(kept_N > 0, probability_N, 0.0) / share
-    mean_V = conditional_N @ estimate_NV
-    return mean_V, float(conditional_N @ ((estimate_NV - mean_V) ** 2).sum(1)) / share, share
+    estimate_NV = advantage_N[:, None] * torch.einsum("nt,ntv->nv", weight_NT * mask_NT, score_NTV)
+    mean_V = probability_N @ estimate_NV
+    kept = float(probability_N[mask_NT.sum(1) > 0].sum())
+    return mean_V, float(probability_N @ ((estimate_NV - mean_V) ** 2).sum(1)), kept
 
 
 @pytest.mark.parametrize("correlation", [0.1, 0.7])
