@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from slime_tis.correction.modes import (
     LEVELS,
@@ -28,9 +28,12 @@ DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl":
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 OldLogprobs = Literal["recompute", "interpolate"]
-PolicyLoss = Literal["ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "clip_cov", "kl_cov", "dro", "reinforce"]
+PolicyLoss = Literal[
+    "ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "clip_cov", "kl_cov", "dro", "reinforce",
+    "experimental_ctpo", "experimental_cppo",
+]  # fmt: skip
 
-RATIO_LOSSES = ("ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "clip_cov", "kl_cov")
+RATIO_LOSSES = tuple(name for name in get_args(PolicyLoss) if name not in ("dro", "reinforce"))
 """Losses whose own ratio is the importance weight when the rollout policy is the old policy."""
 FIXED_BOUNDS = ("rs_lower_bound", "rs_upper_bound")
 ADAPTIVE_BOUNDS = ("rs_z_score", "rs_target_fraction")
@@ -124,7 +127,8 @@ class RolloutCorrectionConfig:
     old_logprobs: OldLogprobs = correction_option("recompute")
     """Old log-probs: recompute with a forward pass, or interpolate between rollout and current."""
     policy_loss: PolicyLoss = loss_option("ppo")
-    """The loss per token. reinforce does not clip: the importance weight carries the correction."""
+    """The loss per token. reinforce does not clip: the importance weight carries the correction.
+    Losses with the prefix experimental_ have weak evidence and may change."""
     get_mismatch_metrics: bool = correction_option(False)
     """Measure with π_old also in bypass, and log a custom correction's metrics; the loss is unchanged."""
 

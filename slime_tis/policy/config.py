@@ -11,7 +11,9 @@ from slime_tis.limits import REJECTS, Limits, check_fields, option
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")
 
-CLIPPING_LOSSES = tuple(f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov"))
+CLIPPING_LOSSES = tuple(
+    f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov", "experimental_ctpo")
+)
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
 """Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
 rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and by nothing from the old one."""
@@ -46,7 +48,9 @@ class PolicyConfig:
     token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
     """Function for the pass over the tokens: experimental.triton_token_pass.token_pass (in a clone)."""
 
-    eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(0.2, needs=CLIPPING_LOSSES)
+    eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(
+        0.2, needs=(*CLIPPING_LOSSES, "--policy-loss=experimental_cppo")
+    )
     """Lower clip: 1 - eps_clip."""
 
     eps_clip_high: Annotated[
@@ -55,7 +59,7 @@ class PolicyConfig:
     """Upper clip: 1 + eps_clip_high; unset: eps_clip."""
 
     eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
-        None, needs=("--policy-loss=ppo", "--policy-loss=aspo")
+        None, needs=("--policy-loss=ppo", "--policy-loss=aspo", "--policy-loss=experimental_ctpo")
     )
     """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on aspo's weights (its source: 3)."""
 
@@ -100,6 +104,11 @@ class PolicyConfig:
 
     kl_cov_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=kl_cov",))
     """Coefficient of the KL penalty on selected tokens."""
+
+    experimental_cppo_budget: Annotated[float, Limits(ge=0, le=1)] = loss_option(
+        0.02, needs=("--policy-loss=experimental_cppo",)
+    )
+    """Mean divergence per token that experimental_cppo allows in the prefix of a token; --eps-clip bounds the token."""
 
     dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.1, needs=("--policy-loss=dro",))
     """Coefficient β of the quadratic pull to the old policy."""

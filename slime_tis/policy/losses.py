@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, maximum, minimum, where, zeros_like
 
+from slime_tis.correction.divergence import binary_tv
 from slime_tis.policy.config import PolicyConfig
 
 
@@ -24,6 +26,8 @@ class TokenLossInputs:
     over_sequence: Callable[..., Tensor]
     """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each whole sequence, at each of its tokens;
     a collective of the context-parallel ranks."""
+    prefix_sums: Callable[[Tensor], Tensor]
+    """Sums of [L] values over the accepted tokens of the whole sequence up to each token; such a collective, too."""
     config: PolicyConfig
     selected_L: Tensor | None = None
     """bool, tokens of a large covariance, for clip_cov and kl_cov."""
@@ -66,7 +70,8 @@ def ppo_clip(
     Returns:
         (loss_L, clipped_L): the losses, and 1.0 where a clip took the gradient away.
     """
-    return _clipped((log_prob_L - old_log_prob_L).exp(), advantage_L, clip_low, clip_high, dual_clip)
+    ratio_L = (log_prob_L - old_log_prob_L).exp()
+    return _clipped(ratio_L, ratio_L.clamp(1 - clip_low, 1 + clip_high), advantage_L, dual_clip)
 
 
 def gspo(
@@ -86,7 +91,7 @@ def gspo(
     its tokens, without gradient. The paper's clip ranges are about 3e-4.
     """
     ratio_L = (mean_log_ratio_L + log_prob_L - log_prob_L.detach()).exp()
-    return _clipped(ratio_L, advantage_L, clip_low, clip_high, None)
+    return _clipped(ratio_L, ratio_L.clamp(1 - clip_low, 1 + clip_high), advantage_L, None)
 
 
 def cispo(
@@ -202,6 +207,56 @@ def kl_cov(
     return -log_ratio_L.exp() * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
 
 
+def ctpo(
+    log_prob_L: Tensor,
+    prefix_log_ratio_L: Tensor,
+    position_L: Tensor,
+    advantage_L: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """PPO with the ratio of the prefix up to the token and a clip range that grows with the position t.
+
+        s_t = min(Π_{i≤t} π_θ/π_old, e^10), gradient of token t alone;   bounds (1−ε_low)^√t, (1+ε_high)^√t and c^√t
+
+    Source: "Rethinking Importance Sampling in LLM Policy Optimization", Zhang et al. (https://arxiv.org/abs/2605.07331);
+    horizon-llm/CTPO, core_algos.py, cum-token-cumprod-la, whose bounds are e^(−0.025√t) and e^(0.05√t).
+
+    Args and returns as `ppo_clip`; `prefix_log_ratio_L` is Σ_{i≤t} log π_θ/π_old without gradient, each term clamped to
+    ±20, and `position_L` counts the tokens of the sequence from 1.
+    """
+    power_L = position_L.sqrt()
+    ratio_L = (prefix_log_ratio_L + log_prob_L - log_prob_L.detach()).clamp_max(10).exp()
+    bounded_L = ratio_L.clamp((1 - clip_low) ** power_L, (1 + clip_high) ** power_L)
+    return _clipped(ratio_L, bounded_L, advantage_L, None if dual_clip is None else dual_clip**power_L)
+
+
+CPPO_LOWEST_WEIGHT = 0.8
+
+
+def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
+    """Policy gradient without the tokens that exceed a divergence threshold, or the budget of their prefix.
+
+        L_t = −M_t r_t A_t,   M_t = 1 where A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
+        S_t = Σ_{i≤t} w_i D_i,   W_t = Σ_{i≤t} w_i,   D = |π_θ − π_old|,   w_t from 1 at t = 1 to 0.8 at the end
+
+    Source: "Beyond Uniform Token-Level Trust Region", Mao et al. (https://arxiv.org/abs/2606.10968), eq. 8 to 11, with
+    the binary total variation of its section 4.3. δ is `eps_clip`, δ_b `experimental_cppo_budget`.
+    """
+    log_prob_L = x.log_probs_L.detach()
+    one_L = torch.ones_like(log_prob_L, dtype=torch.float64)
+    position_L, length_L = x.prefix_sums(one_L), x.over_sequence(one_L, mean=False)
+    weight_L = 1 - (1 - CPPO_LOWEST_WEIGHT) * (position_L - 1) / (length_L - 1).clamp_min(1)
+    divergence_L = weight_L * binary_tv(log_prob_L, x.old_log_probs_L)
+    budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (x.prefix_sums(weight_L) - weight_L)
+    inside_L = (divergence_L <= x.config.eps_clip) & (x.prefix_sums(divergence_L) <= budget_L)
+    kept_L = inside_L | (x.advantages_L * (log_prob_L - x.old_log_probs_L) <= 0)
+    loss_L = where(kept_L, -(x.log_probs_L - x.old_log_probs_L).exp() * x.advantages_L, 0.0)
+    return loss_L, (~kept_L).to(loss_L.dtype)
+
+
 def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta: float) -> Tensor:
     """Policy gradient with a quadratic pull to the old policy.
 
@@ -213,10 +268,10 @@ def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta
 
 
 def _clipped(
-    ratio_L: Tensor, advantage_L: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+    ratio_L: Tensor, bounded_L: Tensor, advantage_L: Tensor, dual_clip: float | Tensor | None
 ) -> tuple[Tensor, Tensor]:
     plain_L = -ratio_L * advantage_L
-    clipped_L = -ratio_L.clamp(1 - clip_low, 1 + clip_high) * advantage_L
+    clipped_L = -bounded_L * advantage_L
     loss_L = maximum(plain_L, clipped_L)
     touched_L = clipped_L > plain_L
     if dual_clip is not None:
@@ -305,6 +360,15 @@ LOSSES: dict[str, TokenLoss] = {
     "kl_cov": lambda x: _unclipped(
         kl_cov(x.log_probs_L, x.old_log_probs_L, x.advantages_L, x.selected_L, coef=x.config.kl_cov_coef)
     ),
+    "experimental_ctpo": lambda x: ctpo(
+        x.log_probs_L,
+        x.prefix_sums((x.log_probs_L - x.old_log_probs_L).detach().clamp(-20, 20)),
+        x.prefix_sums(torch.ones_like(x.old_log_probs_L)),
+        x.advantages_L,
+        **x.clip_range,
+        dual_clip=x.config.eps_clip_c,
+    ),
+    "experimental_cppo": cppo,
     "dro": lambda x: _unclipped(dro(x.log_probs_L, x.old_log_probs_L, x.advantages_L, beta=x.config.dro_beta)),
     "reinforce": lambda x: _unclipped(reinforce(x.log_probs_L, x.advantages_L)),
 }

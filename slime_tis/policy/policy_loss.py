@@ -21,6 +21,7 @@ from slime_tis.correction import (
     Correction,
     GlobalBatch,
     Ranks,
+    ResponseSlices,
     RolloutCorrectionConfig,
     Statistics,
     TokenPassFunction,
@@ -313,6 +314,7 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
             old_log_probs_L=old_L,
             advantages_L=inputs.advantages_L,
             over_sequence=partial(over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
+            prefix_sums=partial(prefix_sums, mask_L=mask_L, slices=tokens.slices, ranks=step.global_batch.ranks),
             config=policy,
             selected_L=selected_tokens(corrected.old_log_probs_L, tokens, step),
         )
@@ -383,6 +385,13 @@ def over_sequence(values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequ
     sums = ranks.over_context(columns.new_zeros(len(lengths), 2).index_add_(0, owner_L, columns))
     result_S = sums[:, 0] / sums[:, 1].clamp_min(1) if mean else sums[:, 0]
     return result_S.to(values_L.dtype).index_select(0, owner_L)
+
+
+def prefix_sums(values_L: Tensor, *, mask_L: Tensor, slices: ResponseSlices, ranks: Ranks) -> Tensor:
+    """Sums over the masked-in tokens of the whole sequence up to each token on this rank, [L]."""
+    whole_N = ranks.over_context(slices.scatter(torch.where(mask_L, values_L, 0.0).double()))
+    sums_N = torch.cat([whole_N[:0], *(part.cumsum(0) for part in whole_N.split(slices.lengths))])
+    return slices.slice_flat(sums_N).to(values_L.dtype)
 
 
 def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenLosses, step: LossStep) -> StepSums:

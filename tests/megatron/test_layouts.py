@@ -70,7 +70,7 @@ def test_two_ranks_agree_with_one(
 MORE = {
     "context, levels of whole sequences": (
         ["--context-parallel-size", "2"],
-        ["--tis-level", "prefix", "--rs-level", "segment"],
+        ["--tis-level", "prefix", "--rs-level", "segment", "--policy-loss", "experimental_ctpo"],
     ),
     "data, two micro-batches, trimming, a share of the sequences": (
         ["--micro-batch-size", "4"],

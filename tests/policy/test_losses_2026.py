@@ -1,5 +1,6 @@
 """Losses of 2026 against the values and gradients of the peers' own code."""
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -7,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.correction import RolloutCorrectionConfig, correct, response_slices
+from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, response_slices
 from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.losses import aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
-from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, prefix_sums
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 from tests.golden.methods import Case, cases
 
@@ -218,3 +219,69 @@ def test_verls_loss_modes_equal_verl(mode: str) -> None:
             assert value.item() == pytest.approx(case.outputs["loss"], rel=1e-5, abs=1e-6)
         compared += 1
     assert compared >= 3
+
+
+CTPO = {  # loss and norm of the gradient of the authors' function, with bounds 0.025, 0.05, 0.05 and 0.1, 0.2, 0.4
+    "plain": ((0.5146511197, 0.0916988254), (0.5199998617, 0.1207662821)),
+    "edges": ((-0.1390566528, 0.0924928933), (-0.1443535089, 0.0924928933)),
+    "tiny": ((0.0454825573, 0.0579362623), (0.0694368109, 0.0961179659)),
+    "varied": ((0.1114997193, 0.0840468779), (0.2202093005, 0.1181653664)),
+    "long": ((0.0069978349, 0.0381661430), (0.1847242713, 0.0702307448)),
+}
+
+
+@pytest.mark.parametrize("batch", CTPO)
+def test_ctpo_equals_its_authors(batch: str) -> None:
+    for (low, high, dual), expected in zip(((0.025, 0.05, 0.05), (0.1, 0.2, 0.4)), CTPO[batch], strict=True):
+        clips = {"eps_clip": -math.expm1(-low), "eps_clip_high": math.expm1(high), "eps_clip_c": math.exp(dual)}
+        step = experimental_step("ctpo", clips)
+        value, gradient, _ = step_of(Case(params={}, outputs={}, batch=batch), step, old=True)
+        assert (value.item(), gradient.norm().item()) == pytest.approx(expected, rel=1e-5)
+
+
+def experimental_step(name: str, policy: dict[str, Any]) -> LossStep:
+    return LossStep(
+        correction=RolloutCorrectionConfig(policy_loss=f"experimental_{name}"),  # type: ignore[arg-type]
+        policy=PolicyConfig(**policy, calculate_per_token_loss=True),
+        uses_recomputed_old_policy=True,
+    )
+
+
+@pytest.mark.parametrize("batch", CTPO)
+def test_cppo_equals_its_algorithm(batch: str) -> None:
+    """Algorithm 1 of the paper, token by token in float64."""
+    case, bound, budget = Case(params={}, outputs={}, batch=batch), 0.02, 0.01
+    policy = {"eps_clip": bound, "experimental_cppo_budget": budget}
+    value, gradient, _ = step_of(case, experimental_step("cppo", policy), old=True)
+    log_prob, old, advantage, mask = (case.input(name).double() for name in ("logp", "old", "advantages", "mask"))
+    expected, dropped = torch.zeros_like(gradient), 0
+    for row in range(len(mask)):
+        tokens = mask[row].nonzero().flatten().tolist()
+        prefix = weights = 0.0
+        for t, column in enumerate(tokens, 1):
+            place = row, column
+            weight = 1 - 0.2 / max(len(tokens) - 1, 1) * (t - 1)
+            divergence = weight * (log_prob[place].exp() - old[place].exp()).abs().item()
+            ratio = (log_prob[place] - old[place]).exp().item()
+            limit = min(bound, bound + budget * weights - prefix)
+            if advantage[place] * (ratio - 1) <= 0 or divergence <= limit:
+                expected[place] = -ratio * advantage[place]
+            else:
+                dropped += 1
+            prefix, weights = prefix + divergence, weights + weight
+    assert dropped
+    torch.testing.assert_close(gradient, expected / mask.sum(), rtol=1e-5, atol=1e-7)
+    assert value.item() == pytest.approx(expected.sum().item() / mask.sum().item(), rel=1e-5)
+
+
+def test_prefix_sums_cross_context_parallel_ranks() -> None:
+    """Two responses of 5 and 3 tokens after prompts of 2 and 1, each cut into four chunks for two ranks."""
+    slices = [response_slices([7, 4], [5, 3], rank, 2) for rank in range(2)]
+    values_N, mask_N = torch.arange(1.0, 9.0), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1]).bool()
+    expected_N = torch.tensor([1.0, 3, 3, 7, 12, 6, 6, 14])
+    parts = [each.scatter(each.slice_flat(values_N * mask_N)).double() for each in slices]
+    for rank, each in enumerate(slices):
+        ranks = Ranks(context=lambda whole_N, _, other_N=parts[1 - rank]: whole_N + other_N)
+        found_L = prefix_sums(each.slice_flat(values_N), mask_L=each.slice_flat(mask_N), slices=each, ranks=ranks)
+        assert 0 < len(found_L) < 8
+        assert found_L.tolist() == each.slice_flat(expected_N).tolist()
