@@ -54,6 +54,25 @@ def test_another_temperature_is_named_and_proven(
     assert (tmp_path / "stopped" / "engine_check.pt").exists()
 
 
+def test_the_wrong_one_of_four_servers_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one_is_hotter(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
+        engines = [hotter if server == 2 else generate for server in range(4)]
+        answers = [answer(engine, prompts, sampling, seed) for answer in engines]
+        groups = [answers[index % 4][index] for index in range(len(prompts))]
+        for index, group in enumerate(groups):
+            for sample in group:
+                sample.rollout_workers = [index % 4] * sample.response_length
+        return groups
+
+    plant(monkeypatch, one_is_hotter)
+    monkeypatch.setattr(LocalEngine, "workers", ("http://a", "http://b", "http://c", "http://d"))
+    rows = run("--num-rollout", "1", "--rollout-precision", "int8", name="warned")
+    assert "differs from the others (http://c)" in " ".join(capsys.readouterr().err.split())
+    assert rows[0]["train/worst_worker"] == 2 and rows[0]["train/worst_worker_ratio"] > 1.5
+
+
 def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

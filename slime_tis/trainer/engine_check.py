@@ -153,29 +153,34 @@ class EngineCheck:
                 token=sample.response_ids,
                 prompt=sample.prompt_ids,
                 weight_version=sample.weight_versions,
+                rollout_worker=sample.worker_of_each,
                 group=sample.group_index,
             )
             for sample, row in zip(samples, rows, strict=True)
         ]
-        table = TokenTable.from_parts(parts, {"source": "slime_tis", "temperature": self.sampling.temperature})
+        metadata = {"source": "slime_tis", "temperature": self.sampling.temperature}
+        table = TokenTable.from_parts(parts, {**metadata, "workers": list(self.sampler.workers)})
         return samples, table, comparison.gap
 
     def _fault(self, table: TokenTable, *, is_large: bool) -> Fault | None:
         """Says why the engines disagree and writes the dump; None if precision explains the mismatch."""
-        finding = diagnose(table).findings[0]
+        diagnosis = diagnose(table)
+        finding = diagnosis.findings[0]
         is_named = finding.cause not in HARMLESS and finding.confidence >= MIN_CERTAIN_CONFIDENCE
         if not (is_large or is_named):
             return None
         sentence, is_proven = f"The likely cause: {finding.title}.", False
         if sum(file.stat().st_size for file in self.hf_checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
             try:
-                _, proof = prove(table, str(self.hf_checkpoint))
+                own = table.of_worker(diagnosis.server) if diagnosis.server else table
+                _, proof = prove(own, str(self.hf_checkpoint))
             except (ValueError, OSError, RuntimeError) as error:
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"
             else:
                 if proof.causes == ("rounding",) and not is_large:
                     return None
-                sentence, is_proven = proof.sentence, proof.is_proven
+                sentence = f"{sentence} {proof.sentence}" if diagnosis.server else proof.sentence
+                is_proven = proof.is_proven
         with suppress(OSError, ValueError):
             check_replaceable(self.path)
             write(self.path, table)

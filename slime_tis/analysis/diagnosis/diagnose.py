@@ -150,6 +150,11 @@ class Diagnosis:
         """The top-ranked cause."""
         return self.findings[0].cause
 
+    @property
+    def server(self) -> str:
+        """The rollout server that differs from the others; empty if none does."""
+        return next((finding.detail for finding in self.findings if finding.cause == "worker"), "")
+
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON."""
         findings = [{**asdict(finding), "score": finding.score} for finding in self.findings]

@@ -88,7 +88,7 @@ def diagnosis(
         from slime_tis.analysis.diagnosis.proof import prove  # torch and transformers take a second to import
 
         # samples of the other servers would hide the cause
-        server = next((finding.detail for finding in result.findings if finding.cause == "worker"), "")
+        server = result.server
         table = source.table.of_worker(server) if server else source.table
         rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
         result = with_proof(result, proof)
