@@ -258,20 +258,23 @@ class Search:
 
     def _batches(self, reads: Mapping[int, Input]) -> Iterator[tuple[int, Tensor]]:
         """Logits of each sample; small models score several samples at a time."""
-        single = [i for i, read in reads.items() if self.model is None or not read.is_plain]
+        model = self.model
+        single = [i for i, read in reads.items() if model is None or not read.is_plain]
         plain = [i for i in reads if i not in single]
         longest = max((len(reads[i].tokens) for i in plain), default=1)
         size = max(1, MAX_BATCH // (longest * self.vocabulary))
         for i in [*single, *(plain if size == 1 else [])]:
             yield i, self.logits(reads[i])
-        for start in range(0, len(plain) if size > 1 else 0, size):
+        if model is None or size == 1:
+            return
+        for start in range(0, len(plain), size):
             chunk = [reads[i] for i in plain[start : start + size]]
             tokens = pad_sequence([read.tokens for read in chunk], batch_first=True)  # after the end, so no mask
             positions = torch.arange(tokens.shape[1]).repeat(len(chunk), 1)
             for row, read in zip(positions, chunk, strict=True):
                 row[: len(read.positions)] = read.positions
-            device = self.model.device
-            logits = self.model(tokens.to(device), position_ids=positions.to(device)).logits.float().cpu()
+            device = model.device
+            logits = model(tokens.to(device), position_ids=positions.to(device)).logits.float().cpu()
             for i, read, row in zip(plain[start:], chunk, logits, strict=False):
                 end = len(read.tokens) - 1
                 yield i, row[end - read.response : end] / read.temperature
