@@ -75,6 +75,15 @@ def _run(chosen: argparse.Namespace) -> int:
         paths = chosen.compare or [chosen.path]
         text = report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint)
     elif chosen.command == "diagnose":
+        if chosen.demo:
+            if chosen.json or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+                raise ValueError("error: --demo takes a directory and no other option.")
+            from slime_tis.diagnosis_demo import demo as diagnosis_demo
+
+            print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
+            return 0
+        if chosen.path is None:
+            raise ValueError("error: give a run or a dump, or --demo.")
         from slime_tis.analysis.report.command import LimitExceeded, diagnosis
 
         options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
@@ -119,7 +128,11 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "name the causes of the mismatch between training and rollout"
     diagnose = commands.add_parser("diagnose", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
-    diagnose.add_argument("path", metavar="RUN_OR_DUMP", help=dumps)
+    diagnose.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
+    demo_help = (
+        "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default slime-tis-diagnosis), and find it"
+    )
+    diagnose.add_argument("--demo", action="store_true", help=demo_help)
     model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
     diagnose.add_argument("--hf-checkpoint", default="", metavar="DIR", help=model)
     other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
