@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime_tis.main import train
 from slime_tis.trainer import setup
 from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.megatron.engine import TrainingEngine
 from tests.conftest import Run
 
 generate = LocalEngine.generate
@@ -52,6 +54,30 @@ def test_another_temperature_is_named_and_proven(
     assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
     assert "samples at 1.5 times" in capsys.readouterr().err and not (tmp_path / "stopped" / "metrics.jsonl").exists()
     assert (tmp_path / "stopped" / "engine_check.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param("embedding.word_embeddings.weight", "hidden states of the embedding are", id="embedding"),
+        pytest.param("decoder.layers.1.mlp.linear_fc1.weight", "hidden states after layer 1 of 2", id="layer"),
+        pytest.param("decoder.final_layernorm.weight", "All hidden states agree", id="final norm"),
+    ],
+)
+def test_the_first_different_layer_of_training_is_named(
+    run: Run, name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = TrainingEngine._load_weights
+
+    def wrong(engine: TrainingEngine, keep_reference: bool) -> Any:
+        reference = load(engine, keep_reference)
+        with torch.no_grad():
+            engine.model.module.get_parameter(name).flatten()[::2].mul_(0.3)
+        return reference
+
+    monkeypatch.setattr(TrainingEngine, "_load_weights", wrong)
+    run("--num-rollout", "1", "--rollout-precision", "fp32", name="wrong")
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_wrong_one_of_four_servers_is_named(

@@ -9,16 +9,20 @@ SGLang answers the same prompts again: a prefix cache with states of older weigh
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
+from torch.nn import Module
 from tqdm import tqdm
 
 from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
 from slime_tis.analysis.diagnosis.proof import prove
+from slime_tis.analysis.diagnosis.rescore import load_model
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.errors import first_line
@@ -40,6 +44,8 @@ GROWTH, SMALL = 3.0, 1e-4
 """After an update mean |Δ| may grow by this factor and by this number of nats."""
 MARGIN = 0.5
 """Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in bf16 or fp8."""
+MAX_LAYER_ERROR, MAX_LOW_PRECISION_ERROR = 1e-3, 0.2
+"""Largest difference of hidden states relative to their norm, in fp32 and in lower precision."""
 HARMLESS = ("healthy", "rounding")
 """Findings that the precision of the engines explains."""
 ATTENTION = "model.layers.0.self_attn.q_proj.weight"
@@ -55,6 +61,8 @@ class Fault:
     sentence: str
     is_certain: bool
     """Whether the mismatch is larger than precision explains, or its cause is proven."""
+    is_in_training: bool = False
+    """Whether training is the engine that differs from transformers."""
 
 
 def show(parallel: Parallel, lines: Sequence[str]) -> None:
@@ -103,8 +111,12 @@ class EngineCheck:
         if fault is None:
             return [f"engines agree before the first step: {size}"]
         self.repeats = False
+        layer = ""
+        parallel = self.learner.parallel
+        if fault.is_in_training and parallel.pipeline_size * parallel.context_size == 1:
+            layer = first_different_layer(self.learner, samples[0], str(self.hf_checkpoint))
         command = f"`slime-tis diagnose {self.path} --hf-checkpoint {self.hf_checkpoint}` scores the answers again."
-        message = f"the engines disagree before the first step: {size}. {fault.sentence} {command}"
+        message = f"the engines disagree before the first step: {size}. {fault.sentence}{layer} {command}"
         return self._alarm(message, stops=fault.is_certain)
 
     def after_update(self) -> list[str]:
@@ -169,7 +181,7 @@ class EngineCheck:
         is_named = finding.cause not in HARMLESS and finding.confidence >= MIN_CERTAIN_CONFIDENCE
         if not (is_large or is_named):
             return None
-        sentence, is_proven = f"The likely cause: {finding.title}.", False
+        sentence, is_proven, engine = f"The likely cause: {finding.title}.", False, ""
         if sum(file.stat().st_size for file in self.hf_checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
             try:
                 own = table.of_worker(diagnosis.server) if diagnosis.server else table
@@ -180,8 +192,53 @@ class EngineCheck:
                 if proof.causes == ("rounding",) and not is_large:
                     return None
                 sentence = f"{sentence} {proof.sentence}" if diagnosis.server else proof.sentence
-                is_proven = proof.is_proven
+                is_proven, engine = proof.is_proven, proof.engine
         with suppress(OSError, ValueError):
             check_replaceable(self.path)
             write(self.path, table)
-        return Fault(sentence=sentence, is_certain=is_large or is_proven)
+        return Fault(sentence=sentence, is_certain=is_large or is_proven, is_in_training=engine == "training")
+
+
+@contextmanager
+def outputs_of(modules: Iterable[Module]) -> Iterator[list[Tensor]]:
+    """Records the outputs [T, H] of modules in the order of their calls, float32 on the CPU."""
+    outputs: list[Tensor] = []
+
+    def record(_: Module, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        outputs.append(hidden.detach().float().cpu().reshape(-1, hidden.shape[-1]))
+
+    handles = [module.register_forward_hook(record) for module in modules]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def first_different_layer(learner: Learner, sample: Sample, hf_checkpoint: str) -> str:
+    """Names the first hidden states of a sample that differ between training and transformers; a collective.
+
+    Every rank has all layers, and whole sequences unless sequence parallelism splits them.
+    """
+    module, engine = learner.engine.model.module, learner.engine.config
+    if engine.sequence_parallel:
+        return ""
+    with outputs_of([module.embedding, *module.decoder.layers]) as trained:
+        learner.score([sample])
+
+    def reference() -> list[Tensor]:
+        model = load_model(hf_checkpoint)
+        with outputs_of([model.get_input_embeddings(), *model.model.layers]) as outputs:
+            model(torch.tensor([sample.tokens]))
+        return outputs
+
+    bound = MAX_LAYER_ERROR if engine.precision == "fp32" else MAX_LOW_PRECISION_ERROR
+    for number, (own, exact) in enumerate(zip(trained, on_rank_zero(reference), strict=True)):
+        rows = min(len(own), len(exact))  # a packed row may end with filler
+        error = float((own[:rows] - exact[:rows]).norm() / exact[:rows].norm())
+        if not error <= bound:
+            name = f"after layer {number - 1} of {len(trained) - 1} (from 0)" if number else "of the embedding"
+            return f" The hidden states {name} are the first that differ from transformers': {error:.1%} of their norm."
+    return " All hidden states agree with transformers': the final norm or the output layer differs."
