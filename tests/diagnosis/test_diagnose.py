@@ -130,8 +130,10 @@ PLANTED = {
 @pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
 def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     found = diagnose(planted(name))
-    assert found.cause == cause, [(finding.cause, finding.score, finding.evidence) for finding in found.findings]
-    first = found.findings[0]
+    is_candidate = name in ("never updated", "bf16", "fp8", "position", "prompt")  # other causes make this pattern, too
+    assert (found.cause == "unexplained") == is_candidate
+    first = found.findings[is_candidate]
+    assert first.cause == cause, [(finding.cause, finding.score, finding.evidence) for finding in found.findings]
     assert first.evidence and first.title and first.fix and 0 < first.confidence <= 1 and 0 <= first.share <= 1
     json.dumps(found.as_json(), allow_nan=False)
     assert first.title in as_text(found, "a run")
@@ -146,7 +148,7 @@ def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
         (("bf16", "fp32"), 0.01, ("rounding", "bf16"), "which fits"),
         (("fp32", "bf16"), 0.2, ("unexplained", ""), "noise of another size"),
         (("fp32", "fp32"), 0.003, ("unexplained", ""), "something else rounds"),
-        (("fp32", None), 0.003, ("rounding", "bf16"), "fits bf16 weights"),
+        (("fp32", None), 0.003, ("unexplained", ""), "candidates only: precision"),
     ],
     ids=["int8", "bf16", "bf16 training", "too large", "fp32", "unknown"],
 )
@@ -164,8 +166,8 @@ def test_precisions_in_the_metadata_are_evidence(precisions, noise, named, words
     [
         ({}, True, "moe_routing"),
         ({"num_experts": 8, "replays_experts": False}, False, "moe_routing"),
-        ({"num_experts": 8, "replays_experts": True}, True, "rounding"),
-        ({"num_experts": 0, "replays_experts": False}, False, "rounding"),
+        ({"num_experts": 8, "replays_experts": True}, True, "unexplained"),
+        ({"num_experts": 0, "replays_experts": False}, False, "unexplained"),
     ],
     ids=["recorded", "in metadata", "replayed", "dense"],
 )

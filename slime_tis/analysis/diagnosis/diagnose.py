@@ -103,17 +103,25 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Set attention and hidden dropout to 0, or score in eval mode; else choose deterministic kernels.",
     ),
     "unexplained": (
-        "a large mismatch without a known pattern",
+        "a mismatch without a pattern of one cause",
         "Compare the two engines on one prompt, with --hf-checkpoint as the reference: model, tokenizer, weights.",
     ),
     "healthy": ("healthy", "Nothing to change."),
 }
 """Title and fix of each cause."""
 
+MIN_NAMED_CONFIDENCE = 0.7
+"""Below this confidence several causes share the pattern: the answer is `unexplained`, with them as candidates."""
 MIN_CERTAIN_CONFIDENCE = 0.9
 """Below this confidence a finding names the command that proves it."""
 PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it scores samples again."
-TOKEN_RULES = (token_rules.mask_mistake, token_rules.misaligned, token_rules.broken_tokens)
+TOKEN_RULES = (
+    token_rules.converted,
+    token_rules.mask_mistake,
+    token_rules.exchanged,
+    token_rules.misaligned,
+    token_rules.broken_tokens,
+)
 """Rules that remove the tokens they explain, in this order."""
 FORM_RULES = (
     form_rules.weights_not_updated,
@@ -180,18 +188,25 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
 
 
 def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
-    """The diagnosis with what scoring again has shown: alone if that settles it, else before the rules' findings."""
-    if not proof.causes:
+    """The diagnosis with what scoring again has shown: alone if that settles it, else before the rules' findings.
+
+    A cause that explains less than MIN_NAMED_CONFIDENCE of the mismatch, and patterns that no hypothesis repeats, are
+    candidates after `unexplained`.
+    """
+    if not proof.hypotheses and not proof.causes:
         return diagnosis
-    confidence, evidence = 1.0 if proof.is_proven else 0.9, (proof.sentence,)
+    share = min(proof.explained, 1.0)
+    is_settled = proof.is_proven or proof.is_noise
     shown = [
-        Finding(cause=cause, evidence=evidence, confidence=confidence, share=min(proof.explained, 1.0))
+        Finding(cause, (proof.sentence,), 1.0 if proof.is_proven else 0.9 if is_settled else share, share)
         for cause in proof.causes
     ]
+    if not is_settled and share < MIN_NAMED_CONFIDENCE:
+        shown.insert(0, Finding("unexplained", (proof.sentence,), MIN_CERTAIN_CONFIDENCE, 1 - share))
     servers = [each for each in diagnosis.findings if each.cause == "worker"]
-    is_settled = proof.is_proven or proof.is_noise
-    kept = () if is_settled else [each for each in diagnosis.findings if each.cause not in (*proof.causes, "worker")]
-    return replace(diagnosis, findings=(*servers, *map(_described, shown), *kept))
+    known = {"worker", "unexplained", "healthy", *proof.causes}
+    others = [each for each in diagnosis.findings if each.cause not in known and each.confidence >= CERTAIN]
+    return replace(diagnosis, findings=(*servers, *map(_described, shown), *([] if is_settled else others)))
 
 
 def findings_of(tokens: Tokens) -> list[Finding]:
@@ -229,6 +244,13 @@ def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding
     ]
     total = max(1.0, sum(finding.share for finding in large))  # several findings may explain the same tokens
     ranked = [replace(each, share=each.share / total) for each in sorted(large, key=lambda each: -each.score)]
+    sure = [each for each in ranked if each.confidence >= MIN_NAMED_CONFIDENCE]
+    candidates = [each for each in ranked if each not in sure]
+    if candidates and not sure and ranked[0].cause != "unexplained":
+        names = "; ".join(CAUSES[each.cause][0] for each in candidates)
+        evidence = (f"other causes make the same pattern, so these are candidates only: {names}",)
+        sure = [Finding("unexplained", evidence, candidates[0].confidence, min(sum(c.share for c in candidates), 1.0))]
+    ranked = [*sure, *candidates]
     return tuple(map(_described, ranked or [Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))]))
 
 

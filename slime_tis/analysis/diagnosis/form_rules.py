@@ -101,7 +101,7 @@ def weights_not_updated(tokens: Tokens) -> Finding | None:
         evidence.append("all tokens have the same weight version")
     elif tokens.staleness is not None:
         evidence.append(f"the reported staleness is {tokens.staleness.mean():.1f} steps in every step")
-    return Finding("weights_not_updated", tuple(evidence), 0.95 * growth)
+    return Finding("weights_not_updated", tuple(evidence), (0.95 if stuck else 0.65) * growth)
 
 
 def position(tokens: Tokens) -> Finding | None:
@@ -121,7 +121,7 @@ def position(tokens: Tokens) -> Finding | None:
     else:
         confidence = ramp(size[0] / max(size[-1], 1e-9), 1.5, 2.5) * ramp(-rank, 0.5, 0.8)
         cause, evidence = "other_prompt", f"abs(Δ) relative to 1 − p falls like the influence of the prompt: {values}"
-    return Finding(cause, (evidence,), 0.9 * confidence, float(newest.size.sum() / tokens.size.sum()))
+    return Finding(cause, (evidence,), 0.6 * confidence, float(newest.size.sum() / tokens.size.sum()))
 
 
 def moe_routing(tokens: Tokens) -> Finding | None:

@@ -107,7 +107,7 @@ RUN_RULES = (
         cause="stale_weights",
         metric="mean mismatch_k3_kl",
         condition=lambda _, values, __: (
-            0.6 * (values["mean rollout/weight_staleness"] > 0 and "staleness ratio" not in values)
+            0.7 * (values["mean rollout/weight_staleness"] > 0 and "staleness ratio" not in values)
         ),
         message=STALENESS,
         share=0.5,
@@ -124,7 +124,7 @@ RUN_RULES = (
     Rule(
         cause="moe_routing",
         metric="replay ratio",
-        condition=lambda value, *_: 0.6 * (value > 2),
+        condition=lambda value, *_: 0.7 * (value > 2),
         message="without replay, k3 is {value:.1f} times as large as with replay",
         share=0.3,
     ),

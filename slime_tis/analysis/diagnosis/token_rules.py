@@ -40,6 +40,8 @@ MAX_ALIGNED = 192
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 """Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
 
+MAX_CONVERTED = 0.02
+"""Largest remaining share of the mismatch of log-probs in another unit."""
 MIN_WORKER_RATIO = 1.3
 """Smallest ratio of a deviating server's noise to the other servers'."""
 PERMUTATIONS = 999
@@ -86,6 +88,48 @@ def deviating_worker(tokens: Tokens) -> Verdict:
     return Finding("worker", evidence, 0.95, float(share), detail=name), of_worst
 
 
+def converted(tokens: Tokens) -> Verdict:
+    """Reported numbers that are no log-probs, or are a constant, a factor or a bound away from log-probs."""
+    train, rollout, finite = tokens.train, tokens.rollout, tokens.finite
+    everything = np.ones(len(tokens), bool)
+    if finite.sum() < MIN_TOKENS or np.abs(tokens.log_ratio).mean() < NEGLIGIBLE_DIFFERENCE:
+        return None
+    if (positive := (rollout[finite] > 1e-3).mean()) > MAX_BROKEN:
+        text = f"{positive:.0%} of the rollout engine's log-probs are above 0, so they are no log-probs"
+        return Finding("broken_tokens", (text,), 0.95), everything
+    design = np.stack([train[finite], np.ones(finite.sum())], axis=1)
+    (factor, offset), *_ = np.linalg.lstsq(design, rollout[finite], rcond=None)
+    if np.abs(rollout[finite] - factor * train[finite] - offset).sum() < MAX_CONVERTED * tokens.size[finite].sum():
+        text = f"the rollout engine reports {factor:.4g} · log π_train {offset:+.3g}: another base, unit or constant"
+        return Finding("broken_tokens", (text,), 0.95), everything
+    lowest = rollout[finite].min()
+    at_bound = finite & (rollout == lowest)
+    if at_bound.sum() >= MIN_TOKENS and (train[at_bound] < lowest).mean() > 0.9:
+        text = f"{at_bound.mean():.1%} of the tokens have the smallest log-prob, {lowest:.4g}: it is a lower bound"
+        return Finding("broken_tokens", (text,), 0.95), at_bound
+    return None
+
+
+def exchanged(tokens: Tokens) -> Verdict:
+    """Samples with the log-probs of the next or the previous sample."""
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    ends = np.append(starts[1:], len(tokens))
+    mask = np.zeros(len(tokens), bool)
+    for lag in (-1, 1):
+        for i in range(max(-lag, 0), len(starts) - max(lag, 0)):
+            n = min(ends[i] - starts[i], ends[i + lag] - starts[i + lag])
+            own, other = slice(starts[i], starts[i] + n), slice(starts[i + lag], starts[i + lag] + n)
+            size = np.abs(tokens.train[own] - tokens.rollout[own]).sum()
+            if n >= MIN_ALIGNED_TOKENS and size > MIN_SAVED:
+                remaining = np.abs(tokens.train[other] - tokens.rollout[own]).sum()
+                mask[own] |= bool(remaining < MAX_RESIDUAL_SMALL * size)
+    samples = len(np.unique(tokens.sample[mask]))
+    if samples < max(2, 0.02 * len(starts)):
+        return None
+    text = f"{samples} of {len(starts)} samples have the log-probs of a neighboring sample"
+    return Finding("shifted_tokens", (text,), 0.95, detail="exchanged between samples"), mask
+
+
 def mask_mistake(tokens: Tokens) -> Verdict:
     """Runs of trained tokens whose rollout log-prob is missing, or equals one number that many tokens share."""
     missing = ~np.isfinite(tokens.rollout)
@@ -127,7 +171,7 @@ def broken_tokens(tokens: Tokens) -> Verdict:
         share = f"{100 * outlying.mean():.2g}%"
         evidence.append(f"{outlying.sum()} of {len(tokens)} tokens ({share}) have Δ of up to {worst:+.1f} nats")
         evidence.append(f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats")
-    confidence = 0.95 if broken.any() else 0.55 + 0.35 * ramp(outlying.mean(), MAX_BROKEN, 0.02)
+    confidence = 0.95 if broken.any() else 0.5 + 0.3 * ramp(outlying.mean(), 0.02, 0.002)
     return Finding("broken_tokens", tuple(evidence), confidence), mask
 
 
