@@ -1,5 +1,6 @@
 """Proofs by scoring again: faults planted with transformers' own tools are named, with their parameter."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from transformers import (
 
 from slime_tis.analysis.diagnosis.hypotheses import TABLE, Hypothesis, hypotheses
 from slime_tis.analysis.diagnosis.proof import explain_disagreement, prove
+from slime_tis.analysis.diagnosis.rescore import HfScorer
+from slime_tis.analysis.diagnosis.search import Search
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.main import main
@@ -245,6 +248,19 @@ def test_two_faults_are_found_one_after_the_other(model: Any, path: Path) -> Non
     _, proof = prove(table, str(path))
     assert {each.name for each in proof.explanations[:2]} == {"first prompt tokens missing", "temperature"}
     assert proof.is_proven and set(proof.causes) == {"other_prompt", "temperature"}
+
+
+def test_any_two_hypotheses_on_inputs_can_be_combined(model: Any, path: Path) -> None:
+    table = dump(model, PLANTED["temperature"][0])
+    assert table.prompt is not None
+    prompts = [prompt[i % 4 :] for i, prompt in enumerate(table.prompt)]  # of several lengths
+    search = Search(replace(table, prompt=prompts), HfScorer(model), None, "rollout")
+    names = [name for name, each in search.table.items() if each.inputs is not None or each.prompt is not None]
+    assert len(names) > 12
+    for first, second in itertools.permutations(names, 2):
+        edits = tuple((name, search.table[name].values[0]) for name in (first, second))
+        (rows,) = search.score([edits], [1, 2])
+        assert all(len(row) == RESPONSE and row.isfinite().all() for row in rows), edits
 
 
 def test_noise_is_not_explained(model: Any, path: Path) -> None:

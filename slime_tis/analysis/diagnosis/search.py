@@ -288,6 +288,7 @@ class Search:
         for name, value in edits:
             if (prompt := self.table[name].prompt) is not None:
                 read = with_prompt(read, prompt(read.prompt, round(value)))
+        for name, value in edits:  # masks and positions have the length of the changed prompt
             if (change := self.table[name].inputs) is not None:
                 read = change(read, value, self.inputs[i - 1])
         return read

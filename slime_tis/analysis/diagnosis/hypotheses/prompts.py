@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, InputEdit, PromptEdit
+from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, PromptEdit
 
 SIZES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
 PADS = (*map(float, range(1, 9)), 16.0)
@@ -55,12 +55,12 @@ def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
     return replace(sample, cache=Fp8Cache)
 
 
-def _padded_to(pad: int, longest: int, *, left: bool) -> InputEdit:
+def _padded_to(pad: int, longest: int, *, left: bool) -> PromptEdit:
     """Prompts padded to a common length, pads attended to."""
 
-    def edit(sample: Input, _: float, __: Input) -> Input:
-        pads = sample.prompt.new_full((max(longest - len(sample.prompt), 0),), pad)
-        return with_prompt(sample, torch.cat([pads, sample.prompt] if left else [sample.prompt, pads]))
+    def edit(prompt: Tensor, _: int) -> Tensor:
+        pads = prompt.new_full((max(longest - len(prompt), 0),), pad)
+        return torch.cat([pads, prompt] if left else [prompt, pads])
 
     return edit
 
@@ -86,7 +86,7 @@ def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
     for side, left in {"left": True, "right": False}.items():
         claim = f"attends to the padding on the {side} of the prompt, which makes all prompts {longest} tokens long"
         edit = _padded_to(pad, longest, left=left)
-        table[f"padded on the {side}"] = Hypothesis(claim=claim, cause="attention_mask", inputs=edit)
+        table[f"padded on the {side}"] = Hypothesis(claim=claim, cause="attention_mask", prompt=edit)
     return table
 
 
