@@ -15,6 +15,7 @@ import io
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import slime_tis
 from slime_tis.terminal import protect_output
@@ -203,9 +204,11 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
         raise ValueError(f"{path} has no dumps of tokens; --save-debug-train-data writes them (docs/dumps.md).")
     if not flags:
         return as_text(what_if(table))
-    correction, function, args = read_correction(flags, policy_of(table))
+    correction, policy, function, args = read_correction(flags, policy_of(table))
     chosen = load_custom_tis(function, args) if function else correction
-    return as_text(what_if(table, [RolloutCorrectionConfig(), chosen], args=args), flags=" ".join(flags))
+    changed = replace(table, metadata=dict(table.metadata) | {"policy": asdict(policy)})
+    rows = what_if(table, [RolloutCorrectionConfig()]) + what_if(changed, [chosen], args=args)
+    return as_text(rows, flags=" ".join(flags))
 
 
 def _own_command_line() -> list[str]:

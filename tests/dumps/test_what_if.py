@@ -155,8 +155,28 @@ def test_whole_batch_corrections_use_a_part_of_many_steps():
     assert (row.weight_max, row.cosine, row.norm_ratio) == (1.0, pytest.approx(1.0), pytest.approx(0.5))
 
 
+def stale() -> TokenTable:
+    """A token of the step's own weights, ratio 1, and one of weights two steps older, ratio 4."""
+    part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0], advantage=[1.0], step=3, weight_version=[3])
+    return TokenTable.from_parts([part, replace(part, rollout_log_prob=[-1.0 - math.log(4)], weight_version=[1])])
+
+
+def test_the_age_of_tokens_counts():
+    config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=9, old_logprobs="interpolate")
+    assert one(config, stale()).weight_max == pytest.approx(2.0)  # half of the way, √4
+    decayed = one(RolloutCorrectionConfig(), replace(stale(), metadata={"policy": {"staleness_decay": 0.5}}))
+    assert decayed.norm_ratio == pytest.approx(math.hypot(1, 0.25) / math.hypot(1, 4))  # 1 and 0.5² against 1 and 4
+
+
+def test_the_command_takes_options_of_the_loss(tmp_path, capsys):
+    write(tmp_path / "dump.parquet", stale())
+    assert main(["what-if", str(tmp_path / "dump.parquet"), "--staleness-decay", "0.5"]) == 0
+    ratios = {line.split("  ")[-1]: float(line.split()[5]) for line in capsys.readouterr().out.splitlines()[1:]}
+    assert ratios == {"no correction": 0.343, "--staleness-decay 0.5": 0.25}
+
+
 def test_interpolated_old_log_probs_need_weight_versions():
-    with pytest.raises(ValueError, match="needs weight versions"):
+    with pytest.raises(ValueError, match="weight versions"):
         one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
 
 

@@ -20,7 +20,7 @@ from slime_tis.analysis.dumps.annotate import UNBOUNDED
 from slime_tis.analysis.dumps.table import Column, TokenTable
 from slime_tis.correction import PRESETS, GlobalBatch, RolloutCorrectionConfig, response_slices
 from slime_tis.correction.config import DIVERGENCE_BOUNDS
-from slime_tis.policy.config import PolicyConfig
+from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch
@@ -31,6 +31,8 @@ MAX_TOKENS = 1 << 18
 """Default number of response tokens that `what_if` uses, a random part of a larger table."""
 MAX_STEPS = 64
 """Default number of optimizer steps, a random part of more, for corrections that depend on a whole batch."""
+CURRENT_VERSION = 1 << 30
+"""Version of each step's weights; negative versions are unknown ones."""
 CUSTOM_FUNCTION_CONFIG = RolloutCorrectionConfig(use_tis=True)
 """Configuration for functions in slime's contract."""
 SWEEP_LEVELS = ("token", "sequence", "geometric")
@@ -136,7 +138,7 @@ def what_if(
     rows = []
     for name, choice in named:
         config = choice if isinstance(choice, RolloutCorrectionConfig) else CUSTOM_FUNCTION_CONFIG
-        stepwise = needs_global_batch(config)
+        stepwise = _needs_steps(config)
         if stepwise not in batches:
             batches[stepwise] = _with_exact(_steps(table, max_steps) if stepwise else [table], policy)
         step = _loss_step(table, config, policy)
@@ -145,6 +147,10 @@ def what_if(
         else:
             rows.append(_row_of_function(name, choice, args, batches[stepwise], step))
     return rows
+
+
+def _needs_steps(config: RolloutCorrectionConfig) -> bool:
+    return needs_global_batch(config) or config.policy_loss in COVARIANCE_RULES
 
 
 def _name_of(choice: CorrectionChoice) -> str:
@@ -206,7 +212,7 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
         norm_ratio=norm_ratio,
         sequence_cosine=sequence_cosine,
         sequence_norm_ratio=sequence_norm_ratio,
-        steps=len(batches.inputs) if needs_global_batch(config) else None,
+        steps=len(batches.inputs) if _needs_steps(config) else None,
         metrics=metrics,
     )
 
@@ -240,6 +246,7 @@ def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
     token = RolloutCorrectionConfig(
         use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=UNBOUNDED
     )
+    policy = replace(policy, staleness_decay=1.0, rollout_pull_coef=0.0, use_opsm=False)
     _, token_N = _applied(batches, _loss_step(parts[0], token, policy))
     _, sequence_N = _applied(batches, _loss_step(parts[0], replace(token, tis_level="sequence"), policy))
     return replace(batches, exact_token_N=token_N, exact_sequence_N=sequence_N)
@@ -285,10 +292,10 @@ def loss_inputs(table: TokenTable) -> LossInputs:
     lengths = table.response_length.tolist()
     prompts = [len(prompt) for prompt in table.prompt or [()] * len(table)]
     totals = [prompt + response for prompt, response in zip(prompts, lengths, strict=True)]
-    version = np.zeros(table.tokens, np.int64)
-    if table.weight_version is not None:  # relative to the step, whose own version is then 0
-        step = 0 if table.step is None else np.repeat(table.step, table.response_length)
-        version = table.weight_version.astype(np.int64) - step
+    version = np.full(table.tokens, CURRENT_VERSION)
+    if table.weight_version is not None:
+        age = 0 if table.step is None else np.repeat(table.step, table.response_length) - table.weight_version
+        version = np.where(table.weight_version < 0, -1, CURRENT_VERSION - age)
     loss_mask = torch.from_numpy(table.loss_mask.astype(np.float32))
     advantage = torch.ones(table.tokens) if table.advantage is None else _tensor(table.advantage).nan_to_num()
     recomputed = table.metadata.get("old_policy") == "recomputed"
@@ -310,11 +317,16 @@ def loss_inputs(table: TokenTable) -> LossInputs:
 
 
 def _loss_step(table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig) -> LossStep:
-    if config.old_logprobs == "interpolate" and table.weight_version is None:
-        raise ValueError("--old-logprobs interpolate needs weight versions, which the dump does not have.")
+    needs_versions = {"--old-logprobs interpolate": config.old_logprobs == "interpolate"}
+    needs_versions["--staleness-decay"] = policy.staleness_decay < 1
+    for flag, is_on in needs_versions.items():
+        if is_on and (table.weight_version is None or table.step is None):
+            raise ValueError(f"{flag} needs steps and weight versions, which the dump does not have.")
     recomputed = table.metadata.get("old_policy") == "recomputed"
     follows = config.use_rollout_logprobs or config.old_logprobs == "interpolate"
-    return LossStep(correction=config, policy=policy, uses_recomputed_old_policy=recomputed and not follows, version=0)
+    return LossStep(
+        correction=config, policy=policy, uses_recomputed_old_policy=recomputed and not follows, version=CURRENT_VERSION
+    )
 
 
 def _tensor(values: Column) -> Tensor:

@@ -214,23 +214,37 @@ def _first_dumps(loop: LoopConfig) -> dict[str, str]:
     return {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}
 
 
+WHAT_IF_LOSS_OPTIONS = (
+    *("policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c", "sapo_tau_pos", "sapo_tau_neg", "dro_beta"),
+    *("cov_ratio", "clip_cov_lower_bound", "clip_cov_upper_bound", "kl_cov_coef", "experimental_cppo_budget"),
+    *("rollout_pull_coef", "staleness_decay", "use_opsm", "opsm_policy", "opsm_delta", "calculate_per_token_loss"),
+)
+"""Options of the loss that a dump has the data for."""
+
+
 def read_correction(
     argv: Sequence[str], policy: PolicyConfig
-) -> tuple[RolloutCorrectionConfig, str | None, argparse.Namespace]:
-    """Returns the correction of `slime-tis what-if`, its custom TIS function or None, and that function's options."""
+) -> tuple[RolloutCorrectionConfig, PolicyConfig, str | None, argparse.Namespace]:
+    """Returns the options of `slime-tis what-if`.
+
+    Returns:
+        The correction, the run's policy options with the given ones, the custom TIS function or None, and its options.
+    """
     optional = {name: option for name, option in OPTIONS.items() if option.default is not dataclasses.MISSING}
     line = dataclasses.replace(COMMAND_LINE, options=optional)
     flags = read_flags(COMMAND_LINE, build_parser("slime-tis what-if"), argv)
     for name in flags.given:
-        if OPTIONS[name].group != "rollout correction" and name != "policy_loss":
+        if OPTIONS[name].group != "rollout correction" and name not in WHAT_IF_LOSS_OPTIONS:
             raise ValueError(f"{flag(name)} is not a flag of a correction; remove it.")
     values = merge_sources(line, flags)
+    given = {name: values[name].value for name in flags.given if name in PolicyConfig.__dataclass_fields__}
+    policy = dataclasses.replace(policy, **given)
     correction = build(RolloutCorrectionConfig, values)
     path = build(CodeConfig, values).custom_tis_function_path
     if path and not correction.corrects:
         raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
     known = dataclasses.asdict(policy) | dataclasses.asdict(correction)
-    return correction, path, _slime_names(known | user_options(values), correction, policy)
+    return correction, policy, path, _slime_names(known | user_options(values), correction, policy)
 
 
 def _slime_names(
