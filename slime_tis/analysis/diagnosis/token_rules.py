@@ -45,7 +45,7 @@ MAX_CONVERTED = 0.02
 MIN_WORKER_RATIO = 1.3
 """Smallest ratio of a deviating server's noise to the other servers'."""
 PERMUTATIONS = 999
-"""Random assignments of samples to servers, none of which may make a server as bad as the worst one is."""
+"""Random assignments of samples to servers; a server deviates if its ratio is above the largest ratio of each."""
 
 Verdict = tuple[Finding, Mask] | None
 

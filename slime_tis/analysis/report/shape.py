@@ -53,7 +53,9 @@ def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
     prefix = f"{name}, " if name else ""
     drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, prefix)]
     columns: dict[str, Array | None] = {"position": table.position, "length": table.response_length[table.sample]}
-    columns |= {"turn": table.turn, "worker": table.rollout_worker, "age": None, "entropy": table.entropy}
+    columns |= {"turn": table.turn, "worker": None, "age": None, "entropy": table.entropy}
+    if table.rollout_worker is not None and len(np.unique(table.rollout_worker)) > 1:
+        columns["worker"] = table.rollout_worker
     if table.weight_version is not None and table.step is not None:
         age = table.step[table.sample] - table.weight_version.astype(np.float64)
         columns["age"] = np.where(table.weight_version < 0, np.nan, age)
