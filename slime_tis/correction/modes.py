@@ -144,12 +144,12 @@ class Criterion:
     @property
     def uses_log_ratio(self) -> bool:
         """Whether the statistic follows from the Σ Δ of a sequence, which needs no sum of its own."""
-        return self.aggregation in ("sum", "mean") and self.divergence == "k1"
+        return not (self.per_token or self.aggregation == "max") and self.divergence == "k1"
 
     @property
     def sums_divergence(self) -> bool:
         """Whether the divergence is summed over a sequence; otherwise its tokens out of bounds are counted."""
-        return self.aggregation in ("sum", "mean") and self.divergence != "k1"
+        return not (self.per_token or self.aggregation == "max") and self.divergence != "k1"
 
 
 def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[Criterion, ...]:

@@ -126,7 +126,7 @@ def _weights(
         unclamped_of.append([math.exp(min(max(level, -700.0), 700.0)) for level in levels])
         bounded_of.append(bounded)
         rejects.append([config.tis_mode == "mask" and out for out in outside])
-    once = config.tis_level in ("sequence", "geometric")
+    once = LEVELS[config.tis_level] not in ("token", "prefix", "segment")
     units = [
         (w, b)
         for raw, bounded, ok in zip(raw_of, bounded_of, valid, strict=True)

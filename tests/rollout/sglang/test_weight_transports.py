@@ -47,7 +47,8 @@ def servers() -> Iterator[Servers]:
 @pytest.fixture(params=WEIGHT_TRANSPORTS)
 def make(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> Make:
     """Builds a transport with buckets of 300 bytes."""
-    return partial(DistributedSync, **OPTIONS) if request.param == "distributed" else on_disk(tmp_path, checkpoint)
+    makers = {"distributed": partial(DistributedSync, **OPTIONS), "disk": on_disk(tmp_path, checkpoint)}
+    return makers[request.param]
 
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 300, "timeout": 60.0}
