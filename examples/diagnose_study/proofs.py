@@ -29,15 +29,30 @@ PLANTED = {
         "frequency penalty": 0.3,
         "temperature": 0.85,
         "soft cap": 10.0,
+        "minimum length": 11.0,
     },
-    **{"top-p": 0.9, "top-k": 5.0, "min-p": 0.07, "rope_theta": 1.5, "rope scaling": 2.0, "norm epsilon": 1e-3},
+    **{"top-p": 0.9, "top-k": 5.0, "min-p": 0.07, "rope_theta": 1.5, "linear rope scaling": 2.0, "norm epsilon": 1e-3},
     **dict.fromkeys(
-        ("bf16", "fp16", "bf16 weights", "fp8 weights", "int8 weights", "int4 weights", "fp8 KV cache"), 0.0
+        (
+            "bf16",
+            "fp16",
+            "bf16 weights",
+            "fp8 weights",
+            "fp8 weights and activations",
+            "int8 weights",
+            "int4 weights",
+            "fp8 KV cache",
+        ),
+        0.0,
     ),
     **{
         "first prompt tokens missing": 1.0,
         "last prompt tokens missing": 1.0,
         "pads attended": 3.0,
+        "pads after the prompt": 2.0,
+        "prompt cut": 8.0,
+        "YaRN rope scaling": 4.0,
+        "dynamic rope scaling": 2.0,
         "position gap": 1.0,
     },
     **{"attention window": 8.0, "packed neighbor": 0.0, "shift": 1.0, "log base": 2.0, "clamped": -1.5},
@@ -99,18 +114,20 @@ def main(chosen: list[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     rows = (DATA / "eval.jsonl").read_text().splitlines()[:SAMPLES]
     prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"] for row in rows]
-    table = hypotheses(model.config)
-    print("| planted | named | share that disappears | runner-up |\n|---|---|---|---|")
+    table = hypotheses(model, prompt=max(map(len, prompts)))
+    print("| planted | named | share that disappears | proven | runner-up |\n|---|---|---|---|---|")
     for name, value in PLANTED.items():
         if chosen and name not in chosen:
             continue
         _, proof = prove(dump(model, prompts, table[name], value), str(checkpoint))
-        best, second = proof.explanations[:2]
+        best = proof.explanations[0]
+        others = [each for each in proof.explanations[1:] if each.name not in proof.rivals]
         row = (
             f"{name} {value:g}",
-            f"{best.name} {best.value:.4g}",
+            " or ".join((f"{best.name} {best.value:.4g}", *proof.rivals)),
             f"{best.share:.1%}",
-            f"{second.name}, {second.share:.0%}",
+            "yes" if proof.is_proven else "by its noise" if proof.is_noise else "no",
+            f"{others[0].name}, {others[0].share:.0%}" if others else "",
         )
         print(f"| {' | '.join(row)} |", flush=True)
 

@@ -263,6 +263,20 @@ def test_any_two_hypotheses_on_inputs_can_be_combined(model: Any, path: Path) ->
         assert all(len(row) == RESPONSE and row.isfinite().all() for row in rows), edits
 
 
+def test_hypotheses_that_the_samples_do_not_tell_apart_are_named_together(model: Any, path: Path) -> None:
+    table = dump(model, prompted(lambda p: p[:, -3:]))  # of six tokens each
+    _, proof = prove(table, str(path))
+    assert {proof.explanations[0].name, *proof.rivals} == {"first prompt tokens missing", "prompt cut"}
+    assert proof.is_proven and proof.causes == ("other_prompt",) and "Cannot be told apart" in proof.sentence
+
+
+def test_few_samples_prove_nothing(model: Any, path: Path) -> None:
+    table = dump(model, PLANTED["temperature"][0])
+    _, proof = prove(table.select(range(10)), str(path))
+    assert proof.explanations[0].name == "temperature" and proof.explained > 0.99 and not proof.is_proven
+    assert "needs 8 held-out samples" in proof.sentence
+
+
 def test_noise_is_not_explained(model: Any, path: Path) -> None:
     table = dump(model, PLANTED["temperature"][0])
     noise = 0.3 * np.random.default_rng(0).standard_normal(table.tokens)

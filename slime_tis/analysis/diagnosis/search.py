@@ -231,7 +231,7 @@ class Search:
 
     def _pass(self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]) -> list[list[Tensor]]:
         """A forward pass of samples under `network`, and the log-probs under each list of hypotheses."""
-        rows: list[dict[int, Tensor]] = [{} for _ in lists]
+        rows = [{i: torch.empty(self.inputs[i].response) for i in samples} for _ in lists]  # no holes between logits
         keeps = samples is self.fitted and len(lists) > 1 and self._cached_bytes(samples) <= MAX_CACHED
         if keeps and self._logits[0] != network:
             self._logits = (network, {})
@@ -253,7 +253,7 @@ class Search:
                 if keeps:
                     self._logits[1][i] = logits
                 for row, each in zip(rows, lists, strict=True):
-                    row[i] = self._log_probs(logits, self.inputs[i], each)
+                    row[i].copy_(self._log_probs(logits, self.inputs[i], each))
         return [self._reported([row[i] for i in samples], each) for row, each in zip(rows, lists, strict=True)]
 
     def _batches(self, reads: Mapping[int, Input]) -> Iterator[tuple[int, Tensor]]:
