@@ -253,7 +253,8 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (x.prefix_sums(weight_L) - weight_L)
     inside_L = (divergence_L <= x.config.eps_clip) & (x.prefix_sums(divergence_L) <= budget_L)
     kept_L = inside_L | (x.advantages_L * (log_prob_L - x.old_log_probs_L) <= 0)
-    loss_L = where(kept_L, -(x.log_probs_L - x.old_log_probs_L).exp() * x.advantages_L, 0.0)
+    log_ratio_L = where(kept_L, x.log_probs_L - x.old_log_probs_L, 0.0)  # an overflow would make the gradient NaN
+    loss_L = where(kept_L, -log_ratio_L.exp() * x.advantages_L, 0.0)
     return loss_L, (~kept_L).to(loss_L.dtype)
 
 

@@ -27,7 +27,11 @@ TIS: list[dict[str, Any]] = [{}] + [
     for level, mode, bounds, normalized in itertools.product(
         LEVELS,
         ("truncate", "clip", "mask"),
-        ({}, {"tis_upper_bound": 1.2}, {"tis_upper_bound": 1.5, "tis_lower_bound": 0.9}),
+        (
+            {},
+            {"tis_upper_bound": 1.2, "tis_upper_bound_negative": 1.1},
+            {"tis_upper_bound": 1.5, "tis_lower_bound": 0.9},
+        ),
         ({}, {"tis_batch_normalize": True}),
     )
 ]
@@ -47,6 +51,9 @@ OTHERS: list[dict[str, Any]] = [
     {"rs_veto_upper_threshold": 1.5},
     {"rs_second_moment_bound": 0.02},
     {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.8,0.05"},
+    {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": "1.25"},
+    {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.02},
+    {"divergence_mask": "binary_kl_max", "divergence_mask_direction": "both", "divergence_mask_level": "sequence"},
     {"rejection_normalizer": "original"},
     {"nonfinite_policy": "neutral"},
     {"rs_veto_threshold": 0.6, "rs_second_moment_bound": 0.03},
@@ -87,7 +94,8 @@ def trained(
     """Gradient and sums of a step of two micro-batches, what concerns the global batch found before them."""
     tokens, log_probs = sequences(missing=missing)
     train_L = torch.tensor(log_probs)
-    found = correct(config, train_L, tokens.rollout_log_probs_L, tokens.loss_mask_L, lengths=tokens.lengths)
+    known = tokens.rollout_log_probs_L, tokens.loss_mask_L
+    found = correct(config, train_L, *known, lengths=tokens.lengths, advantages=tokens.advantages_L)
     options = {name: getattr(config, name) for name in config.__dataclass_fields__}
     step = LossStep(
         correction=config,

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, response_slices
 from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.losses import aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
+from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
+from slime_tis.policy.losses import LOSSES, aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, prefix_sums
 from slime_tis.policy.tokens import ResponseTokens, turns_of
-from tests.golden.methods import Case, cases
+from tests.golden.methods import BATCHES, Case, cases
 
 
 def average(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
@@ -272,6 +272,29 @@ def test_cppo_equals_its_algorithm(batch: str) -> None:
     assert dropped
     torch.testing.assert_close(gradient, expected / mask.sum(), rtol=1e-5, atol=1e-7)
     assert value.item() == pytest.approx(expected.sum().item() / mask.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - COVARIANCE_RULES))
+def test_every_loss_at_the_limits(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal policies give the policy gradient, rows can be micro-batches, and a masked batch has no gradient."""
+    plain = BATCHES["plain"]
+    step = LossStep(
+        correction=RolloutCorrectionConfig(policy_loss=name),
+        policy=PolicyConfig(calculate_per_token_loss=True),
+        uses_recomputed_old_policy=True,
+    )
+
+    def gradient(**changes: Any) -> Tensor:
+        monkeypatch.setitem(BATCHES, "changed", plain | changes)
+        case = Case(params={}, outputs={}, batch="changed")
+        return step_of(case, step, old=True)[1] * case.input("mask").sum().clamp_min(1)
+
+    masked_in = torch.tensor(plain["mask"])
+    torch.testing.assert_close(gradient(logp=plain["old"]), -torch.tensor(plain["advantages"]) * masked_in)
+    names = ("logp", "old", "sampler", "advantages", "mask")
+    rows = [gradient(**{key: plain[key][row : row + 1] for key in names}) for row in range(len(masked_in))]
+    torch.testing.assert_close(torch.cat(rows), gradient())
+    assert not gradient(mask=(masked_in * 0).tolist()).any()
 
 
 def test_prefix_sums_cross_context_parallel_ranks() -> None:
