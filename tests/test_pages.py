@@ -79,6 +79,7 @@ OTHER_PROGRAMS = """
 def test_every_flag_exists(page: Path) -> None:
     known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help", *OTHER_PROGRAMS.split()}
     known |= {*FIXED, *RESTATED, *RENAMED, *(flag for flags in ADVICE for flag in flags.split())}
+    known |= {f"--no-{name[2:]}" for name in known}
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
     assert {name for name in found - known if not name.startswith("--sglang-")} == set()  # those go to the servers
 
