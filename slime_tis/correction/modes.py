@@ -200,5 +200,7 @@ def _criterion(name: str, spec: str) -> Criterion:
         raise ValueError(f"{message}.")
     if not (0 < upper < math.inf and all(0 <= number < math.inf for number in lowers)):
         raise ValueError(f"{message}; give finite numbers above 0, or 0 for no lower bound.")
+    if divergence == "error" and upper < 1:
+        raise ValueError(f"{message}: the mean of exp(|Δ|) is never below 1; NeMo-RL's 2 is customary.")
     lower = (lowers[0] if lowers else 1.0 / upper) if is_ratio else None
     return Criterion(name=name, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)
