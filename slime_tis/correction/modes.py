@@ -201,6 +201,6 @@ def _criterion(name: str, spec: str) -> Criterion:
     if not (0 < upper < math.inf and all(0 <= number < math.inf for number in lowers)):
         raise ValueError(f"{message}; give finite numbers above 0, or 0 for no lower bound.")
     if divergence == "error" and upper < 1:
-        raise ValueError(f"{message}: the mean of exp(|Δ|) is never below 1; NeMo-RL's 2 is customary.")
+        raise ValueError(f"--rollout-rs-threshold {upper:g} of {name} rejects all: mean exp(|Δ|) is at least 1; use 2.")
     lower = (lowers[0] if lowers else 1.0 / upper) if is_ratio else None
     return Criterion(name=name, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)

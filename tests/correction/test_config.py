@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "truth as threshold": ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, "must be text"),
     "a huge threshold": ({"rollout_rs": "token_k1", "rollout_rs_threshold": 10**400}, "finite numbers above 0"),
     "range of k2": ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "not a single upper bound"),
-    "an error below 1": ({"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 0.5}, "never below 1"),
+    "an error below 1": ({"rollout_rs": "seq_mean_error", "rollout_rs_threshold": 0.5}, "is at least 1"),
     "range of words": ({"rollout_rs": "token_k1", "rollout_rs_threshold": "low_high"}, "write numbers"),
     "range reversed": ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "lower bound 2.0 of token_k1"),
     "negative threshold": ({"rollout_rs": "token_k2", "rollout_rs_threshold": "-1"}, "finite numbers above 0"),
