@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, response_slices
+from slime_tis.correction import (
+    Ranks,
+    RolloutCorrectionConfig,
+    correct,
+    off_policy_sequence_mask,
+    response_slices,
+)
 from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
 from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 from slime_tis.policy.losses import LOSSES, aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
@@ -41,11 +47,16 @@ def policies(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return case.input("logp").requires_grad_(), case.input(anchor), case.input("advantages")
 
 
-@pytest.mark.parametrize("case", [*cases("verl.sapo"), *cases("areal.sapo", without="importance_sampling_level")])
-def test_sapo_equals_verl_and_areal(case: Case) -> None:
+SAPO = [*cases("verl.sapo"), *cases("areal.sapo", without="importance_sampling_level"), *cases("skyrl.sapo")]
+
+
+@pytest.mark.parametrize("case", [*SAPO, *cases("trl.sapo", without="clip_max")])
+def test_sapo_equals_the_peers(case: Case) -> None:
     log_prob, old, advantage = policies(case)
-    loss = sapo(log_prob, old, advantage, tau_positive=case.params["tau_pos"], tau_negative=case.params["tau_neg"])
-    check(case, loss, log_prob, "token-mean" if "loss_agg_mode" not in case.params else "seq-mean-token-mean")
+    tau = {"tau_pos": 1.0, "tau_neg": 1.05} | case.params | case.params.get("sapo", {})
+    loss = sapo(log_prob, old, advantage, tau_positive=tau["tau_pos"], tau_negative=tau["tau_neg"])
+    mode = "seq-mean-token-mean" if "loss_agg_mode" in case.params else "token-mean"
+    check(case, loss, log_prob, "mean over all rows" if case.params.keys() & {"loss_type", "sapo"} else mode)
 
 
 def test_aspo_gradient_by_hand() -> None:
@@ -103,6 +114,24 @@ def test_unbiased_kl_equals_slime_and_miles(case: Case) -> None:
     expected, mask = case.output("values"), case.input("mask").bool()
     torch.testing.assert_close(kl.detach()[mask], expected[mask], rtol=1e-5, atol=1e-6)
     check(case, kl, log_prob, "token-mean")
+
+
+@pytest.mark.parametrize("case", cases("trl.bias_corrected_kl"))
+def test_unbiased_kl_equals_trl(case: Case) -> None:
+    log_prob, old, advantage = policies(case)
+    ratio = (log_prob - old).exp() if case.params["use_bias_correction_kl"] else None
+    loss, _ = ppo_clip(log_prob, old, advantage)
+    kl = kl_estimate(log_prob, case.input("ref"), "k3", ratio)
+    check(case, loss + case.params["beta"] * kl, log_prob, "mean over all rows")
+
+
+@pytest.mark.parametrize("case", [*cases("slime.opsm"), *cases("miles.opsm"), *cases("trl.off_policy_mask")])
+def test_off_policy_sequence_mask_equals_the_peers(case: Case) -> None:
+    mask, anchor = case.input("mask").bool(), case.input("sampler" if "loss_type" in case.params else "old")
+    delta = case.params.get("opsm_delta") or case.params["off_policy_mask_threshold"]
+    kept = off_policy_sequence_mask(case.input("logp"), anchor, case.input("advantages")[:, 0], mask, delta=delta)
+    expected = case.output("kept_rows") if "kept_rows" in case.outputs else (case.output("kept") * mask).sum(1)
+    assert torch.equal(kept[mask.any(1)], expected[mask.any(1)] > 0)
 
 
 def step_of(case: Case, step: LossStep, *, old: bool = False) -> tuple[Tensor, Tensor, Tensor]:
