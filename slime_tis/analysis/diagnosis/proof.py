@@ -222,8 +222,8 @@ class _Case:
         """
         search = self.search
         explanation = self._explanation(best)
-        is_small = explanation.interval[0] < MIN_NOISE_SHARE or explanation.share >= PROVEN
-        if search.table[best.name].cause != "rounding" or is_small:
+        is_settled = explanation.interval[0] < MIN_NOISE_SHARE or explanation.interval[0] >= PROVEN
+        if search.table[best.name].cause != "rounding" or is_settled:
             return False
         (rows,) = search.score([((best.name, best.value),)], search.held_out)
         noise = [
@@ -287,7 +287,7 @@ class _Case:
         if result.is_noise:
             verdict = ", and the noise of this precision has the size of the mismatch."
         elif last.share < PROVEN:
-            verdict = ", so it is a part of the cause."
+            verdict = ", so it explains a part only."
         elif held_out < MIN_HELD_OUT:
             verdict = f". A proof needs {MIN_HELD_OUT} held-out samples."
         elif low < PROVEN:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -49,6 +49,8 @@ WORTH_FITTING, MAX_REFINED = 0.02, 4
 """Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes that are refined."""
 MEASURED = 8
 """Hypotheses that are measured on the held-out samples."""
+MIN_CLAMPED = 3
+"""Tokens of the same lowest log-prob without which log-probs are not clamped."""
 SETTLED = 0.99
 """Share on the held-out samples at which costlier hypotheses are not tried."""
 LARGEST = 10.0
@@ -117,7 +119,7 @@ class Search:
 
     def ranked(self, fixed: Edits = ()) -> list[Measured]:
         """The best hypotheses in addition to the fixed ones, with their fitted parameters; the best comes first."""
-        self._find_bias(fixed)
+        self._add_from_samples(fixed)
         names = [name for name in self.table if name not in dict(fixed)]
         if any(self.table[name].outputs and name == "exchanged" for name, _ in fixed):
             names = [name for name in names if not self.table[name].cost]  # scoring all samples again takes long
@@ -178,7 +180,7 @@ class Search:
             Measured(name=name, value=value, remaining=left.double().numpy())
             for (name, value), left in zip(edits, remaining, strict=True)
         ]
-        return sorted(measured, key=lambda each: -round(self.share(each), 4))
+        return sorted(measured, key=lambda each: (-round(self.share(each), 4), each.name == "logit bias"))
 
     def share(self, measured: Measured) -> float:
         """The share of Σ|Δ| of the held-out samples that disappears."""
@@ -333,8 +335,8 @@ class Search:
         return (-self.sign * self.delta[i]).nan_to_num(0.0, LARGEST, -LARGEST)
 
     @torch.inference_mode()
-    def _find_bias(self, fixed: Edits) -> None:
-        """Adds the hypothesis on single tokens, whose biases the samples give."""
+    def _add_from_samples(self, fixed: Edits) -> None:
+        """Adds the hypotheses whose parameters the samples give: biases of single tokens, and a lowest log-prob."""
         if fixed or not self.fitted:
             return
         logits = torch.cat([self.logits(self.inputs[i]) for i in self.fitted])
@@ -344,6 +346,12 @@ class Search:
         found = logit_bias(logits[counts], target[counts], change[counts])
         if found is not None:
             self.table = {"logit bias": found, **self.table}
+        reported = torch.cat([self.reference[i] + self.change(i) for i in self.fitted])[counts]
+        lowest = reported.min() if len(reported) else torch.tensor(0.0)
+        if "clamped" in self.table and (reported < lowest + 1e-4).sum() >= MIN_CLAMPED:
+            self.table["clamped"] = replace(self.table["clamped"], values=(float(lowest),))
+        else:  # it would absorb a part of every large mismatch
+            self.table.pop("clamped", None)
 
     def _gradient(self) -> dict[str, Tensor]:
         """The gradient of Σ_t change_t · log π_t on the fitted samples."""
