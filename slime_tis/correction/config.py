@@ -67,7 +67,8 @@ class RolloutCorrectionConfig:
     tis_upper_bound_negative: Annotated[
         float | None, Limits(gt=0, also=(math.inf,), hint="remove it for --tis-upper-bound")
     ] = correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
-    """Upper bound at negative advantages; unset: tis_upper_bound. The sum of its advantages decides for a sequence."""
+    """Upper bound at negative advantages; unset: tis_upper_bound. For a sequence, the sum of its
+    advantages decides."""
     tis_batch_normalize: bool = correction_option(False, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
     """Divide the bounded weights by their mean over the global batch."""
     use_rs: bool = correction_option(False)
