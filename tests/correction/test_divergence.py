@@ -210,3 +210,33 @@ REFUSED = {
 def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutCorrectionConfig(**{f"divergence_mask{name}": value for name, value in options.items()})
+
+
+def roll_filter(case: Case) -> dict[str, Any] | None:
+    """ROLL's filter of one level in our options; None for several filters and the levels with another definition."""
+    (first, *more) = case.params["filters"]
+    if more or "segment" in (first["agg_type"], case.params["weight_type"]):
+        return None
+    if first.get("ratio_enabled"):
+        return {"use_rs": True, "rs_level": first["agg_type"], "rs_lower_bound": 0.8, "rs_upper_bound": 1.2}
+    mask = {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.2, "divergence_mask_direction": "both"}
+    return mask if first["agg_type"] == "token" else None
+
+
+def test_weights_and_filters_equal_roll() -> None:
+    compared = 0
+    for (case,) in (entry.values for entry in cases("roll.train_infer_correction")):
+        options = roll_filter(case)
+        if options is None:
+            continue
+        upper = case.params["upper_bound"] or math.inf
+        config = RolloutCorrectionConfig(
+            use_tis=True, tis_level=case.params["weight_type"], tis_upper_bound=upper, **options
+        )
+        old, mask = case.input("old"), case.input("mask").bool()
+        found = correct(config, old, case.input("sampler"), mask, current_log_probs=old)
+        kept = case.output("kept").bool() & mask
+        assert torch.equal(found.mask, kept)
+        torch.testing.assert_close(found.weights[kept], case.output("weights")[kept], rtol=1e-6, atol=0)
+        compared += 1
+    assert compared == 20
