@@ -50,7 +50,7 @@ def demo(out: str) -> str:
 
 @torch.no_grad()
 def _samples(checkpoint: str) -> TokenTable:
-    """Samples of transformers' `generate` with the penalty, with its log-probs and those of training."""
+    """Samples of transformers' `generate` with the penalty, with the log-probs of both engines."""
     model, tokenizer = load_model(checkpoint), AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
     prompts = tokenizer([row["prompt"] for row in make_rows(EXAMPLE, 0)[1]], return_tensors="pt")["input_ids"]
     torch.manual_seed(0)

@@ -90,6 +90,10 @@ def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
     _, proof = prove(dump(model, score), str(start), [str(tmp_path)])
     assert proof.is_proven and "adapter" in proof.sentence
     assert proof.explanations[0].value == pytest.approx(-1.0, abs=0.01)
+    for content in ('{"r": 4}', "[]", '{"r": 0, "lora_alpha": 8}'):
+        (tmp_path / "adapter_config.json").write_text(content)
+        with pytest.raises(ValueError, match="no LoRA adapter"):
+            prove(dump(model, score), str(start), [str(tmp_path)])
 
 
 def test_another_template_is_named(start: Path) -> None:

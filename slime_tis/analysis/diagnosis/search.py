@@ -47,8 +47,8 @@ ROUNDS = 7
 """Refinements of a parameter, each with a step of 0.6 of the last."""
 WORTH_FITTING, MAX_REFINED = 0.02, 4
 """Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes that are refined."""
-MEASURED = 8
-"""Hypotheses that are measured on the held-out samples."""
+MEASURED, WORTH_MEASURING = 8, 0.01
+"""Hypotheses that are measured on the held-out samples, and their smallest share on the fitted ones."""
 MIN_CLAMPED = 3
 """Tokens of the same lowest log-prob without which log-probs are not clamped."""
 SETTLED = 0.99
@@ -133,7 +133,8 @@ class Search:
                 measured = self.measure(fixed, [edit for _, edit in order[:MEASURED]])
                 if self.share(measured[0]) >= SETTLED:
                     return measured
-        return self.measure(fixed, [edit for _, edit in order[:MEASURED]])
+        helpful = [edit for left, edit in order[:MEASURED] if left < (1 - WORTH_MEASURING) * before]
+        return self.measure(fixed, helpful or [order[0][1]])
 
     def _fit(self, fixed: Edits, names: Sequence[str], before: float) -> dict[str, tuple[float, Edit]]:
         """The remaining mismatch of each hypothesis on the fitted samples, with its parameter."""
@@ -405,7 +406,7 @@ def _samples(table: TokenTable, step: int | None, limit: int) -> tuple[list[Inpu
 
 
 def _within(budget: float, inputs: Sequence[Input], sizes: Tensor) -> list[int]:
-    """Even samples of a number of tokens: those of largest mismatch and all others, in turns."""
+    """Even samples of a number of tokens: the largest mismatches and all others, in turns."""
     even = list(range(0, len(inputs), 2))
     largest = sorted(even, key=lambda i: -float(sizes[i]))
     chosen: list[int] = []

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, InputEdit, NetworkEdit
 from slime_tis.analysis.diagnosis.hypotheses.network import changed
+from slime_tis.errors import first_line, quoted_path
 
 Weights = Mapping[str, Tensor]
 PARTS = {
@@ -30,20 +31,28 @@ SUSPECTS = 6
 
 
 def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
-    """The tensors that a LoRA adapter of peft changes, with the adapter added once."""
+    """The tensors that a LoRA adapter of peft changes, with the adapter added once.
+
+    Raises:
+        ValueError: The directory has no LoRA adapter of the model.
+    """
     from safetensors.torch import load_file
 
-    config = json.loads((Path(directory) / "adapter_config.json").read_text())
-    rank = config["r"]
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    tensors = load_file(Path(directory) / "adapter_model.safetensors")
     merged = {}
-    for name, down in tensors.items():
-        if name.endswith(".lora_A.weight"):
-            up = tensors[name.replace(".lora_A.", ".lora_B.")]
+    try:
+        config = json.loads((Path(directory) / "adapter_config.json").read_text())
+        rank = config["r"]
+        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        tensors = load_file(Path(directory) / "adapter_model.safetensors")
+        for name in (name for name in tensors if name.endswith(".lora_A.weight")):
             target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            if target in own:
-                merged[target] = own[target] + scale * (up.float() @ down.float())
+            up, down = tensors[name.replace(".lora_A.", ".lora_B.")], tensors[name]
+            merged[target] = own[target] + scale * (up.float() @ down.float())
+    except Exception as error:  # safetensors raises its own exception class
+        message = f"{quoted_path(directory)} is no LoRA adapter of this model"
+        raise ValueError(f"{message}: {type(error).__name__}, {first_line(error)}.") from error
+    if not merged:
+        raise ValueError(f"{quoted_path(directory)} has no tensors lora_A and lora_B.")
     return merged
 
 

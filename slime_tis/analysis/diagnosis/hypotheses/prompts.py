@@ -1,4 +1,4 @@
-"""Faults of what the network reads: other prompts, positions, masks and caches."""
+"""Faults of the network's input: other prompts, positions, masks and caches."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
         full, bare, calm = (
             rendered("x", **options) for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False})
         )
-    except Exception:  # no template, or a template with faults of its own
+    except Exception:  # no template, or a template that does not render
         full = bare = calm = ""
     if full:
         changes["chat template added"] = ("puts the prompt into the chat template (once more)", in_template)
