@@ -207,30 +207,20 @@ def kl_cov(
     return -log_ratio_L.exp() * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
 
 
-def ctpo(
-    log_prob_L: Tensor,
-    prefix_log_ratio_L: Tensor,
-    position_L: Tensor,
-    advantage_L: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """PPO with the ratio of the prefix up to the token and a clip range that grows with the position t.
+def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
+    """PPO with the ratio of the prefix up to the token and a clip range that grows with the token's position t.
 
         s_t = min(Π_{i≤t} π_θ/π_old, e^10), gradient of token t alone;   bounds (1−ε_low)^√t, (1+ε_high)^√t and c^√t
 
     Source: "Rethinking Importance Sampling in LLM Policy Optimization", Zhang et al. (https://arxiv.org/abs/2605.07331);
     horizon-llm/CTPO, core_algos.py, cum-token-cumprod-la, whose bounds are e^(−0.025√t) and e^(0.05√t).
-
-    Args and returns as `ppo_clip`; `prefix_log_ratio_L` is Σ_{i≤t} log π_θ/π_old without gradient, each term clamped to
-    ±20, and `position_L` counts the tokens of the sequence from 1.
     """
-    power_L = position_L.sqrt()
-    ratio_L = (prefix_log_ratio_L + log_prob_L - log_prob_L.detach()).clamp_max(10).exp()
-    bounded_L = ratio_L.clamp((1 - clip_low) ** power_L, (1 + clip_high) ** power_L)
-    return _clipped(ratio_L, bounded_L, advantage_L, None if dual_clip is None else dual_clip**power_L)
+    log_prob_L, c = x.log_probs_L.detach(), x.config.eps_clip_c
+    prefix_L = x.prefix_sums((log_prob_L - x.old_log_probs_L).clamp(-20, 20))
+    ratio_L = (prefix_L + x.log_probs_L - log_prob_L).clamp_max(10).exp()
+    power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
+    bounded_L = ratio_L.clamp((1 - x.config.eps_clip) ** power_L, (1 + x.config.clip_high) ** power_L)
+    return _clipped(ratio_L, bounded_L, x.advantages_L, None if c is None else c**power_L)
 
 
 CPPO_LOWEST_WEIGHT = 0.8
@@ -361,14 +351,7 @@ LOSSES: dict[str, TokenLoss] = {
     "kl_cov": lambda x: _unclipped(
         kl_cov(x.log_probs_L, x.old_log_probs_L, x.advantages_L, x.selected_L, coef=x.config.kl_cov_coef)
     ),
-    "experimental_ctpo": lambda x: ctpo(
-        x.log_probs_L,
-        x.prefix_sums((x.log_probs_L - x.old_log_probs_L).detach().clamp(-20, 20)),
-        x.prefix_sums(torch.ones_like(x.old_log_probs_L)),
-        x.advantages_L,
-        **x.clip_range,
-        dual_clip=x.config.eps_clip_c,
-    ),
+    "experimental_ctpo": ctpo,
     "experimental_cppo": cppo,
     "dro": lambda x: _unclipped(dro(x.log_probs_L, x.old_log_probs_L, x.advantages_L, beta=x.config.dro_beta)),
     "reinforce": lambda x: _unclipped(reinforce(x.log_probs_L, x.advantages_L)),
