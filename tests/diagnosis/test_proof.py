@@ -82,8 +82,8 @@ def bf16(model: Any, tokens: torch.Tensor) -> Rows:
 def int8(model: Any, tokens: torch.Tensor) -> Rows:
     small = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
     with torch.no_grad():
-        for weight in small.parameters():
-            if weight.dim() == 2:
+        for name, weight in small.named_parameters():
+            if name.endswith("proj.weight"):  # engines keep embeddings and the output layer
                 scale = weight.abs().amax(1, keepdim=True) / 127
                 weight.copy_((weight / scale).round() * scale)
     return log_probs(logits_of(small, tokens), tokens)

@@ -8,14 +8,17 @@ import numpy as np
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Tokens, ramp
 from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
+MIN_LOG_MASS = -4.0
+"""Smallest plausible logarithm of the mass that top-p or top-k keeps."""
+
 
 def truncated_sampling(tokens: Tokens) -> Finding | None:
     """Δ = log(kept mass) ≤ 0: the rollout engine divides by the mass that top-p or top-k kept, training does not."""
     log_ratio = tokens.log_ratio
     negative, positive = -log_ratio[log_ratio < 0].sum(), log_ratio[log_ratio > 0].sum()
     one_sided = float(negative / (negative + positive))
-    confidence = ramp(one_sided, 0.86, 0.97)
     lowest = float(np.quantile(log_ratio, 0.002))
+    confidence = ramp(one_sided, 0.86, 0.97) * ramp(lowest, MIN_LOG_MASS, MIN_LOG_MASS + 1.5)
     evidence = (
         f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost never more likely",
         f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above {np.exp(lowest):.2f}",
@@ -53,7 +56,7 @@ def temperature(tokens: Tokens) -> Finding | None:
     residual = (((log_ratio - design @ solution) * weight[:, 0]) ** 2).sum()
     explained = 1 - float(residual / ((log_ratio * weight[:, 0]) ** 2).sum())
     slope = float(solution[0 if entropy is not None else 1])
-    confidence = ramp(explained, 0.6 if entropy is None else 0.55, 0.85)
+    confidence = ramp(explained, 0.7, 0.95)
     ratio = 1 / max(1 - slope, 0.05)
     variable = "log p" if entropy is None else "log p + entropy"
     evidence = (

@@ -171,7 +171,8 @@ def broken_tokens(tokens: Tokens) -> Verdict:
         share = f"{100 * outlying.mean():.2g}%"
         evidence.append(f"{outlying.sum()} of {len(tokens)} tokens ({share}) have Δ of up to {worst:+.1f} nats")
         evidence.append(f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats")
-    confidence = 0.95 if broken.any() else 0.5 + 0.3 * ramp(outlying.mean(), 0.02, 0.002)
+    ordinary = float(np.abs(tokens.log_ratio[~mask]).mean()) if not mask.all() else np.inf
+    confidence = 0.95 if broken.any() else 0.5 + 0.3 * ramp(ordinary, 0.1, 0.02)
     return Finding("broken_tokens", tuple(evidence), confidence), mask
 
 

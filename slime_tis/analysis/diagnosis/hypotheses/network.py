@@ -43,9 +43,37 @@ def _attribute(model: Any, name: str, change: Callable[[Any], Any]) -> Iterator[
             setattr(module, name, value)
 
 
+def _inner_linear(model: Any) -> list[Any]:
+    """The linear layers that engines quantize: all but the output layer."""
+    output_layer = model.get_output_embeddings()
+    return [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not output_layer]
+
+
+def _inner(model: Any) -> set[str]:
+    """Names of the weights that engines quantize: of linear layers and of experts, without the output layer."""
+    weights = {id(module.weight) for module in _inner_linear(model)}
+    return {name for name, weight in model.named_parameters() if id(weight) in weights or ".experts." in name}
+
+
 def _rounded(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
     """Matrices in low precision; norms and biases stay."""
     return lambda model, _: changed(model, lambda name, w: rounding(w) if w.dim() == 2 else w)
+
+
+def _quantized(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
+    """Linear layers and experts in low precision; embeddings and the output layer stay, as in SGLang and vLLM."""
+
+    def edit(model: Any, _: float) -> Any:
+        inner = _inner(model)
+
+        def change(name: str, weight: Tensor) -> Tensor:
+            if name not in inner or weight.dim() < 2:
+                return weight
+            return rounding(weight) if weight.dim() == 2 else torch.stack([rounding(each) for each in weight])
+
+        return changed(model, change)
+
+    return edit
 
 
 def _scaled(dtype: torch.dtype | None, largest: float, group: int = 0) -> Callable[[Tensor], Tensor]:
@@ -76,17 +104,14 @@ def _fp8_blocks(weight: Tensor) -> Tensor:
 @contextmanager
 def _fp8_linear(model: Any, _: float) -> Iterator[None]:
     """Weights in fp8 with a scale per row, and the inputs of all layers but the output layer with a scale per token."""
-    rounding, output_layer = _scaled(torch.float8_e4m3fn, LARGEST_FP8), model.get_output_embeddings()
-    linear = [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not output_layer]
-    weights = {id(module.weight) for module in linear}
-    inner = {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+    rounding = _scaled(torch.float8_e4m3fn, LARGEST_FP8)
 
     def round_input(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (rounding(args[0].flatten(0, -2)).reshape(args[0].shape), *args[1:])
 
     with ExitStack() as stack:
-        stack.enter_context(changed(model, lambda name, weight: rounding(weight) if name in inner else weight))
-        for module in linear:
+        stack.enter_context(_quantized(rounding)(model, 1.0))
+        for module in _inner_linear(model):
             stack.callback(module.register_forward_pre_hook(round_input).remove)
         yield
 
@@ -189,27 +214,27 @@ TABLE: dict[str, Hypothesis] = {
     "fp8 weights": Hypothesis(
         claim="has weights in fp8, with a scale per row",
         cause="rounding",
-        network=_rounded(_scaled(torch.float8_e4m3fn, LARGEST_FP8)),
+        network=_quantized(_scaled(torch.float8_e4m3fn, LARGEST_FP8)),
     ),
     "fp8 weights per tensor": Hypothesis(
         claim="has weights in fp8, with a scale per tensor",
         cause="rounding",
-        network=_rounded(_scaled(torch.float8_e4m3fn, LARGEST_FP8, -1)),
+        network=_quantized(_scaled(torch.float8_e4m3fn, LARGEST_FP8, -1)),
     ),
     "fp8 weights in blocks": Hypothesis(
-        claim="has weights in fp8, with a scale per 128 × 128 values", cause="rounding", network=_rounded(_fp8_blocks)
+        claim="has weights in fp8, with a scale per 128 × 128 values", cause="rounding", network=_quantized(_fp8_blocks)
     ),
     "fp8 weights and activations": Hypothesis(
         claim="multiplies in fp8, with scales per row and per token", cause="rounding", network=_fp8_linear
     ),
-    "int8 weights": Hypothesis(claim="has weights in int8", cause="rounding", network=_rounded(_scaled(None, 127.0))),
+    "int8 weights": Hypothesis(claim="has weights in int8", cause="rounding", network=_quantized(_scaled(None, 127.0))),
     "int4 weights": Hypothesis(
-        claim="has weights in int4, in groups of 128", cause="rounding", network=_rounded(_scaled(None, 7.0, BLOCK))
+        claim="has weights in int4, in groups of 128", cause="rounding", network=_quantized(_scaled(None, 7.0, BLOCK))
     ),
     "norm epsilon": Hypothesis(
         claim="uses a norm epsilon of {value:.1g}",
         cause="rounding",
-        values=(1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        values=(1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1),
         whole=True,
         network=lambda m, value: _attribute(m, "variance_epsilon", lambda _: value),
     ),

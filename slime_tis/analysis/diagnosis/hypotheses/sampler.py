@@ -104,7 +104,11 @@ def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | N
         The hypothesis, whose value scales the biases; None if no bias helps.
     """
     probability = logits.softmax(-1)
-    likely = probability.mean(0).topk(min(CANDIDATES, logits.shape[1])).indices.tolist()
+    indicator = torch.nn.functional.one_hot(target, logits.shape[1])
+    gradient = (change.clamp(-10, 10) @ (indicator - probability)).abs()  # of the fit to the change, by each bias
+    count = min(CANDIDATES // 2, logits.shape[1])
+    scores = (gradient, probability.mean(0))
+    likely = list(dict.fromkeys(token for score in scores for token in score.topk(count).indices.tolist()))
 
     def remaining(biases: Mapping[int, float]) -> float:
         mass, own = torch.ones_like(change), torch.zeros_like(change)
