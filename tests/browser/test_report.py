@@ -50,7 +50,7 @@ def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator
 
 def test_every_plot_is_drawn(page: Any) -> None:
     canvases = page.locator(".canvas")
-    assert canvases.count() == 11
+    assert canvases.count() == 12
     for index in range(canvases.count()):
         drawn = canvases.nth(index).locator(".trace, .points path")
         assert drawn.count() > 0, canvases.nth(index).get_attribute("id")
@@ -119,10 +119,57 @@ def test_details_of_a_token(page: Any) -> None:
 def test_search(page: Any) -> None:
     page.fill("#search", "answer 7")
     assert page.locator("#list li").count() == 1
+    assert "sample 7" in page.locator("#sample .about").inner_text()
     page.fill("#search", "step 1")
     assert page.locator("#list li").count() == 8
+    assert "step 1" in page.locator("#sample .about").inner_text()
     page.fill("#search", "nowhere to be found")
     assert page.locator("#list").inner_text() == "no matching samples"
+    assert page.locator("#sample article").count() == 0
+
+
+def test_arrow_keys_choose_samples_and_tokens(page: Any) -> None:
+    page.locator("#list").press("ArrowDown")
+    assert page.locator("#list li").nth(1).get_attribute("aria-current") == "true"
+    page.locator("#sample").press("ArrowRight")
+    page.locator("#sample").press("ArrowRight")
+    assert "position 1" in page.locator("#details").inner_text()
+    page.locator("#what-if-table th", has_text="kept").press("Enter")
+    assert page.locator("#what-if-table th[aria-sort=descending]").inner_text().startswith("kept")
+
+
+def test_turns_have_headings(page: Any) -> None:
+    page.fill("#search", "question 5")
+    turns = page.locator("#sample .turn").all_inner_texts()
+    assert [turn.split(",")[:2] for turn in turns] == [
+        *(["turn 0", " model"], ["turn 0", " tool or environment"], ["turn 1", " model"])
+    ]
+    page.fill("#search", "question 6")
+    assert page.locator("#sample .turn").count() == 0
+
+
+def test_nothing_leaves_the_page(browser: Any, report: Path) -> None:
+    page = browser.new_page()  # a blocked form is an error in the console
+    page.goto(report.as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    titles = page.eval_on_selector_all(".modebar-btn", "all => all.map(one => one.dataset.title)")
+    assert titles and not [title for title in titles if "Share" in title]
+    blocked = """() => new Promise((resolve) => {
+      addEventListener("securitypolicyviolation", (event) => resolve(event.effectiveDirective));
+      const form = document.createElement("form");
+      form.action = "https://example.org"; form.target = "_blank"; document.body.append(form); form.submit();
+    })"""
+    assert page.evaluate(blocked) == "form-action"
+    page.close()
+
+
+def test_the_page_fits_a_phone(browser: Any, report: Path) -> None:
+    opened = browser.new_page(viewport={"width": 390, "height": 800})
+    opened.goto(report.as_uri())
+    opened.wait_for_selector("html[data-drawn][data-samples]", state="attached")
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 390
+    assert opened.locator("#verdict > p").is_visible()
+    opened.close()
 
 
 def test_a_group_side_by_side(page: Any) -> None:

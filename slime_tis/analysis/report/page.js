@@ -53,22 +53,24 @@ function table(columns, rows, onrow) {
   let sorted = null, rising = false;
   const body = element("tbody");
   const fill = () => body.replaceChildren(...rows.map((row) => {
-    const line = element("tr", {}, ...columns.map((column) => element("td", column.text ? { class: "text" } : {},
+    const line = element("tr", onrow ? { tabindex: 0 } : {}, ...columns.map((column) => element("td", column.text ? { class: "text" } : {},
       column.show ? column.show(row[column.key], row) : column.text ? visible(row[column.key] ?? "") : number(row[column.key]))));
     if (onrow) line.addEventListener("click", () => { for (const other of body.children) other.classList.remove("chosen"); line.classList.add("chosen"); onrow(row); });
     return line;
   }));
   const heads = columns.map((column) => element("th", {
-    ...(column.text ? { class: "text" } : {}), title: column.title,
+    ...(column.text ? { class: "text" } : {}), title: column.says ?? column.title, tabindex: 0,
     onclick: () => {
       rising = sorted === column.key ? !rising : false; sorted = column.key;
+      heads.forEach((head, index) => head.setAttribute("aria-sort", columns[index] !== column ? "none" : rising ? "ascending" : "descending"));
       const value = (row) => row[sorted] ?? (column.text ? "" : -Infinity);
       rows = [...rows].sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (rising ? 1 : -1));
       fill();
     },
   }, column.title));
   fill();
-  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body));
+  const onkeydown = (event) => { if (event.key === "Enter") event.target.click(); };
+  return element("div", { class: "scroll" }, element("table", { onkeydown }, element("thead", {}, element("tr", {}, ...heads)), body));
 }
 
 function note(parent, text) { if (text) parent.append(element("p", { class: "note" }, visible(text))); }
@@ -76,6 +78,10 @@ function note(parent, text) { if (text) parent.append(element("p", { class: "not
 // Head, diagnosis, overview, shape
 byId("title").textContent = visible(data.title);
 byId("subtitle").textContent = data.subtitle.map(visible).join("\n");
+if (data.verdict) {
+  byId("verdict").append(element("p", {}, visible(data.verdict.sentence)));
+  if (data.verdict.plot) plot(byId("verdict"), data.verdict.plot);
+}
 for (const run of data.diagnoses) {
   if (data.diagnoses.length > 1) byId("findings").append(element("h3", {}, visible(run.name)));
   run.findings.forEach((finding, index) => byId("findings").append(element("div", {
@@ -119,6 +125,9 @@ if (data.what_if.rows.length) {
     const row = data.what_if.rows[event.points[0].customdata];
     if (row) flags(row);
   }));
-  byId("what-if-table").append(table(data.what_if.columns, data.what_if.rows, flags));
+  byId("what-if-table").append(
+    element("p", { class: "says" }, data.what_if.columns.filter((column) => column.says).map((column) => `${column.title}: ${column.says}`).join(". ") + "."),
+    table(data.what_if.columns, data.what_if.rows, flags));
+  flags(data.what_if.rows[0]);
 }
-note(byId("what-if"), data.notes.what_if);
+if (data.notes.what_if) byId("what-if").querySelector(".says").after(element("p", { id: "advice" }, visible(data.notes.what_if)));

@@ -51,6 +51,30 @@ TITLES = {
     "flags": "flags",
 }
 """Columns of the table in the page."""
+PICTURES = {
+    "position_drift": "by-position",
+    "other_prompt": "by-position",
+    "stale_weights": "by-age",
+    "worker": "by-worker",
+    "temperature": "by-entropy",
+    "rounding": "by-entropy",
+    "weights_not_updated": "run-mismatch",
+}
+"""The plot that shows a cause; the density shows the others."""
+EXPLANATIONS = {
+    "kept": "share of trained tokens that the correction keeps",
+    "ess": "effective sample size of the kept tokens, (Σw)² / (n · Σw²)",
+    "weight_mean": "mean weight after its bounds",
+    "weight_max": "largest weight after its bounds",
+    "cosine": "cosine between the correction's gradient and the exact one; 1 is no bias",
+    "norm_ratio": "norm of the correction's gradient divided by the exact one's",
+    "sequence_cosine": "cosine against the gradient with exact ratios of sequences",
+}
+"""What the columns mean."""
+RECOMMENDATION = (
+    "This is the progress of a step that is mostly noise, relative to the exact gradient on all tokens; the rows are in "
+    "this order. Equal values keep no correction, then the earlier preset. A dump cannot show a later collapse."
+)
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
 """Corrections that are applied to each step separately."""
 MIN_PLOTTED = 1e-4
@@ -70,17 +94,20 @@ def page_data(
     if first.table is not None and shown is not None and len(shown) < len(first.table):
         omitted = f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random others."
     has_metrics = any(source.metrics for source in sources)
+    diagnoses = [{"name": source.name, **diagnose(source.table, source.metrics).as_json()} for source in sources]
+    drawn = [plot.as_json() for plot in (*overview.plots(group_runs(sources)), *_shapes(sources))]
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": [_subtitle(source) for source in sources],
-        "diagnoses": [{"name": source.name, **diagnose(source.table, source.metrics).as_json()} for source in sources],
-        "overview": [plot.as_json() for plot in overview.plots(group_runs(sources))],
+        "verdict": _verdict(diagnoses[0]["findings"][0], drawn) if len(sources) == 1 else None,
+        "diagnoses": diagnoses,
+        "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
         "warnings": [
             {**warning, "name": warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"}
             for source in sources
             for warning in overview.warnings(source.metrics)
         ],
-        "shape": [plot.as_json() for plot in _shapes(sources)],
+        "shape": [plot for plot in drawn if not plot["id"].startswith("run-")],
         "facts": [{"name": source.name, "facts": _facts(source.table)} for source in sources],
         "worst": [{**row, "text": text} for row, text in zip(worst, texts, strict=True)],
         "samples": None if shown is None else samples.payload(shown, decode),
@@ -94,19 +121,36 @@ def page_data(
     }
 
 
+def _verdict(finding: dict[str, Any], plots: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first finding in a sentence, and the plot that shows it."""
+    sentence = f"Likeliest cause: {finding['title']} (confidence {finding['confidence']:.0%})."
+    if finding["cause"] == "healthy":
+        sentence = "The engines agree."
+    elif finding["cause"] == "unexplained":
+        sentence = "No single cause explains the mismatch."
+    by_id = {plot["id"]: plot for plot in plots}
+    picture = by_id.get(PICTURES.get(finding["cause"], "density")) or by_id.get("density")
+    return {"sentence": sentence, "plot": picture and {**picture, "id": "verdict"}}
+
+
 def _what_if(table: TokenTable | None) -> dict[str, Any]:
     """Rows, columns, plots and a note of the section; empty without tokens."""
-    columns = [{"key": key, "title": title, "text": key in ("name", "flags")} for key, title in TITLES.items()]
+    columns = [
+        {"key": key, "title": title, "text": key in ("name", "flags"), "says": EXPLANATIONS.get(key)}
+        for key, title in TITLES.items()
+    ]
     empty: dict[str, Any] = {"rows": [], "columns": columns, "plots": [], "note": ""}
     if table is None or not table.valid.any():
         return empty
     try:
-        results = what_if(table)
+        results = sorted(what_if(table), key=lambda row: (-round(_progress(row), 2), row.name != "disabled"))
     except ValueError as error:
         return {**empty, "note": str(error)}
     rows = [{key: getattr(result, key) for key in TITLES} for result in results]
     plots = [plot.as_json() for plot in _pareto(results)]
-    notes = [] if plots else ["The dump has no advantages, so gradients cannot be compared."]
+    best = "no correction" if results[0].name == "disabled" else results[0].name
+    advice = f"Recommended: {best}, whose cosine² · kept · ESS is {_progress(results[0]):.2f}. {RECOMMENDATION}"
+    notes = [advice if plots else "The dump has no advantages, so gradients cannot be compared."]
     if table.tokens > MAX_TOKENS:
         notes.append(f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens.")
     used = max(result.steps or 0 for result in results)
@@ -114,6 +158,11 @@ def _what_if(table: TokenTable | None) -> dict[str, Any]:
     if used < steps:
         notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps.")
     return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
+
+
+def _progress(result: WhatIf) -> float:
+    """Progress of a step whose gradient is mostly noise, relative to the exact gradient of all tokens."""
+    return 0.0 if result.cosine is None else max(result.cosine, 0.0) ** 2 * result.kept * result.ess
 
 
 def _pareto(results: Sequence[WhatIf]) -> list[Plot]:

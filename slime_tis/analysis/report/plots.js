@@ -17,7 +17,7 @@ function themed(layout) {
 async function draw([canvas, spec, onclick]) {
   const layout = themed(spec.layout);
   layout.showlegend = spec.traces.filter((trace) => trace.showlegend !== false).length > 1;
-  await Plotly.react(canvas, spec.traces, layout, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud"] });
+  await Plotly.react(canvas, spec.traces, layout, { displaylogo: false, responsive: true, showSendToCloud: false, plotlyServerURL: "", modeBarButtonsToRemove: ["lasso2d", "select2d"] });
   if (onclick) { canvas.removeAllListeners("plotly_click"); canvas.on("plotly_click", onclick); }
 }
 

@@ -56,7 +56,11 @@ function article(i) {
     if (sample[key] !== undefined) about.push(`${text} ${number(sample[key])}`);
   if (sample.truncated) about.push("truncated");
   const tokens = element("div", { class: "tokens" + (samples.texts ? "" : " ids") });
+  const part = (at) => (column.turn[at] + 1) * (column.mask[at] ? 1 : -1);
+  const hasTurns = column.turn && column.turn[start + length(i) - 1] !== column.turn[start];
   for (let at = start; at < start + count; at++) {
+    if (hasTurns && (at === start || part(at) !== part(at - 1)))
+      tokens.append(element("div", { class: "turn" }, `turn ${column.turn[at]}, ${column.mask[at] ? "model" : "tool or environment, not trained on"}`));
     const kind = !column.mask[at] ? "masked" : column.valid[at] ? "" : "missing";
     tokens.append(element("span", { "data-i": at, ...(kind ? { class: kind } : {}) }, tokenText(at)));
   }
@@ -71,7 +75,7 @@ function show() {
   const step = samples.samples[current]?.step;
   const together = sideBySide && group !== undefined
     ? samples.samples.map((_, i) => i).filter((i) => samples.samples[i].group === group && samples.samples[i].step === step) : [current];
-  byId("sample").replaceChildren(...(samples.samples.length ? together.slice(0, 16).map(article) : []));
+  byId("sample").replaceChildren(...(shown.length ? together.slice(0, 16).map(article) : []));
   recolor();
 }
 
@@ -102,6 +106,32 @@ function list() {
   }));
   if (shown.length > MAX_LISTED_SAMPLES) byId("list").append(element("li", {}, `${shown.length - MAX_LISTED_SAMPLES} more samples: search, or choose another order`));
   if (!shown.length) byId("list").append(element("li", {}, "no matching samples"));
+}
+
+function choose(i) {
+  current = i;
+  for (const item of byId("list").children) item.setAttribute("aria-current", item.dataset.sample === String(i));
+  show();
+}
+
+function inspect(token) {
+  if (!token) return;
+  byId("sample").querySelectorAll(".at").forEach((other) => other.classList.remove("at"));
+  token.classList.add("at");
+  details(+token.dataset.i);
+}
+
+// Arrow keys in the list choose a sample, in the sample a token.
+function move(event) {
+  const step = { ArrowDown: 1, ArrowRight: 1, ArrowUp: -1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  const inList = event.currentTarget.id === "list", items = [...event.currentTarget.querySelectorAll(inList ? "[data-sample]" : "[data-i]")];
+  const at = items.findIndex((item) => (inList ? item.getAttribute("aria-current") === "true" : item.classList.contains("at")));
+  const item = items[Math.min(Math.max(at + step, 0), items.length - 1)];
+  if (!item) return;
+  event.preventDefault();
+  item.scrollIntoView({ block: "nearest" });
+  if (inList) choose(+item.dataset.sample); else inspect(item);
 }
 
 function details(i) {
@@ -142,25 +172,15 @@ function start() {
   else byId("side").addEventListener("click", () => { sideBySide = !sideBySide; byId("side").setAttribute("aria-pressed", sideBySide); show(); });
   byId("color").addEventListener("change", recolor);
   byId("order").addEventListener("change", list);
-  byId("search").addEventListener("input", list);
+  byId("search").addEventListener("input", () => { list(); choose(shown[0]); });
   byId("list").addEventListener("click", (event) => {
     const item = event.target.closest("[data-sample]");
-    if (!item) return;
-    current = +item.dataset.sample;
-    for (const other of byId("list").children) other.setAttribute("aria-current", other === item);
-    show();
+    if (item) choose(+item.dataset.sample);
   });
-  byId("sample").addEventListener("mouseover", (event) => {
-    const token = event.target.closest("[data-i]");
-    if (!token) return;
-    byId("sample").querySelectorAll(".at").forEach((other) => other.classList.remove("at"));
-    token.classList.add("at");
-    details(+token.dataset.i);
-  });
+  byId("sample").addEventListener("mouseover", (event) => inspect(event.target.closest("[data-i]")));
+  for (const id of ["list", "sample"]) byId(id).addEventListener("keydown", move);
   list();
-  current = shown[0];
-  list();
-  show();
+  choose(shown[0]);
 }
 
 function removeSamples(text) {
