@@ -72,7 +72,7 @@ EXPLANATIONS = {
 }
 """What the columns mean."""
 RECOMMENDATION = (
-    "This is the progress of a step that is mostly noise, relative to the exact gradient on all tokens; the rows are in "
+    "This is the progress of a step that is mostly noise, relative to the exact gradient on all tokens; rows are in "
     "this order. Equal values keep no correction, then the earlier preset. A dump cannot show a later collapse."
 )
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
