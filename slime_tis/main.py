@@ -76,27 +76,32 @@ def _run(chosen: argparse.Namespace) -> int:
         paths = chosen.compare or [chosen.path]
         text = report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint)
     elif chosen.command == "diagnose":
-        if chosen.demo:
-            if chosen.json or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
-                raise ValueError("error: --demo takes a directory and no other option.")
-            from slime_tis.diagnosis_demo import demo as diagnosis_demo
-
-            print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
-            return 0
-        if chosen.path is None:
-            raise ValueError("error: give a run or a dump, or --demo.")
-        from slime_tis.analysis.report.command import LimitExceeded, diagnosis
-
-        options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
-        try:
-            text = diagnosis(chosen.path, **options, as_json=chosen.json, fail_on=chosen.fail_on)
-        except LimitExceeded as error:
-            print(error.text)
-            print(f"--fail-on: {error}.", file=sys.stderr)
-            return 1
+        return _diagnose(chosen)
     else:
         text = what_if_table(chosen.dump, chosen.flags)
     print(text)
+    return 0
+
+
+def _diagnose(chosen: argparse.Namespace) -> int:
+    if chosen.demo:
+        if chosen.json or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+            raise ValueError("error: --demo takes a directory and no other option.")
+        from slime_tis.diagnosis_demo import demo as diagnosis_demo
+
+        print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
+        return 0
+    if chosen.path is None:
+        raise ValueError("error: give a run or a dump, or --demo.")
+    from slime_tis.analysis.report.command import LimitExceeded, diagnosis
+
+    options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
+    try:
+        print(diagnosis(chosen.path, **options, as_json=chosen.json, fail_on=chosen.fail_on))
+    except LimitExceeded as error:
+        print(error.text)
+        print(f"--fail-on: {error}.", file=sys.stderr)
+        return 1
     return 0
 
 
