@@ -67,13 +67,15 @@ class Row:
     mean_abs_log_ratio: float
     found: str
     second: str
+    named: bool
+    """Whether the cause is the answer, and not a candidate after `unexplained`."""
     detail: str
     right_detail: str
     confidence: float
 
     @property
     def right(self) -> bool:
-        """Whether the planted cause comes first."""
+        """Whether the planted cause comes first, as the answer or as a candidate."""
         return self.found == self.cause
 
 
@@ -127,7 +129,9 @@ def tables(seed: int, strengths: Sequence[int], dumps: Path) -> Iterator[tuple[C
 
 def examine(case: Case, table: TokenTable) -> Row:
     found = diagnose(table)
-    first = found.findings[0]
+    candidates = [finding for finding in found.findings if finding.cause != "unexplained"]
+    first, second = [*candidates, *found.findings[:1], None][:2]
+    assert first is not None
     return Row(
         fault=case.fault,
         cause=case.cause,
@@ -136,7 +140,8 @@ def examine(case: Case, table: TokenTable) -> Row:
         family=case.family,
         mean_abs_log_ratio=float(f"{found.mean_abs_log_ratio:.4g}"),
         found=first.cause,
-        second=found.findings[1].cause if len(found.findings) > 1 else "",
+        second="" if second is None else second.cause,
+        named=found.cause == first.cause,
         detail=first.detail,
         right_detail="" if case.fault not in FAULTS else FAULTS[case.fault][1],
         confidence=round(first.confidence, 3),
