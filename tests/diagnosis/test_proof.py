@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,14 @@ def bf16(model: Any, tokens: torch.Tensor) -> Rows:
     return log_probs(logits_of(small, tokens), tokens)
 
 
-def int8(model: Any, tokens: torch.Tensor) -> Rows:
+def int8(model: Any, tokens: torch.Tensor, temperature: float = 1.0) -> Rows:
     small = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in small.named_parameters():
             if name.endswith("proj.weight"):  # engines keep embeddings and the output layer
                 scale = weight.abs().amax(1, keepdim=True) / 127
                 weight.copy_((weight / scale).round() * scale)
-    return log_probs(logits_of(small, tokens), tokens)
+    return log_probs(logits_of(small, tokens) / temperature, tokens)
 
 
 def without_first_token(model: Any, tokens: torch.Tensor) -> Rows:
@@ -248,6 +249,12 @@ def test_two_faults_are_found_one_after_the_other(model: Any, path: Path) -> Non
     _, proof = prove(table, str(path))
     assert {each.name for each in proof.explanations[:2]} == {"first prompt tokens missing", "temperature"}
     assert proof.is_proven and set(proof.causes) == {"other_prompt", "temperature"}
+
+
+def test_a_precision_and_a_temperature_are_found(model: Any, path: Path) -> None:
+    _, proof = prove(dump(model, partial(int8, temperature=0.95)), str(path))
+    assert {each.name for each in proof.explanations[:2]} == {"int8 weights", "temperature"}, proof
+    assert proof.is_proven and not proof.is_noise
 
 
 def test_any_two_hypotheses_on_inputs_can_be_combined(model: Any, path: Path) -> None:

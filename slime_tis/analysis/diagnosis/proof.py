@@ -174,8 +174,10 @@ class _Case:
         is_noise = self._is_noise_of(ranked[0])
         causes = ranked[:1] if search.share(ranked[0]) >= PARTIAL or is_noise else []
         others = ranked[len(causes) :]
-        if causes and search.share(causes[0]) < PROVEN and not is_noise:
-            causes, others = self._with_second(causes[0], others)
+        if causes and self._explanation(causes[0]).interval[0] < PROVEN:
+            both, rest = self._with_second(causes[0], others)
+            if not is_noise or search.share(both[-1]) >= PROVEN > search.share(causes[0]):
+                causes, others, is_noise = both, rest, False
         rivals = [each.name for each in others if causes and self._is_rival(each, causes[-1])]
         names = [each.name for each in causes] + rivals
         result = _Result(

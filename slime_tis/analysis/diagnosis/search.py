@@ -169,7 +169,7 @@ class Search:
         start = self.table[first.name]
         step = _step(start, min(start.values, key=lambda value: abs(value - first.value)))
         values = [first.value + step * k / 4 for k in range(-4, 5)] if step and not start.whole else [first.value]
-        lists: list[Edits] = [((first.name, value),) for value in values if value > 0 or min(start.values) < 0]
+        lists: list[Edits] = [((first.name, value),) for value in values if value > 0 or min(start.values) <= 0]
         remaining = self.remaining((second,), lists, self.fitted)
         best = min(zip(remaining, lists, strict=True), key=lambda each: float(each[0].sum()))[1]
         return self.measure((second,), best)[0]
@@ -425,7 +425,7 @@ def _sizes(rows: Sequence[Tensor]) -> Tensor:
 
 def _step(hypothesis: Hypothesis, value: float) -> float:
     """Half the distance to the nearest value of the grid; 0 where the parameter is not refined."""
-    if len(hypothesis.values) == 1:
+    if len(hypothesis.values) < 3:
         return 0.0
     step = 0.5 * min(abs(other - value) for other in hypothesis.values if other != value)
     return float(int(step)) if hypothesis.whole else step
