@@ -84,15 +84,23 @@ def _run(chosen: argparse.Namespace) -> int:
 
 
 def _diagnose(chosen: argparse.Namespace) -> int:
+    """Runs `slime-tis diagnose` and returns its exit status."""
     if chosen.demo:
-        if chosen.json or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+        if chosen.json or chosen.compare or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
             raise ValueError("error: --demo takes a directory and no other option.")
         from slime_tis.diagnosis_demo import demo as diagnosis_demo
 
         print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
         return 0
-    if chosen.path is None:
-        raise ValueError("error: give a run or a dump, or --demo.")
+    if (chosen.path is None) == (chosen.compare is None):
+        raise ValueError("error: give a run or a dump, --compare with two of them, or --demo.")
+    if chosen.compare:
+        if chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+            raise ValueError("error: --compare takes no other option than --json.")
+        from slime_tis.analysis.report.comparison import comparison
+
+        print(comparison(*chosen.compare, as_json=chosen.json))
+        return 0
     from slime_tis.analysis.report.command import LimitExceeded, diagnosis
 
     options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
@@ -144,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
     diagnose.add_argument("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
     diagnose.add_argument("--json", action="store_true", help="print JSON")
+    two = "name the differences between two: options, precisions, size and cause of the mismatch"
+    diagnose.add_argument("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
     limits = "exit with status 1 above a limit on the dump: k3=X, abs=X (mean abs(Δ)), cause (any but healthy)"
     diagnose.add_argument("--fail-on", default="", metavar="LIMITS", help=limits)
 

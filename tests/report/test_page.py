@@ -181,6 +181,23 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monke
     assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
 
 
+def test_two_runs_differ_in_the_changed_option_and_engine(run: Path, tmp_path: Path, capsys) -> None:
+    other = make_run(tmp_path / "other")
+    table = make_table()
+    write(other / "dumps" / "0.parquet", replace(table, rollout_log_prob=table.rollout_log_prob - 0.5))
+    with (other / "config.yaml").open("a") as lines:
+        lines.write("rollout_precision: fp8\nseed: 3\n")
+    assert main(["diagnose", "--compare", str(run), str(other), "--json"]) == 0
+    option, size, engine, cause = json.loads(capsys.readouterr().out)["changes"]
+    assert option == "option rollout_precision: none → fp8" and "mean abs(Δ): 0.0147 → 0.5" in size
+    assert "training by 0 and in the rollout engine by 0.5 nats" in engine and "→" in cause
+    assert main(["diagnose", "--compare", str(run), str(run)]) == 0
+    assert "within the noise" in capsys.readouterr().out
+    pair = ["--compare", str(run), str(other)]
+    for wrong in ([str(run), *pair], [*pair, "--fail-on", "k3=1"], [*pair, "--demo"]):
+        assert main(["diagnose", *wrong]) == 2
+
+
 def test_any_keys_of_a_configuration_are_grouped() -> None:
     runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
     assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
