@@ -94,7 +94,6 @@ class Search:
         self._rows: dict[Edits, list[Tensor]] = {}
         self._logits: tuple[Edits, dict[int, Tensor]] = ((), {})
         self.reference = self.rows(()) if self.inputs else []
-        self.tried = 0
 
     def add(self, others: Others) -> None:
         """Adds the hypotheses on other checkpoints."""
@@ -138,7 +137,6 @@ class Search:
 
     def _fit(self, fixed: Edits, names: Sequence[str], before: float) -> dict[str, tuple[float, Edit]]:
         """The remaining mismatch of each hypothesis on the fitted samples, with its parameter."""
-        self.tried += len(names)
         best: dict[str, tuple[float, Edit]] = {}
 
         def try_out(edits: Sequence[Edit]) -> None:
