@@ -193,6 +193,9 @@ def test_two_runs_differ_in_the_changed_option_and_engine(run: Path, tmp_path: P
     assert "training by 0 and in the rollout engine by 0.5 nats" in engine and "→" in cause
     assert main(["diagnose", "--compare", str(run), str(run)]) == 0
     assert "within the noise" in capsys.readouterr().out
+    (other / "config.yaml").write_text("lr: 0.001\n")
+    assert main(["diagnose", "--compare", str(run), str(other)]) == 0
+    assert "other: This run wrote no dumps" in capsys.readouterr().out
     pair = ["--compare", str(run), str(other)]
     for wrong in ([str(run), *pair], [*pair, "--fail-on", "k3=1"], [*pair, "--demo"]):
         assert main(["diagnose", *wrong]) == 2

@@ -19,10 +19,11 @@ MISMATCH = ("k3", "χ²", "mean abs(Δ)")
 
 def comparison(before: str, after: str, *, as_json: bool = False) -> str:
     """The differences between two runs or dumps, as text or JSON."""
-    lines = changes(open_source(before, 2), open_source(after, 2))
+    sources = [open_source(path, 2) for path in (before, after)]
+    lines = changes(*sources) + [f"{source.name}: {source.note}" for source in sources if source.note]
     if as_json:
         return json.dumps({"before": before, "after": after, "changes": lines}, indent=1)
-    return "\n".join([f"{before} → {after}", *(f"- {one_line(line, 300)}" for line in lines)])
+    return "\n".join([f"{before} → {after}", *(f"- {one_line(line, 500)}" for line in lines)])
 
 
 def changes(before: Source, after: Source) -> list[str]:
