@@ -332,12 +332,12 @@ def test_a_mismatch_that_grows_over_a_run_is_a_missing_update() -> None:
     assert (result.cause, result.findings[0].confidence) == ("weights_not_updated", pytest.approx(0.7))
 
 
-def test_empty_input_is_healthy() -> None:
-    assert diagnose(None).cause == "healthy"
+def test_empty_input_is_not_judged() -> None:
+    assert diagnose(None).cause == "unexplained"
     empty = TokenTable.from_parts([SampleParts(train_log_prob=[], rollout_log_prob=[])])
-    assert diagnose(empty).cause == "healthy"
+    assert diagnose(empty).cause == "unexplained"
     masked = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])])
-    assert diagnose(masked).cause == "healthy"
+    assert diagnose(masked).cause == "unexplained"
 
 
 @pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"])

@@ -175,6 +175,8 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     from_metrics = metric_rules.findings(metrics)
     if table is None or not (table.loss_mask > 0).any():
         ranked = _ranked(from_metrics, "the metrics show no cause; dumps of tokens show more")
+        if not metrics:
+            ranked = (_described(Finding("unexplained", ("there are no metrics and no trained tokens",), 0.0)),)
         return Diagnosis(findings=ranked, tokens=0, samples=0, mean_abs_log_ratio=float("nan"))
     tokens = tokens_of(table)
     findings = findings_of(tokens)

@@ -120,7 +120,7 @@ ADVICE: Mapping[str, str] = {
         "training and SGLang do not share GPUs; set --sglang-base-gpu-id, or use --rollout-engine local"
     ),
     "--prefill-num-servers": "start servers of several kinds yourself, and name them with --sglang-url",
-    "--spec --megatron-config-path --model-name --transformer-impl --moe-*": CONFIG,
+    "--spec --megatron-config-path --model-name --moe-*": CONFIG,
     "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
     "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
     "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp --balance-data --balance-by-flops": (

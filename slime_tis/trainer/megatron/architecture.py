@@ -117,6 +117,8 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     family = FAMILIES[hf.architectures[0]]
     transformer = transformer_config(hf, config, parallel)
     engine = uses_transformer_engine(hf, parallel)
+    if not engine and config.transformer_impl == "transformer_engine":
+        raise ValueError("--transformer-impl transformer_engine supports dense models only; remove the flag.")
     inverse_frequency, scaling = rotary_frequencies(hf, family)
     if engine and scaling != 1.0:
         raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")

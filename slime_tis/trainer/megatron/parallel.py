@@ -1,6 +1,6 @@
 """The process groups, and the choice of device, collective library and layer implementation."""
 
-import importlib.util
+import importlib
 import os
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from megatron.core.rerun_state_machine import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slime_tis.correction import Ranks
+from slime_tis.errors import first_line
 from slime_tis.trainer.megatron.environment import Environment, read_environment
 from slime_tis.trainer.options.megatron import MegatronConfig
 
@@ -132,6 +133,29 @@ def _all_gather(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
     return gathered
 
 
+def trains_with_transformer_engine(config: MegatronConfig, *, has_gpu: bool) -> bool:
+    """Returns whether transformer-engine computes the layers.
+
+    Raises:
+        ValueError: --transformer-impl transformer_engine asks for it, and it cannot.
+    """
+    problem = ""
+    if config.transformer_impl == "local":
+        return False
+    if not has_gpu:
+        problem = "transformer-engine needs a GPU"
+    elif config.precision == "fp32":  # fused and flash attention refuse float32; the other backend, packed sequences
+        problem = "transformer-engine has no attention for packed sequences in float32; add --bf16 or --fp16"
+    else:
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except (ImportError, OSError, RuntimeError) as error:  # also a build for another CUDA
+            problem = f"transformer_engine.pytorch does not import: {first_line(error)}"
+    if problem and config.transformer_impl is not None:
+        raise ValueError(f"--transformer-impl transformer_engine: {problem}, or use --transformer-impl local.")
+    return not problem
+
+
 def initialize(config: MegatronConfig) -> Parallel:
     """Starts torch.distributed, with or without torchrun, and megatron-core's groups; seeds every rank."""
     environment = read_environment(os.environ)
@@ -139,7 +163,7 @@ def initialize(config: MegatronConfig) -> Parallel:
     backend = Backend(
         device=torch.device("cuda", environment.local_rank) if has_gpu else torch.device("cpu"),
         collectives="nccl" if has_gpu else "gloo",
-        transformer_engine=has_gpu and importlib.util.find_spec("transformer_engine") is not None,
+        transformer_engine=trains_with_transformer_engine(config, has_gpu=has_gpu),
     )
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

@@ -54,6 +54,9 @@ class MegatronConfig:
     expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = parallel_option(None)
     """Ranks that divide the matrices of an expert; unset: tensor_model_parallel_size."""
 
+    transformer_impl: Literal["transformer_engine", "local"] | None = parallel_option(None)
+    """Layers; unset: transformer-engine on a GPU, if it imports and trains this model in bf16 or fp16, else torch's."""
+
     sequence_parallel: bool = parallel_option(False)
     """Shard other activations along the sequence over the tensor-parallel ranks."""
 
