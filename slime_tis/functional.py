@@ -16,6 +16,7 @@ from slime_tis.correction.divergence import BINARY_DIVERGENCES
 from slime_tis.correction.metrics import SMALLEST_BATCH_MEAN
 from slime_tis.correction.modes import LEVELS, Criterion
 from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT, in_float32
+from slime_tis.correction.reference import aggregate, rejected_by
 
 
 class WeightsAndMask(NamedTuple):
@@ -65,7 +66,7 @@ def correct(
     mask = valid & (weights > 0) if config.rejects_weights else valid
     for criterion in config.rejections:
         if criterion.mask is None:
-            mask = mask & ~_rejected(criterion, delta, valid, masked_in)
+            mask = mask & ~rejected_by(config, criterion, delta, valid, masked_in)
         else:
             current = train if current_log_probs is None else current_log_probs.detach()
             anchor = rollout if criterion.mask.anchor == "rollout" else train
@@ -81,33 +82,6 @@ def correct(
         mean = torch.where(counted, weights, 0.0).sum() / counted.sum().clamp_min(1)
         weights = weights / torch.where(mean > SMALLEST_BATCH_MEAN, mean, 1.0)
     return WeightsAndMask(torch.where(valid, weights, 0.0).float(), mask)
-
-
-def aggregate(aggregation: str, values: Tensor, valid: Tensor, masked_in: Tensor) -> Tensor:
-    """The statistic at every token [..., T]: of itself, of the tokens up to it, of its turn, or of its sequence.
-
-    Args:
-        aggregation: token, prefix, segment, sum, mean or max, as in `slime_tis.correction.modes`.
-        values: [..., T].
-        valid: Tokens that count.
-        masked_in: Tokens of the loss mask, whose runs are the turns.
-    """
-    values = torch.where(valid, values, 0.0)
-    if aggregation == "token":
-        return values
-    if aggregation == "prefix":
-        return values.cumsum(-1)
-    if aggregation == "segment":
-        before = torch.nn.functional.pad(masked_in, (1, 0))[..., :-1]
-        turn = (masked_in & ~before).cumsum(-1)
-        sums = torch.zeros_like(torch.nn.functional.pad(values, (1, 0))).scatter_add(-1, turn, values)
-        return sums.gather(-1, turn)
-    if aggregation == "max":
-        return torch.where(valid, values, -math.inf).amax(-1, keepdim=True).expand_as(values)
-    total = values.sum(-1, keepdim=True)
-    if aggregation == "mean":
-        total = total / valid.sum(-1, keepdim=True).clamp_min(1)
-    return total.expand_as(values)
 
 
 def _check(config: RolloutCorrectionConfig, has_advantages: bool) -> None:
@@ -126,22 +100,6 @@ def _check(config: RolloutCorrectionConfig, has_advantages: bool) -> None:
 
 def _any(tokens: Tensor) -> Tensor:
     return tokens.any(-1, keepdim=True)
-
-
-def _rejected(criterion: Criterion, delta: Tensor, valid: Tensor, masked_in: Tensor) -> Tensor:
-    """Tokens whose statistic is out of the bounds of a criterion on the ratio or on its divergence."""
-    capped = delta.clamp(max=LOG_RATIO_BOUND)
-    divergence = {
-        "k1": lambda: delta,
-        "k2": lambda: delta.square() / 2,
-        "k3": lambda: torch.expm1(capped) - capped,
-        "error": lambda: delta.abs().clamp(max=LOG_RATIO_BOUND).exp(),
-    }[criterion.divergence]()
-    statistic = aggregate(criterion.aggregation, divergence, valid, masked_in)
-    if criterion.lower is None:
-        return statistic > criterion.upper
-    log_lower, log_upper = criterion.log_bounds
-    return (statistic < log_lower) | (statistic > log_upper)
 
 
 def _diverged(

@@ -71,10 +71,6 @@ def _is_count(value: object, most: int = 2**31 - 1) -> bool:
     return type(value) is int and 0 < value <= most
 
 
-def _is_positive(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
@@ -85,7 +81,9 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     # transformers makes a list with an entry for each layer before it reads weights
     "num_hidden_layers": (lambda value: _is_count(value, 1024), "a whole number from 1 to 1024"),
     "rms_norm_eps": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to 1"),
-    **dict.fromkeys(("routed_scaling_factor", "rope_theta", "factor"), (_is_positive, "a number above 0")),
+    **dict.fromkeys(
+        ("routed_scaling_factor", "rope_theta", "factor"), (lambda x: _is_number(x) and x > 0, "a number above 0")
+    ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "an object")),
 }
 """Test and description of the valid values of optional fields of config.json and its rope objects."""

@@ -33,11 +33,6 @@ class Mode:
     rejects: bool = False
     """Whether a weight out of bounds becomes 0 and rejects its token or sequence."""
 
-    @property
-    def raises_weights(self) -> bool:
-        """Whether weights below the lower bound become larger, also the 0 of invalid tokens."""
-        return self.has_lower_bound and not self.rejects
-
 
 MODES: dict[ModeName, Mode] = {
     "truncate": Mode(

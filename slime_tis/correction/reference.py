@@ -112,17 +112,17 @@ def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Te
     if aggregation == "token":
         return x_BT
     if aggregation == "prefix":
-        return x_BT.cumsum(1)
+        return x_BT.cumsum(-1)
     if aggregation == "segment":  # turns are the runs of the loss mask, numbered by where they start
-        before_BT = torch.nn.functional.pad(masked_in_BT, (1, 0))[:, :-1]
-        turn_BT = (masked_in_BT & ~before_BT).cumsum(1)
-        sums_BT = x_BT.new_zeros(len(x_BT), x_BT.shape[1] + 1).scatter_add(1, turn_BT, x_BT)
-        return sums_BT.gather(1, turn_BT)
+        before_BT = torch.nn.functional.pad(masked_in_BT, (1, 0))[..., :-1]
+        turn_BT = (masked_in_BT & ~before_BT).cumsum(-1)
+        sums_BT = torch.zeros_like(torch.nn.functional.pad(x_BT, (1, 0))).scatter_add(-1, turn_BT, x_BT)
+        return sums_BT.gather(-1, turn_BT)
     if aggregation == "max":
-        lowest = torch.finfo(x_BT.dtype).min
-        return torch.nn.functional.pad(torch.where(valid_BT, x_BT, lowest), (0, 1), value=lowest).amax(1)[:, None]
-    total_B1 = x_BT.sum(1, keepdim=True)
-    total_B1 = total_B1 / valid_BT.sum(1, keepdim=True).clamp_min(1) if aggregation == "mean" else total_B1
+        x_BT = torch.where(valid_BT, x_BT, -math.inf)
+        return torch.nn.functional.pad(x_BT, (0, 1), value=-math.inf).amax(-1, keepdim=True)
+    total_B1 = x_BT.sum(-1, keepdim=True)
+    total_B1 = total_B1 / valid_BT.sum(-1, keepdim=True).clamp_min(1) if aggregation == "mean" else total_B1
     return total_B1.expand_as(x_BT)
 
 

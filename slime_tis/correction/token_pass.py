@@ -149,7 +149,7 @@ def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tup
     raw.mul_(valid)
     lower, upper = weight_bounds(config, chunk.advantage_RK)
     weight = config.mode.bound(raw, lower, upper)
-    if config.mode.raises_weights:
+    if config.mode.has_lower_bound and not config.mode.rejects:  # it raises the 0 of invalid tokens, too
         weight.mul_(valid)
     highest = raw.amax()
     extremes = [lowest, highest, weight.amax() if config.mode.rejects or config.signs_bounds else highest]

@@ -33,7 +33,8 @@ class Diagnostics:
         self._steps += 1
         rejected = found.get("rejected_sequence_fraction", 0.0)
         rejecting = self._rejecting.observe(rejected > REJECTED_SHARE)
-        at_bound = self._at_bound.observe(_is_at_bound(self._config, found))
+        mode = self._config.mode  # one that rejects has no weight at its bound
+        at_bound = self._at_bound.observe(not mode.rejects and found.get(f"mis_{mode.high_fraction}", 0.0) > 0.0)
         wanted = {"rejected": _about_rejection(self._config, found) if rejecting else ""}
         if self._steps <= FIRST_STEPS:
             gap = found.get("mismatch_log_ppl_abs_diff", 0.0)
@@ -42,11 +43,6 @@ class Diagnostics:
         new = {name: message for name, message in wanted.items() if message and name not in self._reported}
         self._reported |= set(new)
         return list(new.values())
-
-
-def _is_at_bound(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> bool:
-    """Whether the largest weight is the upper bound: some exceeded it. A mode that rejects has none."""
-    return not config.mode.rejects and found.get(f"mis_{config.mode.high_fraction}", 0.0) > 0.0
 
 
 def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> str:

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
-from slime_tis.limits import REJECTS, Limits, check_fields, option
-
-loss_option = partial(option, group="policy loss")
-correction_option = partial(option, group="rollout correction")
+from slime_tis.correction.config import correction_option, loss_option
+from slime_tis.limits import REJECTS, Limits, check_fields
 
 CLIPPING_LOSSES = tuple(
     f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov", "experimental_ctpo")

@@ -2,6 +2,7 @@
 
 from typing import Any, get_args
 
+import torch
 from hypothesis import strategies as st
 
 from slime_tis import RolloutCorrectionConfig
@@ -70,3 +71,12 @@ def batches(draw: Any, wild: bool = False, max_sequences: int = 5, max_length: i
         rollout.append(r)
         masks.append(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     return train, rollout, masks
+
+
+def tensors(batch: tuple[list, list, list], dtype: torch.dtype = torch.float64) -> tuple[list, list, list]:
+    train, rollout, mask = batch
+    return (
+        [torch.tensor(x, dtype=dtype) for x in train],
+        [torch.tensor(x, dtype=dtype) for x in rollout],
+        [torch.tensor(x, dtype=torch.bool) for x in mask],
+    )

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, adaptive_bounds, correct
 from slime_tis.correction import LEVELS, layout
 from slime_tis.correction.reference import reference_correct
-from tests.correction.strategies import batches, configurations
-from tests.correction.test_expected import tensors
+from tests.correction.strategies import batches, configurations, tensors
 
 Inputs = tuple[list, list, list]
 

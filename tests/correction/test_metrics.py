@@ -43,21 +43,21 @@ def test_mismatch_alone() -> None:
     assert metrics_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
 
 
-def test_token_weights() -> None:
-    """Weights 2, 1, 1/4 bounded to 1.5, 1, 1/4: mean 11/12, mean square (9/4 + 1 + 1/16)/3."""
-    mean, square = 11 / 12, (2.25 + 1 + 0.0625) / 3
-    found = metrics_of(use_tis=True, tis_upper_bound=1.5)
-    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
+MEAN, SQUARE = 11 / 12, (2.25 + 1 + 0.0625) / 3
+BEYOND_MISMATCH: dict[str, tuple[dict[str, object], dict[str, float]]] = {
+    # Weights 2, 1, 1/4 bounded to 1.5, 1, 1/4.
+    "token weights": (
+        {"use_tis": True, "tis_upper_bound": 1.5},
         {
             "gradient_kept_fraction": 1.0,
             "mis_mean_is_weight_before_clip": 3.25 / 3,
             "mis_weight_min_before_clip": 0.25,
             "mis_weight_max_before_clip": 2.0,
-            "mis_ratio_mean_after_mis": mean,
+            "mis_ratio_mean_after_mis": MEAN,
             "mis_weight_min": 0.25,
             "mis_weight_max": 1.5,
-            "mis_weight_std": math.sqrt(square - mean**2),
-            "mis_eff_sample_size": mean**2 / square,
+            "mis_weight_std": math.sqrt(SQUARE - MEAN**2),
+            "mis_eff_sample_size": MEAN**2 / SQUARE,
             "mis_truncate_fraction": 1 / 3,
             "mis_ratio_fraction_low": 1 / 3,
             "mis_seq_weight_mean": (1.25 + 0.25) / 2,
@@ -68,21 +68,11 @@ def test_token_weights() -> None:
             "mis_seq_weight_fraction_high": 0.0,
             "mis_seq_weight_fraction_low": 0.5,
         },
-        abs=1e-6,
-    )
-
-
-def test_sequence_weights_count_each_sequence_once() -> None:
-    """Weights 2 and 1/4; clipped to [1/2, 3/2]; mean 1."""
-    found = metrics_of(
-        use_tis=True,
-        tis_level="sequence",
-        tis_mode="clip",
-        tis_lower_bound=0.5,
-        tis_upper_bound=1.5,
-        tis_batch_normalize=True,
-    )
-    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
+    ),
+    # Weights 2 and 1/4, one per sequence; clipped to [1/2, 3/2]; mean 1.
+    "sequence weights": (
+        {"use_tis": True, "tis_level": "sequence", "tis_mode": "clip", "tis_lower_bound": 0.5, "tis_upper_bound": 1.5}
+        | {"tis_batch_normalize": True},
         {
             "gradient_kept_fraction": 1.0,
             "mis_mean_is_weight_before_clip": 1.125,
@@ -97,15 +87,10 @@ def test_sequence_weights_count_each_sequence_once() -> None:
             "mis_clip_fraction_high": 0.5,
             "mis_batch_norm_factor": 1.0,
         },
-        abs=1e-6,
-    )
-
-
-def test_rejection_and_veto() -> None:
-    found = metrics_of(
-        use_rs=True, rs_upper_bound=1.5, rs_veto_threshold=0.3, rollout_rs="seq_mean_k1", rollout_rs_threshold=1.3
-    )
-    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(
+    ),
+    "rejection and veto": (
+        {"use_rs": True, "rs_upper_bound": 1.5, "rs_veto_threshold": 0.3}
+        | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.3},
         {
             "gradient_kept_fraction": 0.0,
             "mis_rs_masked_fraction": 1.0,
@@ -117,8 +102,14 @@ def test_rejection_and_veto() -> None:
             "mis_catastrophic_token_fraction": 1 / 3,
             "mis_catastrophic_seq_fraction": 0.5,
         },
-        abs=1e-6,
-    )
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), BEYOND_MISMATCH.values(), ids=BEYOND_MISMATCH)
+def test_by_hand(options: dict[str, object], expected: dict[str, float]) -> None:
+    found = metrics_of(**options)
+    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "prefix", "segment", "sequence"])

@@ -37,6 +37,8 @@ def assert_agrees(config: RolloutCorrectionConfig, batch: Batch, reference: Refe
     found = correct(config, *padded(batch))
     torch.testing.assert_close(found.weights.double(), reference.weights, rtol=2e-6, atol=1e-7)
     assert torch.equal(found.mask, reference.mask)
+    assert found.accepted_per_sequence.tolist() == reference.mask.sum(1).tolist()
+    assert found.masked_in_per_sequence.tolist() == [sum(mask) for mask in batch[2]]
 
 
 def assert_is(reference: ReferenceCorrection, expected: Expected) -> None:

@@ -110,12 +110,25 @@ def test_missing_rollout_log_probs_of_a_sample() -> None:
     assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
 
 
-def test_a_masked_position_never_contributes() -> None:
-    values = torch.tensor([-1.0, NAN, -2.0])
-    mask = torch.tensor([1, 0, 1])
-    found = correct(TOKEN_IS, [values], [torch.tensor([-1.0, INF, -2.0])], [mask])
-    assert found.weights[0].tolist() == [1.0, 0.0, 1.0]
+ORDINARY = {
+    # train, rollout, mask → weights
+    "masked": ([-1.0, NAN, -2.0], [-1.0, INF, -2.0], [1, 0, 1], [1.0, 0.0, 1.0]),
+    "above zero": ([0.75], [0.25], [1], [math.exp(0.5)]),
+    "one token": ([-1.0], [-1.25], [1], [math.exp(0.25)]),
+}
+
+
+@pytest.mark.parametrize(("train", "rollout", "mask", "weights"), ORDINARY.values(), ids=ORDINARY)
+def test_ordinary_tokens(train: list[float], rollout: list[float], mask: list[int], weights: list[float]) -> None:
+    found = correct(TOKEN_IS, *(torch.tensor([row]) for row in (train, rollout, mask)))
+    assert found.weights[0].tolist() == pytest.approx(weights)
     assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.0
+
+
+def test_half_precision_is_subtracted_in_float32() -> None:
+    train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
+    found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
+    assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16])
@@ -125,12 +138,6 @@ def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
     assert found.mask[0].tolist() == [True, False, True] and found.weights[0].tolist() == [1.0, 0.0, 1.0]
 
 
-def test_half_precision_is_subtracted_in_float32() -> None:
-    train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
-    found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
-    assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_of_absurd_log_probs_do_not_overflow(dtype: torch.dtype) -> None:
     huge = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
@@ -138,11 +145,6 @@ def test_sums_of_absurd_log_probs_do_not_overflow(dtype: torch.dtype) -> None:
     values = found.statistics.metrics()
     assert found.weights[0].tolist() == [1.0] * 300 and values["mismatch_kl"] == 0.0
     assert all(math.isfinite(value) for value in values.values())
-
-
-def test_log_probs_above_zero_are_ordinary() -> None:
-    found = correct(TOKEN_IS, [torch.tensor([0.75])], [torch.tensor([0.25])], [torch.ones(1)])
-    assert found.weights[0].item() == pytest.approx(math.exp(0.5))
 
 
 def test_empty_batches_and_sequences() -> None:
@@ -155,11 +157,6 @@ def test_empty_batches_and_sequences() -> None:
     assert packed.mask.shape == (0,) and packed.accepted_per_sequence.tolist() == [0, 0]
     masked = correct(config, [torch.zeros(3)], [torch.zeros(3)], [torch.zeros(3)])
     assert masked.weights[0].tolist() == [0, 0, 0] and masked.statistics.metrics() == {}
-
-
-def test_one_token() -> None:
-    found = correct(TOKEN_IS, torch.tensor([[-1.0]]), torch.tensor([[-1.25]]), torch.ones(1, 1))
-    assert found.weights.item() == pytest.approx(math.exp(0.25))
 
 
 ROW, ONES = torch.zeros(1, 2), torch.ones(1, 2)

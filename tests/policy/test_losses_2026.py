@@ -160,10 +160,10 @@ def step_of(case: Case, step: LossStep, *, old: bool = False) -> tuple[Tensor, T
     return value, log_probs.grad.view(rows, width), outputs.record.accepted_L.view(rows, width)
 
 
-def step_for(preset: str, policy: dict[str, Any], *, old: bool = False, **overrides: Any) -> LossStep:
+def step_for(correction: RolloutCorrectionConfig, *, old: bool = True, **policy: Any) -> LossStep:
     return LossStep(
-        correction=RolloutCorrectionConfig.preset(preset, **overrides),
-        policy=PolicyConfig(**policy),
+        correction=correction,
+        policy=PolicyConfig(**{"calculate_per_token_loss": True, **policy}),
         uses_recomputed_old_policy=old,
     )
 
@@ -175,8 +175,8 @@ def test_gradient_of_the_divergence_presets_equals_prime_rl(case: Case) -> None:
     else:
         high, low = case.params["dppo_mask_high"], case.params["dppo_mask_low"]
         overrides, preset = {"divergence_mask_bound": high, "divergence_mask_bound_negative": low}, "dppo_tv"
-    policy = {"rollout_pull_coef": case.params["kl_tau"], "calculate_per_token_loss": True}
-    _, gradient, _ = step_of(case, step_for(preset, policy, **overrides))
+    config = RolloutCorrectionConfig.preset(preset, **overrides)
+    _, gradient, _ = step_of(case, step_for(config, old=False, rollout_pull_coef=case.params["kl_tau"]))
     # prime-rl scales the policy loss alone, by adv_tau; weights here end at e^20
     bounded = (case.input("logp") - case.input("sampler")).abs() < 20
     scale = case.params["adv_tau"]
@@ -190,8 +190,8 @@ def test_gradient_of_the_divergence_presets_equals_prime_rl(case: Case) -> None:
 @pytest.mark.parametrize("case", cases("nemo_rl.clipped_pg", truncated_importance_sampling_type="seq-mask-tis"))
 def test_seq_mask_tis_equals_nemo_rl(case: Case) -> None:
     low, high = (case.params[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
-    policy = {"calculate_per_token_loss": case.params.get("token_level_loss", True)}
-    step = step_for("seq_mask_tis", policy, old=True, rs_lower_bound=low, rs_upper_bound=high)
+    config = RolloutCorrectionConfig.preset("seq_mask_tis", rs_lower_bound=low, rs_upper_bound=high)
+    step = step_for(config, calculate_per_token_loss=case.params.get("token_level_loss", True))
     value, gradient, accepted = step_of(case, step, old=True)
     mask = case.input("mask").bool()
     assert torch.equal(accepted[mask], case.output("kept").bool()[mask])
@@ -236,11 +236,7 @@ def test_verls_loss_modes_equal_verl(mode: str) -> None:
         options = {name: value for name, (value, _) in translate_actor({LOSS_MODE: mode, **keys}).items()}
         policy = {name: value for name, value in options.items() if name in PolicyConfig.__dataclass_fields__}
         correction = {name: options[name] for name in options.keys() - policy.keys()}
-        step = LossStep(
-            correction=RolloutCorrectionConfig(**correction),
-            policy=PolicyConfig(**policy, calculate_per_token_loss=True),
-            uses_recomputed_old_policy=True,
-        )
+        step = step_for(RolloutCorrectionConfig(**correction), **policy)
         value, gradient, _ = step_of(case, step, old=True)
         exact = ~case.inexact("kept") if "kept" in case.outputs else torch.ones_like(gradient).bool()
         torch.testing.assert_close(gradient[exact], case.output("grad")[exact], rtol=1e-5, atol=1e-6)
@@ -263,25 +259,18 @@ CTPO = {  # loss and norm of the gradient of the authors' function, with bounds 
 def test_ctpo_equals_its_authors(batch: str) -> None:
     for (low, high, dual), expected in zip(((0.025, 0.05, 0.05), (0.1, 0.2, 0.4)), CTPO[batch], strict=True):
         clips = {"eps_clip": -math.expm1(-low), "eps_clip_high": math.expm1(high), "eps_clip_c": math.exp(dual)}
-        step = experimental_step("ctpo", clips)
+        step = step_for(RolloutCorrectionConfig(policy_loss="experimental_ctpo"), **clips)
         value, gradient, _ = step_of(Case(params={}, outputs={}, batch=batch), step, old=True)
         assert (value.item(), gradient.norm().item()) == pytest.approx(expected, rel=1e-5)
-
-
-def experimental_step(name: str, policy: dict[str, Any]) -> LossStep:
-    return LossStep(
-        correction=RolloutCorrectionConfig(policy_loss=f"experimental_{name}"),  # type: ignore[arg-type]
-        policy=PolicyConfig(**policy, calculate_per_token_loss=True),
-        uses_recomputed_old_policy=True,
-    )
 
 
 @pytest.mark.parametrize("batch", CTPO)
 def test_cppo_equals_its_algorithm(batch: str) -> None:
     """Algorithm 1 of the paper, token by token in float64."""
     case, bound, budget = Case(params={}, outputs={}, batch=batch), 0.02, 0.01
-    policy = {"eps_clip": bound, "experimental_cppo_budget": budget}
-    value, gradient, _ = step_of(case, experimental_step("cppo", policy), old=True)
+    config = RolloutCorrectionConfig(policy_loss="experimental_cppo")
+    step = step_for(config, eps_clip=bound, experimental_cppo_budget=budget)
+    value, gradient, _ = step_of(case, step, old=True)
     log_prob, old, advantage, mask = (case.input(name).double() for name in ("logp", "old", "advantages", "mask"))
     expected, dropped = torch.zeros_like(gradient), 0
     for row in range(len(mask)):
@@ -307,11 +296,7 @@ def test_cppo_equals_its_algorithm(batch: str) -> None:
 def test_every_loss_at_the_limits(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal policies give the policy gradient, rows can be micro-batches, and a masked batch has no gradient."""
     plain = BATCHES["plain"]
-    step = LossStep(
-        correction=RolloutCorrectionConfig(policy_loss=name),
-        policy=PolicyConfig(calculate_per_token_loss=True),
-        uses_recomputed_old_policy=True,
-    )
+    step = step_for(RolloutCorrectionConfig(policy_loss=name))
 
     def gradient(**changes: Any) -> Tensor:
         monkeypatch.setitem(BATCHES, "changed", plain | changes)

@@ -71,7 +71,7 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
     Names are the names of the metrics (the level, or verl's names), "divergence_mask", "tis_mask" for weights
     in mode mask, "second_moment" and "veto".
     """
-    base = _without_correction(config)
+    base = replace(without_correction(config), use_rollout_logprobs=False, old_logprobs="recompute")
     single = {criterion.name: replace(base, **_options(criterion, config)) for criterion in config.rejections}
     if config.rejects_weights:
         single["tis_mask"] = replace(base, use_tis=True, tis_batch_normalize=False)
@@ -81,11 +81,6 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
         lower, upper = config.rs_veto_threshold, config.rs_veto_upper_threshold
         single["veto"] = replace(base, rs_veto_threshold=lower, rs_veto_upper_threshold=upper)
     return single
-
-
-def _without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The same bounds and levels with everything disabled; the table decides which log-probs the weights use."""
-    return replace(without_correction(config), use_rollout_logprobs=False, old_logprobs="recompute")
 
 
 def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[str, Any]:
