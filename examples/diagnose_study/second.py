@@ -577,7 +577,7 @@ def ask(world: World, path: Path, names: Sequence[str], kind: str, with_checkpoi
         is_proven=bool(proof.get("is_proven")),
         grade=grade(accepts, kind, first["cause"]),
         seconds=round(time.perf_counter() - start, 2),
-        sentence=proof.get("sentence", ""),
+        sentence=proof.get("sentence", "").replace(f"{world.directory}/", ""),
     )
 
 

@@ -225,7 +225,8 @@ class _Case:
         search = self.search
         explanation = self._explanation(best)
         is_settled = explanation.interval[0] < MIN_NOISE_SHARE or explanation.interval[0] >= PROVEN
-        if search.table[best.name].cause != "rounding" or is_settled:
+        hypothesis = search.table[best.name]
+        if hypothesis.cause != "rounding" or len(hypothesis.values) > 1 or is_settled:  # a setting is no noise
             return False
         (rows,) = search.score([((best.name, best.value),)], search.held_out)
         noise = [

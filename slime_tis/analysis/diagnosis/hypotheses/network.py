@@ -23,7 +23,7 @@ def changed(model: Any, change: Callable[[str, Tensor], Tensor]) -> Iterator[Non
     kept = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
     try:
         for name, parameter, value in kept:
-            parameter.data = change(name, value)
+            parameter.data = change(name, value).to(value.dtype)  # another change may have cast the model
         yield
     finally:
         for _, parameter, value in kept:
