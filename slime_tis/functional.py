@@ -105,7 +105,6 @@ def _any(tokens: Tensor) -> Tensor:
 def _diverged(
     criterion: Criterion, current: Tensor, anchor: Tensor, valid: Tensor, advantages: Tensor | None
 ) -> Tensor:
-    """Tokens that a divergence mask rejects; see `slime_tis.correction.divergence`."""
     mask = criterion.mask
     assert mask is not None
     counts = valid & current.isfinite() & anchor.isfinite()

@@ -290,7 +290,6 @@ def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterato
 
 
 def _attention_tensors(model: Mapping[str, Any], family: Family, hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the norms and the attention of one layer."""
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     groups, width = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
     for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -312,7 +311,6 @@ def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tu
 
 
 def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the router and the experts of one sparse layer."""
     yield "mlp.gate.weight", (moe.num_experts, hidden)
     if family.sigmoid_router:
         yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)

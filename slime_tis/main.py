@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    """Runs a command other than `train` and returns its exit status."""
     if chosen.command == "demo":
         from slime_tis.demo import demo
 
@@ -84,7 +83,6 @@ def _run(chosen: argparse.Namespace) -> int:
 
 
 def _diagnose(chosen: argparse.Namespace) -> int:
-    """Runs `slime-tis diagnose` and returns its exit status."""
     if chosen.demo:
         if chosen.json or chosen.compare or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
             raise ValueError("error: --demo takes a directory and no other option.")

@@ -224,7 +224,6 @@ def _parts(node: Any) -> dict[str, Any]:
 
 
 def _values(node: Any) -> list[Any]:
-    """Returns the values of the fields, with nested parts expanded."""
     values: list[Any] = []
     for part in _parts(node).values():
         if isinstance(part, _VALUES):

@@ -152,7 +152,6 @@ def diffusion_loss(
 
 
 def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
-    """Advantages in the shape of the log-probs, without gradient."""
     if advantages.shape == log_probs.shape:
         return advantages.detach()
     if advantages.shape != log_probs.shape[:1]:
@@ -166,7 +165,6 @@ def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
 def _decoupled(
     config: RolloutCorrectionConfig, weights: Tensor | None, mask: Tensor | None, log_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the weights and mask of the decoupled correction; ones without a correction."""
     if weights is None and config.corrects:
         raise ValueError(
             "weights are missing, but the configuration corrects; pass the result of correct_trajectories, computed "

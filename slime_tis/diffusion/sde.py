@@ -104,7 +104,6 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
-    """A time as a tensor that broadcasts against the sample."""
     t = torch.as_tensor(time, dtype=sample_BX.dtype, device=sample_BX.device)
     if t.dim() == 0:
         return t

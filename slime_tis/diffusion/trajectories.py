@@ -249,7 +249,6 @@ def _as_sequences(log_probs_BT: Tensor, latent_dims: int) -> Tensor:
 
 
 def _as_steps(timesteps: Tensor, shape: torch.Size) -> Tensor:
-    """The timestep of every step, [B, T] or [B]."""
     shared = timesteps.shape == shape[1:]  # [T] where there are T of them, 0-dim where there is one
     if timesteps.shape != shape and not shared:
         raise ValueError(

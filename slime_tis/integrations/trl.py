@@ -172,7 +172,6 @@ class RolloutCorrectionMixin:
     def _table(
         self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]
     ) -> TokenTable:
-        """The batch of this process as a table of tokens."""
         from slime_tis.analysis.dumps.annotate import annotated
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 

@@ -153,7 +153,6 @@ def translate_actor(
 def _weights(
     block: Mapping[str, Any], options: Mapping[str, tuple[Any, str]], label: Callable[[str], str]
 ) -> dict[str, tuple[Any, str]]:
-    """The options of the importance weights."""
     if "rollout_is" not in block:
         return {}
     level, threshold = block["rollout_is"], "rollout_is_threshold"
@@ -224,7 +223,6 @@ def _preset(name: str, *arguments: str) -> classmethod[RolloutCorrectionConfig, 
 
 
 def _in_verls_words(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a preset as fields of verl's class."""
     upper = options.get("tis_upper_bound", Config.tis_upper_bound)
     words = {
         "rollout_is": options.get("tis_level"),

@@ -22,7 +22,6 @@ class Expected:
 def expected_correction(
     config: RolloutCorrectionConfig, train: Sequences, rollout: Sequences, loss_mask: list[list[bool]]
 ) -> Expected:
-    """Weights, mask and metrics of a batch of lists of numbers."""
     pairs = [_log_ratios(config, t, r, m) for t, r, m in zip(train, rollout, loss_mask, strict=True)]
     ratios, valid = [p[0] for p in pairs], [p[1] for p in pairs]
     train = [

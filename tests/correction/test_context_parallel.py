@@ -93,12 +93,10 @@ def take(whole: torch.Tensor | None, shape: tuple[int, int], rank: int, size: in
 
 
 def world() -> Ranks:
-    """All processes as context-parallel ranks."""
     return Ranks.from_groups(context=dist.group.WORLD)
 
 
 def unchanged(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The reduction over a group of one."""
     return table
 
 

@@ -17,7 +17,6 @@ LOG_PROBS = torch.tensor([[-1.0, -2.0], [-0.5, -1.5]])
 
 @pytest.fixture
 def world() -> Iterator[dist.ProcessGroup]:
-    """The default process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -30,7 +29,6 @@ def correction(ranks: Ranks) -> Correction[torch.Tensor]:
 
 
 def named(name: str, calls: list[tuple[str, ReduceOp]]) -> AllReduce:
-    """A reduction over a group of one that writes its calls down."""
 
     def all_reduce(values: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         calls.append((name, op))

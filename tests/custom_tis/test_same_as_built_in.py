@@ -84,10 +84,6 @@ def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
     return make(masks, rollout_log_probs=rollout, advantages=advantages), current
 
 
-def custom_mis(options: dict[str, Any]) -> CustomTis:
-    return CustomTis(function=compute_mis_weights_with_cp, args=Namespace(**options), seed=0)
-
-
 def trained(
     config: RolloutCorrectionConfig, *, custom: bool, per_token: bool, missing: bool = True
 ) -> tuple[Tensor, StepSums]:
@@ -101,7 +97,7 @@ def trained(
         correction=config,
         policy=PolicyConfig(calculate_per_token_loss=per_token),
         uses_recomputed_old_policy=False,
-        custom=custom_mis(options) if custom else None,
+        custom=CustomTis(function=compute_mis_weights_with_cp, args=Namespace(**options), seed=0) if custom else None,
         global_batch=found.global_batch,
     )
     leaf = torch.tensor(log_probs, requires_grad=True)

@@ -32,7 +32,6 @@ def expected_trajectories(config: RolloutCorrectionConfig, train: Rows, rollout:
 def expected_metrics(
     config: RolloutCorrectionConfig, train: Rows, rollout: Rows, timesteps: Rows | None = None
 ) -> dict[str, float]:
-    """All metrics of a batch, by their names in the log."""
     result = expected_trajectories(config, train, rollout)
     found = dict(result.metrics)
     if config.use_rollout_logprobs and not config.use_tis:

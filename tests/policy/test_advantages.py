@@ -99,7 +99,6 @@ def test_a_group_of_one_is_refused(function: object) -> None:
 
 
 def token_advantages(case: Case, **inputs: torch.Tensor) -> torch.Tensor:
-    """The optimal token baseline on a golden batch."""
     old, weights = case.input("old"), None
     if case.params["use_weights"]:
         weights = (old - case.input("sampler")).exp().clamp_max(2)

@@ -23,14 +23,12 @@ OPTIONS = {
 
 
 def make_tokens(lengths: list[int]) -> ResponseTokens:
-    """Responses of these lengths, all trained on."""
     values = [[0.5] * length for length in lengths]
     masks = [[1] * length for length in lengths]
     return make(masks, rollout_log_probs=values, old_log_probs=values, advantages=values)
 
 
 def load(tmp_path: Path, kind: str, code: str) -> ObjectiveFunctions:
-    """The functions with `fn` of a file with this code as one of them."""
     path = tmp_path / f"own_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
     options = {name: value or f"{path}:fn" for name, value in OPTIONS[kind].items()}

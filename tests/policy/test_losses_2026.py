@@ -33,7 +33,6 @@ def average(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
 
 
 def check(case: Case, loss: Tensor, log_prob: Tensor, mode: str, rel: float = 1e-5) -> None:
-    """Compares value and gradient with the case's."""
     value = average(loss, case.input("mask"), mode)
     value.backward()
     grad = log_prob.grad

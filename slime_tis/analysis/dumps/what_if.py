@@ -164,9 +164,8 @@ def _row_of_function(
 ) -> WhatIf:
     (inputs,) = batches.inputs
     path = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
-    row = _row(
-        name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=CustomTis(function=function, args=args, seed=0))
-    )
+    custom = CustomTis(function=function, args=args, seed=0)
+    row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom))
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path}")
     old_L = old_log_probs(inputs, step).detach()
     outputs = CustomTis(function=function, args=args, seed=0)(
