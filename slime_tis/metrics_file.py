@@ -1,9 +1,7 @@
 """The metrics.jsonl of a run directory: one JSON object per optimizer step."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 """Files of a run directory that other programs read."""
@@ -23,7 +21,11 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
         try:
             text = line.decode("utf-8").strip()
             row = json.loads(text)
-            repeated = evaluates_again and row["step"] == step - 1 and _is_evaluation(row)
+            repeated = (
+                evaluates_again
+                and row["step"] == step - 1
+                and all(name == "step" or name.startswith("eval/") for name in row)
+            )
             if row["step"] < step and not repeated:
                 kept.append(text + "\n")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -34,7 +36,3 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
                 "remove that line, or give another --output-dir."
             ) from None
     return kept
-
-
-def _is_evaluation(row: Mapping[str, Any]) -> bool:
-    return all(name == "step" or name.startswith("eval/") for name in row)

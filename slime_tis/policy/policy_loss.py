@@ -363,7 +363,8 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
 
 def _reduction(mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: LossStep) -> LossReduction:
     per_token = step.policy.calculate_per_token_loss
-    return LossReduction.build(mask_L, counts_S, tokens.lengths, tokens.rollout_of_each, per_token=per_token)
+    rollouts = range(len(tokens)) if tokens.rollouts is None else tokens.rollouts
+    return LossReduction.build(mask_L, counts_S, tokens.lengths, rollouts, per_token=per_token)
 
 
 def selected_tokens(old_log_probs_L: Tensor, tokens: ResponseTokens, step: LossStep) -> Tensor | None:

@@ -54,11 +54,6 @@ class ResponseTokens:
         return self.slices.local_lengths
 
     @property
-    def rollout_of_each(self) -> tuple[int, ...]:
-        """`rollouts`, or as many different ones as there are responses."""
-        return tuple(range(len(self))) if self.rollouts is None else self.rollouts
-
-    @property
     def response_lengths(self) -> tuple[int, ...]:
         """Tokens of each whole response."""
         return self.slices.lengths

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -180,7 +181,8 @@ class TwoSteps:
     START = torch.tensor([0.4, -0.7], dtype=torch.float64)
 
     def __init__(self, nodes: int = 14) -> None:
-        x, w = (torch.tensor(values, dtype=torch.float64) for values in _hermite(nodes))
+        x, w = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(nodes))
+        w = w / w.sum()
         grid = torch.cartesian_prod(x, x, x, x)
         self.noise = grid.view(-1, 2, 2)
         self.probability = torch.cartesian_prod(w, w, w, w).prod(1)
@@ -230,13 +232,6 @@ class TwoSteps:
         found = diffusion_loss(config, log_probs, of_rollout, advantages, latent_dims=dims)
         (gradient,) = torch.autograd.grad(found.numerator, theta)
         return -gradient * (2 if reduction == "mean" else 1)
-
-
-def _hermite(nodes: int) -> tuple[list[float], list[float]]:
-    import numpy
-
-    x, w = numpy.polynomial.hermite_e.hermegauss(nodes)
-    return x.tolist(), (w / w.sum()).tolist()
 
 
 WORLD = TwoSteps()

@@ -218,10 +218,6 @@ def test_a_batch_with_everything_rejected_or_masked_is_ordinary(framework: str) 
         assert framework == "prime_rl" or not found.any()  # its pull to the sampler stays
 
 
-OPENRLHF = {
-    "mask": lambda low, high: {"use_tis": True, "tis_mode": "mask", "tis_lower_bound": low, "tis_upper_bound": high},
-    "clip": lambda low, high: {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": low, "tis_upper_bound": high},
-}
 GEOMETRIC = {"use_tis": True, "tis_upper_bound": math.inf, "use_rs": True, "rs_level": "geometric"}
 SKYRL = {
     "geometric": {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01},
@@ -231,18 +227,22 @@ SKYRL = {
 }
 
 
+def bounded(mode: str, low: float, high: float) -> dict[str, Any]:
+    return {"use_tis": True, "tis_mode": mode, "tis_lower_bound": low, "tis_upper_bound": high}
+
+
 def openrlhf_options(params: dict[str, Any]) -> dict[str, Any]:
     low, high = params["is_correction_threshold"]
     if params["is_correction_level"] == "seq":
         return GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high}
-    return OPENRLHF[params["is_correction_mode"]](low, high)
+    return bounded(params["is_correction_mode"], low, high)
 
 
 def nemo_options(params: dict[str, Any]) -> dict[str, Any]:
     high, low = (params.get(f"truncated_importance_sampling_ratio{end}") for end in ("", "_min"))
     return {
         "seq-mask-tis": GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high},
-        "icepop": OPENRLHF["mask"](low, high),
+        "icepop": bounded("mask", low, high),
         "tis": {"use_tis": True, "tis_upper_bound": high},
     }[params["truncated_importance_sampling_type"]]
 
