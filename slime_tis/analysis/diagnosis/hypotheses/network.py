@@ -18,12 +18,12 @@ LARGEST_FP8, BLOCK = 448.0, 128
 
 
 @contextmanager
-def changed(model: Any, change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """The model with changed parameters, which are restored."""
+def changed(model: Any, change: Callable[[str, Tensor], Tensor], dtype: torch.dtype | None = None) -> Iterator[None]:
+    """The model with changed parameters, which are restored; their dtype stays unless another is given."""
     kept = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
     try:
         for name, parameter, value in kept:
-            parameter.data = change(name, value).to(value.dtype)  # another change may have cast the model
+            parameter.data = change(name, value).to(dtype or value.dtype)  # another change may have cast the model
         yield
     finally:
         for _, parameter, value in kept:
@@ -107,7 +107,7 @@ def _fp8_linear(model: Any, _: float) -> Iterator[None]:
     rounding = _scaled(torch.float8_e4m3fn, LARGEST_FP8)
 
     def round_input(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounding(args[0].flatten(0, -2)).reshape(args[0].shape), *args[1:])
+        return (rounding(args[0].flatten(0, -2)).reshape(args[0].shape).to(args[0].dtype), *args[1:])
 
     with ExitStack() as stack:
         stack.enter_context(_quantized(rounding)(model, 1.0))
@@ -118,7 +118,7 @@ def _fp8_linear(model: Any, _: float) -> Iterator[None]:
 
 def _cast(dtype: torch.dtype) -> NetworkEdit:
     """Weights and arithmetic in a dtype; buffers, such as rotary frequencies, stay in float32."""
-    return lambda model, _: changed(model, lambda name, weight: weight.to(dtype))
+    return lambda model, _: changed(model, lambda _, weight: weight, dtype)
 
 
 def _theta(frequency: Tensor, factor: float) -> Tensor:
