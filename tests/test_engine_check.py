@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_tis.main import train
-from slime_tis.trainer import setup
+from slime_tis.trainer import engine_check, setup
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from tests.conftest import Run
@@ -36,6 +36,23 @@ def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(
     for row, other in zip(checked, unchecked, strict=True):
         names = [name for name in row if not name.startswith("perf/") and name != "time"]
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
+
+
+def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_check, "MAX_PROMPT_TOKENS", 1)
+    assert len(run("--num-rollout", "1", name="long")) == 1
+    assert "the engines are not compared" in capsys.readouterr().out
+    monkeypatch.undo()
+
+    def silent(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
+        groups = generate(engine, prompts, sampling, seed)
+        return [[] for _ in groups] if len(prompts) == engine_check.PROMPTS else groups
+
+    plant(monkeypatch, silent)
+    assert len(run("--num-rollout", "1", name="silent")) == 1
+    assert "gave no answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
