@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters test-te gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -170,6 +170,21 @@ train-trl: .venv-adapters/.installed  ## Train the example with TRL's GRPOTraine
 
 test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other trainers, in an environment that it makes
 	OMP_NUM_THREADS=1 .venv-adapters/bin/python -m pytest tests/adapters
+
+# torch's CUDA build: transformer-engine compiles against it, with nvcc. The build takes 17 minutes on one core, once.
+.venv-te/.installed: pyproject.toml
+	test -x .venv-te/bin/python || $(PYTHON) -m venv .venv-te
+	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.1
+	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.1 --editable '.[train]' pytest hypothesis \
+		pybind11 ninja setuptools wheel packaging importlib-metadata onnx onnxscript einops
+	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check --no-deps transformer-engine-cu13==2.11.0 transformer-engine==2.11.0
+	CPATH=$$(echo .venv-te/lib/python3*/site-packages/nvidia/*/include | sed "s|\.venv-te|$$PWD/.venv-te|g; s/ /:/g") \
+		NVTE_FRAMEWORK=pytorch CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} MAX_JOBS=$${MAX_JOBS:-1} PATH=$$PWD/.venv-te/bin:$$PATH \
+		.venv-te/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation transformer-engine-torch==2.11.0
+	touch $@
+
+test-te: .venv-te/.installed  ## Build transformer-engine (needs nvcc) and check its layers, weights and checkpoints without a GPU
+	OMP_NUM_THREADS=1 .venv-te/bin/python -m pytest tests/transformer_engine
 
 test-sglang: install sglang-env  ## Run the tests against real SGLang servers, which they start
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sglang_server

@@ -137,7 +137,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     module.to(parallel.backend.device)
     release_probabilities(module)
     if engine:
-        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.backend.device)
+        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.backend.device, copy=True)  # no longer a buffer
         return Model(module, transformer, hf, None)
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 

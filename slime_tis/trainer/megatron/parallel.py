@@ -144,8 +144,8 @@ def trains_with_transformer_engine(config: MegatronConfig, *, has_gpu: bool) -> 
         return False
     if not has_gpu:
         problem = "transformer-engine needs a GPU"
-    elif config.precision == "fp32":  # fused and flash attention refuse float32; the other backend, packed sequences
-        problem = "transformer-engine has no attention for packed sequences in float32; add --bf16 or --fp16"
+    elif config.precision == "fp32":  # the unfused backend takes it, but pads and refuses context parallelism
+        problem = "transformer-engine's flash and fused attention do not support float32; add --bf16 or --fp16"
     else:
         try:
             importlib.import_module("transformer_engine.pytorch")
