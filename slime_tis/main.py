@@ -3,6 +3,7 @@
     slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
     slime-tis demo                           trains a tiny model for a minute and writes a report on its mismatch
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
+    slime-tis plan --world-size N [FLAGS]    prints the memory of each rank for a model and a layout, without a GPU
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
@@ -12,9 +13,10 @@ A command line is read and checked before torch, transformers and Megatron-core 
 
 import argparse
 import io
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import slime_tis
@@ -29,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train(argv[1:], prog="slime-tis train", owns_process=owns_process)
     protect_output(keep_running=False)
     parser = _parser()
-    chosen = parser.parse_args(argv)
+    chosen, flags = parser.parse_known_args(argv)
+    if chosen.command == "plan":
+        chosen.flags = flags
+    elif flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if chosen.command is None:
         parser.print_help()
         return 0
@@ -41,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(chosen)
         sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
     except ModuleNotFoundError as error:
-        extra = "train" if chosen.command in ("demo", "port") else "analysis"
+        extra = "train" if chosen.command in ("demo", "port", "plan") else "analysis"
         return _package_is_missing(error, f"slime-tis {chosen.command}", extra)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -67,6 +73,13 @@ def _run(chosen: argparse.Namespace) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
             sys.stdout.reconfigure(encoding="utf-8")
         text = port_script(chosen.script).removesuffix("\n")
+    elif chosen.command == "plan":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made on the CPU
+        from slime_tis.trainer.cli.arguments import read_layout
+        from slime_tis.trainer.megatron.plan import plan
+
+        layout = read_layout(chosen.flags)
+        text = plan(layout, chosen.world_size, gpu_memory=chosen.gpu_memory, bandwidth=chosen.bandwidth)
     elif chosen.command == "report":
         from slime_tis.analysis.report.command import report
 
@@ -127,6 +140,21 @@ def _parser() -> argparse.ArgumentParser:
     port = commands.add_parser("port", help=text, description=f"{text.capitalize()}. Needs the extra train.")
     port.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
 
+    text = "print the memory of each rank for a model and a layout, without weights and without a GPU"
+    plan = commands.add_parser(
+        "plan",
+        usage="slime-tis plan --world-size N [--gpu-memory GIB] [--bandwidth GB/S] FLAGS OF train.py",
+        help=text,
+        description=f"{text.capitalize()}, from the config.json in --hf-checkpoint DIR. Needs the extra train.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="number of ranks")
+    plan.add_argument(
+        "--gpu-memory", type=_positive(float), default=80.0, metavar="GIB", help="memory of a GPU (default %(default)g)"
+    )
+    bandwidth = "GB/s from training to rollout, for the time of a weight update (default %(default)g)"
+    plan.add_argument("--bandwidth", type=_positive(float), default=25.0, metavar="GB/S", help=bandwidth)
+
     dumps = "directory of a run, or dumps of tokens: a file or a directory"
     text = "write one HTML file on a run or on dumps of its tokens"
     report = commands.add_parser("report", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
@@ -166,6 +194,16 @@ def _parser() -> argparse.ArgumentParser:
     flags = "as train.py takes them, e.g. --use-tis --tis-level sequence, or --rollout-correction-preset NAME"
     what_if.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help=flags)
     return parser
+
+
+def _positive(kind: type[float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < 1e7:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1e7")
+        return value
+
+    return read
 
 
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:

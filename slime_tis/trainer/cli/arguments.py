@@ -214,6 +214,17 @@ def _first_dumps(loop: LoopConfig) -> dict[str, str]:
     return {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}
 
 
+def read_layout(argv: Sequence[str]) -> MegatronConfig:
+    """Returns the training engine's options among flags of train.py, for `slime-tis plan`."""
+    needed = {
+        name: option
+        for name, option in OPTIONS.items()
+        if option.default is not dataclasses.MISSING or name == "hf_checkpoint"
+    }
+    flags, _ = _read_command_line(argv, "slime-tis plan")
+    return build(MegatronConfig, merge_sources(dataclasses.replace(COMMAND_LINE, options=needed), flags))
+
+
 WHAT_IF_LOSS_OPTIONS = (
     *("policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c", "sapo_tau_pos", "sapo_tau_neg", "dro_beta"),
     *("cov_ratio", "clip_cov_lower_bound", "clip_cov_upper_bound", "kl_cov_coef", "experimental_cppo_budget"),

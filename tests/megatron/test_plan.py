@@ -1,0 +1,212 @@
+"""slime-tis plan: sizes of published models, and agreement with the engine that really trains."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slime_tis.main import main
+from slime_tis.trainer.megatron.batch import make_batch
+from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.megatron.plan import GIB, USABLE, census, smallest_layout, stages
+from slime_tis.trainer.options.megatron import MegatronConfig
+from tests.checkpoints import make_checkpoint
+from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood, on_ranks
+from tests.runs import ROOT
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+QWEN3_4B = QWEN3 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+}
+QWEN3_32B = QWEN3_4B | {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "parameters", "ranks"),
+    [
+        pytest.param(QWEN3_4B, 4_022_468_096, 2, id="Qwen3-4B"),
+        pytest.param(QWEN3_32B, 32_762_123_264, 16, id="Qwen3-32B"),
+        pytest.param(QWEN3_30B_A3B, 30_532_122_624, 8, id="Qwen3-30B-A3B"),
+        pytest.param(GLM_4_5, 352_797_814_784, 128, id="GLM-4.5 without its layer for speculative decoding"),
+    ],
+)
+def test_published_models(model: dict[str, Any], parameters: int, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with torch.device("meta"):
+        transformers = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sum(each.numel() for each in transformers.parameters()) == parameters
+    config = MegatronConfig(hf_checkpoint=str(tmp_path), bf16=True)
+    whole = census(config)
+    smallest = smallest_layout(config, whole, 256, USABLE * 80 * GIB)
+    assert whole.total == parameters and smallest is not None and smallest[0] == ranks
+    assert f"| {parameters:,} | {ranks} ranks" in (ROOT / "docs" / "gpu.md").read_text()
+
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("qwen3", 1, {}),
+    "bf16": ("qwen3", 2, {"bf16": True}),
+    "tensor and pipeline, tied": (
+        "qwen3",
+        8,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "experts": ("qwen3_moe", 4, {"expert_model_parallel_size": 4, "use_distributed_optimizer": True}),
+    "experts and tensor": (
+        "qwen3_moe",
+        4,
+        {
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "ranks", "options"), LAYOUTS.values(), ids=list(LAYOUTS))
+def test_the_search_counts_what_megatron_builds(
+    family: str, ranks: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, family, tie_word_embeddings=True)
+    config = MegatronConfig(hf_checkpoint=str(checkpoint), **options)
+    for built, counted in zip(stages(config, ranks), census(config).stages(config, ranks), strict=True):
+        padding = built.gradients - counted.gradients
+        assert 0 <= padding < 0.02 * built.gradients and replace(counted, gradients=built.gradients) == built
+
+
+def test_the_smallest_layout_is_the_smallest_that_fits(tmp_path: Path) -> None:
+    config = MegatronConfig(hf_checkpoint=str(make_checkpoint(tmp_path, "qwen3")))
+    whole = census(config)
+    (alone,) = whole.stages(config, 1)
+    enough = alone.fixed + 2048 * alone.per_token
+    assert smallest_layout(config, whole, 8, enough + alone.per_token)[0] == 1  # type: ignore[index]
+    found = smallest_layout(config, whole, 8, enough - alone.per_token)
+    assert found is not None and found[0] == 2
+    assert smallest_layout(config, whole, 8, 1000) is None
+
+
+def test_every_size_that_does_not_divide_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3")
+    layout = ["--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "4"]
+    assert main(["plan", "--world-size", "8", "--hf-checkpoint", str(checkpoint), *layout]) == 2
+    message = capsys.readouterr().err
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers", "8 ranks"):
+        assert name in message
+
+
+def test_the_command_needs_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 4}))
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        flags = ["--bf16", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+        assert main(["plan", "--world-size", "4", "--hf-checkpoint", str(tmp_path), *flags]) == 0
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    output = capsys.readouterr().out
+    assert "4 ranks: tensor 2 × pipeline 1 × context 1 × data 2" in output and "does not fit" not in output
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--hf-checkpoint", str(tmp_path), "--world-size", "0"])
+
+
+def peak_memory(run: Callable[[], object]) -> int:
+    """The largest number of bytes that tensors had during a call, beyond those before it."""
+    with profile(profile_memory=True) as recorded:
+        run()
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
+
+
+def trains_within_the_plan(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> None:
+    config = MegatronConfig(hf_checkpoint=str(directory), micro_batch_size=8, share_prompts=False, **layout)
+    lengths = [(8, 120)] * 8
+    tokens = [[3 + i % 50 for i in range(prompt + response)] for prompt, response in lengths]
+    rows = [[1] * response for _, response in lengths]
+    batch = make_batch(tokens, rows, rows, rows)
+
+    def run() -> TrainingEngine:
+        engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=10)
+        for _ in range(2):  # the second step has the optimizer's moments
+            engine.train_step(batch, [list(range(8))], likelihood)
+        return engine
+
+    run()  # fills caches of the libraries
+    measured = peak_memory(run)
+    predicted = json.loads((directory / "predicted.json").read_text())[parallel.pipeline_rank]
+    assert measured == pytest.approx(predicted, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        pytest.param("qwen3", 1, {}, id="one rank"),
+        pytest.param("qwen3", 1, RECOMPUTE_LAYERS, id="recomputation"),
+        pytest.param("qwen3", 4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tensor and data"),
+        pytest.param("qwen3_moe", 1, {}, id="experts"),
+    ],
+)
+def test_the_peak_of_a_step_is_predicted_within_a_tenth(
+    family: str, ranks: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 32}
+    make_checkpoint(tmp_path, family, **sizes, **({"moe_intermediate_size": 256} if family == "qwen3_moe" else {}))
+    planned = stages(MegatronConfig(hf_checkpoint=str(tmp_path), **layout), ranks)
+    tokens = 8 * 128
+    (tmp_path / "predicted.json").write_text(json.dumps([each.fixed + tokens * each.per_token for each in planned]))
+    on_ranks(trains_within_the_plan, tmp_path, layout, ranks)
