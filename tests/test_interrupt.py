@@ -112,9 +112,9 @@ def test_ranks_share_signals_and_the_first_failure() -> None:
     store.set("signal", str(int(signal.SIGUSR1)))
     second._look_at_others()
     assert second.number == signal.SIGUSR1
-    assert second.failure_elsewhere(0.0) is None
+    assert second.failure_elsewhere() is None
     assert first.report_failure("no memory") == Failure(0, "no memory")
     assert second.report_failure("the same, later") == Failure(0, "no memory")
-    assert first.failure_elsewhere(0.0) is None
-    assert stops_because(1, second.failure_elsewhere(0.0)) == "rank 1 stops because rank 0 failed: no memory"
+    assert first.failure_elsewhere() is None
+    assert stops_because(1, second.failure_elsewhere()) == "rank 1 stops because rank 0 failed: no memory"
     assert stops_because(1, None).startswith("rank 1 stops because another rank ended without a message")

@@ -67,7 +67,7 @@ OTHER_PROGRAMS = """
 --enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
 --compare --json --out --experts --prompts --steps --every --held-out --plant-at --engines
 --device --stages --model --other-checkpoint --fail-on --demo
---world-size --gpu-memory --bandwidth
+--world-size --gpu-memory --bandwidth --master-port --master-addr --node-rank
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other `slime-tis …`."""
 

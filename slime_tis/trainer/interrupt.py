@@ -18,12 +18,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed as dist
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REPEAT_WINDOW = 0.5
@@ -121,14 +123,17 @@ class Interrupts:
 
     def report_failure(self, message: str) -> Failure:
         """Reports this rank's failure to the other ranks and returns the first failure of the job."""
-        mine = Failure(self._rank, message)
-        if self._store is not None:
-            with suppress(RuntimeError):  # the store may be lost
-                return Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
-        return mine
+        mine, store = Failure(self._rank, message), self._store
+        if store is None:
+            return mine
+        first = _answer_in_time(lambda: Failure(*json.loads(store.compare_set("failure", "", json.dumps(mine)))))
+        return first or mine
 
-    def failure_elsewhere(self, wait: float = MESSAGE_TIMEOUT) -> Failure | None:
-        """Returns the failure of another rank, or None if none is reported within `wait` seconds."""
+    def failure_elsewhere(self) -> Failure | None:
+        """Returns the failure of another rank, or None if the store does not report one in time."""
+        return _answer_in_time(lambda: self._find_failure(MESSAGE_TIMEOUT))
+
+    def _find_failure(self, wait: float) -> Failure | None:
         deadline = time.monotonic() + wait
         while self._store is not None:
             with suppress(RuntimeError):
@@ -152,7 +157,7 @@ class Interrupts:
                     self._receive(received[0])
             elif self._store is not None:
                 deadline = min(deadline, self._look_at_others())
-            failure = self.failure_elsewhere(0.0) if time.monotonic() > deadline else None
+            failure = self._find_failure(0.0) if time.monotonic() > deadline else None
             if failure is not None:
                 end_process(1, stops_because(self._rank, failure))
         os.close(pipe)
@@ -179,11 +184,25 @@ class Interrupts:
         try:
             if self.number == 0 and self._store.check(["signal"]):
                 self.number, self._since = int(self._store.get("signal")), time.monotonic()
-            if self._store.check(["failure"]) and self.failure_elsewhere(0.0) is not None:
+            if self._store.check(["failure"]) and self._find_failure(0.0) is not None:
                 return time.monotonic() + FAILURE_TIMEOUT
         except RuntimeError:  # the rank or launcher with the store has ended
             self._store = None
         return float("inf")
+
+
+def _answer_in_time(ask: Callable[[], T]) -> T | None:
+    """Returns what a question to the store returns; None if the store is lost, or its host does not answer."""
+    answers: list[T] = []
+
+    def question() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=question, daemon=True)
+    thread.start()
+    thread.join(MESSAGE_TIMEOUT + 1)
+    return answers[0] if answers else None
 
 
 def stops_because(rank: int, failure: Failure | None) -> str:

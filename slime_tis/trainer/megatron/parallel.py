@@ -2,7 +2,9 @@
 
 import importlib
 import os
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -170,13 +172,14 @@ def initialize(config: MegatronConfig) -> Parallel:
     if has_gpu:
         torch.cuda.set_device(backend.device)
     if not dist.is_initialized():
-        _start_process_group(backend, environment)
+        _start_process_group(backend, environment, timedelta(minutes=config.distributed_timeout_minutes))
     mpu.initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
         create_gloo_process_groups=False,
     )
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
@@ -202,12 +205,15 @@ def initialize(config: MegatronConfig) -> Parallel:
     )
 
 
-def _start_process_group(backend: Backend, environment: Environment) -> None:
+def _start_process_group(backend: Backend, environment: Environment, timeout: timedelta) -> None:
     if not environment.launched:
         dist.init_process_group(backend.collectives, store=dist.HashStore(), rank=0, world_size=1)
         return
+    wanted, present = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    if backend.collectives == "gloo" and wanted and not {*wanted.split(",")} & {*present}:
+        raise ValueError(f"GLOO_SOCKET_IFNAME is {wanted!r}, but this host's interfaces are {', '.join(present)}.")
     try:
-        dist.init_process_group(backend.collectives)
+        dist.init_process_group(backend.collectives, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch has a dozen error types here
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
