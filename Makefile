@@ -204,6 +204,7 @@ format: install  ## Format, and fix what the linter can
 docs: install  ## Write the generated parts of docs/: flags, packages, plots and tables of the studies
 	$(BIN)/python docs/write_flags.py
 	$(BIN)/python -m examples.collapse_study.report
+	$(BIN)/python -m examples.comparison_study.compare
 	$(BIN)/python -m examples.real_model_study.mismatch --draw
 	$(BIN)/python -m examples.gradient_bias.gradient --draw
 

@@ -7,6 +7,7 @@
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
+    slime-tis recommend RUN_OR_DUMP          prints the correction that the comparison study supports for this mismatch
 
 A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
 """
@@ -89,6 +90,10 @@ def _run(chosen: argparse.Namespace) -> int:
         text = report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint)
     elif chosen.command == "diagnose":
         return _diagnose(chosen)
+    elif chosen.command == "recommend":
+        from slime_tis.analysis.report.recommend import recommend
+
+        text = recommend(chosen.path)
     else:
         text = what_if_table(chosen.dump, chosen.flags)
     print(text)
@@ -182,6 +187,12 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
     limits = "exit with status 1 above a limit on the dump: k3=X, abs=X (mean abs(Δ)), cause (any but healthy)"
     diagnose.add_argument("--fail-on", default="", metavar="LIMITS", help=limits)
+
+    text = "print the correction that the comparison study supports for a mismatch"
+    recommend = commands.add_parser(
+        "recommend", help=text, description=f"{text.capitalize()}. Needs the extra analysis."
+    )
+    recommend.add_argument("path", metavar="RUN_OR_DUMP", help=dumps)
 
     text = "print what corrections would have done to the tokens of a dump"
     what_if = commands.add_parser(

@@ -78,6 +78,9 @@ function note(parent, text) { if (text) parent.append(element("p", { class: "not
 // Head, diagnosis, overview, shape
 byId("title").textContent = visible(data.title);
 byId("subtitle").textContent = data.subtitle.map(visible).join("\n");
+if (data.recommendation) {
+  byId("recommendation").append(element("h3", {}, "Recommended correction"), element("pre", {}, visible(data.recommendation)));
+}
 if (data.verdict) {
   byId("verdict").append(element("p", {}, visible(data.verdict.sentence)));
   if (data.verdict.plot) plot(byId("verdict"), data.verdict.plot);

@@ -22,6 +22,7 @@ from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.analysis.report import overview, samples, shape
 from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, plain
+from slime_tis.analysis.report.recommend import recommendation_for
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import quoted_path
 
@@ -94,13 +95,15 @@ def page_data(
     if first.table is not None and shown is not None and len(shown) < len(first.table):
         omitted = f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random others."
     has_metrics = any(source.metrics for source in sources)
-    diagnoses = [{"name": source.name, **diagnose(source.table, source.metrics).as_json()} for source in sources]
+    results = [diagnose(source.table, source.metrics) for source in sources]
+    diagnoses = [{"name": source.name, **result.as_json()} for source, result in zip(sources, results, strict=True)]
     drawn = [plot.as_json() for plot in (*overview.plots(group_runs(sources)), *_shapes(sources))]
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": [_subtitle(source) for source in sources],
         "verdict": _verdict(diagnoses[0]["findings"][0], drawn) if len(sources) == 1 else None,
         "diagnoses": diagnoses,
+        "recommendation": recommendation_for(first.table, results[0]) if len(sources) == 1 else None,
         "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
         "warnings": [
             {**warning, "name": warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"}

@@ -1,0 +1,222 @@
+"""Compares every method with on-policy training, per mismatch: README's figure and table, and the table of `recommend`.
+
+    python -m examples.comparison_study.compare    # part of `make docs`
+
+A method's accuracy is the mean of the evaluations in the last quarter of a run. Its relative accuracy is the mean over
+seeds divided by the mean of on-policy training over the same seeds. Its 95 % interval is the percentile bootstrap over
+seeds, resampled together for both means. A method is tied with the best one if their difference is within `tie_margin`.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from examples.collapse_study.cases import ROOT, Grid, Study
+from examples.collapse_study.report import replace_table
+from examples.collapse_study.results import Row, read_table
+from slime_tis.files import atomic_path, write_atomically
+
+STUDY = Study(ROOT / "examples" / "comparison_study")
+EVIDENCE = ROOT / "slime_tis" / "analysis" / "report" / "comparison_study.json"
+"""The columns of the study, as `slime-tis recommend` reads them."""
+REFERENCE = ("none", "standard PPO")
+"""On-policy training."""
+MIN_SEEDS = 3
+"""Methods with fewer seeds in a column have no interval and are not ranked."""
+RESAMPLES = 10_000
+TOKENS = 11
+"""Tokens of a response in the task."""
+
+Accuracy = Mapping[int, float]
+"""Accuracy by seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One method under one mismatch."""
+
+    method: str
+    flags: str
+    seeds: int
+    relative: float
+    """Accuracy relative to on-policy training."""
+    low: float
+    high: float
+    """Bounds of its 95 % interval."""
+    tied: bool
+    """Whether the method cannot be told apart from the column's best one."""
+    collapsed: int
+    """Number of seeds that collapsed."""
+    kept: float
+    """Mean share of trained tokens."""
+    seconds: float
+    """Median time of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One mismatch."""
+
+    name: str
+    stale: bool
+    k3: tuple[float, float]
+    """Smallest and largest mean k3 KL of the methods, nats per token."""
+    sigma: tuple[float, float]
+    """The same as the standard deviation of a response's log-ratio, √(2·k3·tokens)."""
+    standard: float
+    """Relative accuracy of standard PPO."""
+    cells: tuple[Cell, ...]
+    """The methods, the best first."""
+
+
+def main() -> None:
+    rows = read_table(STUDY.results)
+    grid = Grid.load(STUDY)
+    compared = columns(rows.values(), grid)
+    evidence = [asdict(column) | {"cells": [asdict(cell) for cell in column.cells if cell.tied]} for column in compared]
+    write_atomically(EVIDENCE, json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+    print(EVIDENCE)
+    print(draw(compared, STUDY.picture))
+    print(replace_table(STUDY.page, "results", table(compared)))
+
+
+def columns(rows: Iterable[Row], grid: Grid) -> list[Column]:
+    """The mismatches with at least two ranked methods, in the order of the grid."""
+    by_case: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in rows:
+        by_case.setdefault((row.scenario, row.correction), {})[row.seed] = row
+    reference = {seed: row.late_accuracy for seed, row in by_case.get(REFERENCE, {}).items()}
+    result = []
+    for scenario in grid.scenarios:
+        methods = {
+            method: by_case[scenario, method]
+            for method in grid.corrections
+            if len(by_case.get((scenario, method), {}).keys() & reference.keys()) >= MIN_SEEDS
+        }
+        if scenario != REFERENCE[0] and len(methods) > 1:
+            result.append(_column(scenario, grid, methods, reference))
+    return result
+
+
+def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], reference: Accuracy) -> Column:
+    accuracy = {
+        method: {seed: row.late_accuracy for seed, row in by_seed.items() if seed in reference}
+        for method, by_seed in methods.items()
+    }
+    means = {method: float(np.mean([*values.values()])) for method, values in accuracy.items()}
+    least = max(means.values()) - tie_margin([*accuracy.values()])
+    cells = []
+    for method, by_seed in methods.items():
+        seeds = sorted(accuracy[method])
+        rows = [by_seed[seed] for seed in seeds]
+        relative, low, high = relative_accuracy(accuracy[method], reference)
+        cells.append(
+            Cell(
+                method=method,
+                flags=grid.corrections[method],
+                seeds=len(seeds),
+                relative=relative,
+                low=low,
+                high=high,
+                tied=means[method] >= least,
+                collapsed=sum(row.collapse_step is not None for row in rows),
+                kept=float(np.mean([row.kept_fraction or 0.0 for row in rows])),
+                seconds=float(np.median([row.seconds for row in rows])),
+            )
+        )
+    k3 = [np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()]) for by_seed in methods.values()]
+    bounds = float(min(k3)), float(max(k3))
+    standard = next((cell.relative for cell in cells if cell.method == REFERENCE[1]), math.nan)
+    return Column(
+        name=name,
+        stale="--update-weights-interval" in grid.scenarios[name],
+        k3=bounds,
+        sigma=(math.sqrt(2 * bounds[0] * TOKENS), math.sqrt(2 * bounds[1] * TOKENS)),
+        standard=standard,
+        cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
+    )
+
+
+def relative_accuracy(method: Accuracy, reference: Accuracy) -> tuple[float, float, float]:
+    """Mean accuracy over the common seeds divided by the reference's mean, and its 95 % interval."""
+    seeds = sorted(method.keys() & reference.keys())
+    values, base = np.array([method[seed] for seed in seeds]), np.array([reference[seed] for seed in seeds])
+    chosen = np.random.default_rng(0).integers(len(seeds), size=(RESAMPLES, len(seeds)))
+    low, high = np.quantile(values[chosen].mean(1) / base[chosen].mean(1), (0.025, 0.975))
+    return float(values.mean() / base.mean()), float(low), float(high)
+
+
+def tie_margin(accuracies: Sequence[Accuracy]) -> float:
+    """The largest difference from the best method that is not significant.
+
+    The residual variance s² of a randomized block design (method + seed) is pooled over the methods, on their n common
+    seeds. The margin is z·s·√(2/n) with Bonferroni's z for the comparisons of all other methods with the best, at 5 %.
+    """
+    seeds = sorted(set.intersection(*(set(accuracy) for accuracy in accuracies)))
+    values = np.array([[accuracy[seed] for seed in seeds] for accuracy in accuracies])
+    residual = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
+    methods, count = values.shape
+    variance = (residual**2).sum() / ((methods - 1) * (count - 1))
+    return float(NormalDist().inv_cdf(1 - 0.025 / (methods - 1)) * math.sqrt(2 * variance / count))
+
+
+def table(compared: Sequence[Column]) -> str:
+    """Markdown: one row per method with its relative accuracy under each mismatch, ties with the best one bold."""
+    by_method: dict[str, dict[str, Cell]] = {}
+    for column in compared:
+        for cell in column.cells:
+            by_method.setdefault(cell.method, {})[column.name] = cell
+    names = [column.name for column in compared]
+    heads = [f"{column.name} (σ√T {column.sigma[0]:.2g} to {column.sigma[1]:.2g})" for column in compared]
+    lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(names) + 1) + "|"]
+    for method, cells in by_method.items():
+        lines.append(f"| {method} | {' | '.join(_text(cells.get(name)) for name in names)} |")
+    return "\n".join(lines)
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    bold = "**" if cell.tied else ""
+    collapsed = f", {cell.collapsed} of {cell.seeds} collapsed" if cell.collapsed else ""
+    return f"{bold}{cell.relative:.2f}{bold} [{cell.low:.2f}, {cell.high:.2f}]{collapsed}"
+
+
+def draw(compared: Sequence[Column], path: Path) -> Path:
+    """The heat map: accuracy relative to on-policy training, with a dot where a method is tied with the best one."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    methods = list(dict.fromkeys(cell.method for column in compared for cell in column.cells))
+    values = np.full((len(methods), len(compared)), np.nan)
+    figure, axes = pyplot.subplots(figsize=(3.2 + 1.1 * len(compared), 1 + 0.24 * len(methods)))
+    for x, column in enumerate(compared):
+        for cell in column.cells:
+            y = methods.index(cell.method)
+            values[y, x] = cell.relative
+            text = f"{cell.relative:.2f}{' ●' if cell.tied else ''}"
+            axes.text(
+                x, y, text, ha="center", va="center", fontsize=8, color="white" if cell.relative < 0.6 else "black"
+            )
+    axes.imshow(values, aspect="auto", vmin=0.2, vmax=1.1, cmap="viridis")
+    axes.set_xticks(range(len(compared)), [column.name for column in compared])
+    axes.xaxis.tick_top()
+    axes.set_yticks(range(len(methods)), methods, fontsize=8)
+    axes.tick_params(length=0)
+    axes.set_xlabel("accuracy relative to on-policy training; ● not told apart from the best", fontsize=8)
+    figure.tight_layout()
+    with atomic_path(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The comparison study: its grid, and its statistics on results that are computed by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.collapse_study.cases import Grid
+from examples.collapse_study.results import Row, read_table
+from examples.comparison_study.compare import STUDY, columns, relative_accuracy, table, tie_margin
+from slime_tis.trainer.cli.arguments import configure
+from tests.checkpoints import make_task
+from tests.runs import ROOT
+
+
+def test_every_case_is_a_command_line_that_train_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    make_task(tmp_path / "data" / "sort_digits")
+    monkeypatch.chdir(tmp_path)
+    for case in Grid.load(STUDY).cases([0]):
+        configure(case.command(Path("runs/x")), {})
+
+
+def test_relative_accuracy_and_ties() -> None:
+    reference = {0: 0.8, 1: 0.6, 2: 0.7}
+    half = {seed: value / 2 for seed, value in reference.items()}
+    assert relative_accuracy(half, reference) == pytest.approx((0.5, 0.5, 0.5))
+    # two methods: sd of their difference / √3, times the normal quantile 1.96
+    assert tie_margin([{0: 0.7, 1: 0.7, 2: 0.7}, reference]) == pytest.approx(1.96 * 0.1 / 3**0.5, rel=1e-3)
+    assert tie_margin([{0: 0.9, 1: 0.7, 2: 0.8}, reference]) == pytest.approx(0, abs=1e-9), "0.1 better with every seed"
+    mean, low, high = relative_accuracy({0: 0.8, 1: 0.3, 2: 0.7}, reference)
+    assert mean == pytest.approx(1.8 / 2.1) and low == pytest.approx(0.5) and high == pytest.approx(1.0)
+
+
+def test_a_column_ranks_methods_with_enough_seeds() -> None:
+    row = next(iter(read_table(STUDY.results).values()))
+
+    def rows(scenario: str, method: str, *accuracies: float) -> list[Row]:
+        change = {"scenario": scenario, "correction": method, "mismatch_k3_kl": 0.02, "collapse_step": None}
+        return [replace(row, **change, seed=seed, late_accuracy=value) for seed, value in enumerate(accuracies)]
+
+    results = [
+        *rows("none", "standard PPO", 0.8, 0.7, 0.6),
+        *rows("stale 16", "standard PPO", 0.4, 0.35, 0.3),
+        *rows("stale 16", "bypass PPO", 0.72, 0.63, 0.54),
+        *rows("stale 16", "token TIS", 0.9, 0.9),
+    ]
+    (column,) = columns(results, Grid.load(STUDY))
+    assert [(cell.method, cell.tied) for cell in column.cells] == [("bypass PPO", True), ("standard PPO", False)]
+    assert column.cells[0].relative == pytest.approx(0.9) and column.standard == pytest.approx(0.5)
+    assert column.stale and column.sigma == pytest.approx((0.44**0.5,) * 2)
+    assert "| bypass PPO | **0.90** [0.90, 0.90] |" in table([column])
