@@ -3,13 +3,17 @@
 import json
 import math
 import resource
+from dataclasses import replace
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
+from tests.runs import free_port
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
@@ -94,6 +98,24 @@ def test_tensorboard_of_a_resumed_run_hides_the_steps_done_again(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard" / "sort" / "one")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1.0), (2, 2.0), (3, 2.0)]
     assert [(row["step"], row["x"]) for row in lines_of(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 2)]
+
+
+def test_prometheus_reads_the_last_values(tmp_path):
+    port = free_port()
+    config = ReportingConfig(output_dir=str(tmp_path / "run"), prometheus_port=port)
+    reporter = open_reporters(config, {}, total_steps=2)
+    reporter.log({"train/k3": 0.5, "eval/accuracy": 0.25}, 1)
+    reporter.log({"train/k3": float("nan"), "perf/step_time": 2.0}, 2)
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    k3 = values.pop("slime_tis_train_k3")
+    assert k3 != k3
+    assert values == {"slime_tis_eval_accuracy": 0.25, "slime_tis_perf_step_time": 2.0, "slime_tis_step": 2.0}
+    with pytest.raises(ValueError, match="not available"):
+        open_reporters(replace(config, output_dir=str(tmp_path / "other")), {}, total_steps=2)
+    reporter.close()
+    open_reporters(replace(config, output_dir=str(tmp_path / "third")), {}, total_steps=2).close()
 
 
 def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):

@@ -4,9 +4,9 @@ import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
-from typing import Literal
+from typing import Annotated, Literal
 
-from slime_tis.limits import check_fields, option
+from slime_tis.limits import Limits, check_fields, option
 
 reporting_option = partial(option, group="reporting")
 
@@ -42,6 +42,9 @@ class ReportingConfig:
     wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
     """Directory of its files; unset: the run directory."""
 
+    prometheus_port: Annotated[int | None, Limits(ge=1, le=65_535)] = reporting_option(None)
+    """Port on 127.0.0.1 that serves the last step's metrics to Prometheus."""
+
     summary_plot: bool = reporting_option(True)
     """Draw summary.png at the end of the run."""
 
@@ -59,6 +62,7 @@ class ReportingConfig:
         for flag, used, package in (
             ("--use-tensorboard", self.use_tensorboard, "tensorboard"),
             ("--use-wandb", self.use_wandb, "wandb"),
+            ("--prometheus-port", self.prometheus_port is not None, "prometheus_client"),
         ):
             if used and importlib.util.find_spec(package) is None:
                 raise ValueError(f"{flag} is on but {package} is not installed; run pip install {package}.")

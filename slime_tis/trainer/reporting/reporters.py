@@ -1,9 +1,10 @@
-"""Reporters of metrics: one `log(metrics, step)` for the console, JSONL, TensorBoard and W&B."""
+"""Reporters of metrics: one `log(metrics, step)` for the console, JSONL, TensorBoard, W&B and Prometheus."""
 
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,6 +152,38 @@ class WandB:
         self._run.finish()
 
 
+class Prometheus:
+    """An endpoint http://127.0.0.1:PORT/metrics with the last value of every metric, as gauges."""
+
+    def __init__(self, port: int) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server  # an optional package
+
+        self._gauges: dict[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise ValueError(f"--prometheus-port is {port}, which is not available: {error.strerror}.") from None
+
+    def collect(self) -> Iterator[Any]:
+        """The gauges, for prometheus_client: `slime_tis_train_grad_norm` is train/grad_norm."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in self._gauges.items():
+            yield GaugeMetricFamily("slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII), name, value=value)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Replaces the values of these metrics; other metrics keep the value of an earlier step."""
+        self._gauges = self._gauges | dict(metrics) | {"step": step}
+
+    def close(self) -> None:
+        """Closes the endpoint."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 def open_reporters(
     config: ReportingConfig,
     effective_config: Mapping[str, Any],
@@ -180,6 +213,8 @@ def open_reporters(
         reporters.append(TensorBoard(directory.joinpath(TENSORBOARD, *names), resume_step))
     if config.use_wandb:
         reporters.append(WandB(config, directory, effective_config))
+    if config.prometheus_port is not None:
+        reporters.append(Prometheus(config.prometheus_port))
     return Reporters(reporters, partial(plot_summary, directory) if config.summary_plot else lambda: None)
 
 
