@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slime_tis.trainer.cli.arguments import configure
 from tests.checkpoints import make_checkpoint
@@ -98,6 +99,22 @@ def test_slurm_runs_the_recipe_of_several_machines() -> None:
     script = (ROOT / "examples/clusters/slurm.sbatch").read_text()
     assert "bash examples/clusters/torchrun.sh" in script
     subprocess.run(["bash", "-n", str(ROOT / "examples/clusters/slurm.sbatch")], check=True)
+
+
+def test_kubernetes_runs_the_same_recipe(files: dict[str, str]) -> None:
+    documents = yaml.safe_load_all((ROOT / "examples/clusters/kubernetes.yaml").read_text())
+    by_name = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in documents}
+    job, servers = by_name["Job", "slime-tis-train"], by_name["StatefulSet", "slime-tis-sample"]
+    pod = job["template"]["spec"]
+    (train,) = pod["containers"]
+    environment = {each["name"]: each.get("value", "0") for each in train["env"]}
+    assert environment["MASTER"] == f"slime-tis-train-0.{pod['subdomain']}" and environment["NODES"] == "2"
+    for name, labels in (("slime-tis-train", job["template"]), ("slime-tis-sample", servers["template"])):
+        assert by_name["Service", name]["selector"] == labels["metadata"]["labels"]
+    script, *flags = [*train["command"][1:], *train["args"]]
+    line = command_line(script, *flags, **environment | files)
+    found = configure(line, torchrun(8 * int(environment["NODES"])))
+    assert found.sglang.sglang_url == tuple(environment["SERVERS"].split()) and len(found.sglang.sglang_url) == 2
 
 
 @pytest.mark.parametrize("name", ["train", "sglang"])
