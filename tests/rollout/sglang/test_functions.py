@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 
 import httpx
@@ -16,6 +17,7 @@ from tests.samples import flat
 
 RUN = Sampling(max_response_len=12, n_samples=2)
 OBSERVATION = [20, 21]
+ROUTED = {"x-smg-routing-key"}
 
 
 async def two_turns(sample, engine):
@@ -72,6 +74,8 @@ def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> 
     assert len(set(names)) == 48 and len(set(map(len, names))) == 1
     assert max(server.most_at_once for server in run.servers) <= 5
     assert all(server.requests for server in run.servers)
+    keys = [headers["x-smg-routing-key"] for server in run.servers for headers in server.headers if ROUTED & {*headers}]
+    assert sorted(Counter(keys).values()) == [2] * 24, "both turns of a sample have its key"
 
 
 def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Callable[..., Run]) -> None:

@@ -42,6 +42,8 @@ CHECKSUM_BYTES = 64 << 20
 """Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
 RETRIED_STATUS = (408, 425, 429)
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""Header by which SGLang's gateway chooses the server, with the policies consistent_hashing and manual."""
 USER_ENDPOINTS = ("/generate", "/health", "/model_info", "/server_info", "/workers")
 """Endpoints that take SGLang's API key; all others take the admin key if the server has one."""
 MAX_QUOTE = 400
@@ -134,8 +136,9 @@ class Server:
     async def generate(self, request: GenerateRequest) -> tuple[Generation, str | None]:
         """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
+        headers = {ROUTING_KEY: request.session} if request.session else {}
         task = asyncio.create_task(
-            self._request("POST", "/generate", request.body(), timeout=None, max_bytes=max_bytes)
+            self._request("POST", "/generate", request.body(), timeout=None, max_bytes=max_bytes, headers=headers)
         )
         try:
             await asyncio.wait({task}, timeout=self.timeout)
@@ -195,12 +198,13 @@ class Server:
         *,
         timeout: float | None,
         max_bytes: int = CONTROL_BYTES,
+        headers: Mapping[str, str] | None = None,
     ) -> bytes:
         """Returns the body of a successful answer, of at most `max_bytes`."""
         url, scope = self.url + endpoint, asyncio.timeout(timeout)
         try:
             with self._reading(endpoint):
-                async with scope, self.client.stream(method, url, json=body) as response:
+                async with scope, self.client.stream(method, url, json=body, headers=headers) as response:
                     content = await _read(response, max_bytes)
         except (httpx.HTTPError, OSError) as error:  # no cause: its request contains the key
             if scope.expired():

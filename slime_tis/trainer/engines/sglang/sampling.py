@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -92,6 +93,8 @@ class PendingSample:
     prompt: Prompt
     max_new_tokens: int
     seed: int | None = None
+    session: str | None = None
+    """Hash of the sample's number and its conversation's name; None for a sample with one answer."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -239,6 +242,7 @@ class RolloutTask:
             prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
             max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
             seed=int.from_bytes(request.key[:8], "big") >> 1,
+            session=hashlib.blake2b(repr(request.session).encode(), digest_size=8).hexdigest(),  # a header is ASCII
         )
         if response.max_new_tokens < 1:
             response.finish_reason = "length"
@@ -310,6 +314,7 @@ class RolloutTask:
                     sampling=options.sampling,
                     max_new_tokens=response.remaining_tokens,
                     request_id=request_id,
+                    session=f"{self.name}-{response.session}" if response.session else request_id.rpartition("-")[0],
                     seed=response.seed if self.health.takes_seeds(state) else None,
                     first_experts=response.first_experts if self.records_experts else None,
                     stop=options.stop,
