@@ -17,7 +17,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import slime_tis
@@ -77,7 +77,7 @@ def _run(chosen: argparse.Namespace) -> int:
     elif chosen.command == "plan":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made on the CPU
         from slime_tis.trainer.cli.arguments import read_layout
-        from slime_tis.trainer.megatron.plan import plan
+        from slime_tis.trainer.plan import plan
 
         layout = read_layout(chosen.flags)
         text = plan(layout, chosen.world_size, gpu_memory=chosen.gpu_memory, bandwidth=chosen.bandwidth)
@@ -153,12 +153,12 @@ def _parser() -> argparse.ArgumentParser:
         description=f"{text.capitalize()}, from the config.json in --hf-checkpoint DIR. Needs the extra train.",
         allow_abbrev=False,
     )
-    plan.add_argument("--world-size", type=_positive(int), required=True, metavar="N", help="number of ranks")
+    plan.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     plan.add_argument(
-        "--gpu-memory", type=_positive(float), default=80.0, metavar="GIB", help="memory of a GPU (default %(default)g)"
+        "--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of a GPU (default %(default)g)"
     )
     bandwidth = "GB/s from training to rollout, for the time of a weight update (default %(default)g)"
-    plan.add_argument("--bandwidth", type=_positive(float), default=25.0, metavar="GB/S", help=bandwidth)
+    plan.add_argument("--bandwidth", type=float, default=25.0, metavar="GB/S", help=bandwidth)
 
     dumps = "directory of a run, or dumps of tokens: a file or a directory"
     text = "write one HTML file on a run or on dumps of its tokens"
@@ -207,16 +207,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(kind: type[float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < 1e7:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1e7")
-        return value
-
-    return read
-
-
 def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:
     """Checks a command line and runs `slime_tis.trainer.train`; returns the exit status.
 
@@ -261,9 +251,7 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
     from slime_tis.trainer.cli.arguments import read_correction
     from slime_tis.user_functions import load_custom_tis
 
-    table = open_source(path).table
-    if table is None or not table.valid.any():
-        raise ValueError(f"{path} has no dumps of tokens; --save-debug-train-data writes them (docs/dumps.md).")
+    table = open_source(path).tokens()
     if not flags:
         return as_text(what_if(table))
     correction, policy, function, args = read_correction(flags, policy_of(table))

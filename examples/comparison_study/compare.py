@@ -10,7 +10,7 @@ seeds, resampled together for both means. A method is tied with the best one if 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -19,6 +19,7 @@ import numpy as np
 from examples.collapse_study.cases import ROOT, Grid, Study
 from examples.collapse_study.report import replace_table
 from examples.collapse_study.results import Row, read_table
+from slime_tis.analysis.report.recommend import Cell, Column
 from slime_tis.files import atomic_path, write_atomically
 
 STUDY = Study(ROOT / "examples" / "comparison_study")
@@ -36,49 +37,11 @@ Accuracy = Mapping[int, float]
 """Accuracy by seed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One method under one mismatch."""
-
-    method: str
-    flags: str
-    seeds: int
-    relative: float
-    """Accuracy relative to on-policy training."""
-    low: float
-    high: float
-    """Bounds of its 95 % interval."""
-    tied: bool
-    """Whether the method cannot be told apart from the column's best one."""
-    collapsed: int
-    """Number of seeds that collapsed."""
-    kept: float
-    """Mean share of trained tokens."""
-    seconds: float
-    """Median time of a run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One mismatch."""
-
-    name: str
-    stale: bool
-    k3: tuple[float, float]
-    """Smallest and largest mean k3 KL of the methods, nats per token."""
-    sigma: tuple[float, float]
-    """The same as the standard deviation of a response's log-ratio, √(2·k3·tokens)."""
-    standard: float
-    """Relative accuracy of standard PPO."""
-    cells: tuple[Cell, ...]
-    """The methods, the best first."""
-
-
 def main() -> None:
     rows = read_table(STUDY.results)
     grid = Grid.load(STUDY)
     compared = columns(rows.values(), grid)
-    evidence = [asdict(column) | {"cells": [asdict(cell) for cell in column.cells if cell.tied]} for column in compared]
+    evidence = [asdict(replace(column, cells=tuple(cell for cell in column.cells if cell.tied))) for column in compared]
     write_atomically(EVIDENCE, json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
@@ -125,18 +88,14 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
                 high=high,
                 tied=means[method] >= least,
                 collapsed=sum(row.collapse_step is not None for row in rows),
-                kept=float(np.mean([row.kept_fraction or 0.0 for row in rows])),
-                seconds=float(np.median([row.seconds for row in rows])),
             )
         )
-    k3 = [np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()]) for by_seed in methods.values()]
-    bounds = float(min(k3)), float(max(k3))
+    k3 = [float(np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()])) for by_seed in methods.values()]
     standard = next((cell.relative for cell in cells if cell.method == REFERENCE[1]), math.nan)
     return Column(
         name=name,
         stale="--update-weights-interval" in grid.scenarios[name],
-        k3=bounds,
-        sigma=(math.sqrt(2 * bounds[0] * TOKENS), math.sqrt(2 * bounds[1] * TOKENS)),
+        sigma=(math.sqrt(2 * min(k3) * TOKENS), math.sqrt(2 * max(k3) * TOKENS)),
         standard=standard,
         cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
     )

@@ -1,6 +1,7 @@
 """slime-tis recommend: the column of the study for a mismatch, and the flags that won there."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,23 +9,19 @@ import pytest
 
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.analysis.report.recommend import Mismatch, column_for, recommendation, study
+from slime_tis.analysis.report.recommend import Cell, Column, Mismatch, column_for, recommendation, study
 from slime_tis.main import main
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.arguments import read_correction
 
-STALE = {
-    "name": "stale 16",
-    "stale": True,
-    "sigma": [0.6, 2.0],
-    "standard": 0.4,
-    "cells": [
-        {"method": "B", "flags": "--use-tis", "relative": 0.98, "low": 0.9, "high": 1.0, "seeds": 5},
-        {"method": "C", "flags": "--use-rs", "relative": 0.97, "low": 0.9, "high": 1.0, "seeds": 5},
-    ],
-}
-NOISE = {**STALE, "name": "fp8", "stale": False, "sigma": [0.1, 0.2]}
-HARMLESS = {**NOISE, "cells": [*NOISE["cells"], {**NOISE["cells"][0], "method": "standard PPO"}]}
+
+def cell(method: str, relative: float) -> Cell:
+    return Cell(method=method, flags="--use-tis", relative=relative, low=0.9, high=1.0, seeds=5, tied=True, collapsed=0)
+
+
+STALE = Column(name="stale 16", stale=True, sigma=(0.6, 2.0), standard=0.4, cells=(cell("B", 0.98), cell("C", 0.97)))
+NOISE = replace(STALE, name="fp8", stale=False, sigma=(0.1, 0.2))
+HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)))
 
 
 def mismatch(cause: str, sigma: float, age: int = 0) -> Mismatch:
@@ -37,6 +34,7 @@ def mismatch(cause: str, sigma: float, age: int = 0) -> Mismatch:
         pytest.param(mismatch("stale_weights", 1.0), "stale 16", id="inside"),
         pytest.param(mismatch("rounding", 1.0, age=15), "stale 16", id="old weights"),
         pytest.param(mismatch("rounding", 0.15), "fp8", id="noise"),
+        pytest.param(mismatch("healthy", 0.15, age=15), "fp8", id="old but equal weights"),
         pytest.param(mismatch("rounding", 0.39), "fp8", id="just within the tolerance"),
         pytest.param(mismatch("rounding", 0.41), None, id="more noise than the study had"),
         pytest.param(mismatch("stale_weights", 4.1), None, id="staler than the study"),
@@ -45,32 +43,36 @@ def mismatch(cause: str, sigma: float, age: int = 0) -> Mismatch:
 )
 def test_a_mismatch_has_the_column_of_its_kind_and_size(case: Mismatch, column: str | None) -> None:
     chosen = column_for(case, [STALE, NOISE])
-    assert (chosen and chosen["name"]) == column
+    assert (chosen and chosen.name) == column
 
 
 @pytest.mark.parametrize(
     ("case", "columns", "words"),
     [
-        pytest.param(mismatch("stale_weights", 1.0), [STALE], "--use-tis\n", id="flags"),
-        pytest.param(mismatch("stale_weights", 1.0), [STALE], "0.98 [0.90, 1.00]", id="evidence"),
         pytest.param(mismatch("temperature", 1.0), [STALE], "fix the cause first", id="a fault"),
         pytest.param(mismatch("stale_weights", 9.0), [STALE], "does not cover", id="outside"),
         pytest.param(mismatch("rounding", 0.15), [HARMLESS], "No correction is needed", id="standard PPO is tied"),
         pytest.param(mismatch("healthy", 0.01), [NOISE], "No correction is needed", id="less than the study"),
+        pytest.param(mismatch("healthy", 0.01, age=15), [NOISE], "No correction is needed", id="old but equal weights"),
     ],
 )
-def test_the_answer_has_flags_only_with_evidence(case: Mismatch, columns: list, words: str) -> None:
+def test_without_evidence_the_answer_has_no_flags(case: Mismatch, columns: list[Column], words: str) -> None:
     text = recommendation(case, columns)
-    assert words in text and text.startswith("--") == (columns == [STALE] and case.sigma == 1.0 and "fix" not in words)
+    assert words in text and "--" not in text.split()[0]
+
+
+def test_the_answer_has_flags_with_their_evidence() -> None:
+    text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS])
+    assert text.startswith("--use-tis\n") and "B reaches 0.98 [0.90, 1.00]" in text and "told apart from it: C." in text
 
 
 def test_the_packaged_study_has_flags_that_train_accepts() -> None:
     columns = study()
     assert columns
     for column in columns:
-        assert column["cells"][0]["relative"] == max(cell["relative"] for cell in column["cells"])
-        for cell in column["cells"]:
-            read_correction(cell["flags"].split(), PolicyConfig())
+        assert column.cells[0].relative == max(cell.relative for cell in column.cells)
+        for cell in column.cells:
+            read_correction(cell.flags.split(), PolicyConfig())
 
 
 def test_the_command_measures_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,7 @@ def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
     ]
     assert all(plot["says"].endswith(".") for plot in data["overview"] + data["shape"] + data["what_if"]["plots"])
     assert len(data["samples"]["samples"]) == SAMPLES and data["diagnoses"][0]["findings"]
+    assert data["recommendation"].startswith("No correction")
     assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
 
 

@@ -11,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slime_tis.trainer.cli.output_paths import held_outputs
+from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
 from tests.runs import free_port
@@ -104,16 +106,25 @@ def test_prometheus_reads_the_last_values(tmp_path):
     port = free_port()
     config = ReportingConfig(output_dir=str(tmp_path / "run"), prometheus_port=port)
     reporter = open_reporters(config, {}, total_steps=2)
-    reporter.log({"train/k3": 0.5, "eval/accuracy": 0.25}, 1)
+    reporter.log({"train/k3": 0.5, "eval/accuracy": 0.25, "eval/sort_digits": 0.0, "eval/sort-digits": 0.0}, 1)
     reporter.log({"train/k3": float("nan"), "perf/step_time": 2.0}, 2)
     with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         families = text_string_to_metric_families(answer.read().decode())
     values = {sample.name: sample.value for family in families for sample in family.samples}
     k3 = values.pop("slime_tis_train_k3")
     assert k3 != k3
-    assert values == {"slime_tis_eval_accuracy": 0.25, "slime_tis_perf_step_time": 2.0, "slime_tis_step": 2.0}
-    with pytest.raises(ValueError, match="not available"):
-        open_reporters(replace(config, output_dir=str(tmp_path / "other")), {}, total_steps=2)
+    assert values == {
+        "slime_tis_eval_accuracy": 0.25,
+        "slime_tis_eval_sort_digits": 0.0,
+        "slime_tis_perf_step_time": 2.0,
+        "slime_tis_step": 2.0,
+    }
+    other = replace(config, output_dir=str(tmp_path / "other"))
+    with (
+        pytest.raises(ValueError, match="not available"),
+        held_outputs(MegatronConfig(hf_checkpoint="none"), other, main=True),
+    ):
+        pass
     reporter.close()
     open_reporters(replace(config, output_dir=str(tmp_path / "third")), {}, total_steps=2).close()
 

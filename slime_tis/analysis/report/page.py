@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from slime_tis.analysis.diagnosis import diagnose
+from slime_tis.analysis.diagnosis import Diagnosis, diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.analysis.report import overview, samples, shape
 from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, plain
-from slime_tis.analysis.report.recommend import recommendation_for
+from slime_tis.analysis.report.recommend import measured, recommendation, study
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import quoted_path
 
@@ -103,7 +103,7 @@ def page_data(
         "subtitle": [_subtitle(source) for source in sources],
         "verdict": _verdict(diagnoses[0]["findings"][0], drawn) if len(sources) == 1 else None,
         "diagnoses": diagnoses,
-        "recommendation": recommendation_for(first.table, results[0]) if len(sources) == 1 else None,
+        "recommendation": _recommendation(first.table, results[0]) if len(sources) == 1 else None,
         "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
         "warnings": [
             {**warning, "name": warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"}
@@ -122,6 +122,10 @@ def page_data(
             "what_if": first.note or what_if_data["note"],
         },
     }
+
+
+def _recommendation(table: TokenTable | None, result: Diagnosis) -> str | None:
+    return None if table is None or not table.valid.any() else recommendation(measured(table, result), study())
 
 
 def _verdict(finding: dict[str, Any], plots: Sequence[dict[str, Any]]) -> dict[str, Any]:

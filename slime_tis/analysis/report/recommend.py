@@ -7,23 +7,55 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 
 from slime_tis.analysis.diagnosis import Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.diagnose import CAUSES
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.report.shape import summary
 from slime_tis.analysis.report.source import open_source
 
 NOISE = ("rounding", "healthy")
-"""Causes that a correction can treat like the study's engines of lower precision."""
+"""Causes without old weights or a fault: the engines differ in precision, as in the study."""
 TOLERANCE = 2.0
 """A column covers mismatches up to this factor outside its range."""
 STUDY_PAGE = "examples/comparison_study/README.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One method under one mismatch of the study."""
+
+    method: str
+    flags: str
+    seeds: int
+    relative: float
+    """Accuracy relative to on-policy training."""
+    low: float
+    high: float
+    """Bounds of its 95 % interval."""
+    tied: bool
+    """Whether the method cannot be told apart from the column's best one."""
+    collapsed: int
+    """Number of seeds that collapsed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One mismatch of the study."""
+
+    name: str
+    stale: bool
+    sigma: tuple[float, float]
+    """Smallest and largest `Mismatch.sigma` of the methods."""
+    standard: float
+    """Relative accuracy of standard PPO."""
+    cells: tuple[Cell, ...]
+    """The methods, the best first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +74,12 @@ class Mismatch:
     @property
     def stale(self) -> bool:
         """Whether old weights made the samples."""
-        return self.cause == "stale_weights" or (self.age > 1 and self.cause in NOISE)
+        return self.cause == "stale_weights" or (self.age > 1 and self.cause == "rounding")
 
 
 def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
     """The mismatch of a table with trained tokens, given its diagnosis."""
-    delta = table.log_ratio[table.valid].astype(np.float64).clip(-20, 20)
-    k3 = float((np.expm1(delta) - delta).mean())
+    k3 = summary(table)["k3"]
     tokens = table.valid.sum() / len(np.unique(table.sample[table.valid]))
     age = 0
     if table.step is not None and table.weight_version is not None:
@@ -58,33 +89,35 @@ def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
     return Mismatch(cause=result.cause, k3=k3, sigma=math.sqrt(2 * k3 * tokens), age=age)
 
 
-def study() -> list[dict[str, Any]]:
+def study() -> list[Column]:
     """The columns of the comparison study with their best methods; examples/comparison_study/compare.py writes them."""
     text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(encoding="utf-8")
-    columns: list[dict[str, Any]] = json.loads(text)
-    return columns
+    return [
+        Column(**column | {"sigma": tuple(column["sigma"]), "cells": tuple(Cell(**cell) for cell in column["cells"])})
+        for column in json.loads(text)
+    ]
 
 
-def column_for(mismatch: Mismatch, columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def column_for(mismatch: Mismatch, columns: Sequence[Column]) -> Column | None:
     """The column of the same kind whose range of σ√T is nearest, within `TOLERANCE`; None if the study has none."""
 
-    def factor(column: Mapping[str, Any]) -> float:
-        low, high = column["sigma"]
+    def factor(column: Column) -> float:
+        low, high = column.sigma
         return max(low / mismatch.sigma, mismatch.sigma / high, 1.0) if mismatch.sigma else math.inf
 
-    same_kind = [column for column in columns if column["stale"] == mismatch.stale]
+    same_kind = [column for column in columns if column.stale == mismatch.stale]
     nearest = min(same_kind, key=factor, default=None)
     return nearest if nearest is not None and factor(nearest) <= TOLERANCE else None
 
 
-def recommendation(mismatch: Mismatch, columns: Sequence[Mapping[str, Any]]) -> str:
+def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     """Flags with their reason and evidence, or why the study supports none."""
     size = f"k3 {mismatch.k3:.2g} nats per token, σ√T {mismatch.sigma:.2g}"
     size += f", weights up to {mismatch.age} steps old" if mismatch.age else ""
     if mismatch.cause not in (*NOISE, "stale_weights"):
         title, advice = CAUSES[mismatch.cause]
         return f"No correction: fix the cause first. Diagnosis: {title} ({size}). {advice}"
-    lows = [column["sigma"][0] for column in columns if not column["stale"]]
+    lows = [column.sigma[0] for column in columns if not column.stale]
     if not mismatch.stale and mismatch.sigma < min(lows, default=0.0):
         return f"No correction is needed: the engines differ by {size}, less than in any column of the study."
     column = column_for(mismatch, columns)
@@ -94,49 +127,38 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Mapping[str, Any]]) -> 
             f"The study does not cover this mismatch: {kind}, {size}. `slime-tis what-if` compares corrections on "
             "these tokens; docs/choosing.md has rules."
         )
-    cells = {cell["method"]: cell for cell in column["cells"]}
-    if "standard PPO" in cells:
+    best = {cell.method: cell for cell in column.cells if cell.tied}
+    if "standard PPO" in best:
         return (
-            f"No correction is needed: {size} is in the study's column {column['name']!r}, where standard PPO cannot "
-            f"be told apart from the best method. {_limits(cells['standard PPO'])}"
+            f"No correction is needed: {size} is in the study's column {column.name!r}, where standard PPO cannot be "
+            f"told apart from the best method. {_limits(best['standard PPO'])}"
         )
-    wins = {name: sum(name in (cell["method"] for cell in each["cells"]) for each in columns) for name in cells}
-    best = max(cells, key=lambda name: (wins[name], cells[name]["relative"]))
-    others = [name for name in cells if name != best]
-    low, high = column["sigma"]
+    wins = {name: sum(cell.tied for each in columns for cell in each.cells if cell.method == name) for name in best}
+    first = max(best.values(), key=lambda cell: (wins[cell.method], cell.relative))
+    others = [name for name in best if name != first.method]
+    low, high = column.sigma
     lines = [
-        cells[best]["flags"],
-        f"Mismatch: {size}. Column of the study: {column['name']!r} (σ√T {low:.2g} to {high:.2g}).",
-        f"Evidence: {best} reaches {_interval(cells[best])} of on-policy accuracy, standard PPO "
-        f"{column['standard']:.2f}. It is among the best methods of {wins[best]} of {len(columns)} columns.",
+        first.flags,
+        f"Mismatch: {size}. Column of the study: {column.name!r} (σ√T {low:.2g} to {high:.2g}).",
+        f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f}, {first.high:.2f}] of on-policy "
+        f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods of {wins[first.method]} of "
+        f"{len(columns)} columns.",
         f"Not told apart from it: {'; '.join(others)}." if others else "",
-        _limits(cells[best]),
+        _limits(first),
     ]
     return "\n".join(filter(None, lines))
 
 
-def _interval(cell: Mapping[str, Any]) -> str:
-    return f"{cell['relative']:.2f} [{cell['low']:.2f}, {cell['high']:.2f}]"
-
-
-def _limits(cell: Mapping[str, Any]) -> str:
-    return f"{cell['seeds']} seeds of one small task: {STUDY_PAGE}"
+def _limits(cell: Cell) -> str:
+    return f"{cell.seeds} seeds of one small task: {STUDY_PAGE}"
 
 
 def recommend(path: str) -> str:
     """The recommendation for a run or a dump.
 
     Raises:
-        ValueError: the path has no dump of tokens.
+        ValueError: the path has no trained tokens.
     """
     source = open_source(path)
-    if (text := recommendation_for(source.table, diagnose(source.table, source.metrics))) is None:
-        raise ValueError(f"{path} has no dumps of tokens; --save-debug-train-data writes them (docs/dumps.md).")
-    return text
-
-
-def recommendation_for(table: TokenTable | None, result: Diagnosis) -> str | None:
-    """The recommendation for a table; None without trained tokens."""
-    if table is None or not table.valid.any():
-        return None
-    return recommendation(measured(table, result), study())
+    table = source.tokens()
+    return recommendation(measured(table, diagnose(table, source.metrics)), study())

@@ -41,6 +41,16 @@ class Source:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The run's config.yaml; empty for a dump."""
 
+    def tokens(self) -> TokenTable:
+        """The table, which has trained tokens.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.table is None or not self.table.valid.any():
+            raise ValueError(f"{self.path} has no dumps of tokens; {DUMPS_FLAG} writes them (docs/dumps.md).")
+        return self.table
+
 
 def open_source(path: str, part: int = 1) -> Source:
     """Reads a run directory with its dumps, the log of another program, or a dump in any format that `read` knows."""

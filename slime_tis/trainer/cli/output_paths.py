@@ -1,6 +1,7 @@
 """Checks and locks of the directories that a run writes."""
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -57,7 +58,7 @@ def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> No
 
 @contextmanager
 def held_outputs(megatron: MegatronConfig, reporting: ReportingConfig, *, main: bool) -> Iterator[None]:
-    """Locks the run's output directories, for all ranks by the `main` process; refuses one that is in use."""
+    """Locks the run's output directories, for all ranks by the `main` process; refuses a directory or port in use."""
     locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
     if megatron.save is not None:
         locks[Path(megatron.save).resolve() / LOCK] = "--save"
@@ -67,7 +68,16 @@ def held_outputs(megatron: MegatronConfig, reporting: ReportingConfig, *, main: 
     with held(locks) if main else nullcontext():
         if main:
             _check_save(megatron)  # again, now that no other run can write there
+            _check_port(reporting.prometheus_port)
         yield
+
+
+def _check_port(port: int | None) -> None:
+    try:
+        with nullcontext() if port is None else socket.create_server(("127.0.0.1", port)):
+            pass
+    except OSError as error:
+        raise ValueError(f"--prometheus-port is {port}, which is not available: {error.strerror}.") from None
 
 
 def _is_inside(inner: Path, outer: Path) -> bool:

@@ -1,6 +1,7 @@
 """The files that a run starts from, looked at before any process group or model is built."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import (
     FAMILIES,
     ModelSizes,
+    MoeSizes,
     check_generation_config,
     check_tensors,
     load_config,
@@ -18,6 +20,9 @@ from slime_tis.hf_directory import (
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.storage.directories import same_path
+
+TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Sizes of config.json that tensor-parallel ranks divide."""
 
 
 def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
@@ -43,50 +48,63 @@ def check_model(megatron: MegatronConfig, rollout: RolloutConfig, world_size: in
         read_model_config(megatron.ref_load, "--ref-load")
     model = read_model_config(megatron.hf_checkpoint)
     check_generation_config(megatron.hf_checkpoint)
-    for flag, ranks, part in (
-        ("--tensor-model-parallel-size", megatron.tensor_model_parallel_size, "num_attention_heads"),
-        ("--tensor-model-parallel-size", megatron.tensor_model_parallel_size, "num_key_value_heads"),
-        ("--pipeline-model-parallel-size", megatron.pipeline_model_parallel_size, "num_hidden_layers"),
-    ):
-        if model.get(part, ranks) % ranks:
-            raise ValueError(f"{flag} is {ranks} but the model's {part} is {model[part]}; choose a divisor of it.")
-    chunk = megatron.recompute_num_layers
-    of_stage = model.get("num_hidden_layers", 0) // megatron.pipeline_model_parallel_size
-    if megatron.recompute_method == "uniform" and chunk is not None and of_stage % chunk:
-        raise ValueError(f"--recompute-num-layers is {chunk} but must divide the {of_stage} layers of a stage.")
-    _check_experts(megatron, rollout, world_size)
+    hf = load_config(megatron.hf_checkpoint) if FAMILIES[model["architectures"][0]].moe else None
+    moe = None if hf is None else moe_sizes(hf)
+    if problems := [*layout_problems(megatron, model, moe, world_size)]:
+        raise ValueError(" ".join(problems))
+    if moe is None:
+        _refuse_expert_options(megatron, rollout)
+    else:
+        _check_experts(megatron, rollout, hf, moe)
     _check_lengths(rollout, model.get("max_position_embeddings"), model.get("vocab_size"))
     return model
 
 
-def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, world_size: int) -> None:
-    """Checks that the experts divide over the ranks, and that the rollout engine samples from the same model."""
-    directory = megatron.hf_checkpoint
-    hf = load_config(directory) if FAMILIES[read_model_config(directory)["architectures"][0]].moe else None
-    moe = None if hf is None else moe_sizes(hf)
-    if hf is None or moe is None:
-        _refuse_expert_options(megatron, rollout)
-        return
-    tensor, ranks = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
-    if megatron.share_prompts:
-        raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
-    if tensor > 1 and not megatron.sequence_parallel:
-        raise ValueError("--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts; add it.")
-    shared = moe.shared_intermediate_size or tensor
-    expert_tensor = megatron.expert_tensor_parallel_size or tensor
-    for flag, size, part, value in (
-        ("--expert-model-parallel-size", ranks, "number of experts", moe.num_experts),
-        ("--expert-tensor-parallel-size", expert_tensor, "moe_intermediate_size", moe.intermediate_size),
-        ("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared),
-    ):
+def layout_problems(
+    megatron: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int
+) -> Iterator[str]:
+    """Yields a message for every size of the model, and number of ranks, that the parallel sizes do not divide.
+
+    Args:
+        megatron: Parallel sizes and recomputation.
+        model: config.json.
+        moe: Sizes of the experts; None for a dense model.
+        world_size: Number of ranks.
+    """
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    sizes = [("--tensor-model-parallel-size", tensor, part, model.get(part, tensor)) for part in TENSOR_PARTS]
+    sizes.append(("--pipeline-model-parallel-size", pipeline, "num_hidden_layers", model.get("num_hidden_layers", 0)))
+    if moe is not None:
+        expert_tensor = megatron.expert_tensor_parallel_size or tensor
+        sizes += [
+            ("--expert-model-parallel-size", megatron.expert_model_parallel_size, "number of experts", moe.num_experts),
+            ("--expert-tensor-parallel-size", expert_tensor, "moe_intermediate_size", moe.intermediate_size),
+        ]
+        shared = moe.shared_intermediate_size or tensor
+        sizes.append(("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared))
+    for flag, size, part, value in sizes:
         if value % size:
-            raise ValueError(f"{flag} is {size} but the model's {part} is {value}; choose a divisor of it.")
+            yield f"{flag} is {size} but the model's {part} is {value}; choose a divisor of it."
+    chunk, of_stage = megatron.recompute_num_layers, model.get("num_hidden_layers", 0) // pipeline
+    if megatron.recompute_method == "uniform" and chunk is not None and of_stage % chunk:
+        yield f"--recompute-num-layers is {chunk} but must divide the {of_stage} layers of a stage."
+    if moe is None:
+        return
+    if tensor > 1 and not megatron.sequence_parallel:
+        yield "--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts; add it."
     if world_size % megatron.expert_parallel_size:
-        raise ValueError(
+        yield (
             f"WORLD_SIZE is {world_size} but --expert-model-parallel-size × --expert-tensor-parallel-size (unset: "
             "--tensor-model-parallel-size) × --pipeline-model-parallel-size is "
             f"{megatron.expert_parallel_size}; start a multiple of that, or lower one of them."
         )
+
+
+def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, moe: MoeSizes) -> None:
+    """Checks that prompts are not shared, and that the rollout engine samples from the same model."""
+    directory = megatron.hf_checkpoint
+    if megatron.share_prompts:
+        raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
     if rollout.rollout_engine == "sglang":  # 0.5.23 samples from another model without an error
         use = "use --rollout-engine local, or another checkpoint"
         if hf.tie_word_embeddings:

@@ -134,7 +134,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope" if engine else "none",
     )
-    if parallel.backend.device.type != "cpu":
+    if parallel.backend.device.type != "cpu":  # torch cannot move the fake parameters of a plan
         module.to(parallel.backend.device)
     release_probabilities(module)
     if engine:
@@ -145,9 +145,16 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
 
 def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model under the parallel layout."""
-    if problems := indivisible(hf, config):
-        raise ValueError(" ".join(problems))
-    tensor, pipeline = parallel.tensor_size, parallel.pipeline_size
+    tensor, pipeline, moe = parallel.tensor_size, parallel.pipeline_size, moe_sizes(hf)
+    for name, value, size, flag in (
+        ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),
+        ("num_key_value_heads", hf.num_key_value_heads, tensor, "--tensor-model-parallel-size"),
+        ("intermediate_size", hf.intermediate_size, tensor, "--tensor-model-parallel-size"),
+        ("num_hidden_layers", hf.num_hidden_layers, pipeline, "--pipeline-model-parallel-size"),
+        ("number of experts", moe.num_experts if moe else 0, parallel.expert_size, "--expert-model-parallel-size"),
+    ):
+        if value % size:
+            raise ValueError(f"{name}={value} of the checkpoint is not divisible by {flag} {size}")
     family = FAMILIES[hf.architectures[0]]
     dtype = DTYPES[config.precision]
     on_cpu = parallel.backend.device.type == "cpu"
@@ -189,28 +196,6 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         recompute_method=config.recompute_method,
         recompute_num_layers=config.recompute_num_layers,
     )
-
-
-def indivisible(hf: HfConfig, config: MegatronConfig) -> list[str]:
-    """Every size of the model that its parallel size does not divide, in words."""
-    moe, tensor, pipeline = moe_sizes(hf), config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    expert_tensor = config.expert_tensor_parallel_size or tensor
-    sizes = [
-        ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),
-        ("num_key_value_heads", hf.num_key_value_heads, tensor, "--tensor-model-parallel-size"),
-        ("intermediate_size", hf.intermediate_size, tensor, "--tensor-model-parallel-size"),
-        ("num_hidden_layers", hf.num_hidden_layers, pipeline, "--pipeline-model-parallel-size"),
-    ]
-    if moe is not None:
-        sizes += [
-            ("number of experts", moe.num_experts, config.expert_model_parallel_size, "--expert-model-parallel-size"),
-            ("moe_intermediate_size", moe.intermediate_size, expert_tensor, "--expert-tensor-parallel-size"),
-        ]
-    return [
-        f"{name}={value} of the checkpoint is not divisible by {flag} {size}."
-        for name, value, size, flag in sizes
-        if value % size
-    ]
 
 
 def _moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:

@@ -14,14 +14,14 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.engines.weight_rounding import DTYPES
-from slime_tis.trainer.megatron.architecture import HfConfig, Model, build_model, padded_vocab_size
+from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.trainer.megatron.hf_weights import copied_weights, load_hf_weights, named_hf_tensors, replaced_weights
@@ -94,7 +94,9 @@ class TrainingEngine:
             self.model.module, moe_sizes(self.model.hf_config), parallel, sequence_parallel=config.sequence_parallel
         )
         self.reference = self._load_weights(keep_reference)
-        self.ddp = wrap(self.model, config)
+        module = self.model.module
+        module = module if config.precision == "fp32" else Float16Module(self.model.config, module)
+        self.ddp = wrap(module, self.model.config, config)
         self.optimizer = _adam(config, self.ddp)
         self.model.config.grad_scale_func = self.optimizer.scale_loss if config.fp16 else None
         self.scheduler = _schedule(config, self.optimizer, total_steps)
@@ -400,16 +402,13 @@ class TrainingEngine:
         self.loss_denominator = num_tokens
 
 
-def wrap(model: Model, config: MegatronConfig) -> DistributedDataParallel:
+def wrap(module: torch.nn.Module, transformer: TransformerConfig, config: MegatronConfig) -> DistributedDataParallel:
     """The model with megatron-core's gradient buffers."""
-    module = model.module
-    if config.precision != "fp32" and not is_fake(next(module.parameters())):  # its conversion swaps parameters
-        module = Float16Module(model.config, module)
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,
     )
-    return DistributedDataParallel(model.config, options, module)
+    return DistributedDataParallel(transformer, options, module)
 
 
 def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:

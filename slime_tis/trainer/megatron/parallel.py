@@ -210,7 +210,7 @@ def _start_process_group(backend: Backend, environment: Environment, timeout: ti
         dist.init_process_group(backend.collectives, store=dist.HashStore(), rank=0, world_size=1)
         return
     wanted, present = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
-    if backend.collectives == "gloo" and wanted and not {*wanted.split(",")} & {*present}:
+    if backend.collectives == "gloo" and wanted and not {*wanted.split(",")} <= {*present}:
         raise ValueError(f"GLOO_SOCKET_IFNAME is {wanted!r}, but this host's interfaces are {', '.join(present)}.")
     try:
         dist.init_process_group(backend.collectives, timeout=timeout)

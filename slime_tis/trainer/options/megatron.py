@@ -63,8 +63,8 @@ class MegatronConfig:
     use_distributed_optimizer: bool = parallel_option(False)
     """Shard optimizer state over the data-parallel ranks."""
 
-    distributed_timeout_minutes: Annotated[float, Limits(gt=0, le=100_000)] = parallel_option(10.0)
-    """Longest wait of a rank for the others, in one communication; then every rank ends with a message."""
+    distributed_timeout_minutes: Annotated[float, Limits(gt=0, le=100_000)] = parallel_option(30.0)
+    """Longest wait of a rank for the other ranks, except for SGLang; then every rank ends with a message."""
 
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
     """Samples in one forward pass of a rank; unset: as many tokens as half of the free memory holds."""

@@ -158,24 +158,23 @@ class Prometheus:
     def __init__(self, port: int) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an optional package
 
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[str, tuple[str, float]] = {}
         registry = CollectorRegistry()
         registry.register(self)
-        try:
-            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-        except OSError as error:
-            raise ValueError(f"--prometheus-port is {port}, which is not available: {error.strerror}.") from None
+        self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
 
     def collect(self) -> Iterator[Any]:
         """The gauges, for prometheus_client: `slime_tis_train_grad_norm` is train/grad_norm."""
         from prometheus_client.core import GaugeMetricFamily
 
-        for name, value in self._gauges.items():
-            yield GaugeMetricFamily("slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII), name, value=value)
+        for gauge, (name, value) in self._gauges.items():
+            yield GaugeMetricFamily(gauge, name, value=value)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Replaces the values of these metrics; other metrics keep the value of an earlier step."""
-        self._gauges = self._gauges | dict(metrics) | {"step": step}
+        values = {**metrics, "step": step}
+        gauges = {"slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII): (name, values[name]) for name in values}
+        self._gauges = self._gauges | gauges
 
     def close(self) -> None:
         """Closes the endpoint."""

@@ -65,7 +65,7 @@ class GenerateRequest:
     request_id: str
     """Id for aborts. The server aborts all ids with this prefix, so all ids must have equal width."""
     session: str = ""
-    """Conversation; a router that goes by keys sends its requests to one server, whose cache has the earlier turns."""
+    """Conversation. A router with routing keys sends its requests to the server whose cache has the earlier turns."""
     seed: int | None = None
     first_experts: int | None = None
     """First token whose routed experts are returned; None for none."""

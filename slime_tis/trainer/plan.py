@@ -2,30 +2,35 @@
 
 The model and megatron-core's gradient buffers of one rank of every pipeline stage are built under torch's
 `FakeTensorMode`, with the `fake` process group of that number of ranks. Their sizes are exact. Optimizer state is
-computed from them: megatron-core reads values while it builds the optimizer. Activations are the estimate of
-`memory.bytes_per_token`.
+computed from them: megatron-core reads values while it builds the optimizer. Activations are estimated: in the schedule
+1F1B, stage s of P holds P − s micro-batches.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_tis.hf_directory import moe_sizes
-from slime_tis.trainer.megatron.architecture import HfConfig, build_model, indivisible, read_hf_config
+from slime_tis.hf_directory import MoeSizes, moe_sizes, read_model_config
+from slime_tis.trainer.cli.preflight import layout_problems
+from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
 from slime_tis.trainer.megatron.engine import wrap
 from slime_tis.trainer.megatron.memory import bytes_per_token
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
+
+if TYPE_CHECKING:  # its import must follow that of slime_tis.trainer.megatron
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 GIB = 2**30
 USABLE = 0.9
@@ -34,6 +39,7 @@ MIN_TOKENS = 2048
 """Tokens that a recommended layout must fit into one micro-batch."""
 MAX_TENSOR_SIZE = 8
 """Ranks of a node: tensor parallelism over nodes is slow."""
+MAX_RANKS = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class Stage:
     temporary: int
     """Gradient of the largest weight, before it is added to its buffer."""
     per_token: int
-    """Activations and logits per token of a micro-batch, at the peak of a step."""
+    """Activations per token of a micro-batch, at the peak of a step, of all micro-batches that the stage holds."""
 
     @property
     def fixed(self) -> int:
@@ -64,7 +70,7 @@ def fake_rank(config: MegatronConfig, world_size: int, rank: int) -> Iterator[Pa
     """One of `world_size` ranks, without the others; its collectives do nothing, its tensors have no memory."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        parallel = initialize(config)
+        parallel = initialize(replace(config, transformer_impl=None))  # transformer-engine cannot be built on the CPU
         with FakeTensorMode():
             yield parallel
     finally:
@@ -77,52 +83,83 @@ def stages(config: MegatronConfig, world_size: int) -> list[Stage]:
     Raises:
         ValueError: the model or the ranks do not divide; the message names every such size.
     """
-    if problems := layout_problems(config, world_size):
+    model, moe = read_model_config(config.hf_checkpoint), _experts(config)
+    if problems := _problems(config, model, moe, world_size):
         raise ValueError(" ".join(problems))
     size = config.pipeline_model_parallel_size
-    return [_stage(config, world_size, index * world_size // size) for index in range(size)]
+    return [_stage(config, world_size, index) for index in range(size)]
 
 
-def _stage(config: MegatronConfig, world_size: int, rank: int) -> Stage:
+def _problems(config: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int) -> list[str]:
+    problems = [*layout_problems(config, model, moe, world_size)]
+    if world_size % config.model_parallel_size:
+        sizes = f"tensor × pipeline × context, {config.model_parallel_size}"
+        problems.append(f"--world-size is {world_size}, which is not a multiple of {sizes}.")
+    return problems
+
+
+def _experts(config: MegatronConfig) -> MoeSizes | None:
+    return moe_sizes(read_hf_config(config.hf_checkpoint))
+
+
+def _stage(config: MegatronConfig, world_size: int, index: int) -> Stage:
+    rank = index * world_size // config.pipeline_model_parallel_size
     with fake_rank(config, world_size, rank) as parallel:
         model = build_model(config.hf_checkpoint, config, parallel)
-        ddp = wrap(model, config)
+        ddp = wrap(model.module, model.config, config)
         gradients = sum(buffer.grad_data.nbytes for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers])
-        weights = [(each.numel(), 1, not getattr(each, "allreduce", True)) for each in model.module.parameters()]
-        return _stage_of(config, world_size, weights, gradients, model.config)
+        weights = [Weight(each.numel(), 1, not getattr(each, "allreduce", True)) for each in model.module.parameters()]
+        return _stage_of(config, world_size, index, Shard(weights, gradients), model.config)
+
+
+class Weight(NamedTuple):
+    """One weight, or the weights of several experts with the same role."""
+
+    size: int
+    """Number of values."""
+    copies: int
+    """Number of such weights."""
+    is_expert: bool
+
+
+class Shard(NamedTuple):
+    """What one rank holds: weights, and the bytes of its gradient buffers."""
+
+    weights: Sequence[Weight]
+    gradients: int
 
 
 def _stage_of(
-    config: MegatronConfig,
-    world_size: int,
-    weights: Sequence[tuple[int, int, bool]],
-    gradients: int,
-    transformer: TransformerConfig,
+    config: MegatronConfig, world_size: int, index: int, shard: Shard, transformer: TransformerConfig
 ) -> Stage:
-    """The memory of a rank with these weights: (values, number of such weights, is an expert's)."""
+    """The memory of a rank of stage `index`."""
     itemsize, per_value = (4, 8) if config.precision == "fp32" else (2, 12)
     optimizer = 0
-    for size, count, is_expert in weights:
-        shards = world_size // (config.expert_parallel_size if is_expert else _replica(config))
-        optimizer += per_value * size * count // (shards if config.use_distributed_optimizer else 1)
-    if config.precision != "fp32" and config.transformer_impl != "local" and transformer.num_moe_experts is None:
-        transformer = copy.copy(transformer)
-        transformer.use_te_activation_func = False  # transformer-engine's layers save more
-    parameters = sum(size * count for size, count, _ in weights)
+    for weight in shard.weights:
+        # context-parallel ranks share the optimizer state, too
+        repeats = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+        ranks = world_size // (config.expert_parallel_size if weight.is_expert else repeats)
+        optimizer += per_value * weight.size * weight.copies // (ranks if config.use_distributed_optimizer else 1)
+    stages = config.pipeline_model_parallel_size
+    held = copy.copy(transformer)
+    held.num_layers = transformer.num_layers // stages * (stages - index)
+    if config.precision != "fp32" and config.transformer_impl != "local" and held.num_moe_experts is None:
+        held.use_te_activation_func = False  # transformer-engine's layers save more
+    parameters = sum(weight.size * weight.copies for weight in shard.weights)
     return Stage(
         parameters=parameters,
         weights=itemsize * parameters,
-        gradients=gradients,
+        gradients=shard.gradients,
         optimizer=optimizer,
-        temporary=itemsize * max(size for size, _, _ in weights),
-        per_token=bytes_per_token(transformer, 0, config.log_probs_chunk_size) + _backward_bytes(transformer),
+        temporary=itemsize * max(weight.size for weight in shard.weights),
+        per_token=bytes_per_token(held, 0, config.log_probs_chunk_size) + _backward_bytes(held),
     )
 
 
 def _backward_bytes(config: TransformerConfig) -> int:
     """Bytes per token of the gradients that exist at once while one layer is differentiated.
 
-    They are those of the product in the MLP, of gate and up (3 inner vectors), and of its input and output (3 hidden).
+    The MLP has gradients of its product, gate and up (3 inner vectors), of its input, output and residual (3 hidden).
     """
     inner = config.ffn_hidden_size
     if config.num_moe_experts is not None:
@@ -130,84 +167,57 @@ def _backward_bytes(config: TransformerConfig) -> int:
     return int(config.params_dtype.itemsize * 3 * (inner / config.tensor_model_parallel_size + config.hidden_size))
 
 
-def _replica(config: MegatronConfig) -> int:
-    """Ranks among which an optimizer shard is not repeated: tensor × pipeline; context ranks share it, too."""
-    return config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-
-
-def layout_problems(config: MegatronConfig, world_size: int) -> list[str]:
-    """Every size that does not divide, in words."""
-    hf = read_hf_config(config.hf_checkpoint)
-    problems = indivisible(hf, config)
-    if world_size % config.model_parallel_size:
-        problems.append(
-            f"{world_size} ranks are not a multiple of tensor × pipeline × context {config.model_parallel_size}."
-        )
-    if moe_sizes(hf) is not None:
-        if world_size % config.expert_parallel_size:
-            sizes = f"expert × expert-tensor × pipeline {config.expert_parallel_size}"
-            problems.append(f"{world_size} ranks are not a multiple of {sizes}.")
-        if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-            problems.append("Mixtures of experts with --tensor-model-parallel-size need --sequence-parallel.")
-    return problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weight:
-    """One weight of the whole model, or the weights of all experts with the same role in a layer."""
+class NamedWeight(NamedTuple):
+    """A weight of the whole model; an expert's weight stands for all experts of its layer."""
 
     name: str
     layer: int | None
-    size: int
-    """Number of values."""
-    count: int
-    """Number of experts with such a weight; 1 for other weights."""
+    weight: Weight
     is_sharded: bool
     """Whether tensor-parallel ranks divide it."""
-    is_expert: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
     """The weights of a whole model, from which the memory of any layout follows."""
 
-    weights: tuple[Weight, ...]
+    weights: tuple[NamedWeight, ...]
     transformer: TransformerConfig
     tied: bool
 
     @property
     def total(self) -> int:
         """The number of parameters of the model."""
-        return sum(weight.size * weight.count for weight in self.weights)
+        return sum(each.weight.size * each.weight.copies for each in self.weights)
 
     def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
         """What `stages` builds, without building it; gradient buffers without padding."""
         pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-        expert_tensor = config.expert_tensor_parallel_size or tensor
         per_stage = self.transformer.num_layers // pipeline
-        sizes: list[list[tuple[int, int, bool]]] = [[] for _ in range(pipeline)]
-        for weight in self.weights:
-            shards = expert_tensor if weight.is_expert else tensor if weight.is_sharded else 1
-            count = weight.count // (config.expert_model_parallel_size if weight.is_expert else 1)
-            shard = weight.size // shards, count, weight.is_expert
-            if weight.layer is not None:
-                sizes[weight.layer // per_stage].append(shard)
+        shards: list[list[Weight]] = [[] for _ in range(pipeline)]
+        for name, layer, whole, is_sharded in self.weights:
+            shard = whole._replace(size=whole.size // (tensor if is_sharded else 1))
+            if whole.is_expert:
+                ranks = config.expert_tensor_parallel_size or tensor
+                shard = Weight(whole.size // ranks, whole.copies // config.expert_model_parallel_size, True)
+            if layer is not None:
+                shards[layer // per_stage].append(shard)
                 continue
-            is_embedding = weight.name.startswith("embedding.")
-            sizes[0 if is_embedding else -1].append(shard)
+            is_embedding = name.startswith("embedding.")
+            shards[0 if is_embedding else -1].append(shard)
             if is_embedding and self.tied and pipeline > 1:
-                sizes[-1].append(shard)
+                shards[-1].append(shard)
         transformer = copy.copy(self.transformer)
         transformer.tensor_model_parallel_size, transformer.sequence_parallel = tensor, config.sequence_parallel
         return [
-            _stage_of(config, world_size, stage, 4 * sum(size * count for size, count, _ in stage), transformer)
-            for stage in sizes
+            _stage_of(config, world_size, index, Shard(each, 4 * sum(w.size * w.copies for w in each)), transformer)
+            for index, each in enumerate(shards)
         ]
 
 
 def census(config: MegatronConfig) -> Census:
     """Builds the model on one rank, with one expert per layer."""
-    moe = moe_sizes(read_hf_config(config.hf_checkpoint))
+    moe = _experts(config)
     experts = 1 if moe is None else moe.num_experts
     alone = replace(
         config,
@@ -224,16 +234,8 @@ def census(config: MegatronConfig) -> Census:
         for name, parameter in model.module.named_parameters():
             is_expert = not getattr(parameter, "allreduce", True)
             layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
-            weights.append(
-                Weight(
-                    name=name,
-                    layer=layer,
-                    size=parameter.numel(),
-                    count=experts if is_expert else 1,
-                    is_sharded=getattr(parameter, "tensor_model_parallel", False),
-                    is_expert=is_expert,
-                )
-            )
+            weight = Weight(parameter.numel(), experts if is_expert else 1, is_expert)
+            weights.append(NamedWeight(name, layer, weight, getattr(parameter, "tensor_model_parallel", False)))
         return Census(weights=tuple(weights), transformer=model.config, tied=bool(model.hf_config.tie_word_embeddings))
 
 
@@ -245,10 +247,10 @@ def smallest_layout(
     Layouts of powers of two without context parallelism, with the distributed optimizer; of equal numbers of ranks the
     one with the smallest pipeline, then the smallest tensor size, then the smallest expert size.
     """
-    is_sparse = whole.transformer.num_moe_experts is not None
+    model, moe = read_model_config(config.hf_checkpoint), _experts(config)
     for ranks in _powers(world_size):
         for pipeline, tensor, expert in product(_powers(ranks), _powers(min(ranks, MAX_TENSOR_SIZE)), _powers(ranks)):
-            if expert > 1 and not is_sparse:
+            if expert > 1 and moe is None:
                 continue
             layout = replace(
                 config,
@@ -256,11 +258,11 @@ def smallest_layout(
                 pipeline_model_parallel_size=pipeline,
                 context_parallel_size=1,
                 expert_model_parallel_size=expert,
-                expert_tensor_parallel_size=1 if is_sparse else None,
+                expert_tensor_parallel_size=None if moe is None else 1,
                 sequence_parallel=tensor > 1,
                 use_distributed_optimizer=True,
             )
-            if layout_problems(layout, ranks):
+            if _problems(layout, model, moe, ranks):
                 continue
             if min(stage.tokens(memory) for stage in whole.stages(layout, ranks)) >= MIN_TOKENS:
                 return ranks, layout
@@ -281,10 +283,15 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         bandwidth: Bandwidth from training to rollout, GB/s.
 
     Raises:
-        ValueError: the model or the ranks do not divide.
+        ValueError: the model or the ranks do not divide, or a number is out of range.
     """
+    for flag, value, most in (("--world-size", world_size, MAX_RANKS), ("--gpu-memory", gpu_memory, 1e6)):
+        if not 0 < value <= most:
+            raise ValueError(f"{flag} is {value:g}; it must be above 0 and at most {most:g}.")
+    if not 0 < bandwidth < math.inf:
+        raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    hf = read_hf_config(config.hf_checkpoint)
+    hf, moe = read_hf_config(config.hf_checkpoint), _experts(config)
     ranks, whole = stages(config, world_size), census(config)
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
@@ -296,9 +303,9 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         "",
         *_table(ranks, memory),
         "",
-        f"Tokens: of the largest micro-batch in {USABLE:.0%} of {gpu_memory:g} GiB.",
+        f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
         f"Weight update: {update / 1e9:.2f} GB, {update / 1e9 / bandwidth:.2f} s at {bandwidth:g} GB/s.",
-        _replay(hf),
+        f"Routing replay: {2 * len(moe.layers) * moe.top_k:,} bytes per token." if moe else "",
     ]
     if min(stage.tokens(memory) for stage in ranks) == 0:
         lines.append("This layout does not fit.")
@@ -319,13 +326,6 @@ def _table(ranks: Sequence[Stage], memory: float) -> Iterator[str]:
         yield f"{index:5} {stage.parameters:16,} {sizes} {per_token} {stage.tokens(memory):12,}"
 
 
-def _replay(hf: HfConfig) -> str:
-    moe = moe_sizes(hf)
-    if moe is None:
-        return ""
-    return f"Routing replay: {2 * len(moe.layers) * moe.top_k:,} bytes per token."
-
-
 def _flags(ranks: int, config: MegatronConfig) -> str:
     sizes = (
         ("--tensor-model-parallel-size", config.tensor_model_parallel_size),
@@ -337,4 +337,4 @@ def _flags(ranks: int, config: MegatronConfig) -> str:
     if config.expert_tensor_parallel_size == 1 and config.tensor_model_parallel_size > 1:
         words.append("--expert-tensor-parallel-size 1")
     words += ["--sequence-parallel"] if config.sequence_parallel else []
-    return f"{ranks} ranks, {' '.join([*words, '--use-distributed-optimizer'])}"
+    return f"{ranks} rank{'s' if ranks > 1 else ''}, {' '.join([*words, '--use-distributed-optimizer'])}"
