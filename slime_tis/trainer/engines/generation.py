@@ -258,7 +258,7 @@ def response_text(
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], options: RequestOptions) -> str:
     text: str = tokenizer.decode(
-        list(token_ids),
+        np.asarray(token_ids, dtype=np.int64),  # transformers looks at each element of a list
         skip_special_tokens=options.skip_special_tokens,
         spaces_between_special_tokens=options.spaces_between_special_tokens,
     )

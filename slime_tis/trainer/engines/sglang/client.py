@@ -271,7 +271,7 @@ class Keys(httpx.Auth):
 
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> httpx.AsyncClient:
-    """Returns the HTTP client of all servers; the admin key, else the API key, is for weights, pauses and aborts."""
+    """Returns the HTTP client of a server; the admin key, else the API key, is for weights, pauses and aborts."""
     for key, flag in ((api_key, "--sglang-api-key-env"), (admin_api_key, "--sglang-admin-api-key-env")):
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(
@@ -301,14 +301,15 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
             raise InvalidAnswer("it is compressed, but the request accepts no compression")
         return b""
     limit = max_bytes if response.is_success else ERROR_BYTES
-    content = bytearray()
+    chunks, size = [], 0
     async for chunk in response.aiter_raw():
-        content += chunk
-        if len(content) > limit:
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
             if response.is_success:
                 raise InvalidAnswer(f"it is larger than the {limit} bytes that an answer may have")
             break
-    return bytes(content[:limit])
+    return b"".join(chunks)[:limit]
 
 
 def _error_message(body: bytes) -> str:

@@ -158,7 +158,7 @@ class HealthMonitor:
     def check_versions(self, state: ServerState, first: int, versions: Iterable[int]) -> None:
         """Raises UnexpectedWeights if an answer has other versions than `first`, of its start, to the newest."""
         last = max(self.newest_version, self.version_of(state))
-        for version in versions:
+        for version in set(versions):
             if not first <= version <= last:
                 raise UnexpectedWeights(f"{state.server.url} answered with weights {version}, but was given {first}.")
 

@@ -147,9 +147,11 @@ class PendingSample:
     @property
     def unrecorded_layer(self) -> int | None:
         """The first layer that sent all tokens of a response to expert 0: its kernels record nothing. Else None."""
-        if self.finish_reason is None or self.routed_experts is None or not len(self.routed_experts):
+        experts = self.routed_experts
+        # with more experts per token, parse_routed_experts has seen that they differ
+        if self.finish_reason is None or experts is None or not len(experts) or experts.shape[-1] > 1:
             return None
-        layers = (self.routed_experts == 0).all(-1).all(0).nonzero().flatten().tolist()
+        layers = (experts == 0).all(-1).all(0).nonzero().flatten().tolist()
         return layers[0] if layers else None
 
     @property

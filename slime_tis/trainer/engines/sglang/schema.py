@@ -4,7 +4,7 @@ Every value of an answer is checked: a server may be broken, another program, or
 single values (type, finite, bounds); `parse_…` checks their relations, such as equal counts.
 """
 
-import base64
+import binascii
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import pybase64
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from torch import Tensor
@@ -248,6 +249,7 @@ def parse_generation(
     body: bytes, request: GenerateRequest, *, vocab_size: int | None = None, layout: ExpertLayout | None = None
 ) -> tuple[Generation, str | None]:
     """Parses the answer to a request, whose experts begin at the first requested token; says why they are unusable."""
+    body, encoded_experts = _without_experts(body)
     answer = parse(GenerateAnswer, body)
     meta, token_ids = answer.meta_info, answer.output_ids
     entries = meta.output_token_logprobs if token_ids else []
@@ -267,7 +269,7 @@ def parse_generation(
         else:
             num_rows = len(request.input_ids) + length - 1 - request.first_experts  # the last token was not fed
             try:
-                routed_experts = parse_routed_experts(meta.routed_experts, num_rows, layout)
+                routed_experts = parse_routed_experts(encoded_experts or meta.routed_experts, num_rows, layout)
             except InvalidAnswer as error:
                 problem = str(error)
     if request.sampling.return_sampling_mask:
@@ -284,32 +286,47 @@ def parse_generation(
     return generation, problem
 
 
+def _without_experts(body: bytes) -> tuple[bytes, memoryview | None]:
+    """Cuts the text of routed experts out of an answer, of which it may be 98 %: the JSON parser would copy it.
+
+    The name with both quotes cannot be inside a string, where a quote follows a backslash.
+    """
+    found = re.search(rb'"routed_experts":\s*"', body)
+    if found is None or (end := body.find(b'"', found.end())) < 0:
+        return body, None
+    return body[: found.end()] + body[end:], memoryview(body)[found.end() : end]
+
+
 def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
     """Parses routed experts: base64 of little-endian int32 [tokens, all layers, k].
 
     Returns uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k].
     """
     moe = layout.moe
-    if not isinstance(encoded, str):
+    if not isinstance(encoded, str | memoryview):
         raise InvalidAnswer("it has no routed_experts" if encoded is None else f"routed_experts is {quoted(encoded)}")
     if len(encoded) != layout.num_bytes(num_rows):
         raise InvalidAnswer(f"routed_experts has {len(encoded)} characters, not {layout.num_bytes(num_rows)}")
     try:
-        data = base64.b64decode(encoded, validate=True)
+        data = pybase64.b64decode(encoded, validate=True)
         every_layer = np.frombuffer(data, "<i4").reshape(num_rows, layout.num_hidden_layers, moe.top_k)
-    except ValueError:
+    except (ValueError, binascii.Error):
         raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
-    experts = every_layer[:, list(moe.layers)]
+    experts = every_layer if len(moe.layers) == layout.num_hidden_layers else every_layer[:, list(moe.layers)]
     if not 0 <= experts.min() <= experts.max() < moe.num_experts:
         raise InvalidAnswer(
             f"routed_experts has {experts.min()} to {experts.max()}, but there are {moe.num_experts} experts"
         )
-    if moe.top_k > 1 and not experts.any((0, 2)).all():  # the result of kernels that bypass the recording
-        layer = moe.layers[int(np.argmin(experts.any((0, 2))))]
-        raise InvalidAnswer(f"routed_experts is all zeros in layer {layer}: the server's kernels do not record them")
-    if any((experts[..., step:] == experts[..., :-step]).any() for step in range(1, moe.top_k)):
+    experts = experts.astype(np.uint8 if expert_dtype(moe.num_experts) is torch.uint8 else np.int16)
+    columns = np.ascontiguousarray(experts.reshape(-1, moe.top_k).T)
+    if any((columns[i] == columns[j]).any() for i in range(moe.top_k) for j in range(i)):
+        # the result of kernels that bypass the recording
+        if layers := [layer for i, layer in enumerate(moe.layers) if not experts[:, i].any()]:
+            raise InvalidAnswer(
+                f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not record them"
+            )
         raise InvalidAnswer("routed_experts has the same expert twice for a token")
-    return torch.from_numpy(experts.astype(np.int64)).to(expert_dtype(moe.num_experts))
+    return torch.from_numpy(experts)
 
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
@@ -358,14 +375,15 @@ def _sampling_mask(
 def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
     if len(entries) != len(token_ids):
         raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
-    log_probs = []
-    for position, ((log_prob, of_token, _), token) in enumerate(zip(entries, token_ids, strict=True)):
-        if of_token != token:
-            raise InvalidAnswer(f"log-prob {position} is of token {quoted(of_token)}, but the token is {token}")
-        if log_prob is None:
-            raise InvalidAnswer(f"log-prob {position} is null")
-        log_probs.append(min(log_prob, 0.0))
-    return log_probs
+    log_probs = [log_prob for log_prob, _, _ in entries if log_prob is not None]
+    of_tokens = [of_token for _, of_token, _ in entries]
+    if len(log_probs) != len(entries):
+        raise InvalidAnswer(f"log-prob {[log_prob for log_prob, _, _ in entries].index(None)} is null")
+    if of_tokens != list(token_ids):
+        position = next(i for i, token in enumerate(token_ids) if of_tokens[i] != token)
+        problem = f"is of token {quoted(of_tokens[position])}, but the token is {token_ids[position]}"
+        raise InvalidAnswer(f"log-prob {position} {problem}")
+    return log_probs if max(log_probs, default=0.0) <= 0.0 else [min(log_prob, 0.0) for log_prob in log_probs]
 
 
 def _token_versions(meta: OutputMeta, length: int) -> list[int]:

@@ -104,18 +104,19 @@ class ServerGroup:
         """Waits for the servers; raises RolloutUnavailable if none comes up, and ValueError if they refuse."""
         config = self._settings.config
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(make_client(config.api_key, config.admin_api_key))
 
-            def server(url: str) -> Server:
+            async def server(url: str) -> Server:
+                # a client for each server: httpx searches all connections of a client for every request
+                client = await stack.enter_async_context(make_client(config.api_key, config.admin_api_key))
                 server = Server(url, client, config.sglang_request_timeout, self._vocab_size, self._layout)
                 stack.push_async_callback(server.close)
                 return server
 
             urls, router = config.server_urls if self._launched is None else self._launched.urls, None
             if config.router_url is not None:
-                router = server(config.router_url)
+                router = await server(config.router_url)
                 urls = await router.worker_urls()
-            servers = [server(url) for url in urls]
+            servers = [await server(url) for url in urls]
             if router is not None:
                 router.workers = servers
             transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
