@@ -19,14 +19,16 @@ import numpy as np
 from examples.collapse_study.cases import ROOT, Grid, Study
 from examples.collapse_study.report import replace_table
 from examples.collapse_study.results import Row, read_table
-from slime_tis.analysis.report.recommend import Cell, Column
+from slime_tis.analysis.report.recommend import STANDARD, Cell, Column, Mismatch, best_cell, column_for, study
 from slime_tis.files import atomic_path, write_atomically
 
 STUDY = Study(ROOT / "examples" / "comparison_study")
 EVIDENCE = ROOT / "slime_tis" / "analysis" / "report" / "comparison_study.json"
 """The columns of the study, as `slime-tis recommend` reads them."""
-REFERENCE = ("none", "standard PPO")
+REFERENCE = ("none", STANDARD)
 """On-policy training."""
+HELD_OUT = ("stale 8", "stale 32")
+"""Columns that `recommend` does not see: they test its answers."""
 MIN_SEEDS = 3
 """Methods with fewer seeds in a column have no interval and are not ranked."""
 RESAMPLES = 10_000
@@ -41,11 +43,14 @@ def main() -> None:
     rows = read_table(STUDY.results)
     grid = Grid.load(STUDY)
     compared = columns(rows.values(), grid)
-    evidence = [asdict(replace(column, cells=tuple(cell for cell in column.cells if cell.tied))) for column in compared]
+    seen = [column for column in compared if column.name not in HELD_OUT]
+    evidence = [asdict(replace(column, cells=tuple(cell for cell in column.cells if cell.tied))) for column in seen]
     write_atomically(EVIDENCE, json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
     print(replace_table(STUDY.page, "results", table(compared)))
+    tests = [column for column in compared if column.name in HELD_OUT]
+    print(replace_table(STUDY.page, "held-out columns", answers(tests, study())))
 
 
 def columns(rows: Iterable[Row], grid: Grid) -> list[Column]:
@@ -91,7 +96,7 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
             )
         )
     k3 = [float(np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()])) for by_seed in methods.values()]
-    standard = next((cell.relative for cell in cells if cell.method == REFERENCE[1]), math.nan)
+    standard = next((cell.relative for cell in cells if cell.method == STANDARD), math.nan)
     return Column(
         name=name,
         stale="--update-weights-interval" in grid.scenarios[name],
@@ -135,6 +140,19 @@ def table(compared: Sequence[Column]) -> str:
     lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(names) + 1) + "|"]
     for method, cells in by_method.items():
         lines.append(f"| {method} | {' | '.join(_text(cells.get(name)) for name in names)} |")
+    return "\n".join(lines)
+
+
+def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
+    """Markdown: the answers of `recommend` in other columns, at the smallest and the largest mismatch of each."""
+    lines = ["| column | σ√T | answer | relative accuracy | tied with the best |", "|---|---|---|---|---|"]
+    for test in tests:
+        for sigma in test.sigma:
+            chosen = column_for(Mismatch(cause="stale_weights", k3=0.0, sigma=sigma, age=0), columns)
+            method = None if chosen is None else best_cell(chosen, columns).method
+            cell = next((cell for cell in test.cells if cell.method == method), None)
+            result = "– | –" if cell is None else f"{cell.relative:.2f} | {'yes' if cell.tied else 'no'}"
+            lines.append(f"| {test.name} | {sigma:.2g} | {method or 'not covered'} | {result} |")
     return "\n".join(lines)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.collapse_study.cases import Grid
+from examples.comparison_study.compare import STUDY
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report.recommend import Cell, Column, Mismatch, column_for, recommendation, study
 from slime_tis.main import main
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.arguments import read_correction
 
 
 def cell(method: str, relative: float) -> Cell:
@@ -66,13 +66,14 @@ def test_the_answer_has_flags_with_their_evidence() -> None:
     assert text.startswith("--use-tis\n") and "B reaches 0.98 [0.90, 1.00]" in text and "told apart from it: C." in text
 
 
-def test_the_packaged_study_has_flags_that_train_accepts() -> None:
-    columns = study()
-    assert columns
-    for column in columns:
+def test_the_packaged_study_has_the_flags_of_the_grid() -> None:
+    """tests/examples/test_comparison_study.py passes the flags of the grid to train.py."""
+    grid = Grid.load(STUDY)
+    assert study()
+    for column in study():
         assert column.cells[0].relative == max(cell.relative for cell in column.cells)
         for cell in column.cells:
-            read_correction(cell.flags.split(), PolicyConfig())
+            assert cell.flags == grid.corrections[cell.method]
 
 
 def test_the_command_measures_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

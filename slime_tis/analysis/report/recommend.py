@@ -23,6 +23,7 @@ NOISE = ("rounding", "healthy")
 """Causes without old weights or a fault: the engines differ in precision, as in the study."""
 TOLERANCE = 2.0
 """A column covers mismatches up to this factor outside its range."""
+STANDARD = "standard PPO"
 STUDY_PAGE = "examples/comparison_study/README.md"
 
 
@@ -110,6 +111,17 @@ def column_for(mismatch: Mismatch, columns: Sequence[Column]) -> Column | None:
     return nearest if nearest is not None and factor(nearest) <= TOLERANCE else None
 
 
+def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
+    """Standard PPO if it is tied with the best method of a column; else the best one that is tied in most columns."""
+    tied = [cell for cell in column.cells if cell.tied]
+    wins = {cell.method: _wins(cell.method, columns) for cell in tied}
+    return max(tied, key=lambda cell: (cell.method == STANDARD, wins[cell.method], cell.relative))
+
+
+def _wins(method: str, columns: Sequence[Column]) -> int:
+    return sum(cell.tied for column in columns for cell in column.cells if cell.method == method)
+
+
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     """Flags with their reason and evidence, or why the study supports none."""
     size = f"k3 {mismatch.k3:.2g} nats per token, σ√T {mismatch.sigma:.2g}"
@@ -127,22 +139,20 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
             f"The study does not cover this mismatch: {kind}, {size}. `slime-tis what-if` compares corrections on "
             "these tokens; docs/choosing.md has rules."
         )
-    best = {cell.method: cell for cell in column.cells if cell.tied}
-    if "standard PPO" in best:
+    first = best_cell(column, columns)
+    if first.method == STANDARD:
         return (
             f"No correction is needed: {size} is in the study's column {column.name!r}, where standard PPO cannot be "
-            f"told apart from the best method. {_limits(best['standard PPO'])}"
+            f"told apart from the best method. {_limits(first)}"
         )
-    wins = {name: sum(cell.tied for each in columns for cell in each.cells if cell.method == name) for name in best}
-    first = max(best.values(), key=lambda cell: (wins[cell.method], cell.relative))
-    others = [name for name in best if name != first.method]
+    others = [cell.method for cell in column.cells if cell.tied and cell != first]
     low, high = column.sigma
     lines = [
         first.flags,
         f"Mismatch: {size}. Column of the study: {column.name!r} (σ√T {low:.2g} to {high:.2g}).",
         f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f}, {first.high:.2f}] of on-policy "
-        f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods of {wins[first.method]} of "
-        f"{len(columns)} columns.",
+        f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods of "
+        f"{_wins(first.method, columns)} of {len(columns)} columns.",
         f"Not told apart from it: {'; '.join(others)}." if others else "",
         _limits(first),
     ]

@@ -24,7 +24,9 @@ from slime_tis.trainer.engines.sglang import sampling as sampling_module
 from slime_tis.trainer.engines.sglang.sampling import PendingSample
 from slime_tis.trainer.engines.sglang.schema import (
     ExpertLayout,
+    GenerateRequest,
     max_answer_bytes,
+    parse_generation,
     parse_routed_experts,
 )
 from tests.checkpoints import make_checkpoint
@@ -274,6 +276,25 @@ def test_what_was_encoded_is_decoded_without_dense_layers(
     )
     assert found.dtype == (torch.uint8 if num_experts <= 256 else torch.int16)
     assert np.array_equal(found.numpy(), experts[:, list(sparse)])
+
+
+def test_a_text_that_names_experts_is_no_experts() -> None:
+    encoded = base64.b64encode(np.array([[[0, 1], [2, 3]]] * 2, dtype="<i4").tobytes()).decode()
+    meta = {
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-1.0, 4, '"routed_experts":"AAAA"'], [-1.0, 5, None]],
+        "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+        "routed_experts": encoded,
+    }
+    answer = {"text": '"routed_experts": "BBBB"', "output_ids": [4, 5], "meta_info": meta}
+    request = GenerateRequest(
+        input_ids=[1], sampling=Sampling(max_response_len=2), max_new_tokens=2, request_id="", first_experts=0
+    )
+    for separators in ((",", ":"), (", ", ": ")):
+        body = json.dumps(answer, separators=separators).encode()
+        generation, problem = parse_generation(body, request, layout=layout())
+        assert problem is None and generation.routed_experts is not None
+        assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
 
 
 def test_an_expert_of_its_own_may_be_the_first_everywhere() -> None:
