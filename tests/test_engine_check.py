@@ -25,7 +25,7 @@ def hotter(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
     return generate(engine, prompts, replace(sampling, temperature=1.5 * sampling.temperature), seed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "int4"])
 def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(
     run: Run, precision: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

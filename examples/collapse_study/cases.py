@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +87,8 @@ class Grid:
     corrections: Mapping[str, str]
     only: Mapping[str, Sequence[str]]
     """Scenarios that are run with some of the corrections alone."""
+    tasks: Mapping[str, Path] = field(default_factory=dict)
+    """YAML files in place of `common`, for scenarios named "TASK: NAME"."""
     draws: Curve = "accuracy"
     """What the study's picture shows over the steps, a column of results.csv."""
 
@@ -94,7 +96,9 @@ class Grid:
     def load(cls, study: Study = Study()) -> Grid:  # frozen
         """Reads the study's grid.yaml."""
         text = (study.directory / "grid.yaml").read_text(encoding="utf-8")
-        return cls(**{"only": {}} | yaml.safe_load(text), common=study.common)
+        grid = {"only": {}, "tasks": {}} | yaml.safe_load(text)
+        tasks = {task: ROOT / path for task, path in grid.pop("tasks").items()}
+        return cls(**grid, common=study.common, tasks=tasks)
 
     def cases(self, seeds: Sequence[int], more: Sequence[str] = ()) -> list[Case]:
         """All runs, one seed after another, so that an interrupted study has whole seeds.
@@ -105,7 +109,7 @@ class Grid:
         """
         return [
             Case(
-                common=self.common,
+                common=self.tasks.get(scenario.partition(":")[0], self.common),
                 scenario=scenario,
                 correction=correction,
                 seed=seed,
@@ -132,12 +136,10 @@ class Grid:
         Raises:
             ValueError: a name is not in the grid.
         """
-        return Grid(
-            common=self.common,
+        return replace(
+            self,
             scenarios=_chosen("scenario", self.scenarios, scenarios),
             corrections=_chosen("correction", self.corrections, corrections),
-            only=self.only,
-            draws=self.draws,
         )
 
 

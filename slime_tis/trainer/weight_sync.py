@@ -38,7 +38,7 @@ MIN_RECEIVED = 0.5
 """The movement check needs this share of the weight update to survive rounding."""
 MIN_MOVEMENT = 0.25
 """An update counts as missed if log-probs move less than this fraction of training's movement times that share."""
-MAX_GAP: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "int8": 0.2, "fp8": 0.5}
+MAX_GAP: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "int8": 0.2, "fp8": 0.5, "int4": 2.0}
 """Largest mean gap of long probes, by the coarser precision of the two engines. The bounds are three to four times the
 mean log-prob difference of SmolLM2-135M: 0.04 in bf16, 0.05 in int8 and 0.13 in fp8."""
 SHORT_PROBE_MARGIN = 4.0
@@ -67,13 +67,13 @@ class SyncCheck:
     """Log-probs [L] of the probe by each copy of the rollout engine's weights at the previous check."""
 
     def bound_in(self, precision: Precision | None) -> float:
-        """Returns the bound for a rollout engine of this precision; None counts as the coarsest."""
+        """Returns the bound for a rollout engine of this precision; None counts as fp8."""
         return self.bound if self.bound is not None else max_gap(self.trains_in, precision, len(self.probe) - 1)
 
 
 def max_gap(trains_in: Precision, samples_in: Precision | None, tokens: int) -> float:
-    """Returns the largest mean |r − n| over this number of tokens that precision explains; None is the coarsest."""
-    return MAX_GAP[coarser(trains_in, samples_in or COARSENESS[-1])] * (1 + SHORT_PROBE_MARGIN / math.sqrt(tokens))
+    """Returns the largest mean |r − n| over this number of tokens that precision explains; None counts as fp8."""
+    return MAX_GAP[coarser(trains_in, samples_in or "fp8")] * (1 + SHORT_PROBE_MARGIN / math.sqrt(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from slime_tis.trainer.engines.weight_rounding import (
     spacing,
 )
 
-COARSE = ["fp16", "bf16", "fp8", "int8"]
+COARSE = ["fp16", "bf16", "fp8", "int8", "int4"]
+ROW_SCALES = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -48,8 +49,8 @@ def test_a_quarter_of_the_way_up_is_rounded_up_a_quarter_of_the_time():
 def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias(precision, seed, exponent):
     weight = torch.randn(4, 16, generator=generator(seed)) * 2.0**exponent
     drawn = torch.stack([round_stochastic(weight, precision, generator(seed + i)) for i in range(400)])
-    scale = weight.abs().amax(-1, keepdim=True) / {"fp8": 448.0, "int8": 127.0}.get(precision, 1.0)
-    if precision not in ("fp8", "int8"):
+    scale = weight.abs().amax(-1, keepdim=True) / ROW_SCALES.get(precision, 1.0)
+    if precision not in ROW_SCALES:
         scale = torch.ones_like(scale)
     step = spacing(weight.abs() / scale, precision) * scale
     assert ((drawn - weight).abs() <= step * (1 + 1e-5)).all()
@@ -101,7 +102,7 @@ def test_steps_below_the_distance_arrive_but_with_nearest():
     assert arrived["error-compensated"] == pytest.approx(1.0, abs=0.15)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8", "int4"])
 def test_compensated_errors_stay_below_one_distance_and_cancel_over_updates(precision):
     weight = torch.randn(16, 64, generator=generator()) * 0.05
     drift = 1e-6 * torch.randn(16, 64, generator=generator(1))
@@ -109,7 +110,7 @@ def test_compensated_errors_stay_below_one_distance_and_cancel_over_updates(prec
     rounder = WeightRounder("error-compensated", 0)
     sent = [round_nearest(send(rounder, v, w, precision), precision) for v, w in enumerate(trained)]
     largest = torch.stack(trained).abs().amax(0)
-    scale = largest.amax(-1, keepdim=True) / {"fp8": 448.0, "int8": 127.0}[precision] if precision != "bf16" else 1.0
+    scale = largest.amax(-1, keepdim=True) / ROW_SCALES[precision] if precision != "bf16" else 1.0
     distance = spacing(largest / scale, precision) * scale * 2.01  # twice: a number just below a power of two
     errors = [s - w for s, w in zip(sent, trained, strict=True)]
     assert all((error.abs() <= distance).all() for error in errors)
@@ -144,10 +145,12 @@ def test_weights_of_the_engines_precision_are_first_sent_as_they_are():
         assert torch.equal(rounder("w", weight, "bf16").float(), weight)
 
 
-def test_int8_rounds_to_multiples_of_the_row_scale():
+def test_int8_and_int4_round_to_multiples_of_the_row_scale():
     weight = torch.tensor([[127.0, -127.0, 0.4, 0.6, 0.5, 1.5], [1.27, 0.0, 0.003, 0.006, -0.016, 0.024]])
     expected = torch.tensor([[127.0, -127.0, 0.0, 1.0, 0.0, 2.0], [1.27, 0.0, 0.0, 0.01, -0.02, 0.02]])
     torch.testing.assert_close(round_int8(weight), expected, rtol=0.0, atol=1e-7)
+    fours = torch.tensor([[7.0, -7.0, 0.4, 0.6, 0.5, 2.5]])
+    assert round_nearest(fours, "int4").tolist() == [[7.0, -7.0, 0.0, 1.0, 0.0, 2.0]]
 
 
 def test_fp8_rounds_to_e4m3_multiples_of_the_row_scale():

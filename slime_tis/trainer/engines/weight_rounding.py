@@ -17,17 +17,18 @@ from torch import Tensor
 from slime_tis.trainer.options.rollout import Rounding
 from slime_tis.trainer.storage.checkpoints import ROUNDING_ERRORS
 
-Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-"""Precision of a tensor in an engine; fp8 and int8 have a scale per row."""
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
+"""Precision of a tensor in an engine; fp8, int8 and int4 have a scale per row."""
 
-COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8"]
+COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8", "int4"]
 """Precisions by their effect on log-probs, smallest first."""
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Tensor dtypes of precisions; fp8 and int8 weights are emulated in float32."""
+"""Tensor dtypes of precisions; fp8, int8 and int4 weights are emulated in float32."""
 FP8_MAX = 448.0
 FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
 """Mantissa bits, exponent of the smallest normal number, and largest number of each floating-point format."""
-INT8_MAX = 127.0
+INTEGERS = {"int8": 127.0, "int4": 7.0}
+"""Largest number of each integer format."""
 CHANCES = 2**16
 """Number of distinct random values of stochastic rounding: float32 has 16 more bits than bfloat16."""
 
@@ -68,7 +69,11 @@ def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
 
 
 round_int8 = partial(round_bits, bits=8)
-ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {"fp8": round_fp8, "int8": round_int8}
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp8": round_fp8,
+    "int8": round_int8,
+    "int4": partial(round_bits, bits=4),
+}
 """Functions of precisions with a scale per row."""
 
 
@@ -109,8 +114,8 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
 
 
 def spacing(magnitude: Tensor, precision: Precision) -> Tensor:
-    """The distance of neighbouring numbers of a precision at non-negative float32 numbers; 1 for int8."""
-    if precision == "int8":
+    """The distance of neighbouring numbers of a precision at non-negative float32 numbers; 1 for integers."""
+    if precision in INTEGERS:
         return torch.ones_like(magnitude)
     mantissa, lowest, _ = FLOATS[precision]
     exponent = (magnitude.contiguous().view(torch.int32) >> 23).sub_(127).clamp_min_(lowest)
@@ -119,7 +124,7 @@ def spacing(magnitude: Tensor, precision: Precision) -> Tensor:
 
 def largest_of(precision: Precision) -> float:
     """The largest number of a precision, before a scale."""
-    return INT8_MAX if precision == "int8" else FLOATS[precision][2]
+    return INTEGERS[precision] if precision in INTEGERS else FLOATS[precision][2]
 
 
 class WeightRounder:

@@ -29,7 +29,7 @@ class RolloutConfig:
     rollout_engine: Literal["local", "sglang"] = rollout_option("local")
     """Sampler: transformers in the training process, or SGLang servers over HTTP."""
 
-    rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8"] = rollout_option(
+    rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )
     """Precision of the local engine's weights; for servers use --sglang-dtype or --sglang-quantization."""
@@ -55,6 +55,7 @@ class RolloutConfig:
             "--rollout-precision=bf16",
             "--rollout-precision=fp8",
             "--rollout-precision=int8",
+            "--rollout-precision=int4",
             "--rollout-engine=sglang",
         ),
     )

@@ -60,7 +60,7 @@ def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def linear_weight_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names, in a checkpoint file, of the weights that 8-bit engines round: linear layers and experts."""
+    """Names, in a checkpoint file, of the weights that 8-bit and 4-bit engines round: linear layers and experts."""
     output_layer = model.get_output_embeddings()
     linear = {
         f"{name}.weight"

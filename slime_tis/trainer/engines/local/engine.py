@@ -33,7 +33,7 @@ from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precisi
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
-COMPUTE_DTYPES = {**DTYPES, "fp8": torch.float32, "int8": torch.float32}
+COMPUTE_DTYPES = {**DTYPES, **dict.fromkeys(ROUNDINGS, torch.float32)}
 NAME = "the local engine"
 
 
@@ -73,8 +73,8 @@ class LocalEngine:
     A sample depends only on the seed, its prompt and the weights, not on its batch or rank. In a torch.distributed job
     every rank holds the whole model and samples its share of the prompts.
 
-    Engines with 8-bit weights are emulated: matrices of linear layers and experts are rounded to fp8 or int8 when they
-    are loaded, and the model computes with the rounded values in float32.
+    Engines with 8-bit and 4-bit weights are emulated: matrices of linear layers and experts are rounded when they are
+    loaded, and the model computes with the rounded values in float32.
     """
 
     can_checkpoint_weights = True
@@ -201,7 +201,7 @@ class LocalEngine:
         self.weight_version = version
 
     def weight_precision(self, name: str) -> Precision:
-        """The 8-bit precision of rounded tensors, else the tensor's dtype; router biases stay in float32."""
+        """The 8-bit or 4-bit precision of rounded tensors, else the tensor's dtype; router biases stay in float32."""
         rounding, held = ROUNDINGS.get(self._precision), self._weights.get(name)
         if rounding is not None and self._roundings.get(name) is rounding:
             return self._precision
