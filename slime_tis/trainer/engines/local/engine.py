@@ -29,11 +29,11 @@ from slime_tis.trainer.engines.local.continuous_batching import BatchSettings, C
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
-from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
+from slime_tis.trainer.engines.weight_rounding import COARSENESS, DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
-COMPUTE_DTYPES = {**DTYPES, **dict.fromkeys(ROUNDINGS, torch.float32)}
+COMPUTE_DTYPES = {precision: DTYPES.get(precision, torch.float32) for precision in COARSENESS}
 NAME = "the local engine"
 
 
