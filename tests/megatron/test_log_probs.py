@@ -1,20 +1,44 @@
-"""vocab_parallel_log_probs against torch's log_softmax, its gradient, and the tensors saved for the backward pass."""
+"""Log-probs from logits and from hidden states: values and gradients equal log_softmax's, in the memory of one tile."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.megatron import fused_log_probs
+from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
 
-HAND_LOGITS = [[0.0, math.log(3.0)], [math.log(4.0), 0.0]]
+ROWS, INPUTS, VOCABULARY, PADDED = 9, 6, 13, 15
+SETS = [[0, 5, 2], [3], [12, 1], [], [7, 8, 9], [4], [6, 0], [2, 11], []]
+"""The first of each is the target."""
+TARGETS = torch.tensor([0, 3, 12, 10, 7, 4, 6, 2, 1])
+WHOLE = TokenDistribution()
 FIVE = torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25], [0.5, 0.2, 0.1, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]]).log()
+LogProbs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+tilings = pytest.mark.parametrize(
+    "entries",
+    [0, 10**6, 36, 20],
+    ids=["all logits", "one tile", "blocks of the vocabulary", "chunks and blocks"],
+)
 
 
-def over_sets(sets: list[list[int]], temperature: float = 1.0) -> TokenDistribution:
-    return TokenDistribution(sampling_mask=SamplingMask.from_sets(sets), temperature=temperature)
+@pytest.fixture(autouse=True)
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of the test's `entries`."""
+    callspec = getattr(request.node, "callspec", None)
+    entries = callspec.params.get("entries", 20) if callspec else 20
+    monkeypatch.setattr(fused_log_probs, "TILE_BYTES", 4 * entries)
+    monkeypatch.setattr(fused_log_probs, "MIN_COLUMNS", 4)
+
+
+def over_sets(sets: list[list[int]]) -> TokenDistribution:
+    return TokenDistribution(sampling_mask=SamplingMask.from_sets(sets))
 
 
 def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribution) -> tuple[Tensor, Tensor]:
@@ -30,63 +54,169 @@ def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribut
     return log_softmax.gather(1, target[:, None])[:, 0], entropy
 
 
-@pytest.mark.parametrize(
-    ("distribution", "expected"),
-    [
-        pytest.param(TokenDistribution(), [0.75, 0.2], id="temperature 1"),
-        pytest.param(TokenDistribution(temperature=0.5), [0.9, 1 / 17], id="temperature 0.5"),
-    ],
-)
-def test_hand_computed_table(distribution: TokenDistribution, expected: list[float]) -> None:
-    log_prob, entropy = vocab_parallel_log_probs(torch.tensor(HAND_LOGITS), torch.tensor([1, 1]), distribution)
+def fused(distribution: TokenDistribution = WHOLE, target: Tensor = TARGETS, total: Tensor | None = None) -> LogProbs:
+    """From hidden states; the gradient of the weight is added to `total`, or becomes the weight's `main_grad`."""
+
+    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight.main_grad = torch.zeros(weight.shape) if total is None else total  # type: ignore[attr-defined]  # megatron-core's
+        return fused_linear_log_probs(hidden, weight, target, distribution, weight.main_grad)  # type: ignore[attr-defined]
+
+    return log_probs
+
+
+def from_logits(distribution: TokenDistribution = WHOLE) -> LogProbs:
+    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = hidden.to(weight.dtype) @ weight.t()
+        logits.detach()[:, VOCABULARY:] = -torch.inf  # as the engine does
+        return vocab_parallel_log_probs(logits, TARGETS, distribution)
+
+    return log_probs
+
+
+def values_and_gradients(log_probs: LogProbs, hidden: Tensor, weight: Tensor, grads: Tensor) -> list[Tensor]:
+    """Log-probs, entropies, and gradients of hidden states and weight, given [2, rows] gradients of the first two."""
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    values = log_probs(*leaves)
+    (torch.stack(values) * grads).sum().backward()
+    of_hidden, of_weight = leaves[0].grad, leaves[1].grad
+    assert of_hidden is not None
+    return [*(v.detach() for v in values), of_hidden, getattr(leaves[1], "main_grad", of_weight)]
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.75, 0.2]), (0.5, [0.9, 1 / 17])])
+def test_hand_computed_table(temperature: float, expected: list[float]) -> None:
+    logits, distribution = torch.tensor([[0.0, 3.0], [4.0, 0.0]]), TokenDistribution(temperature=temperature)
+    logits[logits > 0] = logits[logits > 0].log()
+    log_prob, entropy = vocab_parallel_log_probs(logits, torch.tensor([1, 1]), distribution)
     torch.testing.assert_close(log_prob.exp(), torch.tensor(expected))
     entropies = [-p * math.log(p) - (1 - p) * math.log(1 - p) for p in expected]
     torch.testing.assert_close(entropy, torch.tensor(entropies))
 
 
+@tilings
 @pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("entropy_gradient", [True, False], ids=["entropy gradient", "log-prob gradient"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "sampled sets"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["log-prob gradient", "entropy gradient"])
+@pytest.mark.parametrize("zeros", [(), (0, 1, 5), range(ROWS)], ids=["all rows", "some zero", "all zero"])
 def test_values_and_gradients_match_a_dense_masked_softmax(
-    chunk_size: int, temperature: float, entropy_gradient: bool, masked: bool
+    entries: int, chunk_size: int, masked: bool, temperature: float, entropy_gradient: bool, zeros: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    logits, target = torch.randn(9, 13), torch.randint(13, (9,))
-    allowed = torch.rand(9, 13) < 0.4
-    allowed[torch.arange(9), target] = True
-    allowed[5] = True
-    sets = [row.nonzero()[:, 0].flip(0).tolist() for row in allowed]  # not sorted by id
-    sets[5] = []  # no set: the whole vocabulary
+    hidden, weight = torch.randn(ROWS, INPUTS), torch.randn(PADDED, INPUTS)
+    grads = torch.randn(2, ROWS)
+    grads[:, list(zeros)] = 0.0
+    grads[1] *= entropy_gradient
     distribution = TokenDistribution(
-        temperature=temperature,
+        vocab_size=VOCABULARY,
+        sampling_mask=SamplingMask.from_sets(SETS) if masked else None,
         chunk_size=chunk_size,
+        temperature=temperature,
         entropy_gradient=entropy_gradient,
-        sampling_mask=SamplingMask.from_sets(sets) if masked else None,
     )
-    weights = torch.randn(2, 9)
-    weights[1] *= entropy_gradient
-    leaves = [logits.clone().requires_grad_(), logits.double().requires_grad_()]
-    actual = vocab_parallel_log_probs(leaves[0] * 1.0, target, distribution)
-    expected = dense_log_probs(leaves[1], target, distribution)
-    for values in (actual, expected):
-        (torch.stack(values) * weights).sum().backward()
-    assert actual[1].requires_grad == entropy_gradient
-    assert leaves[0].grad is not None and leaves[1].grad is not None
-    for value, reference in zip((*actual, leaves[0].grad), (*expected, leaves[1].grad), strict=True):
-        torch.testing.assert_close(value.double(), reference, atol=2e-6, rtol=0)
-    if masked:
-        assert bool((leaves[0].grad[~allowed] == 0).all())
+
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_log_probs(hidden @ weight[:VOCABULARY].t(), TARGETS, distribution)
+
+    implementation = fused(distribution) if entries else from_logits(distribution)
+    expected = values_and_gradients(dense, hidden.double(), weight.double(), grads)
+    actual = values_and_gradients(implementation, hidden, weight, grads)
+    for value, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value.double(), reference, atol=2e-6, rtol=1e-5)
+    assert implementation(hidden.requires_grad_(), weight)[1].requires_grad == entropy_gradient
 
 
-def test_padding_of_the_vocabulary_has_no_probability_and_no_gradient() -> None:
-    logits, target = torch.randn(3, 6), torch.tensor([0, 5, 2])
-    expected = vocab_parallel_log_probs(logits.clone(), target)
-    leaf = torch.cat([logits, torch.full((3, 2), -torch.inf)], 1).requires_grad_()
-    actual = vocab_parallel_log_probs(leaf * 1.0, target)
-    torch.testing.assert_close(actual, expected)
-    (actual[0].sum() + actual[1].sum()).backward()
-    assert leaf.grad is not None and leaf.grad.isfinite().all() and leaf.grad[:, 6:].abs().max() == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(PADDED, INPUTS).to(dtype)
+    before, padded, grads = torch.randn(PADDED, INPUTS), TokenDistribution(vocab_size=VOCABULARY), torch.ones(2, ROWS)
+    added = values_and_gradients(fused(padded), hidden, weight, grads)[-1]
+    total = values_and_gradients(fused(padded, total=before.clone()), hidden, weight, grads)[-1]
+    torch.testing.assert_close(total - before, added, rtol=0, atol=1e-5)
+    assert torch.equal(total[VOCABULARY:], before[VOCABULARY:])
+
+
+def test_no_rows_have_no_values_and_no_gradient() -> None:
+    log_probs = fused(target=torch.zeros(0, dtype=torch.int64))
+    found = values_and_gradients(log_probs, torch.randn(0, 3), torch.randn(5, 3), torch.zeros(2, 0))
+    assert [value.tolist() for value in found] == [[], [], [], [[0.0] * 3] * 5]
+
+
+@pytest.mark.parametrize("entries", [10**6, 36], ids=["one tile", "blocks of the vocabulary"])
+def test_large_logits_in_another_block_leave_no_rounding(entries: int) -> None:
+    logits = torch.zeros(9, 13)
+    logits[0, 12], logits[1, 0], logits[2, 12] = 300.0, 300.0, -300.0
+    target = torch.tensor([12, 12, 0, *range(6)])
+    log_prob, entropy = fused(target=target)(torch.eye(9), logits.t().contiguous())
+    # certain; 300 below; uniform over 12 of 13; uniform
+    expected = torch.tensor([0.0, -300.0, -2.4849066, *[-2.5649494] * 6])
+    torch.testing.assert_close(log_prob, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy, torch.tensor([0.0, 0.0, 2.4849066, *[2.5649494] * 6]), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "gradient"),
+    [(fused, torch.float32), (from_logits, torch.bfloat16)],
+    ids=["from hidden states", "from logits"],
+)
+def test_bfloat16_has_logits_in_bfloat16_and_sums_in_float32(
+    implementation: Callable[[], LogProbs], gradient: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, INPUTS).bfloat16().float(), torch.randn(VOCABULARY, INPUTS).bfloat16()
+    grads = torch.randn(2, ROWS)
+
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_log_probs((hidden.bfloat16() @ weight.t()).float(), TARGETS, WHOLE)
+
+    expected = values_and_gradients(dense, hidden, weight, grads)
+    actual = values_and_gradients(implementation(), hidden, weight, grads)
+    assert [value.dtype for value in actual] == [*[torch.float32] * 3, gradient]
+    torch.testing.assert_close(actual[:2], expected[:2], atol=2e-6, rtol=1e-5)
+    for value, reference in zip(actual[2:], expected[2:], strict=True):
+        torch.testing.assert_close(value.float(), reference.float(), atol=0.02, rtol=0.02)
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that an operation makes, in entries, except tensors of the weight's size."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.largest, self.ignored, self.products = 0, ignored, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        self.products += func is torch.ops.aten.mm.default
+        sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        self.largest = max([self.largest, *(size for size in sizes if size != self.ignored)])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("entries", "zeros", "largest", "products"),
+    [
+        pytest.param(10**6, 0, 640, 1, id="one tile, whose logits are computed once"),
+        pytest.param(160, 0, 160, 4 + 3, id="four tiles: the last one's logits are computed once"),
+        pytest.param(160, 30, 160, 4 + 3, id="rows without gradient"),
+        pytest.param(160, 40, 160, 4, id="no gradient"),
+    ],
+)
+def test_only_one_tile_of_logits_exists_at_a_time(entries: int, zeros: int, largest: int, products: int) -> None:
+    hidden, weight = torch.randn(40, 2).requires_grad_(), torch.randn(16, 2).requires_grad_()
+    grad = torch.ones(40)
+    grad[:zeros] = 0.0
+    with Sizes(ignored=weight.numel()) as sizes:
+        distribution = TokenDistribution(entropy_gradient=False)
+        fused(distribution, torch.arange(40) % 16)(hidden, weight)[0].backward(grad)
+    assert (sizes.largest, sizes.products) == (largest, products)
+
+
+def test_a_nan_weight_makes_every_row_nan() -> None:
+    weight = torch.randn(VOCABULARY, INPUTS)
+    weight[2] = torch.nan
+    log_prob, entropy = fused()(torch.randn(ROWS, INPUTS), weight)
+    assert log_prob.isnan().all() and entropy.isnan().all()
 
 
 def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory() -> None:
@@ -98,26 +228,19 @@ def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        vocab_parallel_log_probs(logits, torch.zeros(11, dtype=torch.int64))
+        vocab_parallel_log_probs(logits, torch.zeros(11, dtype=torch.int64), WHOLE)
     assert [tensor.data_ptr() for tensor in saved if tensor.numel() == logits.numel()] == [logits.data_ptr()]
-
-
-def test_bfloat16_logits_give_float32_log_probs_and_a_bfloat16_gradient() -> None:
-    leaf = torch.randn(4, 5).bfloat16().requires_grad_()
-    log_prob, _ = vocab_parallel_log_probs(leaf * 1.0, torch.arange(4))
-    assert log_prob.dtype == torch.float32
-    torch.testing.assert_close(log_prob, dense_log_probs(leaf.float(), torch.arange(4), TokenDistribution())[0])
-    log_prob.sum().backward()
-    assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
 
 
 def test_log_probs_and_entropies_over_the_sampled_sets_by_hand() -> None:
     # {1, 2, 4} has mass 0.75, {0} is certain, and the last row has no set. Id 77 is beyond the vocabulary.
-    distribution = over_sets([[1, 2, 4, 77], [0], []])
-    log_prob, entropy = vocab_parallel_log_probs(FIVE.clone(), torch.tensor([2, 0, 3]), distribution)
+    leaf, sets = FIVE.clone().requires_grad_(), over_sets([[1, 2, 4, 77], [0], []])
+    log_prob, entropy = vocab_parallel_log_probs(leaf * 1.0, torch.tensor([2, 0, 3]), sets)
     torch.testing.assert_close(log_prob.exp(), torch.tensor([0.4, 1.0, 0.2]))
     # -(4/15 ln 4/15 + 0.4 ln 0.4 + 1/3 ln 1/3), 0, ln 5
     torch.testing.assert_close(entropy, torch.tensor([1.0851894, 0.0, 1.6094379]))
+    (log_prob.sum() + entropy.sum()).backward()
+    assert leaf.grad is not None and leaf.grad[0, [0, 3]].tolist() + leaf.grad[1, 1:].tolist() == [0.0] * 6
 
 
 def test_a_target_outside_its_set_has_probability_zero_and_other_rows_are_unaffected() -> None:

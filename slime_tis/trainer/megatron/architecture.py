@@ -145,16 +145,6 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
 
 def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model under the parallel layout."""
-    tensor, pipeline, moe = parallel.tensor_size, parallel.pipeline_size, moe_sizes(hf)
-    for name, value, size, flag in (
-        ("num_attention_heads", hf.num_attention_heads, tensor, "--tensor-model-parallel-size"),
-        ("num_key_value_heads", hf.num_key_value_heads, tensor, "--tensor-model-parallel-size"),
-        ("intermediate_size", hf.intermediate_size, tensor, "--tensor-model-parallel-size"),
-        ("num_hidden_layers", hf.num_hidden_layers, pipeline, "--pipeline-model-parallel-size"),
-        ("number of experts", moe.num_experts if moe else 0, parallel.expert_size, "--expert-model-parallel-size"),
-    ):
-        if value % size:
-            raise ValueError(f"{name}={value} of the checkpoint is not divisible by {flag} {size}")
     family = FAMILIES[hf.architectures[0]]
     dtype = DTYPES[config.precision]
     on_cpu = parallel.backend.device.type == "cpu"
@@ -178,13 +168,13 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         pipeline_dtype=dtype,
         bf16=config.bf16,
         fp16=config.fp16,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
+        tensor_model_parallel_size=parallel.tensor_size,
+        pipeline_model_parallel_size=parallel.pipeline_size,
         context_parallel_size=parallel.context_size,
         sequence_parallel=config.sequence_parallel,
         # Sums over tokens or sequences are divided once, by their number in the global batch.
         calculate_per_token_loss=True,
-        variable_seq_lengths=pipeline > 1,
+        variable_seq_lengths=parallel.pipeline_size > 1,
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
         **_moe_options(hf, parallel),
         use_cpu_initialization=on_cpu,

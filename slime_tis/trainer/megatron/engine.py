@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
-from typing import Any, TypeVar
+from operator import itemgetter
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -43,8 +44,7 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 Loss = Callable[[LossInputs], LossOutputs]
 MIN_LOSS_SCALE = 1.0
 """A gradient that is not finite at this scale is not an overflow."""
-R = TypeVar("R")
-OnLogProbs = Callable[[MicroBatch, Tensor, Tensor], R]
+OnLogProbs = Callable[[MicroBatch, Tensor, Tensor], Any]
 """Called on the last pipeline stage with log-probs and entropies [L] of a micro-batch's response tokens."""
 
 
@@ -133,8 +133,7 @@ class TrainingEngine:
             return torch.full((sum(lengths),), math.nan, device=self.parallel.backend.device)
         order = [sample for samples in partition for sample in samples]
         per_sample = torch.cat(outputs).split([lengths[sample] for sample in order])
-        of_sample = dict(zip(order, per_sample, strict=True))
-        return torch.cat([of_sample[sample] for sample in range(len(batch))])
+        return torch.cat([values for _, values in sorted(zip(order, per_sample, strict=True), key=itemgetter(0))])
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -273,7 +272,7 @@ class TrainingEngine:
         self,
         batch: TrainingBatch,
         partition: Sequence[Sequence[int]],
-        on_log_probs: OnLogProbs[R],
+        on_log_probs: OnLogProbs,
         *,
         forward_only: bool,
     ) -> list[Any]:
@@ -314,8 +313,8 @@ class TrainingEngine:
         return micro
 
     def _forward_step(
-        self, micro_batches: Iterator[MicroBatch], module: torch.nn.Module, on_log_probs: OnLogProbs[R]
-    ) -> tuple[Tensor, Callable[..., R]]:
+        self, micro_batches: Iterator[MicroBatch], module: torch.nn.Module, on_log_probs: OnLogProbs
+    ) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(micro_batches)
         self.routing.fill(micro)
         clock = partial(self.timer, "forward") if module.training else nullcontext
@@ -330,7 +329,7 @@ class TrainingEngine:
         if output.requires_grad:  # frees temporaries before the backward pass allocates others
             trim_heap(output.device, self._token_bytes * micro.input_ids.numel())
 
-        def last_stage(output: Tensor, non_loss_data: bool = False) -> R:
+        def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
             with clock(), torch.set_grad_enabled(differentiates):  # megatron-core differentiates outputs with gradient
                 if not micro.packed_seq_params.gives_logits:
                     return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
@@ -412,21 +411,12 @@ def wrap(module: torch.nn.Module, transformer: TransformerConfig, config: Megatr
 
 
 def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:
+    names = {field.name for field in fields(OptimizerConfig)} & {field.name for field in fields(config)}
     options = OptimizerConfig(
         optimizer="adam",
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
-        bf16=config.bf16,
-        fp16=config.fp16,
-        initial_loss_scale=config.initial_loss_scale,
         min_loss_scale=MIN_LOSS_SCALE,
         params_dtype=DTYPES[config.precision],
-        use_distributed_optimizer=config.use_distributed_optimizer,
+        **{name: getattr(config, name) for name in names},
     )
     return get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
 

@@ -30,8 +30,8 @@ def fused_linear_log_probs(
     hidden_LI: Tensor,
     weight_OI: Tensor,
     target_L: Tensor,
-    distribution: TokenDistribution | None = None,
-    weight_grad_OI: Tensor | None = None,
+    distribution: TokenDistribution,
+    weight_grad_OI: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of every target under softmax(hidden · weightᵀ / temperature), and that distribution's entropy.
 
@@ -49,18 +49,15 @@ def fused_linear_log_probs(
         weight_OI: this rank's rows of the output layer.
         target_L: int64, ids in the whole vocabulary.
         distribution: temperature, sampling sets and split of the vocabulary.
-        weight_grad_OI: the backward pass adds the weight's gradient to this tensor, megatron-core's `main_grad`,
-            instead of returning it to autograd, which would hold another tensor of that size.
+        weight_grad_OI: float32; the backward pass adds the weight's gradient to this tensor, megatron-core's
+            `main_grad`. Returned to autograd, it would be another tensor of that size.
 
     Returns:
-        (log_prob_L, entropy_L), at least float32, differentiable in hidden states and weight. The hidden states'
-        gradient is summed over the group.
+        (log_prob_L, entropy_L), at least float32, differentiable. The hidden states' gradient is summed over the group.
     """
-    distribution = distribution or TokenDistribution()
     tile_bytes = GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES
     plan = _Plan.of(len(hidden_LI), len(weight_OI), distribution, tile_bytes // 4)
-    plan = replace(plan, weight_grad_OI=weight_grad_OI)
-    outputs: tuple[Tensor, Tensor] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, plan)  # type: ignore[no-untyped-call]  # torch's
+    outputs: tuple[Tensor, Tensor] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, plan, weight_grad_OI)  # type: ignore[no-untyped-call]  # torch's
     return outputs
 
 
@@ -69,7 +66,6 @@ class _Plan:
     distribution: TokenDistribution
     chunk_rows: int
     blocks: Sequence[slice]
-    weight_grad_OI: Tensor | None = None
 
     @classmethod
     def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> _Plan:
@@ -128,7 +124,9 @@ class _Chunk:
 
 class _FusedLinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor, plan: _Plan, weight_grad_OI: Tensor
+    ) -> tuple[Tensor, Tensor]:
         chunks = plan.chunks(hidden_LI, weight_OI, target_L)
         sums_of_chunks = [chunk.sums(plan.blocks) for chunk in chunks]
         sums = LogitSums.cat([sums for sums, _ in sums_of_chunks]).over_ranks(plan.distribution.group)
@@ -136,7 +134,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         if not plan.distribution.entropy_gradient:
             ctx.mark_non_differentiable(entropy_L)
         last = sums_of_chunks[0][1] if len(chunks) == 1 else ()
-        ctx.plan = plan
+        ctx.plan, ctx.weight_grad_OI = plan, weight_grad_OI
         ctx.save_for_backward(weight_OI, log_normalizer_L, entropy_L, hidden_LI, target_L, sums.max, *last)
         return log_prob_L, entropy_L
 
@@ -157,9 +155,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         target_L, max_L, *last = saved
         chunks = plan.chunks(inputs_LI, weight_OI, target_L) if len(rows) else []
         grad_inputs_LI = max_L.new_zeros(inputs_LI.shape)
-        grad_weight_OI = torch.zeros_like(weight_OI) if plan.weight_grad_OI is None else plan.weight_grad_OI
         for block in plan.blocks:
-            grad_block_OI = grad_weight_OI[block].to(max_L.dtype)
             for chunk in chunks:
                 if last and block is plan.blocks[-1]:
                     z_RV = last[0].sub_((max_L - last[1]).unsqueeze(1))
@@ -167,17 +163,14 @@ class _FusedLinearLogProbs(torch.autograd.Function):
                     z_RV = chunk.logits(block).sub_(max_L[chunk.rows].unsqueeze(1))
                 grad_RV = gradient.overwrite_(z_RV, chunk.column_R - block.start, chunk.rows).to(weight_OI.dtype)
                 _add_product_(grad_inputs_LI[chunk.rows], grad_RV, weight_OI[block])
-                _add_product_(grad_block_OI, grad_RV.t(), chunk.hidden_RI)
+                _add_product_(ctx.weight_grad_OI[block], grad_RV.t(), chunk.hidden_RI)
                 del z_RV, grad_RV  # before the next tile is made
-            if grad_block_OI.dtype != grad_weight_OI.dtype:  # else it is a view
-                grad_weight_OI[block] = grad_block_OI
         grad_hidden_LI = grad_inputs_LI
         if len(rows) < len(hidden_LI):
             grad_hidden_LI = max_L.new_zeros(hidden_LI.shape).index_copy_(0, rows, grad_inputs_LI)
         if plan.distribution.group is not None and plan.distribution.group.size() > 1:
             all_reduce(grad_hidden_LI, group=plan.distribution.group)
-        returned_OI = grad_weight_OI if plan.weight_grad_OI is None else None
-        return grad_hidden_LI.to(hidden_LI.dtype), returned_OI, None, None
+        return grad_hidden_LI.to(hidden_LI.dtype), None, None, None, None
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

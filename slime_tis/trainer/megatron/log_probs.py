@@ -50,7 +50,7 @@ class TokenDistribution:
 
 
 def vocab_parallel_log_probs(
-    logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution | None = None
+    logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of every target under the distribution, and the distribution's entropy.
 
@@ -61,7 +61,6 @@ def vocab_parallel_log_probs(
 
     One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
     """
-    distribution = distribution or TokenDistribution()
     outputs: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's
     return outputs
 
