@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.trainer.data.sample import Sample, SampleStatus
+from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation
 
@@ -25,25 +25,6 @@ class Sampled:
     generation: Generation
     is_trained: list[int] | None = None
     """1 for each sampled token; None if all were."""
-
-    @classmethod
-    def of(cls, sample: Sample) -> Sampled:
-        """Returns the response of an earlier, aborted call."""
-        return cls(
-            input_ids=sample.prompt_ids,
-            generation=Generation(
-                token_ids=sample.response_ids,
-                log_probs=list(sample.rollout_log_probs),
-                weight_versions=list(sample.weight_versions),
-                workers=list(sample.worker_of_each),
-                finish_reason="abort" if sample.status is SampleStatus.ABORTED else "stop",
-                text=sample.response,
-                routed_experts=sample.rollout_routed_experts,
-                routing_weights=sample.rollout_routing_weights,
-                sampling_mask=sample.sampling_mask,
-            ),
-            is_trained=list(sample.loss_mask),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +81,7 @@ def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sa
 
 
 def _sampling_mask(sources: Sequence[tuple[int, int]], generations: Sequence[Generation]) -> SamplingMask:
-    masks = [
-        SamplingMask.unrecorded(len(one.token_ids)) if one.sampling_mask is None else one.sampling_mask
-        for one in generations
-    ]
+    masks = [one.candidates for one in generations]
     starts = [0]
     for mask in masks:
         starts.append(starts[-1] + len(mask))

@@ -39,7 +39,12 @@ class RecordedEngine:
     def __init__(self, engine: TokenEngine, sample: Sample, tokenizer: PreTrainedTokenizerBase, address: str) -> None:
         """Begins with the response of an aborted sample; `address` is the host and port of the run."""
         self._engine, self._tokenizer, self.address = engine, tokenizer, address
-        self.sampled = [Sampled.of(sample)] if sample.response_length else []
+        self.sampled: list[Sampled] = []
+        if sample.response_length:
+            earlier = Generation.of(sample)
+            self.sampled.append(
+                Sampled(input_ids=sample.prompt_ids, generation=earlier, is_trained=sample.loss_mask[:])
+            )
         self.lost: Exception | None = None
         """The error that ended the engine, and therefore ends the run."""
         self.is_closed = False

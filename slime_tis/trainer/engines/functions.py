@@ -85,41 +85,36 @@ def is_complete(group: Sequence[FunctionCall]) -> bool:
     return all(call.complete for call in group)
 
 
+@dataclass(eq=False)
 class FunctionBatch:
     """Concurrent calls of a function. It belongs to one loop."""
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[FunctionCall]],
-        function: RolloutFunction,
-        answer: Callable[[Request], Awaitable[Generation]],
-        sampling: Sampling,
-        *,
-        concurrency: int,
-        vocab_size: int | None,
-        num_groups: int | None = None,
-        end_requests: Callable[[], Awaitable[None]] | None = None,
-        end_sample: Callable[[int], None] = lambda number: None,
-    ) -> None:
-        """Calls nothing yet.
+    groups: Sequence[Sequence[FunctionCall]]
+    function: RolloutFunction
+    answer: Callable[[Request], Awaitable[Generation]]
+    sampling: Sampling
+    concurrency: int
+    vocab_size: int | None
+    """None skips the check of tokens."""
+    num_groups: int | None = None
+    """This number of complete groups aborts the others."""
+    end_requests: Callable[[], Awaitable[None]] | None = None
+    """Makes the engine answer requests with abort."""
+    end_sample: Callable[[int], None] = lambda number: None
+    """Gets the number of each call that ended."""
 
-        `num_groups` complete groups abort the others; `end_requests` then makes the engine answer requests with abort.
-        `end_sample` gets the number of each call that ended. A `vocab_size` of None skips the check of tokens.
-        """
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency} but must be 1 or more.")
-        self.groups = groups
-        self._function, self._answer, self._sampling, self._concurrency = function, answer, sampling, concurrency
-        self._vocab_size, self._end_requests, self._end_sample = vocab_size, end_requests, end_sample
-        self._num_groups = len(groups) if num_groups is None else num_groups
-        self._complete = sum(map(is_complete, groups))
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise ValueError(f"concurrency is {self.concurrency} but must be 1 or more.")
+        self._wanted = len(self.groups) if self.num_groups is None else self.num_groups
+        self._complete = sum(map(is_complete, self.groups))
         self._stopping = self._ended = False
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
         """Calls the function until enough groups are complete; raises the exception of a call."""
-        gate = asyncio.Semaphore(self._concurrency)
+        gate = asyncio.Semaphore(self.concurrency)
         tasks = [
             asyncio.create_task(self._call(call, group, gate))
             for group in self.groups
@@ -127,12 +122,12 @@ class FunctionBatch:
             if not call.complete
         ]
         try:
-            while self._complete < self._num_groups and self._failure is None:
+            while self._complete < self._wanted and self._failure is None:
                 self._changed.clear()
                 await self._changed.wait()
-            if self._failure is None and self._end_requests is not None:
+            if self._failure is None and self.end_requests is not None:
                 self._stopping = True
-                await self._end_requests()
+                await self.end_requests()
                 if tasks:
                     await asyncio.wait(tasks, timeout=ABORT_TIMEOUT)
         finally:
@@ -150,11 +145,9 @@ class FunctionBatch:
         async with gate:
             if self._stopping or self._failure is not None:
                 return
-            engine = SampleEngine(
-                self._answer, self._sampling, call.key, number=call.number, vocab_size=self._vocab_size
-            )
+            engine = SampleEngine(self.answer, self.sampling, call.key, call.number, self.vocab_size)
             try:
-                samples = await self._function(call.first_sample(), engine)
+                samples = await self.function(call.first_sample(), engine)
                 call.complete = not (self._stopping and is_unfinished(samples))
                 call.samples = samples
                 self._complete += is_complete(group)
@@ -165,7 +158,7 @@ class FunctionBatch:
             except Exception as error:
                 self.fail(error)
             finally:
-                self._end_sample(call.number)
+                self.end_sample(call.number)
             self._changed.set()
 
 

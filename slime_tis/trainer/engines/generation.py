@@ -51,6 +51,26 @@ class Generation:
     sampling_mask: SamplingMask | None = None
     """The candidate tokens at each sampled token; None if nothing was cut or recorded."""
 
+    @classmethod
+    def of(cls, sample: Sample) -> Generation:
+        """Returns the response that an incomplete sample has so far."""
+        return cls(
+            token_ids=sample.response_ids,
+            log_probs=list(sample.rollout_log_probs or ()),
+            weight_versions=list(sample.weight_versions),
+            workers=list(sample.worker_of_each),
+            finish_reason="abort",
+            text=sample.response,
+            routed_experts=sample.rollout_routed_experts,
+            routing_weights=sample.rollout_routing_weights,
+            sampling_mask=sample.sampling_mask,
+        )
+
+    @property
+    def candidates(self) -> SamplingMask:
+        """`sampling_mask`; an unrecorded one if it is None."""
+        return SamplingMask.unrecorded(len(self.token_ids)) if self.sampling_mask is None else self.sampling_mask
+
 
 class TokenEngine(Protocol):
     """A rollout engine as seen by the function that makes one sample."""
@@ -144,6 +164,7 @@ class SampleKey(NamedTuple):
     sample: int
 
 
+@dataclass(eq=False)
 class SampleEngine:
     """The `TokenEngine` of one call of a rollout function.
 
@@ -151,41 +172,36 @@ class SampleEngine:
     this sample with the same input.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[Request], Awaitable[Generation]],
-        sampling: Sampling,
-        key: SampleKey,
-        *,
-        number: int,
-        vocab_size: int | None,
-    ) -> None:
-        """Sends nothing yet; `number` is the sample's in the rollout, and a `vocab_size` of None checks no token."""
-        self._answer, self._sampling, self._key, self._number = answer, sampling, key, number
-        self._vocab_size = vocab_size
-        self._asked: Counter[bytes] = Counter()
+    answer: Callable[[Request], Awaitable[Generation]]
+    sampling: Sampling
+    key: SampleKey
+    number: int
+    """Number of the sample in the rollout."""
+    vocab_size: int | None
+    """None checks no token."""
+    _asked: Counter[bytes] = field(default_factory=Counter)
 
     async def generate(
         self, token_ids: Sequence[int], sampling_params: RequestParams = None, *, session_id: str | None = None
     ) -> Generation:
         """See `TokenEngine`."""
-        options = request_options(sampling_params, self._sampling)
+        options = request_options(sampling_params, self.sampling)
         ids = [operator.index(token) for token in token_ids]
         if not ids:
             raise ValueError("token_ids is empty, but sampling needs at least one token to follow.")
-        if self._vocab_size is not None and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+        if self.vocab_size is not None and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(
-                f"token_ids has {wrong}, but the model's vocabulary ends at {self._vocab_size - 1}; use the tokenizer "
+                f"token_ids has {wrong}, but the model's vocabulary ends at {self.vocab_size - 1}; use the tokenizer "
                 "of --hf-checkpoint."
             )
-        numbers = np.asarray([*self._key, *ids], dtype="<i8")
+        numbers = np.asarray([*self.key, *ids], dtype="<i8")
         digest = hashlib.blake2b(numbers.tobytes(), digest_size=32).digest()
         repetition = self._asked[digest]
         self._asked[digest] += 1
         key = hashlib.blake2b(digest + repetition.to_bytes(8, "little"), digest_size=16).digest()
-        session = self._number, session_id
-        return await self._answer(Request(token_ids=ids, options=options, key=key, session=session))
+        session = self.number, session_id
+        return await self.answer(Request(token_ids=ids, options=options, key=key, session=session))
 
 
 def request_uniforms(key: bytes) -> Iterator[float]:
@@ -248,18 +264,16 @@ def response_text(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], options: RequestOptions, finish_reason: FinishReason
 ) -> str:
     """Returns the text of a response, without its stop unless the request sets `no_stop_trim`."""
-    trims = finish_reason == "stop" and not options.no_stop_trim
-    text = _decoded(tokenizer, token_ids, options)
-    if not trims:
+
+    def decoded(ids: Sequence[int]) -> str:
+        return tokenizer.decode(  # type: ignore[no-any-return]
+            np.asarray(ids, dtype=np.int64),  # transformers looks at each element of a list
+            skip_special_tokens=options.skip_special_tokens,
+            spaces_between_special_tokens=options.spaces_between_special_tokens,
+        )
+
+    text = decoded(token_ids)
+    if finish_reason != "stop" or options.no_stop_trim:
         return text
     positions = [position for position in map(text.find, options.stop) if position >= 0]
-    return text[: min(positions)] if positions else _decoded(tokenizer, token_ids[:-1], options)
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], options: RequestOptions) -> str:
-    text: str = tokenizer.decode(
-        np.asarray(token_ids, dtype=np.int64),  # transformers looks at each element of a list
-        skip_special_tokens=options.skip_special_tokens,
-        spaces_between_special_tokens=options.spaces_between_special_tokens,
-    )
-    return text
+    return text[: min(positions)] if positions else decoded(token_ids[:-1])

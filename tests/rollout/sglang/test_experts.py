@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.generation import Generation, RequestOptions
 from slime_tis.trainer.engines.local.routing import has_usable_experts
 from slime_tis.trainer.engines.sglang import sampling as sampling_module
 from slime_tis.trainer.engines.sglang.sampling import PendingSample
@@ -29,7 +29,7 @@ from slime_tis.trainer.engines.sglang.schema import (
     parse_generation,
     parse_routed_experts,
 )
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.rollout.sglang.fake_sglang import (
     EXPERTS,
     LAYERS,
@@ -316,11 +316,10 @@ def completion(experts: list[list[int]], finish_reason: FinishReason) -> Generat
 
 def test_one_expert_per_token_is_judged_over_the_whole_response() -> None:
     for last, unrecorded in (([0, 0], 0), ([0, 3], 0), ([6, 0], 1), ([6, 3], None)):
-        pending = PendingSample(prompt=SHORT, max_new_tokens=8)
+        pending = PendingSample(prompt_ids=list(SHORT.token_ids), max_new_tokens=8)
         pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"))
         assert pending.unrecorded_layer is None  # the rows to come may be others
-        assert pending.recorded_experts is not None
         pending.append(completion([last], "stop"))
         assert pending.unrecorded_layer == unrecorded
-        experts = pending.recorded_experts
+        experts = pending.generation(make_tokenizer(), RequestOptions(sampling=LONG)).routed_experts
         assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last

@@ -18,7 +18,7 @@ from slime_tis.hf_directory import model_sizes, read_model_config
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, divided_calls, resumed_groups
-from slime_tis.trainer.engines.generation import RequestOptions, RolloutFunction, sample_of
+from slime_tis.trainer.engines.generation import Generation, RequestOptions, RolloutFunction, sample_of
 from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
@@ -95,13 +95,14 @@ class SGLangEngine:
         options = RequestOptions(sampling=sampling, no_stop_trim=True)
         calls = resumed_groups(self._to_resume(num_groups), prompts, sampling.n_samples, seed)
         responses = {
-            call.number: PendingSample.from_sample(
-                call.first_sample(),
-                self._limits.for_prompt(call.prompt, sampling),
-                _seed(f"{seed} {call.group_index} {index}"),
+            call.number: PendingSample(
+                prompt_ids=list(call.prompt.token_ids),
+                answer=Generation.of(call.first_sample()),
+                max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
+                seed=_seed(f"{seed} {call.group_index} {call.key.sample}"),
             )
             for group in calls
-            for index, call in enumerate(group)
+            for call in group
             if not call.complete
         }
 
@@ -110,7 +111,7 @@ class SGLangEngine:
                 assert sample.index is not None
                 response = responses[sample.index]
                 await task.finish(response, options)
-                return [sample_of(response.prompt, response.generation(self._tokenizer, options))]
+                return [sample_of(sample.row, response.generation(self._tokenizer, options))]
 
             return complete
 

@@ -11,15 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from slime_tis.trainer.data.sample import (
-    FinishReason,
-    Prompt,
-    Sample,
-    Sampling,
-    response_limit,
-)
+from slime_tis.trainer.data.sample import Prompt, Sampling, response_limit
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.functions import FunctionBatch
 from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, StopStrings, response_text
@@ -86,127 +79,107 @@ class Limits:
         return replace(sampling, top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k)
 
 
+NOTHING = Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="abort", text="")
+
+
 @dataclass(eq=False, kw_only=True)
 class PendingSample:
-    """A partial response."""
+    """A partial response. Experts that do not cover it are dropped."""
 
-    prompt: Prompt
+    prompt_ids: list[int]
     max_new_tokens: int
     seed: int | None = None
     session: str | None = None
     """Hash of the sample's number and its conversation's name; None for a sample with one answer."""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    workers: list[int] = field(default_factory=list)
-    routed_experts: Tensor | None = None
-    """Experts of all tokens but the last, including the prompt, as in `Sample`; None if incomplete."""
-    sampling_mask: SamplingMask | None = None
-    finish_reason: FinishReason | None = None
-    """Why the response ended; None while incomplete."""
+    answer: Generation = NOTHING
+    """The response so far; incomplete while its finish reason is abort."""
     num_requests: int = 0
     request: tuple[Server, str] | None = None
     """Server and id of the request in flight; a new tuple per request."""
 
-    @classmethod
-    def from_sample(cls, sample: Sample, max_new_tokens: int, seed: int | None = None) -> PendingSample:
-        """Begins or resumes a sample."""
-        pending = cls(
-            prompt=sample.row,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            token_ids=list(sample.response_ids),
-            log_probs=list(sample.rollout_log_probs or ()),
-            versions=list(sample.weight_versions),
-            workers=list(sample.worker_of_each),
-            routed_experts=sample.rollout_routed_experts,
-            sampling_mask=sample.sampling_mask,
-        )
-        if pending.routed_experts is not None and len(pending.routed_experts) != len(pending.input_ids) - 1:
-            pending.routed_experts = None
-        pending.finish_if_full()
-        return pending
+    def __post_init__(self) -> None:
+        experts = self.answer.routed_experts
+        if experts is not None and len(experts) != len(self.input_ids) - 1:
+            self.answer = replace(self.answer, routed_experts=None)
+        self.finish_if_full()
 
     @property
     def input_ids(self) -> list[int]:
         """Prompt and sampled tokens."""
-        return [*self.prompt.token_ids, *self.token_ids]
+        return self.prompt_ids + self.answer.token_ids
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the response has ended."""
+        return self.answer.finish_reason != "abort"
 
     @property
     def remaining_tokens(self) -> int:
         """Maximum number of tokens that may still be sampled."""
-        return self.max_new_tokens - len(self.token_ids)
+        return self.max_new_tokens - len(self.answer.token_ids)
 
     @property
     def first_experts(self) -> int | None:
         """First token whose experts must be recorded; None if earlier experts are missing."""
-        if not self.token_ids:
+        experts = self.answer.routed_experts
+        if not self.answer.token_ids:
             return 0
-        return None if self.routed_experts is None else len(self.routed_experts)
+        return None if experts is None else len(experts)
 
     @property
     def unrecorded_layer(self) -> int | None:
         """The first layer that sent all tokens of a response to expert 0: its kernels record nothing. Else None."""
-        experts = self.routed_experts
+        experts = self.answer.routed_experts
         # with more experts per token, parse_routed_experts has seen that they differ
-        if self.finish_reason is None or experts is None or not len(experts) or experts.shape[-1] > 1:
+        if not self.is_complete or experts is None or not len(experts) or experts.shape[-1] > 1:
             return None
         layers = (experts == 0).all(-1).all(0).nonzero().flatten().tolist()
         return layers[0] if layers else None
 
-    @property
-    def recorded_experts(self) -> Tensor | None:
-        """Experts to replay; None if a layer was not recorded."""
-        return self.routed_experts if self.unrecorded_layer is None else None
-
-    def append(self, completion: Generation) -> None:
+    def append(self, later: Generation) -> None:
         """Adds the tokens of a request; after an aborted request the response is incomplete."""
-        if completion.token_ids:
-            earlier, rows = self.routed_experts, completion.routed_experts
-            if self.token_ids and rows is not None:
-                rows = None if earlier is None else torch.cat([earlier, rows])
-            self.routed_experts = rows
-        if completion.sampling_mask is not None or self.sampling_mask is not None:
-            masks = (self.sampling_mask, self.token_ids), (completion.sampling_mask, completion.token_ids)
-            self.sampling_mask = SamplingMask.cat(
-                [SamplingMask.unrecorded(len(ids)) if mask is None else mask for mask, ids in masks]
-            )
-        self.token_ids += completion.token_ids
-        self.log_probs += completion.log_probs
-        self.versions += completion.weight_versions
-        if completion.finish_reason != "abort":
-            self.finish_reason = completion.finish_reason
+        first, experts = self.answer, later.routed_experts
+        if not later.token_ids:
+            experts = first.routed_experts
+        elif first.token_ids and experts is not None:
+            experts = None if first.routed_experts is None else torch.cat([first.routed_experts, experts])
+        is_masked = first.sampling_mask is not None or later.sampling_mask is not None
+        self.answer = replace(
+            later,
+            token_ids=first.token_ids + later.token_ids,
+            log_probs=first.log_probs + later.log_probs,
+            weight_versions=first.weight_versions + later.weight_versions,
+            workers=first.workers + later.workers,
+            routed_experts=experts,
+            sampling_mask=SamplingMask.cat([first.candidates, later.candidates]) if is_masked else None,
+        )
         self.finish_if_full()
 
     def finish_if_full(self, max_input_len: int | None = None) -> None:
         """Ends the response with reason length if no token remains or the input is too long for the servers."""
-        too_long = max_input_len is not None and len(self.input_ids) > max_input_len and len(self.token_ids) > 0
-        if self.finish_reason is None and (self.remaining_tokens < 1 or too_long):
-            self.finish_reason = "length"
+        too_long = max_input_len is not None and len(self.input_ids) > max_input_len and len(self.answer.token_ids) > 0
+        if not self.is_complete and (self.remaining_tokens < 1 or too_long):
+            self.answer = replace(self.answer, finish_reason="length")
 
     def stop_after(self, length: int) -> None:
         """Truncates the response to its first tokens, and ends it with reason stop."""
-        fed = len(self.prompt.token_ids) + length - 1
-        self.routed_experts = None if self.routed_experts is None else self.routed_experts[:fed].clone()
-        if self.sampling_mask is not None:
-            self.sampling_mask = self.sampling_mask.select(torch.arange(length))
-        self.token_ids, self.log_probs = self.token_ids[:length], self.log_probs[:length]
-        self.versions, self.workers = self.versions[:length], self.workers[:length]
-        self.finish_reason = "stop"
+        answer, fed = self.answer, len(self.prompt_ids) + length - 1
+        self.answer = replace(
+            answer,
+            token_ids=answer.token_ids[:length],
+            log_probs=answer.log_probs[:length],
+            weight_versions=answer.weight_versions[:length],
+            workers=answer.workers[:length],
+            finish_reason="stop",
+            routed_experts=None if answer.routed_experts is None else answer.routed_experts[:fed].clone(),
+            sampling_mask=None if answer.sampling_mask is None else answer.candidates.select(torch.arange(length)),
+        )
 
     def generation(self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions) -> Generation:
-        """Returns the answer so far; an incomplete response is aborted."""
-        finish_reason = self.finish_reason or "abort"
-        return Generation(
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            weight_versions=self.versions,
-            workers=self.workers,
-            finish_reason=finish_reason,
-            text=response_text(tokenizer, self.token_ids, options, finish_reason),
-            routed_experts=self.recorded_experts,
-            sampling_mask=self.sampling_mask,
-        )
+        """Returns the answer with its text, without the experts of a response of which a layer was not recorded."""
+        text = response_text(tokenizer, self.answer.token_ids, options, self.answer.finish_reason)
+        experts = self.answer.routed_experts if self.unrecorded_layer is None else None
+        return replace(self.answer, text=text, routed_experts=experts)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -241,20 +214,18 @@ class RolloutTask:
             await asyncio.sleep(ABORTED_PAUSE)
         options = replace(request.options, sampling=self.limits.with_reported_masks(request.options.sampling))
         response = PendingSample(
-            prompt=Prompt(index=0, text="", token_ids=tuple(request.token_ids)),
+            prompt_ids=request.token_ids,
             max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
             seed=int.from_bytes(request.key[:8], "big") >> 1,
             session=hashlib.blake2b(repr(request.session).encode(), digest_size=8).hexdigest(),  # a header is ASCII
         )
-        if response.max_new_tokens < 1:
-            response.finish_reason = "length"
         try:
             await self.finish(response, options)
         except Exception as error:  # functions may swallow it
             self.batch.fail(error)
             raise
         if options.stop and response.num_requests > 1:  # servers search only the tokens of one request
-            end = StopStrings(self.tokenizer, options.stop).first(response.token_ids)
+            end = StopStrings(self.tokenizer, options.stop).first(response.answer.token_ids)
             if end is not None:
                 response.stop_after(end)
         return response.generation(self.tokenizer, options)
@@ -295,9 +266,9 @@ class RolloutTask:
 
     async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
         attempts = Attempts()
-        while response.finish_reason is None and not self.stopping:
+        while not response.is_complete and not self.stopping:
             response.finish_if_full(self.max_input_len)
-            if response.finish_reason is None:
+            if not response.is_complete:
                 async with self.dispatcher.server(attempts) as state:
                     number = response.num_requests % 1000
                     await self._request(response, options, state, f"{request_id}-t{number:03d}")
@@ -327,8 +298,7 @@ class RolloutTask:
         self.health.check_versions(state, first_version, completion.weight_versions)
         if problem is not None:
             self.health.note_missing_experts(server, problem)
-        response.append(completion)
-        response.workers += [state.index] * len(completion.token_ids)
+        response.append(replace(completion, workers=[state.index] * len(completion.token_ids)))
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
             self.health.note_missing_experts(server, f"{problem}, as if it were not recorded")
