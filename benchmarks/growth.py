@@ -431,7 +431,7 @@ def functions_on_engine(size: Size) -> Callable[[], object]:
         sample.append_response_tokens(tokens=answer.token_ids, log_probs=answer.log_probs)
         return [sample]
 
-    return lambda: engine.submit_function(prompts, play, options, 0, concurrency=256).result()
+    return lambda: engine.submit(prompts, options, 0, function=play, concurrency=256).result()
 
 
 def calls_of_functions(size: Size) -> Callable[[], object]:

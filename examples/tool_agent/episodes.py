@@ -62,7 +62,7 @@ def episodes(checkpoint: Path, prompts: Path) -> list[Sample]:
         return [await generate(args, sample, slime_sampling_params(sampling), engine)]
 
     engine = LocalEngine(checkpoint, tokenizer)
-    groups = engine.submit_function(loaded, episode, sampling, 0, concurrency=len(loaded)).result()
+    groups = engine.submit(loaded, sampling, 0, function=episode, concurrency=len(loaded)).result()
     engine.close()
     return [sample for group in groups for sample in group]
 

@@ -97,11 +97,9 @@ class Evaluation:
 
     def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
         sampling, concurrency = evaluation_sampling(self.config), self.config.generate_concurrency
-        if self.generate is None:
-            groups = engine.generate(prompts, sampling, seed=0)
-        else:
-            function = self.generate.bind(sampling, evaluation=True)
-            groups = engine.submit_function(prompts, function, sampling, 0, concurrency=concurrency).result()
+        function = self.generate and self.generate.bind(sampling, evaluation=True)
+        groups = engine.submit(prompts, sampling, 0, function=function, concurrency=concurrency).result()
+        if function is not None:
             mark_failed_samples(groups)
         assign_rewards(groups, self.reward)
         return [sample for group in groups for sample in group]

@@ -366,11 +366,9 @@ def build_samples(
     def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
         num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
         seed, sampling = (rollout.rollout_seed << 32) + number, training_sampling(rollout)
-        if generate is None:
-            return sampler.submit(prompts, sampling, seed, num_groups=num_groups)
-        function, concurrency = generate.bind(sampling), rollout.generate_concurrency
-        return sampler.submit_function(
-            prompts, function, sampling, seed, concurrency=concurrency, num_groups=num_groups
+        function, concurrency = generate and generate.bind(sampling), rollout.generate_concurrency
+        return sampler.submit(
+            prompts, sampling, seed, function=function, concurrency=concurrency, num_groups=num_groups
         )
 
     def new_prompts() -> int:

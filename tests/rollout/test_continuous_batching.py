@@ -12,12 +12,7 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import SampleEngine, SampleKey, request_uniforms
 from slime_tis.trainer.engines.local import continuous_batching
 from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
-from slime_tis.trainer.engines.local.continuous_batching import (
-    BatchSettings,
-    ContinuousBatching,
-    common_prefix,
-    whole_blocks,
-)
+from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, common_prefix, whole_blocks
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import check_config
@@ -52,7 +47,7 @@ def scheduler_of(model, tokenizer, **options):
         "max_batch_tokens": 64 * 512,
         "check_interrupts": lambda: None,
     }
-    return ContinuousBatching(model, tokenizer, BatchSettings(**{**defaults, **options}))
+    return ContinuousBatching(model=model, tokenizer=tokenizer, **{**defaults, **options})
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ async def one_turn(sample, engine):
 
 def test_samples_are_numbered_and_belong_to_their_prompts(checkpoint, engine):
     prompts = prompts_of(checkpoint)
-    future = engine.submit_function(prompts, one_turn, RUN, 5, concurrency=2)
+    future = engine.submit(prompts, RUN, 5, function=one_turn, concurrency=2)
     groups = future.result()
     assert future.progress == (12, 12)
     assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
@@ -64,7 +64,7 @@ def test_a_failure_of_the_model_ends_the_rollout_though_functions_swallow_it(che
 
     monkeypatch.setattr(engine._model, "forward", broken)
     with pytest.raises(RuntimeError, match="out of memory"):
-        engine.submit_function(prompts_of(checkpoint), careless, RUN, 5, concurrency=7)
+        engine.submit(prompts_of(checkpoint), RUN, 5, function=careless, concurrency=7)
     assert len(seen) >= 7 and set(seen) == {"out of memory"}
 
 
@@ -80,7 +80,7 @@ def test_a_failure_of_the_function_ends_the_rollout(checkpoint, engine):
             ended.append(sample.index)
 
     with pytest.raises(ValueError, match="no such tool"):
-        engine.submit_function(prompts_of(checkpoint), fails, RUN, 5, concurrency=6)
+        engine.submit(prompts_of(checkpoint), RUN, 5, function=fails, concurrency=6)
     assert sorted(ended) == [0, 1, 2, 3]
 
 
@@ -99,7 +99,7 @@ def test_an_interrupt_is_honoured_between_decode_steps(checkpoint, asks, monkeyp
     monkeypatch.setattr("slime_tis.trainer.engines.local.continuous_batching.SAFE_POINT_INTERVAL", 0.001)
     engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), check_interrupts=check_interrupts)
     with pytest.raises(Interrupted):
-        engine.submit_function(prompts_of(checkpoint), one_turn if asks else elsewhere, RUN, 5, concurrency=6)
+        engine.submit(prompts_of(checkpoint), RUN, 5, function=one_turn if asks else elsewhere, concurrency=6)
     assert len(steps) == 3
 
 
@@ -108,16 +108,16 @@ def test_weights_stay_the_same_while_functions_ask(checkpoint, engine):
         engine.update_weights(lambda: iter(()), 1)
 
     with pytest.raises(RuntimeError, match="weights cannot change"):
-        engine.submit_function(prompts_of(checkpoint), updates, RUN, 5, concurrency=6)
+        engine.submit(prompts_of(checkpoint), RUN, 5, function=updates, concurrency=6)
     engine.update_weights(lambda: iter(engine._weights.items()), 1)
     assert engine.weight_version == 1
 
 
 def test_the_local_engine_has_no_stragglers(checkpoint, engine):
     with pytest.raises(ValueError, match="completes all groups"):
-        engine.submit_function(prompts_of(checkpoint), one_turn, RUN, 5, concurrency=6, num_groups=2)
+        engine.submit(prompts_of(checkpoint), RUN, 5, function=one_turn, concurrency=6, num_groups=2)
     with pytest.raises(ValueError, match="concurrency is 0 but must be 1 or more"):
-        engine.submit_function(prompts_of(checkpoint), one_turn, RUN, 5, concurrency=0)
+        engine.submit(prompts_of(checkpoint), RUN, 5, function=one_turn, concurrency=0)
 
 
 def test_what_is_unfinished_is_gone_on_with():

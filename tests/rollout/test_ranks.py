@@ -31,7 +31,7 @@ def work(rank, path, out):
     failures = []
     for call in (
         lambda: map_over_ranks(fail_on_rank_1, [10, 11, 12]),
-        lambda: engine.submit_function([prompt], keep_a_function, Sampling(max_response_len=2), 0, concurrency=1),
+        lambda: engine.submit([prompt], Sampling(max_response_len=2), 0, function=keep_a_function, concurrency=1),
     ):
         with pytest.raises(ValueError) as failure:
             call()

@@ -33,8 +33,8 @@ def test_turns_are_those_of_the_local_engine(
 ) -> None:
     greedy = Sampling(temperature=0.0, max_response_len=24)
     tokenizer = load_tokenizer(checkpoint)
-    asked = make_engine(server).submit_function(prompts, three_turns, greedy, seed=0, concurrency=8).result()
-    own = LocalEngine(checkpoint, tokenizer).submit_function(prompts, three_turns, greedy, 0, concurrency=8).result()
+    asked = make_engine(server).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
+    own = LocalEngine(checkpoint, tokenizer).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
     assert {sum(sample.loss_mask) < 72 for sample in flat(own)} == {True, False}  # some turns stop, others do not
     for one, other in zip(flat(asked), flat(own), strict=True):
         assert (one.tokens, one.loss_mask, one.status) == (other.tokens, other.loss_mask, other.status)

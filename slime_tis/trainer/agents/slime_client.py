@@ -72,38 +72,32 @@ class RecordedEngine:
         )
 
     async def post(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers a request with `input_ids`, or with `text`, in the form of a server's answer."""
+        """Answers a request with `input_ids` or `text` as a server answers `POST /generate` with return_logprob."""
         ids = payload.get("input_ids")
         if ids is None:
             if not isinstance(payload.get("text"), str):
                 raise ValueError("a request to the engine needs input_ids, a list of token ids, or text.")
             ids = self._tokenizer.encode(payload["text"])
-        return answer(await self.generate(ids, payload.get("sampling_params")), len(ids))
+        generation = await self.generate(ids, payload.get("sampling_params"))
+        versions, pairs = generation.weight_versions, zip(generation.log_probs, generation.token_ids, strict=True)
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": generation.finish_reason},
+            "prompt_tokens": len(ids),
+            "completion_tokens": len(generation.token_ids),
+            "cached_tokens": 0,
+            "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
+            "weight_versions": [
+                {"version": str(version), "start": place, "end": place + 1} for place, version in enumerate(versions)
+            ],
+        }
+        if versions:
+            meta["weight_version"] = str(versions[-1])
+        if generation.sampling_mask is not None:
+            meta["output_token_sampling_mask"] = generation.sampling_mask.sets()
+        return {"text": generation.text, "output_ids": generation.token_ids, "meta_info": meta}
 
 
 current_engine: ContextVar[RecordedEngine | None] = ContextVar("current_engine", default=None)
-
-
-def answer(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
-    """Returns a server's answer to `POST /generate` with return_logprob."""
-    versions = generation.weight_versions
-    meta: dict[str, Any] = {
-        "finish_reason": {"type": generation.finish_reason},
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(generation.token_ids),
-        "cached_tokens": 0,
-        "output_token_logprobs": [
-            [log_prob, token, None] for log_prob, token in zip(generation.log_probs, generation.token_ids, strict=True)
-        ],
-        "weight_versions": [
-            {"version": str(version), "start": place, "end": place + 1} for place, version in enumerate(versions)
-        ],
-    }
-    if versions:
-        meta["weight_version"] = str(versions[-1])
-    if generation.sampling_mask is not None:
-        meta["output_token_sampling_mask"] = generation.sampling_mask.sets()
-    return {"text": generation.text, "output_ids": list(generation.token_ids), "meta_info": meta}
 
 
 async def post(
@@ -145,6 +139,4 @@ class GenerateState:
         self.aborted = False
 
 
-@lru_cache(maxsize=4)
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    return load_tokenizer(path)
+_tokenizer = lru_cache(maxsize=4)(load_tokenizer)

@@ -85,34 +85,26 @@ class RolloutEngine(Protocol):
         """Host and port of the router, else the first server, for POST /generate; None on other ranks than 0."""
 
     def submit(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
-    ) -> RolloutFuture:
-        """Starts sampling `sampling.n_samples` responses to each prompt with the current weights.
-
-        With `num_groups` the rollout is the first `num_groups` groups to complete; the others are aborted and become
-        `unfinished`. An in-process engine samples immediately. A remote engine continues while the caller trains;
-        tokens sampled after a weight update carry the new version.
-        """
-
-    def submit_function(
         self,
         prompts: Sequence[Prompt],
-        function: RolloutFunction,
         sampling: Sampling,
         seed: int,
         *,
-        concurrency: int,
+        function: RolloutFunction | None = None,
+        concurrency: int = 1,
         num_groups: int | None = None,
     ) -> RolloutFuture:
-        """Starts calling a function for `sampling.n_samples` rollouts of each prompt.
+        """Starts sampling `sampling.n_samples` responses to each prompt with the current weights.
 
-        The function receives a sample with the prompt's tokens and a `TokenEngine`, and returns the samples of one
-        rollout, which share a `rollout_id`. An in-process engine calls the function immediately, each rank for its
-        share of the prompts. A remote engine calls it on rank 0 while the caller trains.
+        With a `function`, the engine calls it for each response, at most `concurrency` calls at a time. The function
+        receives a sample with the prompt's tokens and a `TokenEngine`, and returns the samples of one rollout, which
+        share a `rollout_id`. An in-process engine samples immediately, each rank for its share of the prompts. A remote
+        engine samples, and calls the function on rank 0, while the caller trains; tokens sampled after a weight update
+        carry the new version.
 
-        With `num_groups`, once this number of groups is complete, requests return with the finish reason abort.
-        Rollouts with a sample of status ABORTED become `unfinished`. The next call of this method calls the function
-        again with that sample, or with the prompt if the rollout has several samples or returned none in time.
+        With `num_groups` the rollout is the first `num_groups` groups to complete; requests of the others return with
+        the finish reason abort. These groups become `unfinished`. The next call with `num_groups` resumes their aborted
+        samples; a rollout starts again if it has several samples or the function returned none in time.
         """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:

@@ -53,17 +53,24 @@ class RolloutHooks:
     @property
     def choose(self) -> Choose | None:
         """The buffer filter; None without one."""
+        return self._choose if BUFFER_FILTER in self.functions else None
 
-        def choose(groups: Sequence[list[Sample]], count: int) -> tuple[list[int], list[int]]:
-            buffer = list(groups)
+    def _choose(self, groups: Sequence[list[Sample]], count: int) -> tuple[list[int], list[int]]:
+        """Returns the indices of groups that the filter returns, and of groups that it leaves in the buffer."""
+        buffer, indices = list(groups), {id(group): index for index, group in enumerate(groups)}
 
-            def call(function: Function) -> tuple[list[int], list[int]]:
-                returned = typed_value(BUFFER_FILTER, function, function(self.args, None, buffer, count))
-                return _chosen(returned, buffer, groups, count, describe(function))
+        def call(function: Function) -> tuple[list[int], list[int]]:
+            returned = typed_value(BUFFER_FILTER, function, function(self.args, None, buffer, count))
+            chosen = [indices.get(id(group), -1) for group in returned]
+            left = [index for index in (indices.get(id(group), -1) for group in buffer) if index not in chosen]
+            if -1 in chosen or -1 in left or len(set(chosen)) < len(chosen) or len(chosen) > count:
+                raise CustomFunctionError(
+                    f"{describe(function)} returned {len(returned)} groups; return at most num_samples, {count}, "
+                    "different lists of the buffer, and leave no other list in it."
+                )
+            return chosen, left
 
-            return self._call(BUFFER_FILTER, groups, call)
-
-        return choose if BUFFER_FILTER in self.functions else None
+        return self._call(BUFFER_FILTER, groups, call)
 
     @property
     def judge(self) -> Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]] | None:
@@ -98,12 +105,11 @@ class RolloutHooks:
 
         def call(function: Function) -> ShapedRewards:
             raw, rewards = typed_value(REWARDS, function, function(self.args, list(samples)))
-            name = describe(function)
             are_valid = all(abs(value) <= MAX_REWARD for value in [*raw, *rewards])
             if not are_valid or not len(raw) == len(rewards) == len(samples):
                 raise CustomFunctionError(
-                    f"{name} returned {len(raw)} raw_rewards and {len(rewards)} rewards for {len(samples)} samples; "
-                    f"return one of each per sample, finite and at most {MAX_REWARD:g} in magnitude."
+                    f"{describe(function)} returned {len(raw)} raw_rewards and {len(rewards)} rewards for "
+                    f"{len(samples)} samples; return one of each per sample, finite and at most {MAX_REWARD:g} in magnitude."
                 )
             return ShapedRewards(raw=raw, advantages=rewards)
 
@@ -129,10 +135,7 @@ class RolloutHooks:
         return self._log(EVAL_LOG, list(map(list, sets.values())), rollout_id, self.args, data, None)
 
     def _log(self, option: str, groups: Sequence[list[Sample]], *arguments: object) -> bool:
-        def call(function: Function) -> bool:
-            return bool(function(*arguments))
-
-        return option not in self.functions or not self._call(option, groups, call)
+        return option not in self.functions or not self._call(option, groups, lambda log: bool(log(*arguments)))
 
     def _call(self, option: str, groups: Sequence[list[Sample]], call: Callable[[Function], Result]) -> Result:
         """Calls a function on rank 0, and applies its edits to the samples of every rank."""
@@ -157,21 +160,6 @@ class RolloutHooks:
         for sample, edit in zip(samples, edits, strict=True):
             edit.apply(sample)
         return result
-
-
-def _chosen(
-    returned: list[list[Any]], buffer: list[list[Sample]], groups: Sequence[list[Sample]], count: int, function: str
-) -> tuple[list[int], list[int]]:
-    """Returns the indices of groups that a buffer filter returned, and of groups that it left in the buffer."""
-    indices = {id(group): index for index, group in enumerate(groups)}
-    chosen = [indices.get(id(group), -1) for group in returned]
-    left = [index for index in (indices.get(id(group), -1) for group in buffer) if index not in chosen]
-    if -1 in chosen or -1 in left or len(set(chosen)) < len(chosen) or len(chosen) > count:
-        raise CustomFunctionError(
-            f"{function} returned {len(returned)} groups; return at most num_samples, {count}, different lists of the "
-            "buffer, and leave no other list in it."
-        )
-    return chosen, left
 
 
 def _verdict(output: Any, function: Function) -> DynamicFilterOutput:

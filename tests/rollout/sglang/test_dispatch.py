@@ -109,7 +109,7 @@ def test_waiting_requests_keep_their_order_after_a_cancellation(start: Callable[
         return [sample]
 
     run.servers[0].stop_after = 0
-    run.engine.submit_function(PROMPTS[:1], asks, Sampling(max_response_len=2), concurrency=1).result()
+    run.engine.submit(PROMPTS[:1], Sampling(max_response_len=2), function=asks, concurrency=1).result()
     assert [body["input_ids"][1] for body in run.requests] == [3, 4, 6, 7, 8]
 
 

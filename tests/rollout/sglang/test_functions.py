@@ -63,7 +63,7 @@ def assert_two_turns(sample: Sample) -> None:
 
 def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> None:
     run = start(2)
-    future = run.engine.submit_function(PROMPTS, two_turns, RUN, seed=3, concurrency=5)
+    future = run.engine.submit(PROMPTS, RUN, 3, function=two_turns, concurrency=5)
     groups = future.result()
     assert future.progress == (24, 24)
     assert [[sample.row for sample in group] for group in groups] == [[prompt] * 2 for prompt in PROMPTS]
@@ -89,7 +89,7 @@ def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Calla
             return [sample]
 
     with pytest.raises(RolloutUnavailable, match="failed 2 times"):
-        run.engine.submit_function(PROMPTS[:3], careless, RUN, concurrency=9).result()
+        run.engine.submit(PROMPTS[:3], RUN, function=careless, concurrency=9).result()
 
 
 def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Callable[..., Run]) -> None:
@@ -105,7 +105,7 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
         return await two_turns(sample, engine)
 
     with held(run, 6):
-        future = run.engine.submit_function(mixed, one_turn, RUN, concurrency=8, num_groups=2)
+        future = run.engine.submit(mixed, RUN, function=one_turn, concurrency=8, num_groups=2)
         groups = future.result()
     assert [group[0].row for group in groups] == EARLY[:2]
     assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
@@ -121,7 +121,7 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
     run.update(1)
     run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
-    groups = run.engine.submit_function([EARLY[2]], one_turn, RUN, concurrency=8, num_groups=3).result()
+    groups = run.engine.submit([EARLY[2]], RUN, function=one_turn, concurrency=8, num_groups=3).result()
     assert [group[0].row for group in groups] == [LATE[0], LATE[1], EARLY[2]]
     for sample in flat(groups[:2]):
         assert sample.response_ids[:6] == continuation(list(sample.row.token_ids), 6)
@@ -146,7 +146,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run]
 
     monkeypatch.setattr("slime_tis.trainer.engines.functions.ABORT_TIMEOUT", 0.05)
     with held(run, 6):
-        future = run.engine.submit_function([LATE[0], EARLY[0]], stubborn, RUN, concurrency=8, num_groups=1)
+        future = run.engine.submit([LATE[0], EARLY[0]], RUN, function=stubborn, concurrency=8, num_groups=1)
         (group,) = future.result()
     assert group[0].row == EARLY[0]
     lengths = sorted(map(len, aborts))
@@ -169,7 +169,7 @@ def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
 
     run.servers[0].stop_after = 5  # then the request takes too long
     when(lambda: run.servers[0].aborted, run.release)
-    run.engine.submit_function(LATE[:1], stops, Sampling(max_response_len=5), concurrency=1).result()
+    run.engine.submit(LATE[:1], Sampling(max_response_len=5), function=stops, concurrency=1).result()
     (answer,) = answers
     assert answer.token_ids == expected[:end]
     assert (answer.finish_reason, answer.text) == ("stop", text_of(expected[: end - 3]))
@@ -187,11 +187,11 @@ def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Call
         return [sample]
 
     sampling = Sampling(max_response_len=50, max_context_len=20)
-    run.engine.submit_function(PROMPTS[:1], long, Sampling(max_response_len=50), concurrency=1).result()
+    run.engine.submit(PROMPTS[:1], Sampling(max_response_len=50), function=long, concurrency=1).result()
     assert [len(body["input_ids"]) for body in run.requests] == [126, 100, 3]
     assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [1, 27, 50]
     assert [answer.finish_reason for answer in answers[:2]] == ["length", "length"]
-    run.engine.submit_function(PROMPTS[:1], long, sampling, concurrency=1).result()
+    run.engine.submit(PROMPTS[:1], sampling, function=long, concurrency=1).result()
     assert run.requests[3]["sampling_params"]["max_new_tokens"] == 17
 
 
@@ -211,7 +211,7 @@ def test_functions_may_post_to_the_address_themselves(start: Callable[..., Run])
         return [sample]
 
     assert run.engine.http_address == ("127.0.0.1", run.servers[0].port)
-    ((sample,),) = run.engine.submit_function(LATE[:1], posts, Sampling(max_response_len=9), concurrency=1).result()
+    ((sample,),) = run.engine.submit(LATE[:1], Sampling(max_response_len=9), function=posts, concurrency=1).result()
     assert sample.response_ids == continuation(list(LATE[0].token_ids), 4)
     assert sample.status is Sample.Status.TRUNCATED
 
@@ -227,7 +227,7 @@ def test_closing_the_engine_ends_functions(start: Callable[..., Run]) -> None:
             ended.append(sample.index)
 
     with held(run, 3):
-        future = run.engine.submit_function(LATE[:2], waits, RUN, concurrency=3)
+        future = run.engine.submit(LATE[:2], RUN, function=waits, concurrency=3)
         wait_until(lambda: run.num_held == 3)
         run.engine.close()
     assert sorted(ended) == [0, 1, 2]

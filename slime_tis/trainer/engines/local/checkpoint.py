@@ -1,6 +1,7 @@
 """Loads a Hugging Face checkpoint directory for sampling."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +15,20 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a directory, in evaluation mode and without gradients; ValueError without one."""
-    _check_directory(Path(path))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
-        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which does not load: {first_line(error)}.") from error
+    _check_directory(path)
+    model: PreTrainedModel = _load(AutoModelForCausalLM, path, "which", dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint directory; ValueError without one."""
-    _check_directory(Path(path))
+    _check_directory(path)
     if not any((Path(path) / name).is_file() for name in VOCABULARIES):  # transformers would make an empty one
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, which has no tokenizer: none of {', '.join(VOCABULARIES)}; copy its "
             "files there."
         )
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of transformers and tokenizers, which share no class
-        raise ValueError(
-            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {first_line(error)}."
-        ) from error
+    return _load(AutoTokenizer, path, "whose tokenizer")
 
 
 def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -79,8 +72,15 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
-def _check_directory(path: Path) -> None:
-    if not (path / "config.json").is_file():
+def _load(kind: Any, path: str | Path, subject: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
+    except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
+        raise ValueError(f"--hf-checkpoint is {str(path)!r}, {subject} does not load: {first_line(error)}.") from error
+
+
+def _check_directory(path: str | Path) -> None:
+    if not (Path(path) / "config.json").is_file():
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, which has no config.json; give a directory that holds a "
             "Hugging Face checkpoint."

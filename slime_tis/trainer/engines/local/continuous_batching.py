@@ -56,10 +56,15 @@ LOOP_TURNS = 4
 """Turns of the event loop after an answer; the coroutine usually sends its next request within them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """The limits of a batch, and the weights that answer it."""
+@dataclass(eq=False, kw_only=True)
+class ContinuousBatching:
+    """Answers requests with one model, whose weights must not change meanwhile.
 
+    Raises ValueError if the model's attention cannot use slots, or has no experts to record.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]
     context_len: int | None
     weight_version: int
@@ -69,17 +74,11 @@ class BatchSettings:
     """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
     check_interrupts: Callable[[], None]
 
-
-class ContinuousBatching:
-    """Answers requests with one model, whose weights must not change meanwhile."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: BatchSettings) -> None:
-        """Raises ValueError if the model's attention cannot use slots, or has no experts to record."""
+    def __post_init__(self) -> None:
         self.counts: Counter[str] = Counter()
         """Computed work; `reused` input tokens were in the cache, `preempted` requests lost their slot."""
-        self._model, self._tokenizer, self._settings = model, tokenizer, settings
-        self._cache = SlotCache(model.config, model.device)
-        self._recorder = RoutingRecorder(model) if settings.records_routing else None
+        self._cache = SlotCache(self.model.config, self.model.device)
+        self._recorder = RoutingRecorder(self.model) if self.records_routing else None
         self._slots: list[Slot] = []
         self._decoding = 0
         """Number of decoding slots, at the front."""
@@ -105,20 +104,20 @@ class ContinuousBatching:
         """Answers requests, each with the uniforms of its tokens, without an event loop."""
         works = [self._add(request, iter(uniforms.numpy())) for request, uniforms in requests]
         while self._is_busy:
-            self._settings.check_interrupts()
+            self.check_interrupts()
             self.step()
         return [work.generation for work in works if work.generation]
 
     def _add(self, request: Request, uniforms: Iterator[float]) -> Work:
         sampling, stop = request.options.sampling, request.options.stop
-        lengths = (sampling.max_context_len, self._settings.context_len)
+        lengths = (sampling.max_context_len, self.context_len)
         remaining = [length - len(request.token_ids) for length in lengths if length is not None]
         work = Work(
             request=request,
             order=next(self._orders),
             limit=min([sampling.max_response_len, *remaining]),
-            stop_token_ids=self._settings.eos_token_ids | set(sampling.stop_token_ids),
-            stop=self._stops.setdefault(stop, StopStrings(self._tokenizer, stop)),
+            stop_token_ids=self.eos_token_ids | set(sampling.stop_token_ids),
+            stop=self._stops.setdefault(stop, StopStrings(self.tokenizer, stop)),
             distribution=(sampling.temperature, sampling.top_p, sampling.top_k),
             uniforms=uniforms,
         )
@@ -144,7 +143,7 @@ class ContinuousBatching:
         """Answers requests until it is cancelled; an exception of the model or a safe point ends all requests."""
         try:
             while True:
-                self._settings.check_interrupts()
+                self.check_interrupts()
                 finished = self.step()
                 # let coroutines run between steps, longer after an answer
                 for _ in range(LOOP_TURNS if finished else 1):
@@ -259,7 +258,7 @@ class ContinuousBatching:
         return capacity if len(running) < self._most_slots(capacity) else None
 
     def _most_slots(self, capacity: int) -> int:
-        return max(1, min(self._settings.max_batch, self._settings.max_batch_tokens // capacity))
+        return max(1, min(self.max_batch, self.max_batch_tokens // capacity))
 
     def _resize(self, capacity: int, keep: Slot | None = None) -> None:
         """Allocates one more slot; frees the least recently used slots, then the newest requests, which wait again."""
@@ -345,7 +344,7 @@ class ContinuousBatching:
     def _forward(self, first: int, fed: list[list[int]]) -> Tensor:
         """Feeds tokens to the slots from `first` on, padded on the left; returns the logits after the last tokens."""
         self._arrange()
-        slots, device = self._slots[first : first + len(fed)], self._model.device
+        slots, device = self._slots[first : first + len(fed)], self.model.device
         columns = max(map(len, fed))
         ids_BT = torch.tensor([[0] * (columns - len(tokens)) + tokens for tokens in fed], device=device)
         lengths = [len(slot.tokens) + len(tokens) for slot, tokens in zip(slots, fed, strict=True)]
@@ -363,9 +362,9 @@ class ContinuousBatching:
             window.position_T = positions_BT[window.row_T, window.column_T]
         self._cache.window = window
         allowed = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
-        mask = torch.zeros(allowed.shape, dtype=self._model.dtype, device=device).masked_fill_(~allowed, -torch.inf)
+        mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=device).masked_fill_(~allowed, -torch.inf)
         with self._recorder or nullcontext():
-            output = self._model(
+            output = self.model(
                 input_ids=ids_BT,
                 attention_mask=mask[:, None],
                 position_ids=positions_BT,
@@ -427,10 +426,10 @@ class ContinuousBatching:
         work.generation = Generation(
             token_ids=work.token_ids,
             log_probs=work.log_probs,
-            weight_versions=[self._settings.weight_version] * len(work.token_ids),
+            weight_versions=[self.weight_version] * len(work.token_ids),
             workers=[0] * len(work.token_ids),
             finish_reason=finish_reason,
-            text=response_text(self._tokenizer, work.token_ids, work.request.options, finish_reason),
+            text=response_text(self.tokenizer, work.token_ids, work.request.options, finish_reason),
             routed_experts=experts.cpu() if experts is not None and sampling.return_routed_experts else None,
             routing_weights=weights.cpu() if weights is not None and sampling.return_routing_weights else None,
             sampling_mask=mask,

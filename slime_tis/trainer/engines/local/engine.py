@@ -25,7 +25,7 @@ from slime_tis.trainer.engines.local.checkpoint import (
     load_model,
     weights_by_file_name,
 )
-from slime_tis.trainer.engines.local.continuous_batching import BatchSettings, ContinuousBatching
+from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
@@ -109,41 +109,20 @@ class LocalEngine:
         self.max_context_len = getattr(self._model.config, "max_position_embeddings", None)
 
     def submit(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, *, num_groups: int | None = None
-    ) -> CompletedRollout:
-        """Samples immediately; `num_groups` is not supported."""
-        _check_all_groups(num_groups)
-        return CompletedRollout(self.generate(prompts, sampling, seed))
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
-        """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
-        seen: Counter[int] = Counter()
-        occurrences = []
-        for prompt in prompts:
-            response_limit(prompt, sampling, self.max_context_len)
-            occurrences.append((prompt, seen[prompt.index]))
-            seen[prompt.index] += 1
-        groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), occurrences)
-        return [
-            [
-                sample_of(prompt, response, group_index, group_index * sampling.n_samples + index)
-                for index, response in enumerate(responses)
-            ]
-            for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
-        ]
-
-    def submit_function(
         self,
         prompts: Sequence[Prompt],
-        function: RolloutFunction,
         sampling: Sampling,
         seed: int,
         *,
-        concurrency: int,
+        function: RolloutFunction | None = None,
+        concurrency: int = 1,
         num_groups: int | None = None,
     ) -> CompletedRollout:
-        """Calls the function immediately, in an event loop of this thread; a function that blocks delays all others."""
-        _check_all_groups(num_groups)
+        """Samples or calls the function immediately; a function that blocks delays all others."""
+        if num_groups is not None:
+            raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")
+        if function is None:
+            return CompletedRollout(self.generate(prompts, sampling, seed))
 
         async def make_rollouts(calls: Sequence[Sequence[FunctionCall]]) -> None:
             batching = self._batching(sampling)
@@ -152,7 +131,7 @@ class LocalEngine:
                 function,
                 batching.answer,
                 sampling,
-                concurrency=concurrency,
+                concurrency,
                 vocab_size=self._model.get_input_embeddings().num_embeddings,
                 end_sample=batching.end_sample,
             )
@@ -177,6 +156,23 @@ class LocalEngine:
                 self._is_asked = False
 
         return CompletedRollout(calls_over_ranks(make, resumed_groups([], prompts, sampling.n_samples, seed)))
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
+        """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
+        seen: Counter[int] = Counter()
+        occurrences = []
+        for prompt in prompts:
+            response_limit(prompt, sampling, self.max_context_len)
+            occurrences.append((prompt, seen[prompt.index]))
+            seen[prompt.index] += 1
+        groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), occurrences)
+        return [
+            [
+                sample_of(prompt, response, group_index, group_index * sampling.n_samples + index)
+                for index, response in enumerate(responses)
+            ]
+            for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
+        ]
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Loads all weights and rounds them; raises ValueError if they do not fit, and RuntimeError during requests."""
@@ -269,7 +265,9 @@ class LocalEngine:
             self._weights[name].copy_(tensor if rounding is None else rounding(tensor))
 
     def _batching(self, sampling: Sampling) -> ContinuousBatching:
-        settings = BatchSettings(
+        return ContinuousBatching(
+            model=self._model,
+            tokenizer=self._tokenizer,
             eos_token_ids=frozenset(self._eos_token_ids),
             context_len=self.max_context_len,
             weight_version=self.weight_version,
@@ -278,7 +276,6 @@ class LocalEngine:
             max_batch_tokens=self._max_batch_tokens,
             check_interrupts=self._check_interrupts,
         )
-        return ContinuousBatching(self._model, self._tokenizer, settings)
 
     def _respond(
         self, occurrences: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int
@@ -293,8 +290,3 @@ class LocalEngine:
             requests += [(request, row) for row in uniforms]
         responses = self._batching(sampling).answer_all(requests)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
-
-
-def _check_all_groups(num_groups: int | None) -> None:
-    if num_groups is not None:
-        raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")

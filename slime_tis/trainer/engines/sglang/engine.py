@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ from slime_tis.hf_directory import model_sizes, read_model_config
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, divided_calls, resumed_groups
-from slime_tis.trainer.engines.generation import Generation, RequestOptions, RolloutFunction, sample_of
+from slime_tis.trainer.engines.generation import Generation, RolloutFunction
 from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
@@ -88,48 +89,72 @@ class SGLangEngine:
         return limits, precision, servers.names
 
     def submit(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0, *, num_groups: int | None = None
-    ) -> SGLangRollout:
-        """Starts sampling; see `engine.RolloutEngine`. Only servers that take seeds use `seed`."""
-        sampling = self._limits.with_reported_masks(sampling)
-        options = RequestOptions(sampling=sampling, no_stop_trim=True)
-        calls = resumed_groups(self._to_resume(num_groups), prompts, sampling.n_samples, seed)
-        responses = {
-            call.number: PendingSample(
-                prompt_ids=list(call.prompt.token_ids),
-                answer=Generation.of(call.first_sample()),
-                max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
-                seed=_seed(f"{seed} {call.group_index} {call.key.sample}"),
-            )
-            for group in calls
-            for call in group
-            if not call.complete
-        }
-
-        def bind(task: RolloutTask) -> RolloutFunction:
-            async def complete(sample: Sample, _: object) -> list[Sample]:
-                assert sample.index is not None
-                response = responses[sample.index]
-                await task.finish(response, options)
-                return [sample_of(sample.row, response.generation(self._tokenizer, options))]
-
-            return complete
-
-        return self._start(calls, bind, sampling, num_groups)
-
-    def submit_function(
         self,
         prompts: Sequence[Prompt],
-        function: RolloutFunction,
         sampling: Sampling,
         seed: int = 0,
         *,
-        concurrency: int,
+        function: RolloutFunction | None = None,
+        concurrency: int = 1,
         num_groups: int | None = None,
     ) -> SGLangRollout:
-        """Starts calling the function on rank 0, in the loop of the servers' requests; see `engine.RolloutEngine`."""
-        calls = resumed_groups(self._to_resume(num_groups), prompts, sampling.n_samples, seed)
-        return self._start(calls, lambda _: function, sampling, num_groups, concurrency)
+        """Starts sampling, or calling the function on rank 0, in the loop of the servers' requests.
+
+        See `engine.RolloutEngine`. Responses without a function use `seed` only with servers that take seeds.
+        """
+        is_partial = num_groups is not None
+        if is_partial and self._partial_in_flight:
+            raise ValueError("a partial rollout is in flight already; wait for its result first.")
+        calls = resumed_groups(self._unfinished if is_partial else [], prompts, sampling.n_samples, seed)
+        if num_groups is not None and not 0 < num_groups <= len(calls):
+            raise ValueError(f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more prompts.")
+        responses: dict[int, PendingSample] = {}
+        if function is None:
+            sampling = self._limits.with_reported_masks(sampling)
+            responses = {
+                call.number: PendingSample(
+                    prompt_ids=list(call.prompt.token_ids),
+                    answer=Generation.of(call.first_sample()),
+                    max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
+                    seed=_seed(f"{seed} {call.group_index} {call.key.sample}"),
+                )
+                for call in chain(*calls)
+                if not call.complete
+            }
+            concurrency = max(len(responses), 1)
+        rollout = SGLangRollout(self, calls, num_groups, makes_segments=function is not None)
+        if self._rank_zero.is_self:
+            servers = self._servers
+            task = RolloutTask(
+                name=f"{self._run_id}-r{self._num_batches:08d}",
+                health=servers.health,
+                dispatcher=servers.dispatcher,
+                max_input_len=servers.max_input_len,  # may have changed with a restart of a server
+                tokenizer=self._tokenizer,
+                limits=self._limits,
+                responses=responses,
+            )
+            task.batch = FunctionBatch(
+                calls,
+                function or task.complete,
+                task.answer,
+                sampling,
+                concurrency,
+                vocab_size=self._limits.vocab_size,
+                num_groups=num_groups,
+                end_requests=task.stop if is_partial else None,
+            )
+            servers.rollouts.add(task)
+            rollout.future = self._loop.submit(task.run())
+
+            def done(_: object) -> None:
+                servers.rollouts.discard(task)
+                servers.changed.set()
+
+            rollout.future.add_done_callback(done)
+        self._num_batches += 1
+        self._partial_in_flight |= is_partial
+        return rollout
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 0) -> Groups:
         """`submit` and its result, in the prompts' order."""
@@ -205,56 +230,6 @@ class SGLangEngine:
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         return self._rank_zero.run(lambda _: self._loop.run(work()), self._host.weights)
-
-    def _to_resume(self, num_groups: int | None) -> Groups:
-        if num_groups is not None and self._partial_in_flight:
-            raise ValueError("a partial rollout is in flight already; wait for its result first.")
-        return self._unfinished if num_groups is not None else []
-
-    def _start(
-        self,
-        calls: list[list[FunctionCall]],
-        bind: Callable[[RolloutTask], RolloutFunction],
-        sampling: Sampling,
-        num_groups: int | None,
-        concurrency: int | None = None,
-    ) -> SGLangRollout:
-        """Starts calls in the background, on rank 0; a `concurrency` of None starts all at once."""
-        if num_groups is not None and not 0 < num_groups <= len(calls):
-            raise ValueError(f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more prompts.")
-        rollout = SGLangRollout(self, calls, num_groups, makes_segments=concurrency is not None)
-        if self._rank_zero.is_self:
-            servers = self._servers
-            task = RolloutTask(
-                name=f"{self._run_id}-r{self._num_batches:08d}",
-                health=servers.health,
-                dispatcher=servers.dispatcher,
-                max_input_len=servers.max_input_len,  # may have changed with a restart of a server
-                records_experts=sampling.return_routed_experts,
-                tokenizer=self._tokenizer,
-                limits=self._limits,
-            )
-            task.batch = FunctionBatch(
-                calls,
-                bind(task),
-                task.answer,
-                sampling,
-                concurrency=sum(map(len, calls)) or 1 if concurrency is None else concurrency,
-                vocab_size=self._limits.vocab_size,
-                num_groups=num_groups,
-                end_requests=task.stop if num_groups is not None else None,
-            )
-            servers.rollouts.add(task)
-            rollout.future = self._loop.submit(task.run())
-
-            def done(_: object) -> None:
-                servers.rollouts.discard(task)
-                servers.changed.set()
-
-            rollout.future.add_done_callback(done)
-        self._num_batches += 1
-        self._partial_in_flight |= num_groups is not None
-        return rollout
 
     def _wait(self, future: Future[None], weights: WeightSource) -> None:
         """Waits for a rollout, and sends weights to servers that come back without them."""

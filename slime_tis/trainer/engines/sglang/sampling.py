@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime_tis.trainer.data.sample import Prompt, Sampling, response_limit
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.functions import FunctionBatch
-from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, StopStrings, response_text
+from slime_tis.trainer.engines.generation import (
+    Generation,
+    Request,
+    RequestOptions,
+    StopStrings,
+    response_text,
+    sample_of,
+)
 from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
 from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, HealthMonitor, ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
@@ -191,15 +198,16 @@ class RolloutTask:
     health: HealthMonitor
     dispatcher: Dispatcher
     max_input_len: int | None
-    records_experts: bool
     tokenizer: PreTrainedTokenizerBase
     limits: Limits
+    responses: dict[int, PendingSample]
+    """Responses that are sampled without a function, by the number of the sample."""
     batch: FunctionBatch = field(init=False)
+    task: asyncio.Task[None] | None = None
+    """The task of `run`."""
     stopping: bool = False
     """Whether requests are aborted and no new ones are sent."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    task: asyncio.Task[None] | None = None
-    """The task of `run`."""
     _responses: dict[asyncio.Task[None], PendingSample] = field(default_factory=dict)
     _interrupted: set[PendingSample] = field(default_factory=set)
 
@@ -207,6 +215,21 @@ class RolloutTask:
         """Calls the function until enough groups are complete."""
         self.task = asyncio.current_task()
         await self.batch.run()
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether requests are for experts."""
+        return self.batch.sampling.return_routed_experts
+
+    async def complete(self, sample: Sample, _: object) -> list[Sample]:
+        """Samples the response of a sample without a function."""
+        assert sample.index is not None
+        response, options = (
+            self.responses[sample.index],
+            RequestOptions(sampling=self.batch.sampling, no_stop_trim=True),
+        )
+        await self.finish(response, options)
+        return [sample_of(sample.row, response.generation(self.tokenizer, options))]
 
     async def answer(self, request: Request) -> Generation:
         """Answers one request, with abort once enough groups are complete."""
