@@ -97,7 +97,7 @@ class Evaluation:
 
     def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
         sampling, concurrency = evaluation_sampling(self.config), self.config.generate_concurrency
-        function = self.generate and self.generate.bind(sampling, evaluation=True)
+        function = None if self.generate is None else self.generate.bind(sampling, evaluation=True)
         groups = engine.submit(prompts, sampling, 0, function=function, concurrency=concurrency).result()
         if function is not None:
             mark_failed_samples(groups)

@@ -366,9 +366,9 @@ def build_samples(
     def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
         num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
         seed, sampling = (rollout.rollout_seed << 32) + number, training_sampling(rollout)
-        function, concurrency = generate and generate.bind(sampling), rollout.generate_concurrency
+        function = None if generate is None else generate.bind(sampling)
         return sampler.submit(
-            prompts, sampling, seed, function=function, concurrency=concurrency, num_groups=num_groups
+            prompts, sampling, seed, function=function, concurrency=rollout.generate_concurrency, num_groups=num_groups
         )
 
     def new_prompts() -> int:

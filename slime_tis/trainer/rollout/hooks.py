@@ -109,7 +109,8 @@ class RolloutHooks:
             if not are_valid or not len(raw) == len(rewards) == len(samples):
                 raise CustomFunctionError(
                     f"{describe(function)} returned {len(raw)} raw_rewards and {len(rewards)} rewards for "
-                    f"{len(samples)} samples; return one of each per sample, finite and at most {MAX_REWARD:g} in magnitude."
+                    f"{len(samples)} samples; return one of each per sample, finite and at most {MAX_REWARD:g} in "
+                    "magnitude."
                 )
             return ShapedRewards(raw=raw, advantages=rewards)
 
