@@ -143,6 +143,11 @@ def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling
         assert_log_probs(sample)
 
 
+def versions_of(groups: list[list[Sample]]) -> set[int]:
+    """Versions of the weights that sampled any token."""
+    return {version for sample in flat(groups) for version in sample.weight_versions}
+
+
 def assert_log_probs(sample: Sample) -> None:
     assert sample.rollout_log_probs == [
         log_prob(token, version) for token, version in zip(sample.response_ids, sample.weight_versions, strict=True)

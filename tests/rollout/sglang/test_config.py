@@ -111,20 +111,9 @@ def test_router_url() -> None:
     assert SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url == "http://[fd00::1]:3000"
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("http://127.0.0.1:1", True),
-        ("http://127.9.0.1:1", True),
-        ("http://localhost:1", True),
-        ("http://[::1]:1", True),
-        ("http://10.0.0.1:1", False),
-        ("http://localhost.example:1", False),
-    ],
-    ids=["127.0.0.1", "127.9.0.1", "localhost", "::1", "10.0.0.1", "localhost.example"],
-)
-def test_is_loopback(url: str, expected: bool) -> None:
-    assert is_loopback(url) is expected
+def test_is_loopback() -> None:
+    local = ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"]
+    assert [host for host in [*local, "10.0.0.1", "localhost.example"] if is_loopback(f"http://{host}:1")] == local
 
 
 def test_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from tests.rollout.sglang.rollouts import (
     Weights,
     assert_exact,
     make_engine,
+    versions_of,
 )
 from tests.runs import spawn
-from tests.samples import flat
 
 SIZE = 2
 
@@ -68,8 +68,8 @@ def test_two_ranks_see_the_same(tmp_path: Path) -> None:
         first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))
     assert_exact(first["first"], PROMPTS)
     assert_exact(first["second"], PROMPTS)
-    assert {version for sample in flat(first["first"]) for version in sample.weight_versions} == {0}
-    assert {version for sample in flat(first["second"]) for version in sample.weight_versions} == {4}
+    assert versions_of(first["first"]) == {0}
+    assert versions_of(first["second"]) == {4}
     assert first["iterated"] == [1, 2]
     assert first["scores"] == {server.url: [log_prob(7, 4), log_prob(20, 4)]}
     assert first[400][:2] == (True, False) and "HTTP 400: max_new_tokens must be" in first[400][2]

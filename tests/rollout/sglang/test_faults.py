@@ -11,8 +11,7 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.rollout.sglang.fake_sglang import spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, held
-from tests.samples import flat
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
 
 
 def edit_log_probs(edit: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
@@ -93,7 +92,7 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: 
     assert run.sync.pushes[-1] == ([victim.url], 2)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=2), PROMPTS)
     assert len(victim.requests) > served and victim.weight_version == "2"
-    assert {version for sample in flat(groups) for version in sample.weight_versions} == {2}
+    assert versions_of(groups) == {2}
     assert run.engine.metrics()["rollout/sglang_returns"] == 1
 
 

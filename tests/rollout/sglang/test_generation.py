@@ -12,23 +12,15 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, log_prob, spoiled, wait_until
-from tests.rollout.sglang.rollouts import (
-    LATE,
-    PROMPTS,
-    SAMPLING,
-    Run,
-    assert_exact,
-    flat,
-    held,
-)
-from tests.samples import make_sample
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
+from tests.samples import flat, make_sample
 
 
 def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[..., Run], checkpoint: Path) -> None:
     run = start(3)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
-    assert {version for sample in flat(groups) for version in sample.weight_versions} == {0}
+    assert versions_of(groups) == {0}
     decode = load_tokenizer(checkpoint).decode
     assert [s.response for s in flat(groups)] == [
         decode(s.response_ids, skip_special_tokens=True) for s in flat(groups)

@@ -13,19 +13,15 @@ from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.sglang.server_group import is_stale, server_name, server_precision
 from tests.rollout.sglang.fake_sglang import REFUSED, FakeSGLang, spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import LATE, LIMIT, PROMPTS, SAMPLING, Run, assert_exact, held
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
 from tests.samples import flat
 
 
 def test_an_answer_from_other_weights_is_tried_again(start: Callable[..., Run]) -> None:
-    run = start(2)
+    run, sampling = start(2), Sampling(max_response_len=20)
     for server in run.servers:
         server.faults.append(spoiled(lambda answer: answer["meta_info"]["weight_versions"][0].update(version="99")))
-    assert_exact(
-        run.engine.generate(PROMPTS[:1], Sampling(max_response_len=LIMIT), seed=0),
-        PROMPTS[:1],
-        Sampling(max_response_len=LIMIT),
-    )
+    assert_exact(run.engine.generate(PROMPTS[:1], sampling, seed=0), PROMPTS[:1], sampling)
     assert run.engine.metrics()["rollout/sglang_retries"] == 2
 
 
@@ -43,16 +39,22 @@ def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(sta
     wait_until(lambda: run.engine.metrics()["rollout/sglang_returns"] == 1)
     groups = pending.result()
     assert_exact(groups, PROMPTS)
-    assert {version for sample in flat(groups) for version in sample.weight_versions} == {1}
+    assert versions_of(groups) == {1}
     assert run.weights.iterated == iterated
+
+
+def used(version: int) -> Callable[[list[FakeSGLang]], None]:
+    """Gives the first server weights of an earlier run."""
+
+    def prepare(servers: list[FakeSGLang]) -> None:
+        servers[0].weight_version, servers[0].version = str(version), version
+
+    return prepare
 
 
 @pytest.mark.parametrize("version", [7, 0], ids=["version 7", "the version of the start"])
 def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Callable[..., Run], version: int) -> None:
-    def used(servers: list[FakeSGLang]) -> None:
-        servers[0].weight_version, servers[0].version = str(version), version
-
-    run = start(2, used)
+    run = start(2, used(version))
     run.servers[1].stop_after = 0
     pending = run.engine.submit(PROMPTS, SAMPLING, seed=0)
     when(lambda: run.sync.pushes, run.release)
@@ -62,13 +64,10 @@ def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Cal
 
 
 def test_weights_of_a_returning_server_carry_their_own_version(start: Callable[..., Run]) -> None:
-    def used(servers: list[FakeSGLang]) -> None:
-        servers[0].weight_version, servers[0].version = "7", 7
-
-    run = start(1, used, weights_version=lambda: 9)
+    run = start(1, used(7), weights_version=lambda: 9)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
-    assert {version for sample in flat(groups) for version in sample.weight_versions} == {9}
+    assert versions_of(groups) == {9}
     assert run.engine.weight_version == 0
 
 
@@ -101,7 +100,7 @@ def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start
     wait_until(lambda: run.servers[1].version == 2 or run.engine.generate(PROMPTS, SAMPLING, seed=0))
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=1)
     assert_exact(groups, PROMPTS)
-    assert {version for sample in flat(groups) for version in sample.weight_versions} == {2}
+    assert versions_of(groups) == {2}
 
 
 def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -162,35 +161,23 @@ def test_a_stale_shard_of_one_rank_is_named(start: Callable[..., Run]) -> None:
     assert run.engine.wrong_weights(sent) == {server.url: [name, head]}
 
 
-@pytest.mark.parametrize(
-    ("name", "joined"),
-    [
-        ("self_attn.k_proj.bias", "self_attn.qkv_proj.bias"),
-        ("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
-        ("mlp.up_proj.weight", "mlp.gate_up_proj.weight"),
-        ("mlp.experts.17.gate_proj.weight", "mlp.experts.w13_weight"),
-        ("mlp.experts.17.down_proj.weight", "mlp.experts.w2_weight"),
-    ],
-)
-def test_names_of_joined_tensors(name: str, joined: str) -> None:
-    assert server_name(f"model.layers.3.{name}") == f"model.layers.3.{joined}"
+def test_names_of_joined_tensors() -> None:
+    joined = {
+        "self_attn.k_proj.bias": "self_attn.qkv_proj.bias",
+        "self_attn.o_proj.weight": "self_attn.o_proj.weight",
+        "mlp.up_proj.weight": "mlp.gate_up_proj.weight",
+        "mlp.experts.17.gate_proj.weight": "mlp.experts.w13_weight",
+        "mlp.experts.17.down_proj.weight": "mlp.experts.w2_weight",
+    }
+    layer = "model.layers.3."
+    assert {name: server_name(layer + name) for name in joined} == {name: layer + to for name, to in joined.items()}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "model", "precision"),
-    [
-        ("bfloat16", {}, "bf16"),
-        ("half", {}, "fp16"),
-        ("auto", {"dtype": "bfloat16"}, "bf16"),
-        ("auto", {"torch_dtype": "float32"}, "fp16"),
-        ("auto", {}, "fp16"),
-        ("float32", {"dtype": "bfloat16"}, "fp32"),
-        ("fp4", {}, None),
-        (None, {}, None),
-    ],
-)
-def test_the_precision_of_a_dtype(dtype: str | None, model: dict[str, str], precision: str | None) -> None:
-    assert server_precision(dtype, model) == precision
+def test_the_precision_of_a_dtype() -> None:
+    models: list[dict[str, str]] = [{"dtype": "bfloat16"}, {"torch_dtype": "float32"}, {}]
+    assert [server_precision("auto", model) for model in models] == ["bf16", "fp16", "fp16"]
+    dtypes = ("bfloat16", "half", "float32", "fp4", None)
+    assert [server_precision(dtype, models[0]) for dtype in dtypes] == ["bf16", "fp16", "fp32", None, None]
 
 
 def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callable[..., Run]) -> None:
