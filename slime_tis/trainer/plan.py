@@ -1,9 +1,9 @@
 """`slime-tis plan`: memory and sizes of a run on any number of ranks, computed on one machine without weights.
 
-The model and megatron-core's gradient buffers of one rank of every pipeline stage are built under torch's
-`FakeTensorMode`, with the `fake` process group of that number of ranks. Their sizes are exact. Optimizer state is
-computed from them: megatron-core reads values while it builds the optimizer. Activations are estimated: in the schedule
-1F1B, stage s of P holds P − s micro-batches.
+The model is built once, on one rank, under torch's `FakeTensorMode` with the `fake` process group. Its weights give the
+memory of any layout; `tests/megatron/test_plan.py` compares it with what megatron-core builds on each rank. The padding
+of the distributed optimizer's buffers, less than 64 values per weight, is not counted. Activations are estimated: in
+the schedule 1F1B, stage s of P holds P − s micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slime_tis.hf_directory import MoeSizes, moe_sizes, read_model_config
 from slime_tis.trainer.cli.preflight import layout_problems
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
-from slime_tis.trainer.megatron.engine import wrap
 from slime_tis.trainer.megatron.memory import bytes_per_token
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
@@ -65,95 +64,83 @@ class Stage:
         return max(int(memory - self.fixed) // self.per_token, 0)
 
 
-@contextmanager
-def fake_rank(config: MegatronConfig, world_size: int, rank: int) -> Iterator[Parallel]:
-    """One of `world_size` ranks, without the others; its collectives do nothing, its tensors have no memory."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        parallel = initialize(replace(config, transformer_impl=None))  # transformer-engine cannot be built on the CPU
-        with FakeTensorMode():
-            yield parallel
-    finally:
-        shut_down()
-
-
-def stages(config: MegatronConfig, world_size: int) -> list[Stage]:
-    """The memory of one rank of each pipeline stage.
-
-    Raises:
-        ValueError: the model or the ranks do not divide; the message names every such size.
-    """
-    model, moe = read_model_config(config.hf_checkpoint), _experts(config)
-    if problems := _problems(config, model, moe, world_size):
-        raise ValueError(" ".join(problems))
-    size = config.pipeline_model_parallel_size
-    return [_stage(config, world_size, index) for index in range(size)]
-
-
-def _problems(config: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int) -> list[str]:
-    problems = [*layout_problems(config, model, moe, world_size)]
-    if world_size % config.model_parallel_size:
-        sizes = f"tensor × pipeline × context, {config.model_parallel_size}"
-        problems.append(f"--world-size is {world_size}, which is not a multiple of {sizes}.")
-    return problems
-
-
-def _experts(config: MegatronConfig) -> MoeSizes | None:
-    return moe_sizes(read_hf_config(config.hf_checkpoint))
-
-
-def _stage(config: MegatronConfig, world_size: int, index: int) -> Stage:
-    rank = index * world_size // config.pipeline_model_parallel_size
-    with fake_rank(config, world_size, rank) as parallel:
-        model = build_model(config.hf_checkpoint, config, parallel)
-        ddp = wrap(model.module, model.config, config)
-        gradients = sum(buffer.grad_data.nbytes for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers])
-        weights = [Weight(each.numel(), 1, not getattr(each, "allreduce", True)) for each in model.module.parameters()]
-        return _stage_of(config, world_size, index, Shard(weights, gradients), model.config)
-
-
 class Weight(NamedTuple):
-    """One weight, or the weights of several experts with the same role."""
+    """A weight of the whole model, or a rank's shard of it; with `copies` experts, the weights with the same role."""
 
+    rows: int
     size: int
     """Number of values."""
     copies: int
-    """Number of such weights."""
+    layer: int | None
+    """None for the embedding, the last norm and the output layer."""
+    is_embedding: bool
     is_expert: bool
+    is_sharded: bool
+    """Whether tensor-parallel ranks divide it."""
+
+    @property
+    def values(self) -> int:
+        """Number of values of all copies."""
+        return self.size * self.copies
 
 
-class Shard(NamedTuple):
-    """What one rank holds: weights, and the bytes of its gradient buffers."""
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """The weights of a whole model, from which the memory of any layout follows."""
 
-    weights: Sequence[Weight]
-    gradients: int
+    weights: tuple[Weight, ...]
+    transformer: TransformerConfig
+    tied: bool
 
+    @property
+    def total(self) -> int:
+        """The number of parameters of the model."""
+        return sum(weight.values for weight in self.weights)
 
-def _stage_of(
-    config: MegatronConfig, world_size: int, index: int, shard: Shard, transformer: TransformerConfig
-) -> Stage:
-    """The memory of a rank of stage `index`."""
-    itemsize, per_value = (4, 8) if config.precision == "fp32" else (2, 12)
-    optimizer = 0
-    for weight in shard.weights:
-        # context-parallel ranks share the optimizer state, too
-        repeats = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-        ranks = world_size // (config.expert_parallel_size if weight.is_expert else repeats)
-        optimizer += per_value * weight.size * weight.copies // (ranks if config.use_distributed_optimizer else 1)
-    stages = config.pipeline_model_parallel_size
-    held = copy.copy(transformer)
-    held.num_layers = transformer.num_layers // stages * (stages - index)
-    if config.precision != "fp32" and config.transformer_impl != "local" and held.num_moe_experts is None:
-        held.use_te_activation_func = False  # transformer-engine's layers save more
-    parameters = sum(weight.size * weight.copies for weight in shard.weights)
-    return Stage(
-        parameters=parameters,
-        weights=itemsize * parameters,
-        gradients=shard.gradients,
-        optimizer=optimizer,
-        temporary=itemsize * max(weight.size for weight in shard.weights),
-        per_token=bytes_per_token(held, 0, config.log_probs_chunk_size) + _backward_bytes(held),
-    )
+    def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
+        """The memory of one rank of each pipeline stage."""
+        pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+        per_stage = self.transformer.num_layers // pipeline
+        shards: list[list[Weight]] = [[] for _ in range(pipeline)]
+        for weight in self.weights:
+            first = pipeline - 1 if weight.layer is None else weight.layer // per_stage
+            if weight.is_embedding:
+                first = 0
+            size, copies = weight.size, weight.copies
+            if weight.is_expert:
+                size //= config.expert_tensor_parallel_size or tensor
+                copies //= config.expert_model_parallel_size
+            elif weight.is_sharded and weight.layer is None:  # the vocabulary is padded
+                size = -(-weight.rows // tensor) * (weight.size // weight.rows)
+            elif weight.is_sharded:
+                size //= tensor
+            for stage in {first, pipeline - 1} if weight.is_embedding and self.tied else {first}:
+                shards[stage].append(weight._replace(size=size, copies=copies))
+        return [self._stage(config, world_size, index, shard) for index, shard in enumerate(shards)]
+
+    def _stage(self, config: MegatronConfig, world_size: int, index: int, shard: Sequence[Weight]) -> Stage:
+        itemsize, per_value = (4, 8) if config.precision == "fp32" else (2, 12)
+        stages, transformer = config.pipeline_model_parallel_size, copy.copy(self.transformer)
+        transformer.tensor_model_parallel_size = config.tensor_model_parallel_size
+        transformer.sequence_parallel = config.sequence_parallel
+        transformer.num_layers = transformer.num_layers // stages * (stages - index)
+        if config.precision != "fp32" and config.transformer_impl != "local" and transformer.num_moe_experts is None:
+            transformer.use_te_activation_func = False  # transformer-engine's layers save more
+        optimizer = 0
+        for weight in shard:
+            # context-parallel ranks share the optimizer state, too
+            repeats = config.expert_parallel_size if weight.is_expert else config.tensor_model_parallel_size * stages
+            ranks = world_size // repeats if config.use_distributed_optimizer else 1
+            optimizer += per_value * weight.values // ranks
+        parameters = sum(weight.values for weight in shard)
+        return Stage(
+            parameters=parameters,
+            weights=itemsize * parameters,
+            gradients=4 * parameters,
+            optimizer=optimizer,
+            temporary=itemsize * max(weight.size for weight in shard),
+            per_token=bytes_per_token(transformer, 0, config.log_probs_chunk_size) + _backward_bytes(transformer),
+        )
 
 
 def _backward_bytes(config: TransformerConfig) -> int:
@@ -167,52 +154,16 @@ def _backward_bytes(config: TransformerConfig) -> int:
     return int(config.params_dtype.itemsize * 3 * (inner / config.tensor_model_parallel_size + config.hidden_size))
 
 
-class NamedWeight(NamedTuple):
-    """A weight of the whole model; an expert's weight stands for all experts of its layer."""
-
-    name: str
-    layer: int | None
-    weight: Weight
-    is_sharded: bool
-    """Whether tensor-parallel ranks divide it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Census:
-    """The weights of a whole model, from which the memory of any layout follows."""
-
-    weights: tuple[NamedWeight, ...]
-    transformer: TransformerConfig
-    tied: bool
-
-    @property
-    def total(self) -> int:
-        """The number of parameters of the model."""
-        return sum(each.weight.size * each.weight.copies for each in self.weights)
-
-    def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
-        """What `stages` builds, without building it; gradient buffers without padding."""
-        pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
-        per_stage = self.transformer.num_layers // pipeline
-        shards: list[list[Weight]] = [[] for _ in range(pipeline)]
-        for name, layer, whole, is_sharded in self.weights:
-            shard = whole._replace(size=whole.size // (tensor if is_sharded else 1))
-            if whole.is_expert:
-                ranks = config.expert_tensor_parallel_size or tensor
-                shard = Weight(whole.size // ranks, whole.copies // config.expert_model_parallel_size, True)
-            if layer is not None:
-                shards[layer // per_stage].append(shard)
-                continue
-            is_embedding = name.startswith("embedding.")
-            shards[0 if is_embedding else -1].append(shard)
-            if is_embedding and self.tied and pipeline > 1:
-                shards[-1].append(shard)
-        transformer = copy.copy(self.transformer)
-        transformer.tensor_model_parallel_size, transformer.sequence_parallel = tensor, config.sequence_parallel
-        return [
-            _stage_of(config, world_size, index, Shard(each, 4 * sum(w.size * w.copies for w in each)), transformer)
-            for index, each in enumerate(shards)
-        ]
+@contextmanager
+def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterator[Parallel]:
+    """One of `world_size` ranks, without the others; its collectives do nothing, its tensors have no memory."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        parallel = initialize(replace(config, transformer_impl=None))  # transformer-engine cannot be built on the CPU
+        with FakeTensorMode():
+            yield parallel
+    finally:
+        shut_down()
 
 
 def census(config: MegatronConfig) -> Census:
@@ -228,15 +179,34 @@ def census(config: MegatronConfig) -> Census:
         expert_tensor_parallel_size=None if moe is None else 1,
         sequence_parallel=False,
     )
-    with fake_rank(alone, experts, 0) as parallel:
+    with fake_rank(alone, experts) as parallel:
         model = build_model(alone.hf_checkpoint, alone, parallel)
         weights = []
         for name, parameter in model.module.named_parameters():
             is_expert = not getattr(parameter, "allreduce", True)
-            layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
-            weight = Weight(parameter.numel(), experts if is_expert else 1, is_expert)
-            weights.append(NamedWeight(name, layer, weight, getattr(parameter, "tensor_model_parallel", False)))
+            weight = Weight(
+                rows=len(parameter),
+                size=parameter.numel(),
+                copies=experts if is_expert else 1,
+                layer=int(name.split(".")[2]) if name.startswith("decoder.layers.") else None,
+                is_embedding=name.startswith("embedding."),
+                is_expert=is_expert,
+                is_sharded=getattr(parameter, "tensor_model_parallel", False),
+            )
+            weights.append(weight)
         return Census(weights=tuple(weights), transformer=model.config, tied=bool(model.hf_config.tie_word_embeddings))
+
+
+def _experts(config: MegatronConfig) -> MoeSizes | None:
+    return moe_sizes(read_hf_config(config.hf_checkpoint))
+
+
+def _problems(config: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int) -> list[str]:
+    problems = [*layout_problems(config, model, moe, world_size)]
+    if world_size % config.model_parallel_size:
+        sizes = f"tensor × pipeline × context, {config.model_parallel_size}"
+        problems.append(f"--world-size is {world_size}, which is not a multiple of {sizes}.")
+    return problems
 
 
 def smallest_layout(
@@ -292,7 +262,10 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf, moe = read_hf_config(config.hf_checkpoint), _experts(config)
-    ranks, whole = stages(config, world_size), census(config)
+    if problems := _problems(config, read_model_config(config.hf_checkpoint), moe, world_size):
+        raise ValueError(" ".join(problems))
+    whole = census(config)
+    ranks = whole.stages(config, world_size)
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
     update = whole.total * (4 if config.precision == "fp32" else 2)

@@ -10,35 +10,9 @@ from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_parti
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 
 
-def apart(lengths: list[int]) -> PrefixTree:
-    """Sequences that share nothing."""
-    return PrefixTree.apart(lengths, [1] * len(lengths))
-
-
 def test_fixed_partition() -> None:
     assert fixed_partition(5, 2) == [[0, 1], [2, 3], [4]]
     assert fixed_partition(3, None) == [[0, 1, 2]]
-
-
-def test_token_budget_packs_first_fit_decreasing() -> None:
-    # 7 | 6 3 | 5 4 of a budget of 9; the shorter ones go where they first fit.
-    assert token_budget_partitions([apart([3, 7, 4, 6, 5])], 9) == [[[1], [0, 3], [2, 4]]]
-
-
-@given(
-    st.integers(1, 3).flatmap(
-        lambda ranks: st.integers(1, 12).flatmap(
-            lambda n: st.lists(st.lists(st.integers(1, 50), min_size=n, max_size=n), min_size=ranks, max_size=ranks)
-        )
-    ),
-    st.integers(1, 120),
-)
-def test_every_sample_is_in_one_micro_batch_within_the_budget(lengths: list[list[int]], budget: int) -> None:
-    partitions = token_budget_partitions([apart(of_rank) for of_rank in lengths], budget)
-    assert len({len(partition) for partition in partitions}) == 1
-    for mine, partition in zip(lengths, partitions, strict=True):
-        assert sorted(i for bin in partition for i in bin) == list(range(len(mine)))
-        assert all(len(bin) == 1 or sum(mine[i] for i in bin) <= budget for bin in partition)
 
 
 def test_context_ranks_own_every_response_token_once() -> None:
@@ -109,64 +83,67 @@ def test_shards_of_runs_are_the_samples_in_their_order(size: int, groups: list[i
     assert unshard(shards, together) == samples
 
 
-def test_a_group_counts_its_prompt_once() -> None:
-    # 3 + 2 · 2 tokens each: two groups are 14 tokens, 20 if prompts counted for each sample
-    tokens = [[1, 1, 1, 5, 6], [1, 1, 1, 7, 8], [2, 2, 2, 5, 6], [2, 2, 2, 7, 8]]
-    tree = PrefixTree.of(tokens, [2] * 4)
-    assert token_budget_partitions([tree], 14) == [[[0, 1, 2, 3]]]
-    assert token_budget_partitions([tree], 13) == [[[0, 1], [2, 3]]]
-    assert token_budget_partitions([tree], 6) == [[[0], [1], [2], [3]]]
+Rows = list[list[int]]
+GROUPS = [[1, 1, 1, 5, 6], [1, 1, 1, 7, 8], [2, 2, 2, 5, 6], [2, 2, 2, 7, 8]]
+# The segments of a rollout share 12 tokens, and one has 1 more: 13 tokens are computed instead of 25.
+SEGMENTS = [[*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])]
+# Rollout 0 has two segments that share nothing, and the second begins as rollout 1 does.
+MIXED = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
 
 
-def test_a_group_over_the_budget_is_divided_into_samples() -> None:
-    tree = PrefixTree.of([[1, 1, 1, 5 + i, 6] for i in range(5)], [2] * 5)
-    assert token_budget_partitions([tree], 7) == [[[0, 1], [2, 3], [4]]]
-
-
-def test_shared_response_tokens_count_for_each_response() -> None:
-    tree = PrefixTree.of([[1, 5, 6, 7]] * 4, [3] * 4)
-    assert tree.tokens == 4
-    assert token_budget_partitions([tree], 6) == [[[0, 1], [2, 3]]]
+@pytest.mark.parametrize(
+    ("tokens", "responses", "rollouts", "budget", "expected"),
+    [
+        # 7 | 6 3 | 5 4 of a budget of 9; the shorter ones go where they first fit
+        pytest.param([[n] * n for n in (3, 7, 4, 6, 5)], [1] * 5, None, 9, [[1], [0, 3], [2, 4]], id="decreasing"),
+        # 3 + 2 · 2 tokens each: two groups are 14 tokens, 20 if prompts counted for each sample
+        pytest.param(GROUPS, [2] * 4, None, 14, [[0, 1, 2, 3]], id="two groups"),
+        pytest.param(GROUPS, [2] * 4, None, 13, [[0, 1], [2, 3]], id="a group each"),
+        pytest.param(GROUPS, [2] * 4, None, 6, [[0], [1], [2], [3]], id="a sample each"),
+        pytest.param(
+            [[1, 1, 1, 5 + i, 6] for i in range(5)], [2] * 5, None, 7, [[0, 1], [2, 3], [4]], id="a large group"
+        ),
+        # four tokens are computed, but each response counts
+        pytest.param([[1, 5, 6, 7]] * 4, [3] * 4, None, 6, [[0, 1], [2, 3]], id="equal responses"),
+        pytest.param(SEGMENTS, [2, 3, 2, 3], [0, 0, 1, 1], 26, [[0, 1, 2, 3]], id="shared segments of two rollouts"),
+        pytest.param(SEGMENTS, [2, 3, 2, 3], [0, 0, 1, 1], 25, [[0, 1], [2, 3]], id="shared segments of one rollout"),
+        pytest.param(MIXED, [1] * 4, [0, 0, 1, 2], 12, [[0, 1], [2, 3]], id="a rollout over the budget is alone"),
+        pytest.param(MIXED, [1] * 4, [0, 0, 1, 2], 21, [[0, 1, 2, 3]], id="different segments in one rollout"),
+    ],
+)
+def test_micro_batches_by_hand(
+    tokens: Rows, responses: list[int], rollouts: list[int] | None, budget: int, expected: Rows
+) -> None:
+    tree = PrefixTree.of(tokens, responses)
+    assert token_budget_partitions([tree], budget, None if rollouts is None else [rollouts]) == [expected]
 
 
 def test_the_only_group_of_a_micro_batch_is_split_to_match_another_rank() -> None:
-    shared = PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)
-    first, second = token_budget_partitions([apart([9, 9, 9]), shared], 9)
+    trees = [PrefixTree.apart([9] * 3, [1] * 3), PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)]
+    first, second = token_budget_partitions(trees, 9)
     assert first == [[0], [1], [2]]
     assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
 
 
-def test_tokens_that_the_segments_of_a_rollout_share_count_once() -> None:
-    # The segments of a rollout share 12 tokens, and one has 1 more: 13 tokens are computed instead of 25.
-    tokens = [[*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])]
-    tree = PrefixTree.of(tokens, [2, 3, 2, 3])
-    assert tree.tokens == 26 and [load_of(tree, [0, 1]), load_of(tree, [0, 1, 2, 3])] == [13, 26]
-    assert token_budget_partitions([tree], 26, [[0, 0, 1, 1]]) == [[[0, 1, 2, 3]]]
-    assert token_budget_partitions([tree], 25, [[0, 0, 1, 1]]) == [[[0, 1], [2, 3]]]
-
-
-def test_the_segments_of_a_rollout_over_the_budget_are_together_and_alone() -> None:
-    # Rollout 0 has two segments that share nothing, and the second begins as rollout 1 does.
-    tokens = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
-    tree = PrefixTree.of(tokens, [1, 1, 1, 1])
-    assert token_budget_partitions([tree], 12, [[0, 0, 1, 2]]) == [[[0, 1], [2, 3]]]
-    assert token_budget_partitions([tree], 21, [[0, 0, 1, 2]]) == [[[0, 1, 2, 3]]]
-
-
-@given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=3), min_size=1, max_size=8
-    ),
-    st.integers(1, 60),
+rollouts_of_a_rank = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=3), min_size=1, max_size=8
 )
-def test_rollouts_are_whole_and_within_the_budget(drawn: list[list[tuple[int, int]]], budget: int) -> None:
-    tokens = [[*[prompt] * 9, *range(10, 10 + own)] for rollout in drawn for prompt, own in rollout]
-    responses = [own for rollout in drawn for _, own in rollout]
-    rollouts = [number for number, rollout in enumerate(drawn) for _ in rollout]
-    tree = PrefixTree.of(tokens, responses)
-    (partition,) = token_budget_partitions([tree], budget, [rollouts])
-    assert sorted(i for samples in partition for i in samples) == list(range(len(tokens)))
-    for samples in partition:
-        chosen = {rollouts[i] for i in samples}
-        assert samples == [i for i, number in enumerate(rollouts) if number in chosen]
-        assert len(chosen) == 1 or load_of(tree, samples) <= budget
+"""Each rollout's segments: the number of a prompt of nine tokens, and the length of a response."""
+
+
+@given(st.lists(rollouts_of_a_rank, min_size=1, max_size=3), st.integers(1, 60))
+def test_rollouts_are_whole_and_within_the_budget(ranks: list[list[Rows]], budget: int) -> None:
+    shortest = min(map(len, ranks))  # every rank gets the same number of rollouts
+    trees, numbers = [], []
+    for drawn in (rank[:shortest] for rank in ranks):
+        tokens = [[*[prompt] * 9, *range(10, 10 + own)] for rollout in drawn for prompt, own in rollout]
+        trees.append(PrefixTree.of(tokens, [own for rollout in drawn for _, own in rollout]))
+        numbers.append([number for number, rollout in enumerate(drawn) for _ in rollout])
+    partitions = token_budget_partitions(trees, budget, numbers)
+    assert len({len(partition) for partition in partitions}) == 1
+    for tree, rollouts, partition in zip(trees, numbers, partitions, strict=True):
+        assert sorted(i for samples in partition for i in samples) == list(range(len(tree)))
+        for samples in partition:
+            chosen = {rollouts[i] for i in samples}
+            assert samples == [i for i, number in enumerate(rollouts) if number in chosen]
+            assert len(chosen) == 1 or load_of(tree, samples) <= budget

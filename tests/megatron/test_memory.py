@@ -25,6 +25,7 @@ SMOLLM2 = {
     "tensor_model_parallel_size": 1,
     "sequence_parallel": False,
     "recompute_granularity": None,
+    "qk_layernorm": False,
     "use_te_activation_func": True,
 }
 HEAD = 12 * 576
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "tensor": (TENSOR, 49152, -1, 4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152),
     "tensor and sequence": (TENSOR | {"sequence_parallel": True}, 0, -1, 2 * 30 * PER_LAYER + HEAD),
     "recomputation": ({"recompute_granularity": "full"}, 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD),
+    "norms of queries and keys": ({"qk_layernorm": True}, 0, -1, 4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD),
     "experts": (EXPERTS, 0, -1, 4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD),
 }
 

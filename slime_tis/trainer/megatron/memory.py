@@ -65,7 +65,9 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
 
     * Each layer saves for autograd: inputs and outputs of both norms (4 hidden vectors); queries, keys and values
       repeated for them, and the output of the attention twice (5 vectors of all queries);
-      keys and values (2); gate and up of the MLP (2 inner vectors; 4 for an expert; 5 with transformer-engine).
+      keys and values (2); with norms of queries and keys, whose inputs are views of queries, keys and values as they
+      leave their layer, these too; gate and up of the MLP (2 inner vectors; 4 for an expert; 5 with
+      transformer-engine).
     * With pipeline parallelism the first stage holds one micro-batch per stage, hence all layers' activations.
     * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32; their logits exist in small tiles.
     * Requested logits are one saved fp32 tensor, one that the loss gets, and two temporaries.
@@ -74,13 +76,14 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
     size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
     queries = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups * config.kv_channels
+    normed = queries + 2 * groups if config.qk_layernorm else 0
     inner = (2 if config.use_te_activation_func else 5) * config.ffn_hidden_size
     if config.num_moe_experts is not None:
         sparse = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
         inner = max(inner if 0 in config.moe_layer_freq else 0, 4 * sparse)
     per_layer = (
         4 * config.hidden_size / (tensor if config.sequence_parallel else 1)
-        + (5 * queries + 2 * groups + inner) / tensor
+        + (5 * queries + 2 * groups + normed + inner) / tensor
     )
     layers = config.num_layers * per_layer
     if config.recompute_granularity == "full":
