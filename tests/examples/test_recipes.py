@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,29 @@ from slime_tis.trainer.cli.arguments import configure
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
+SCRIPTS = [
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/*.s[hb]*")),
+    "tools/sglang_cpu/build.sh",
+    ".ci/run",
+]
+SBATCH = {
+    "job-name": r"\w+",
+    "nodes": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-node": r"\d+",
+    "time": r"(\d+-)?\d+:\d\d:\d\d",
+    "signal": r"(B:)?[A-Z]+@\d+",
+}
+"""Options of sbatch that the script uses, and their values as Slurm's manual defines them."""
+SRUN = 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"'
+"""Stand-in for srun: runs the command once, on this machine."""
+
 
 def command_line(recipe: str, *flags: str, **environment: str) -> list[str]:
     """What a recipe would pass to train.py."""
     found = subprocess.run(
-        ["bash", str(ROOT / recipe), *flags],
+        ["bash", recipe, *flags],
+        cwd=ROOT,
         env={"PATH": os.environ["PATH"], "LAUNCH": "printf %s\\n", **environment},
         capture_output=True,
         text=True,
@@ -95,10 +114,29 @@ def test_several_machines(files: dict[str, str]) -> None:
     assert found.sglang.sglang_sync_address == "10.0.0.1" and found.loop.num_rollout == 7
 
 
-def test_slurm_runs_the_recipe_of_several_machines() -> None:
+def test_slurm_runs_the_recipe_of_several_machines(files: dict[str, str], tmp_path: Path) -> None:
+    """sbatch reads `#SBATCH` lines up to the first command and refuses unknown options."""
     script = (ROOT / "examples/clusters/slurm.sbatch").read_text()
-    assert "bash examples/clusters/torchrun.sh" in script
-    subprocess.run(["bash", "-n", str(ROOT / "examples/clusters/slurm.sbatch")], check=True)
+    head, body = re.split(r"^(?=[^#\n])", script, maxsplit=1, flags=re.MULTILINE)
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", head, re.MULTILINE))
+    assert script.count("#SBATCH") == len(options) and options.keys() <= SBATCH.keys()
+    assert all(re.fullmatch(SBATCH[name], value) for name, value in options.items())
+    trainers = int(re.findall(r"^TRAINERS=(\d+)$", body, re.MULTILINE)[0])
+    assert 0 < trainers < int(options["nodes"]) and options["ntasks-per-node"] == "1"
+    assert f"--tp-size {options['gpus-per-node']} " in body
+    for name, command in (("scontrol", "printf 'node%s\\n' 1 2 3 4"), ("srun", SRUN)):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{command}\n")
+        (tmp_path / name).chmod(0o700)
+    slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[1-4]", "SGLANG_PYTHON": "true"}
+    found = configure(command_line("examples/clusters/slurm.sbatch", **slurm, **files), torchrun(8 * trainers))
+    assert found.sglang.sglang_url == ("http://node3:30000", "http://node4:30000")
+    assert found.sglang.sglang_sync_address == "node1"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=[script.rpartition("/")[2] for script in SCRIPTS])
+def test_shellcheck(script: str) -> None:
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+    subprocess.run([Path(sys.executable).with_name("shellcheck"), script], cwd=ROOT, check=True)
 
 
 def test_kubernetes_runs_the_same_recipe(files: dict[str, str]) -> None:
