@@ -9,12 +9,18 @@ Shapes: suffix _BT is [sequences, tokens], _B per sequence, _N per counted token
 
 import math
 from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.modes import LEVELS, Criterion
+
+Bounds = tuple[Tensor, Tensor]
+"""Lower and upper bound of each weight."""
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -49,61 +55,100 @@ def reference_correct(
     Raises:
         ValueError: if a token is not finite under the "raise" policy.
     """
-    # 1. Δ at valid tokens. 1e6 nats is an engine's way to write minus infinity; a NaN compares as false.
-    masked_in_BT = loss_mask != 0
-    difference_BT = train_log_probs - rollout_log_probs
-    finite_BT = masked_in_BT & (difference_BT.abs() < 1e6)
-    if config.nonfinite_policy == "raise" and (masked_in_BT & ~finite_BT).any():
-        raise ValueError("a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or neutral.")
-    valid_BT = masked_in_BT if config.nonfinite_policy == "neutral" else finite_BT
-    delta_BT = torch.where(finite_BT, difference_BT, 0.0)
-    # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
-    level_BT = aggregate(LEVELS[config.tis_level].aggregation, delta_BT, valid_BT, masked_in_BT)
-    raw_BT = level_BT.clamp(-20, 20).exp()
-    advantage_BT = torch.zeros_like(delta_BT) if advantages is None else advantages
-    advantage_B1 = torch.where(valid_BT, advantage_BT, 0.0).sum(1, keepdim=True)
-    bounds_BT = bounds_by_sign(config, advantage_BT if config.has_token_weights else advantage_B1.expand_as(raw_BT))
-    bounded_BT = bounded(config, raw_BT, *bounds_BT)
-    # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
-    factor = bounded_BT[weighed(config, valid_BT)].mean() if config.tis_batch_normalize else torch.ones(())
-    factor = torch.where(factor > 1e-8, factor, 1.0)
-    weights_BT = torch.where(valid_BT, bounded_BT / factor if config.use_tis else torch.ones_like(raw_BT), 0.0)
-    # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
-    current_BT = train_log_probs if current_log_probs is None else current_log_probs
-    anchor_BT = rollout_log_probs if config.divergence_mask_anchor == "rollout" else train_log_probs
-    criteria = {
-        f"{c.name}_": rejected_by_divergence(config, current_BT, anchor_BT, advantages, valid_BT)
-        if c.name == "divergence_mask"
-        else rejected_by(config, c, delta_BT, valid_BT, masked_in_BT)
-        for c in config.rejections
-    }
-    rejected_BT = torch.stack([torch.zeros_like(valid_BT), *criteria.values()]).any(0)
-    outside_BT = (bounded_BT == 0) & config.rejects_weights
-    trimmed_BT = valid_BT & (delta_BT.square() >= second_moment_limit(config, delta_BT[valid_BT]))
-    # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
-    low, high = config.rs_veto_threshold or 0.0, config.rs_veto_upper_threshold or math.inf
-    catastrophic_BT = valid_BT & ((delta_BT < _log(low)) | (delta_BT > _log(high)))
-    mask_BT = valid_BT & ~(rejected_BT | outside_BT | trimmed_BT | catastrophic_BT.any(1, keepdim=True))
-    if not config.touches_loss:
-        weights_BT, mask_BT = masked_in_BT.to(weights_BT.dtype), masked_in_BT
-
-    metrics = mismatch_metrics(train_log_probs, delta_BT, valid_BT, finite_BT, masked_in_BT)
-    if config.corrects and masked_in_BT.any():
-        metrics["gradient_kept_fraction"] = (mask_BT.sum() / masked_in_BT.sum()).item()
-    if not valid_BT.any():
-        return ReferenceCorrection(weights_BT, mask_BT, metrics)
+    x = correction_steps(config, train_log_probs, rollout_log_probs, loss_mask, current_log_probs, advantages)
+    metrics = mismatch_metrics(train_log_probs, x.delta, x.valid, x.finite, x.masked_in)
+    if config.corrects and x.masked_in.any():
+        metrics["gradient_kept_fraction"] = (x.mask.sum() / x.masked_in.sum()).item()
+    if not x.valid.any():
+        return ReferenceCorrection(x.weights, x.mask, metrics)
     if config.use_tis:
-        sequence_bounds_B = bounds_by_sign(config, advantage_B1.squeeze(1))
-        metrics |= weight_metrics(config, level_BT, factor.item(), valid_BT, bounds_BT, sequence_bounds_B)
-    for name, by_criterion_BT in ({"": rejected_BT, **criteria} if criteria else {}).items():
-        metrics |= _shares(f"mis_rs_{name}{{}}masked_fraction", by_criterion_BT, valid_BT)
-    metrics |= bound_metrics(config, delta_BT, valid_BT) if config.adaptive else {}
+        metrics |= weight_metrics(config, x)
+    for name, rejected_BT in ({"": x.rejected, **x.criteria} if x.criteria else {}).items():
+        metrics |= _shares(f"mis_rs_{name}{{}}masked_fraction", rejected_BT, x.valid)
+    metrics |= bound_metrics(config, x.delta, x.valid) if config.adaptive else {}
     if config.vetoes:
-        token, sequence = _shares("{}", catastrophic_BT, valid_BT).values()
+        token, sequence = _shares("{}", x.catastrophic, x.valid).values()
         metrics |= {"mis_catastrophic_token_fraction": token, "mis_catastrophic_seq_fraction": sequence}
     if config.rs_second_moment_bound is not None:
-        metrics["mis_second_moment_masked_fraction"] = (trimmed_BT.sum() / valid_BT.sum()).item()
-    return ReferenceCorrection(weights_BT, mask_BT, metrics)
+        metrics["mis_second_moment_masked_fraction"] = (x.trimmed.sum() / x.valid.sum()).item()
+    return ReferenceCorrection(x.weights, x.mask, metrics)
+
+
+class Steps(NamedTuple):
+    """The steps from log-probs to weights and mask, [..., T] each."""
+
+    masked_in: Tensor
+    finite: Tensor
+    valid: Tensor
+    advantages: Tensor
+    delta: Tensor
+    level: Tensor
+    bounds: Bounds
+    factor: Tensor | float
+    """The mean weight, or 1 without normalisation."""
+    criteria: dict[str, Tensor]
+    """The tokens that each criterion rejects, by its name and an underscore."""
+    rejected: Tensor
+    trimmed: Tensor
+    catastrophic: Tensor
+    weights: Tensor
+    mask: Tensor
+
+
+def correction_steps(
+    config: RolloutCorrectionConfig,
+    train: Tensor,
+    rollout: Tensor,
+    loss_mask: Tensor,
+    current: Tensor | None,
+    advantages: Tensor | None,
+) -> Steps:
+    """The correction step by step, in the order of docs/math.md; `functional.correct` traces it."""
+    # 1. Δ at valid tokens. 1e6 nats is an engine's way to write minus infinity; a NaN compares as false.
+    masked_in = loss_mask != 0
+    difference = train - rollout
+    finite = masked_in & (difference.abs() < 1e6)
+    if config.nonfinite_policy == "raise" and (masked_in & ~finite).any():
+        raise ValueError("a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or neutral.")
+    valid = masked_in if config.nonfinite_policy == "neutral" else finite
+    delta = torch.where(finite, difference, 0.0)
+    # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
+    level = aggregate(LEVELS[config.tis_level].aggregation, delta, valid, masked_in)
+    raw = level.clamp(-20, 20).exp()
+    advantages = torch.zeros_like(delta) if advantages is None else advantages
+    bounds = bounds_by_sign(config, raw, advantages if config.has_token_weights else sequence_sum(advantages, valid))
+    weights = bounded(config, raw, *bounds)
+    # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
+    outside = (weights == 0) & config.rejects_weights
+    factor: Tensor | float = 1.0
+    if config.tis_batch_normalize:
+        counted = weighed(config, valid)
+        mean = torch.where(counted, weights, 0.0).sum() / counted.sum().clamp_min(1)
+        factor = torch.where(mean > 1e-8, mean, 1.0)
+    weights = torch.where(valid, weights / factor if config.use_tis else torch.ones_like(raw), 0.0)
+    # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
+    current = train if current is None else current
+    anchor = rollout if config.divergence_mask_anchor == "rollout" else train
+    criteria = {
+        f"{c.name}_": rejected_by(config, c, delta, valid, masked_in)
+        if c.mask is None
+        else rejected_by_divergence(config, current, anchor, advantages, valid)
+        for c in config.rejections
+    }
+    rejected = reduce(torch.logical_or, criteria.values(), torch.zeros_like(valid))
+    trimmed = torch.zeros_like(valid)
+    if config.rs_second_moment_bound is not None:
+        trimmed = valid & (delta.square() >= second_moment_limit(delta[valid], config.rs_second_moment_bound))
+    # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
+    low, high = config.rs_veto_threshold or 0.0, config.rs_veto_upper_threshold or math.inf
+    catastrophic = valid & ((delta < _log(low)) | (delta > _log(high)))
+    mask = valid & ~(rejected | outside | trimmed | catastrophic.any(-1, keepdim=True))
+    if not config.touches_loss:
+        weights, mask = masked_in.to(weights.dtype), masked_in
+    return Steps(
+        masked_in, finite, valid, advantages, delta, level, bounds, factor, criteria, rejected, trimmed, catastrophic,
+        weights, mask,
+    )  # fmt: skip
 
 
 def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor) -> Tensor:
@@ -126,16 +171,19 @@ def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Te
     return total_B1.expand_as(x_BT)
 
 
-Bounds = tuple[Tensor, Tensor]
-"""Lower and upper bound of each weight."""
+def sequence_sum(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
+    """Σ over the valid tokens of each sequence, [..., 1]."""
+    return torch.where(valid_BT, x_BT, 0.0).sum(-1, keepdim=True)
 
 
-def bounds_by_sign(config: RolloutCorrectionConfig, advantages: Tensor) -> Bounds:
-    """The bounds of the weights, others where A < 0; of the sum of A where a sequence has one weight."""
-    (low, high), (low_negative, high_negative) = config.is_bounds, config.is_bounds_negative
-    number = advantages.new_tensor
-    lower = torch.where(advantages < 0, number(low_negative), number(low))
-    return lower, torch.where(advantages < 0, number(high_negative), number(high))
+def bounds_by_sign(config: RolloutCorrectionConfig, weights: Tensor, advantages: Tensor) -> Bounds:
+    """The bounds of weights, others where A < 0; of the sum of A where a sequence has one weight."""
+    pairs = zip(config.is_bounds, config.is_bounds_negative, strict=True)
+    lower, upper = (
+        torch.where(advantages < 0, min(negative, LARGEST), torch.full_like(weights, min(bound, LARGEST)))
+        for bound, negative in pairs
+    )
+    return lower, upper
 
 
 def bounded(config: RolloutCorrectionConfig, raw_BT: Tensor, lower_BT: Tensor, upper_BT: Tensor) -> Tensor:
@@ -149,7 +197,7 @@ def bounded(config: RolloutCorrectionConfig, raw_BT: Tensor, lower_BT: Tensor, u
 
 def weighed(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
     """Where a weight is counted: at every valid token, or at one of each sequence that has one weight."""
-    return valid_BT if config.has_token_weights else valid_BT & (valid_BT.cumsum(1) == 1)
+    return valid_BT if config.has_token_weights else valid_BT & (valid_BT.cumsum(-1) == 1)
 
 
 def rejected_by(
@@ -176,7 +224,7 @@ def rejected_by_divergence(
     config: RolloutCorrectionConfig,
     current_BT: Tensor,
     anchor_BT: Tensor,
-    advantages_BT: Tensor | None,
+    advantages_BT: Tensor,
     valid_BT: Tensor,
 ) -> Tensor:
     """Valid tokens that the divergence mask rejects: |π − μ|, KL(μ ‖ π), or the larger KL of both directions.
@@ -194,12 +242,11 @@ def rejected_by_divergence(
     divergence_BT = kinds[config.divergence_mask or ""]
     bound, bound_negative = config.divergence_bounds
     if config.divergence_mask_direction == "away":
-        assert advantages_BT is not None
         bound_BT = torch.where(advantages_BT < 0, bound_negative, bound)
         return counts_BT & (divergence_BT > bound_BT) & (advantages_BT * (pi_BT - mu_BT) > 0)
     if config.divergence_mask_level == "token":
         return counts_BT & (divergence_BT > bound)
-    mean_B1 = torch.where(counts_BT, divergence_BT, 0.0).sum(1, keepdim=True) / valid_BT.sum(1, keepdim=True)
+    mean_B1 = sequence_sum(divergence_BT, counts_BT) / valid_BT.sum(-1, keepdim=True)
     return valid_BT & (mean_B1 > bound)
 
 
@@ -223,13 +270,11 @@ def adaptive_bounds(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT:
     return k3, scores[len(scores) - 1 - rejected] * (1 + 1e-5) if scores else math.inf, median
 
 
-def second_moment_limit(config: RolloutCorrectionConfig, delta_N: Tensor) -> float:
+def second_moment_limit(delta_N: Tensor, bound: float) -> float:
     """min {v : mean(Δ² ≤ v) > bound}, +inf without such v."""
-    if config.rs_second_moment_bound is None:
-        return math.inf
     squares_N = delta_N.double().square().sort().values
     counts_N = torch.arange(1, len(squares_N) + 1, device=squares_N.device)
-    beyond_N = squares_N[squares_N.cumsum(0) / counts_N > config.rs_second_moment_bound]
+    beyond_N = squares_N[squares_N.cumsum(0) / counts_N > bound]
     return beyond_N[0].item() if len(beyond_N) else math.inf
 
 
@@ -273,21 +318,15 @@ def mismatch_metrics(
     }
 
 
-def weight_metrics(
-    config: RolloutCorrectionConfig,
-    level_BT: Tensor,
-    factor: float,
-    valid_BT: Tensor,
-    bounds_BT: Bounds,
-    sequence_bounds_B: Bounds,
-) -> dict[str, float]:
+def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float]:
     """The weights before and after the mode, and the mean weights of sequences before batch normalisation."""
+    level_BT, valid_BT, factor = x.level, x.valid, float(x.factor)
     raw_BT = level_BT.clamp(-20, 20).exp()
-    bounded_BT = bounded(config, raw_BT, *bounds_BT)
+    bounded_BT = bounded(config, raw_BT, *x.bounds)
     counted_BT = weighed(config, valid_BT)
     raw_N, weight_N = raw_BT[counted_BT], bounded_BT[counted_BT]
     before_N = raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()
-    lower_N, upper_N = (bound_BT[counted_BT] for bound_BT in bounds_BT)
+    lower_N, upper_N = (bound_BT[counted_BT] for bound_BT in x.bounds)
     high, low = (raw_N > upper_N).double().mean().item(), (raw_N < lower_N).double().mean().item()
     square = weight_N.square().mean().item()
     metrics = {
@@ -307,9 +346,8 @@ def weight_metrics(
         return metrics
     nonempty_B = valid_BT.any(1)
     n_N = valid_BT.sum(1)[nonempty_B]
-    raw_mean_N = torch.where(valid_BT, raw_BT, 0.0).sum(1)[nonempty_B] / n_N
-    mean_N = torch.where(valid_BT, bounded_BT, 0.0).sum(1)[nonempty_B] / n_N
-    lower_N, upper_N = (bound_B[nonempty_B] for bound_B in sequence_bounds_B)
+    raw_mean_N, mean_N = (sequence_sum(w_BT, valid_BT).squeeze(1)[nonempty_B] / n_N for w_BT in (raw_BT, bounded_BT))
+    lower_N, upper_N = bounds_by_sign(config, raw_mean_N, sequence_sum(x.advantages, valid_BT).squeeze(1)[nonempty_B])
     return metrics | {
         "mis_seq_weight_mean": mean_N.mean().item(),
         "mis_seq_weight_std": mean_N.std(correction=0).item(),

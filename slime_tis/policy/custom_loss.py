@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 class ObjectiveFunctions:
     """The user's functions for the objective; None for unset options."""
 
-    args: Namespace
+    args: Namespace = field(default_factory=Namespace)
     """Options of the program."""
     loss: Function | None = None
     reducer: Function | None = None

@@ -16,19 +16,6 @@ from slime_tis.policy.tokens import ResponseTokens
 from slime_tis.user_functions.tensors import call_custom_tis, check_metric_names
 
 
-@dataclass(frozen=True, kw_only=True)
-class CustomTisOutputs:
-    """The results of a custom function for a micro-batch."""
-
-    loss_L: Tensor
-    mask_L: Tensor
-    """bool, accepted tokens."""
-    accepted_per_sequence: Tensor
-    """[S] float64, over whole sequences."""
-    metrics: dict[str, Tensor]
-    """[L] each."""
-
-
 @dataclass(kw_only=True)
 class CustomTis:
     """The calls of a user's function in one optimizer step, micro-batch by micro-batch."""
@@ -50,10 +37,11 @@ class CustomTis:
         log_probs_L: Tensor,
         train_log_probs_L: Tensor,
         global_batch: GlobalBatch,
-    ) -> CustomTisOutputs:
-        """Returns the function's results for a micro-batch; raises CustomFunctionError for invalid ones.
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Returns the function's loss [L], accepted tokens bool [L], their number per sequence [S] and metrics [L].
 
         `loss_L` has a gradient, `log_probs_L` is log π_θ, and `train_log_probs_L` is log π_train, the numerator.
+        Raises CustomFunctionError for invalid results.
         """
         assert tokens.advantages_L is not None
         lengths = tokens.lengths
@@ -78,9 +66,5 @@ class CustomTis:
         )
         self.metric_names.append(sorted(metrics))
         check_metric_names(self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch")
-        return CustomTisOutputs(
-            loss_L=new_loss_L,
-            mask_L=torch.cat(tokens.slices.slice_list(masks)) > 0,
-            accepted_per_sequence=torch.stack([(mask > 0).sum() for mask in masks]).double(),
-            metrics=metrics,
-        )
+        accepted_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
+        return new_loss_L, torch.cat(tokens.slices.slice_list(masks)) > 0, accepted_S, metrics

@@ -33,6 +33,11 @@ class TokenLossInputs:
     """bool, tokens of a large covariance, for clip_cov and kl_cov."""
 
     @property
+    def policies(self) -> tuple[Tensor, Tensor, Tensor]:
+        """log π_θ, log π_old and the advantages as arguments of a loss."""
+        return self.log_probs_L, self.old_log_probs_L, self.advantages_L
+
+    @property
     def clip_range(self) -> dict[str, float]:
         """ε_low and ε_high as arguments of a loss."""
         return {"clip_low": self.config.eps_clip, "clip_high": self.config.clip_high}
@@ -318,27 +323,17 @@ def _unclipped(loss_L: Tensor) -> tuple[Tensor, Tensor]:
 
 
 LOSSES: dict[str, TokenLoss] = {
-    "ppo": lambda x: ppo_clip(
-        x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range, dual_clip=x.config.eps_clip_c
-    ),
+    "ppo": lambda x: ppo_clip(*x.policies, **x.clip_range, dual_clip=x.config.eps_clip_c),
     "gspo": lambda x: gspo(
         x.log_probs_L,
         x.over_sequence((x.log_probs_L - x.old_log_probs_L).detach(), mean=True),
         x.advantages_L,
         **x.clip_range,
     ),
-    "cispo": lambda x: cispo(x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range),
-    "aspo": lambda x: aspo(
-        x.log_probs_L, x.old_log_probs_L, x.advantages_L, **x.clip_range, dual_clip=x.config.eps_clip_c
-    ),
+    "cispo": lambda x: cispo(*x.policies, **x.clip_range),
+    "aspo": lambda x: aspo(*x.policies, **x.clip_range, dual_clip=x.config.eps_clip_c),
     "sapo": lambda x: _unclipped(
-        sapo(
-            x.log_probs_L,
-            x.old_log_probs_L,
-            x.advantages_L,
-            tau_positive=x.config.sapo_tau_pos,
-            tau_negative=x.config.sapo_tau_neg,
-        )
+        sapo(*x.policies, tau_positive=x.config.sapo_tau_pos, tau_negative=x.config.sapo_tau_neg)
     ),
     "vespo": lambda x: _unclipped(
         vespo(
@@ -347,13 +342,11 @@ LOSSES: dict[str, TokenLoss] = {
             x.advantages_L,
         )
     ),
-    "clip_cov": lambda x: clip_cov(x.log_probs_L, x.old_log_probs_L, x.advantages_L, x.selected_L, **x.clip_range),
-    "kl_cov": lambda x: _unclipped(
-        kl_cov(x.log_probs_L, x.old_log_probs_L, x.advantages_L, x.selected_L, coef=x.config.kl_cov_coef)
-    ),
+    "clip_cov": lambda x: clip_cov(*x.policies, x.selected_L, **x.clip_range),
+    "kl_cov": lambda x: _unclipped(kl_cov(*x.policies, x.selected_L, coef=x.config.kl_cov_coef)),
     "experimental_ctpo": ctpo,
     "experimental_cppo": cppo,
-    "dro": lambda x: _unclipped(dro(x.log_probs_L, x.old_log_probs_L, x.advantages_L, beta=x.config.dro_beta)),
+    "dro": lambda x: _unclipped(dro(*x.policies, beta=x.config.dro_beta)),
     "reinforce": lambda x: _unclipped(reinforce(x.log_probs_L, x.advantages_L)),
 }
 """Losses by their command-line name (--policy-loss)."""

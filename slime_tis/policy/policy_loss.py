@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,9 @@ from slime_tis.correction import (
     ResponseSlices,
     RolloutCorrectionConfig,
     Statistics,
-    TokenPassFunction,
     correct,
     interpolate_old_log_probs,
     off_policy_sequence_mask,
-    torch_token_pass,
 )
 from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
@@ -120,13 +119,8 @@ class LossStep:
     """A user's function instead of the library's correction."""
     custom_loss: CustomLoss | None = None
     """A user's function instead of the loss."""
-    functions: ObjectiveFunctions | None = None
-    """The user's other functions; None without any."""
-
-    @property
-    def token_pass(self) -> TokenPassFunction:
-        """The correction's pass over the tokens."""
-        return torch_token_pass if self.functions is None else self.functions.token_pass
+    functions: ObjectiveFunctions = field(default_factory=ObjectiveFunctions)
+    """The user's other functions."""
 
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
@@ -197,14 +191,16 @@ def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBat
     config, tokens, ranks = step.correction, inputs.tokens, step.global_batch.ranks
     old_L = old_log_probs(inputs, step)
     train_L = inputs.log_probs_L.detach() if config.use_rollout_logprobs else old_L
-    correction = _correct(
+    correction = correct(
         without_correction(config) if step.custom is not None else with_measured_weights(config),
-        tokens,
         train_L,
-        replace(step.global_batch, ranks=ranks.with_slices(tokens.slices)),
-        step.token_pass,
+        tokens.rollout_log_probs_L,
+        tokens.loss_mask_L,
+        lengths=tokens.lengths,
         current_log_probs=inputs.log_probs_L,
         advantages=tokens.advantages_L,
+        global_batch=replace(step.global_batch, ranks=ranks.with_slices(tokens.slices)),
+        token_pass=step.functions.token_pass,
     )
     mask_S = None
     if step.policy.use_opsm:
@@ -236,7 +232,7 @@ def objective(
             tokens = replace(tokens, loss_mask_N=whole_mask(tokens, losses.mask_L, step))
         loss, metrics = step.custom_loss(tokens, weights_L, inputs.sequences, inputs.logits, reduction.sum)
         return loss, replace(sums, terms=replace(sums.terms, pg_loss=loss.detach().double()), custom=metrics)
-    if step.functions is None or step.functions.reducer is None:
+    if step.functions.reducer is None:
         objective_L = terms.pg_loss - policy.entropy_coef * terms.entropy_loss + policy.kl_loss_coef * terms.kl_loss
         return reduction.sum(objective_L), sums
     loss = reduced_loss(
@@ -321,17 +317,16 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
     )
     custom_metrics: dict[str, Tensor] = {}
     if step.custom is not None:
-        custom = step.custom(
+        custom_loss_L, *accepted, custom_metrics = step.custom(
             tokens,
             loss_L=loss_L,
             log_probs_L=log_probs_L,
             train_log_probs_L=corrected.train_log_probs_L,
             global_batch=step.global_batch,
         )
-        custom_metrics = custom.metrics
         if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
-            loss_L = custom.loss_L
-            mask_L, accepted_S = corrected.without_opsm(custom.mask_L, custom.accepted_per_sequence, tokens.lengths)
+            loss_L = custom_loss_L
+            mask_L, accepted_S = corrected.without_opsm(*accepted, tokens.lengths)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
     if policy.staleness_decay < 1:
@@ -430,27 +425,9 @@ def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
     if not step.correction.get_mismatch_metrics:
         return Statistics.empty(config, tokens.loss_mask_L.device)
     old_L = inputs.log_probs_L.detach() if tokens.old_log_probs_L is None else tokens.old_log_probs_L
-    return _correct(config, tokens, old_L, GlobalBatch(ranks=step.global_batch.ranks), step.token_pass).statistics
-
-
-def _correct(
-    config: RolloutCorrectionConfig,
-    tokens: ResponseTokens,
-    train_log_probs_L: Tensor,
-    global_batch: GlobalBatch,
-    token_pass: TokenPassFunction,
-    **policy: Tensor | None,
-) -> Correction[Tensor]:
-    return correct(
-        config,
-        train_log_probs_L,
-        tokens.rollout_log_probs_L,
-        tokens.loss_mask_L,
-        lengths=tokens.lengths,
-        global_batch=global_batch,
-        token_pass=token_pass,
-        **policy,
-    )
+    known, ranks = (tokens.rollout_log_probs_L, tokens.loss_mask_L), GlobalBatch(ranks=step.global_batch.ranks)
+    token_pass = step.functions.token_pass
+    return correct(config, old_L, *known, lengths=tokens.lengths, global_batch=ranks, token_pass=token_pass).statistics
 
 
 def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
@@ -473,16 +450,10 @@ def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionC
 
 def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
     """The same configuration with weights and rejection off: statistics alone."""
-    return replace(
-        config,
-        use_tis=False,
-        use_rs=False,
-        rs_z_score=None,
-        rs_target_fraction=None,
-        rs_veto_threshold=None,
-        rs_veto_upper_threshold=None,
-        rs_second_moment_bound=None,
-        divergence_mask=None,
-        rollout_rs=None,
-        rollout_rs_threshold=None,
+    off: dict[str, Any] = dict.fromkeys(
+        (
+            *("rs_z_score", "rs_target_fraction", "rs_veto_threshold", "rs_veto_upper_threshold"),
+            *("rs_second_moment_bound", "divergence_mask", "rollout_rs", "rollout_rs_threshold"),
+        )
     )
+    return replace(config, use_tis=False, use_rs=False, **off)

@@ -10,9 +10,7 @@ def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_ro
     With one step per rollout π_old is the policy of the training forward itself, detached; then only a correction
     that must know something of the global batch beforehand asks for the pass.
     """
-    if correction.use_rollout_logprobs or correction.old_logprobs == "interpolate":
-        return False
-    return needs_global_batch(correction) or correction.policy_loss in COVARIANCE_RULES or steps_per_rollout > 1
+    return old_policy_name(correction, steps_per_rollout) == "recomputed"
 
 
 def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> str:
@@ -21,7 +19,8 @@ def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int)
         return "rollout"
     if correction.old_logprobs == "interpolate":
         return "interpolated"
-    return "recomputed" if uses_recomputed_old_policy(correction, steps_per_rollout) else "current"
+    early = needs_global_batch(correction) or correction.policy_loss in COVARIANCE_RULES
+    return "recomputed" if early or steps_per_rollout > 1 else "current"
 
 
 def needs_old_log_probs(
@@ -55,5 +54,4 @@ def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int
     That is so with one optimizer step per rollout where π_old is the policy of that very step: recomputed, or this
     forward pass itself.
     """
-    of_training_engine = not correction.use_rollout_logprobs and correction.old_logprobs == "recompute"
-    return steps_per_rollout == 1 and of_training_engine
+    return steps_per_rollout == 1 and old_policy_name(correction, 1) in ("recomputed", "current")

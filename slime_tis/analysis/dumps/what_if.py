@@ -168,14 +168,14 @@ def _row_of_function(
     row = _row(name, CUSTOM_FUNCTION_CONFIG, batches, replace(step, custom=custom))
     row = replace(row, flags=f"--use-tis --custom-tis-function-path {path}")
     old_L = old_log_probs(inputs, step).detach()
-    outputs = CustomTis(function=function, args=args, seed=0)(
+    loss_L, mask_L, *_ = CustomTis(function=function, args=args, seed=0)(
         inputs.tokens,
         loss_L=torch.ones_like(old_L).requires_grad_() * 1,
         log_probs_L=inputs.log_probs_L,
         train_log_probs_L=old_L,
         global_batch=GlobalBatch(),
     )
-    weights = outputs.loss_L.detach()[outputs.mask_L & (inputs.tokens.loss_mask_L > 0)].double()
+    weights = loss_L.detach()[mask_L & (inputs.tokens.loss_mask_L > 0)].double()
     if not len(weights):
         return replace(row, ess=0.0, weight_mean=0.0, weight_max=0.0)
     square = len(weights) * weights.square().sum()
