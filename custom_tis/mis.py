@@ -21,8 +21,14 @@ import torch
 from torch import Tensor
 
 from slime_tis import AdaptiveBounds, Correction, GlobalBatch, RolloutCorrectionConfig, correct
-from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums
-from slime_tis.integrations.slime import ContextParallel, config_from_args, context_parallel, whole_masks
+from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums, perplexities
+from slime_tis.integrations.slime import (
+    GLOBAL_BATCH_OPTIONS,
+    ContextParallel,
+    config_from_args,
+    context_parallel,
+    whole_masks,
+)
 
 Spread = Callable[[Tensor], Tensor]
 
@@ -96,46 +102,28 @@ def compute_mis_weights_with_cp(
         ValueError: if an option asks for the global batch, and the trainer says nothing of it.
     """
     config, context = config_from_args(args), context_parallel(kwargs)
-    _check_global_batch(config, second_moment_limit, adaptive_bounds)
     slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
-    local_masks = slices.slice_list(loss_masks)
-    found = correct(
-        config,
-        train_log_probs,
-        rollout_log_probs,
-        local_masks,
-        current_log_probs=kwargs.get("log_probs"),
-        advantages=kwargs.get("advantages"),
-        global_batch=GlobalBatch(
-            ranks=context.ranks.with_slices(slices),
-            batch_norm_factor=batch_norm_factor,
-            second_moment_limit=second_moment_limit,
-            adaptive_bounds=adaptive_bounds,
-        ),
+    known = GlobalBatch(
+        ranks=context.ranks.with_slices(slices),
+        batch_norm_factor=batch_norm_factor,
+        second_moment_limit=second_moment_limit,
+        adaptive_bounds=adaptive_bounds,
     )
-    metrics = _metrics(config, found, (train_log_probs, rollout_log_probs, local_masks), context)
+    for name in config.batch_options:
+        if getattr(known, GLOBAL_BATCH_OPTIONS[name]) is None:
+            raise ValueError(
+                f"{name} is {getattr(config, name)} and goes by the global batch, but this trainer calls with "
+                "micro-batches; leave it out, or train with train.py."
+            )
+    inputs = train_log_probs, rollout_log_probs, slices.slice_list(loss_masks)
+    policy: dict[str, Any] = {"current_log_probs": kwargs.get("log_probs"), "advantages": kwargs.get("advantages")}
+    found = correct(config, *inputs, **policy, global_batch=known)
+    metrics = _metrics(config, found, inputs, context)
     if config.use_tis:
         weights = torch.cat(found.weights)
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
     masks = whole_masks(found.mask, loss_masks, slices, context)
     return pg_loss, masks, {f"mis_{name}": values for name, values in metrics.items()}
-
-
-def _check_global_batch(
-    config: RolloutCorrectionConfig, second_moment_limit: Tensor | None, adaptive_bounds: AdaptiveBounds | None
-) -> None:
-    """Refuses options that go by the global batch where the trainer calls with micro-batches and says no more."""
-    known = {
-        "rs_second_moment_bound": second_moment_limit,
-        **dict.fromkeys(("rs_z_score", "rs_target_fraction"), adaptive_bounds),
-    }
-    for name, value_of_batch in known.items():
-        value = getattr(config, name)
-        if value is not None and value_of_batch is None:
-            raise ValueError(
-                f"{name} is {value} and goes by the global batch, but this trainer calls with micro-batches; leave it "
-                f"out, or train with train.py."
-            )
 
 
 @torch.no_grad()
@@ -193,18 +181,10 @@ def _log_ratio(
 
 def _mismatch_metrics(sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
     n = (sums_S.masked_in - sums_S.nonfinite).clamp_min(1)  # a neutral token has no log-prob
-    training, difference = -sums_S.train / n, -sums_S.log_ratio / n
-    rollout = training - difference
     return {
-        "training_log_ppl": spread(training),
-        "training_ppl": spread(_exp(training)),
-        "rollout_log_ppl": spread(rollout),
-        "rollout_ppl": spread(_exp(rollout)),
+        **{name: spread(values_S) for name, values_S in vars(perplexities(sums_S)).items()},
         "kl": -log_ratio,
         "k3_kl": (log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() - log_ratio).clamp_min(0),
-        "log_ppl_diff": spread(difference),
-        "log_ppl_abs_diff": spread(difference.abs()),
-        "ppl_ratio": spread(_exp(difference)),
         "chi2_token": spread((sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1) / n),
         "chi2_seq": spread(_exp(sums_S.log_ratio).square() - 1),
     }

@@ -36,13 +36,7 @@ def correct(
     Raises:
         ValueError: an option needs the values of the batch, or advantages are missing.
     """
-    needs_values = {
-        "rs_z_score": config.rs_z_score is not None,
-        "rs_target_fraction": config.rs_target_fraction is not None,
-        "rs_second_moment_bound": config.rs_second_moment_bound is not None,
-        "nonfinite_policy": config.nonfinite_policy == "raise",
-    }
-    wrong = [name for name, is_on in needs_values.items() if is_on]
+    wrong = config.batch_options + ["nonfinite_policy"] * (config.nonfinite_policy == "raise")
     if wrong:
         raise ValueError(f"{', '.join(wrong)} needs the values of the batch; call slime_tis.correct instead.")
     if config.needs_advantages and advantages is None:

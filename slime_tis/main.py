@@ -17,11 +17,15 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import slime_tis
 from slime_tis.terminal import protect_output
+
+TRAINING_COMMANDS = ("demo", "port", "plan")
+"""Commands that need the extra `train`; the others need `analysis`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(chosen)
         sys.stdout.flush()  # a full disk is an error of this command, not of the interpreter's exit
     except ModuleNotFoundError as error:
-        extra = "train" if chosen.command in ("demo", "port", "plan") else "analysis"
+        extra = "train" if chosen.command in TRAINING_COMMANDS else "analysis"
         return _package_is_missing(error, f"slime-tis {chosen.command}", extra)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -137,73 +141,66 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("train", help="train; `slime-tis train --help` lists the flags")
 
-    text = "train a tiny model for a minute and write a report on its mismatch"
-    demo = commands.add_parser("demo", help=text, description=f"{text.capitalize()}. Needs the extra train.")
-    demo.add_argument("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
+    def command(name: str, text: str, details: str = "", **options: Any) -> Callable[..., object]:
+        """Adds a command; returns the function that adds its arguments."""
+        extra = "train" if name in TRAINING_COMMANDS else "analysis"
+        description = f"{text.capitalize()}{details}. Needs the extra {extra}."
+        return commands.add_parser(name, help=text, description=description, **options).add_argument
 
-    text = "print a launch script of slime in the flags of train.py, without running it"
-    port = commands.add_parser("port", help=text, description=f"{text.capitalize()}. Needs the extra train.")
-    port.add_argument("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
+    add = command("demo", "train a tiny model for a minute and write a report on its mismatch")
+    add("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
 
-    text = "print the memory of each rank for a model and a layout, without weights and without a GPU"
-    plan = commands.add_parser(
+    add = command("port", "print a launch script of slime in the flags of train.py, without running it")
+    add("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
+
+    add = command(
         "plan",
+        "print the memory of each rank for a model and a layout, without weights and without a GPU",
+        ", from the config.json in --hf-checkpoint DIR",
         usage="slime-tis plan --world-size N [--gpu-memory GIB] [--bandwidth GB/S] FLAGS OF train.py",
-        help=text,
-        description=f"{text.capitalize()}, from the config.json in --hf-checkpoint DIR. Needs the extra train.",
         allow_abbrev=False,
     )
-    plan.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-    plan.add_argument(
-        "--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of a GPU (default %(default)g)"
-    )
+    add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    add("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of a GPU (default %(default)g)")
     bandwidth = "GB/s from training to rollout, for the time of a weight update (default %(default)g)"
-    plan.add_argument("--bandwidth", type=float, default=25.0, metavar="GB/S", help=bandwidth)
+    add("--bandwidth", type=float, default=25.0, metavar="GB/S", help=bandwidth)
 
     dumps = "directory of a run, or dumps of tokens: a file or a directory"
-    text = "write one HTML file on a run or on dumps of its tokens"
-    report = commands.add_parser("report", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
-    report.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
+    add = command("report", "write one HTML file on a run or on dumps of its tokens")
+    add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
     several = "several in one file; runs that differ in seeds form a group"
-    report.add_argument("--compare", nargs="+", metavar="RUN_OR_DUMP", help=several)
+    add("--compare", nargs="+", metavar="RUN_OR_DUMP", help=several)
     out = "file to write (default RUN/report.html); a report is replaced"
-    report.add_argument("--out", default="", metavar="FILE", help=out)
-    report.add_argument("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
-    report.add_argument("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
+    add("--out", default="", metavar="FILE", help=out)
+    add("--json", action="store_true", help="print the numbers as JSON; a page only with --out")
+    add("--hf-checkpoint", default="", metavar="DIR", help="directory of the tokenizer")
 
-    text = "name the causes of the mismatch between training and rollout"
-    diagnose = commands.add_parser("diagnose", help=text, description=f"{text.capitalize()}. Needs the extra analysis.")
-    diagnose.add_argument("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
-    demo_help = (
-        "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default slime-tis-diagnosis), and find it"
-    )
-    diagnose.add_argument("--demo", action="store_true", help=demo_help)
+    add = command("diagnose", "name the causes of the mismatch between training and rollout")
+    add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
+    demo = "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default slime-tis-diagnosis), and find it"
+    add("--demo", action="store_true", help=demo)
     model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
-    diagnose.add_argument("--hf-checkpoint", default="", metavar="DIR", help=model)
+    add("--hf-checkpoint", default="", metavar="DIR", help=model)
     other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
-    diagnose.add_argument("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
-    diagnose.add_argument("--json", action="store_true", help="print JSON")
+    add("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
+    add("--json", action="store_true", help="print JSON")
     two = "name the differences between two: options, precisions, size and cause of the mismatch"
-    diagnose.add_argument("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
+    add("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
     limits = "exit with status 1 above a limit on the dump: k3=X, abs=X (mean abs(Δ)), cause (any but healthy)"
-    diagnose.add_argument("--fail-on", default="", metavar="LIMITS", help=limits)
+    add("--fail-on", default="", metavar="LIMITS", help=limits)
 
-    text = "print the correction that the comparison study supports for a mismatch"
-    recommend = commands.add_parser(
-        "recommend", help=text, description=f"{text.capitalize()}. Needs the extra analysis."
-    )
-    recommend.add_argument("path", metavar="RUN_OR_DUMP", help=dumps)
+    add = command("recommend", "print the correction that the comparison study supports for a mismatch")
+    add("path", metavar="RUN_OR_DUMP", help=dumps)
 
-    text = "print what corrections would have done to the tokens of a dump"
-    what_if = commands.add_parser(
+    add = command(
         "what-if",
+        "print what corrections would have done to the tokens of a dump",
+        ": of every preset, or of the flags",
         usage="slime-tis what-if [-h] RUN_OR_DUMP [FLAGS OF A CORRECTION]",
-        help=text,
-        description=f"{text.capitalize()}: of every preset, or of the flags. Needs the extra analysis.",
     )
-    what_if.add_argument("dump", metavar="RUN_OR_DUMP", help=dumps)
+    add("dump", metavar="RUN_OR_DUMP", help=dumps)
     flags = "as train.py takes them, e.g. --use-tis --tis-level sequence, or --rollout-correction-preset NAME"
-    what_if.add_argument("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help=flags)
+    add("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help=flags)
     return parser
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slime_tis.correction.modes import CRITERIA, LEVELS, MODES, Criterion, parse_criteria
     from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
     from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds
+    from slime_tis.correction.sequence_pass import perplexities
     from slime_tis.correction.sums import SequenceSums
     from slime_tis.correction.token_pass import TokenPassFunction, torch_token_pass
 
@@ -54,6 +55,7 @@ __all__ = [
     "interpolate_old_log_probs",
     "off_policy_sequence_mask",
     "parse_criteria",
+    "perplexities",
     "response_slices",
     "torch_token_pass",
 ]
@@ -66,6 +68,7 @@ _MODULES = (
     "metrics",
     "rules",
     "sums",
+    "sequence_pass",
     "token_pass",
     "api",
     "reference",

@@ -213,8 +213,8 @@ def correct(
     if config.adaptive and global_batch.adaptive_bounds is None:
         global_batch = replace(global_batch, adaptive_bounds=adaptive_bounds(config, [sums_S], ranks))
     sequences = sequence_pass(config, sums_S, global_batch.adaptive_bounds if config.adaptive else None)
-    statistics = _statistics(config, tokens, sequences)
-    scale = sequences.weight_S
+    statistics, scale = sequences.statistics, sequences.weight_S
+    _take_extremes(tokens, statistics)
     if config.use_tis and config.tis_batch_normalize:
         factor = global_batch.batch_norm_factor
         if factor is None:
@@ -283,18 +283,18 @@ def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, 
     return tuple(values.shape) if isinstance(values, Tensor) else [tuple(value.shape) for value in values]
 
 
-def _statistics(config: RolloutCorrectionConfig, tokens: list[TokenPass], sequences: SequencePass) -> Statistics:
-    """The statistics of the sequences, and the extremes of weights that differ from token to token."""
+def _take_extremes(tokens: list[TokenPass], statistics: Statistics) -> None:
+    """Completes the statistics, in place, by the extremes of weights that differ from token to token."""
     extremes = [part.extremes for part in tokens if part.extremes is not None]
-    if extremes:
-        lowest, highest, weight, *smallest = torch.stack(extremes).unbind(1)
-        mins, maxs = (named(EXTREMES, values.unbind()) for values in (sequences.mins, sequences.maxs))
-        mins.ratio.copy_(lowest.amin())
-        maxs.ratio.copy_(highest.amax())
-        maxs.weight.copy_(weight.amax())
-        for values in smallest:
-            mins.weight.copy_(values.amin())
-    return Statistics(config=config, sums=sequences.sums, mins=sequences.mins, maxs=sequences.maxs)
+    if not extremes:
+        return
+    lowest, highest, weight, *smallest = torch.stack(extremes).unbind(1)
+    mins, maxs = (named(EXTREMES, values.unbind()) for values in (statistics.mins, statistics.maxs))
+    mins.ratio.copy_(lowest.amin())
+    maxs.ratio.copy_(highest.amax())
+    maxs.weight.copy_(weight.amax())
+    for values in smallest:
+        mins.weight.copy_(values.amin())
 
 
 def _finish(

@@ -11,7 +11,6 @@ from slime_tis.correction.modes import (
     MODES,
     SEQUENCE_LEVELS,
     Criterion,
-    DivergenceMask,
     Level,
     Mode,
     ModeName,
@@ -21,6 +20,10 @@ from slime_tis.limits import REJECTS, Limits, check_fields, flag, option
 
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")
+CUSTOM = "--custom-tis-function-path"
+weight_option = partial(correction_option, needs=("--use-tis",), suffices=(CUSTOM,))
+rejection_option = partial(correction_option, needs=("--use-rs",), suffices=(CUSTOM,))
+mask_option = partial(correction_option, needs=("--divergence-mask",))
 
 DivergenceName = Literal["binary_tv", "binary_kl", "binary_kl_max"]
 DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl": 0.05, "binary_kl_max": 0.1}
@@ -45,49 +48,41 @@ class RolloutCorrectionConfig:
 
     use_tis: bool = correction_option(False)
     """Multiply the loss by importance weights."""
-    tis_mode: ModeName = correction_option("truncate", needs=("--use-tis",), suffices=("--custom-tis-function-path",))
+    tis_mode: ModeName = weight_option("truncate")
     """truncate: min(w, upper); clip: clamp(w, lower, upper); mask: w inside the bounds, rejected outside."""
-    tis_level: Level = correction_option(
-        "token", needs=("--use-tis",), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
-    )
+    tis_level: Level = weight_option("token", suffices=("--use-rollout-logprobs", CUSTOM))
     """Log-ratio of a weight: of the token, sequence (sum), geometric (mean), prefix (sum up to the token), segment (sum
     over a turn)."""
-    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
-        None, needs=("--use-tis", "--use-rs"), suffices=("--custom-tis-function-path",)
-    )
+    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = weight_option(None, needs=("--use-tis", "--use-rs"))
     """Lower bound of the weight; 1/upper when unset, no lower bound when 0."""
-    tis_upper_bound: Annotated[float, Limits(gt=0, also=(math.inf,))] = correction_option(
-        2.0, needs=("--use-tis", "--use-rs"), suffices=("--use-rollout-logprobs", "--custom-tis-function-path")
+    tis_upper_bound: Annotated[float, Limits(gt=0, also=(math.inf,))] = weight_option(
+        2.0, needs=("--use-tis", "--use-rs"), suffices=("--use-rollout-logprobs", CUSTOM)
     )
     """Upper bound of the weight; inf for none."""
     tis_lower_bound_negative: Annotated[float | None, Limits(ge=0, hint="remove it for --tis-lower-bound")] = (
-        correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
+        weight_option(None)
     )
     """Lower bound at negative advantages; unset: tis_lower_bound."""
     tis_upper_bound_negative: Annotated[
         float | None, Limits(gt=0, also=(math.inf,), hint="remove it for --tis-upper-bound")
-    ] = correction_option(None, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
+    ] = weight_option(None)
     """Upper bound at negative advantages; unset: tis_upper_bound. For a sequence, the sum of its
     advantages decides."""
-    tis_batch_normalize: bool = correction_option(False, needs=("--use-tis",), suffices=("--custom-tis-function-path",))
+    tis_batch_normalize: bool = weight_option(False)
     """Divide the bounded weights by their mean over the global batch."""
     use_rs: bool = correction_option(False)
     """Reject tokens or sequences whose ratio is out of bounds."""
-    rs_level: Level = correction_option("token", needs=("--use-rs",), suffices=("--custom-tis-function-path",))
+    rs_level: Level = rejection_option("token")
     """Level of the rejected ratio, as tis_level."""
-    rs_lower_bound: Annotated[float | None, Limits(ge=0)] = correction_option(
-        None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
-    )
+    rs_lower_bound: Annotated[float | None, Limits(ge=0)] = rejection_option(None)
     """Lower bound for rejection; unset: 1/rs_upper_bound, or the weight's if both are unset; 0: none."""
-    rs_upper_bound: Annotated[float | None, Limits(gt=0)] = correction_option(
-        None, needs=("--use-rs",), suffices=("--custom-tis-function-path",)
-    )
+    rs_upper_bound: Annotated[float | None, Limits(gt=0)] = rejection_option(None)
     """Upper bound for rejection; unset: tis_upper_bound."""
-    rs_z_score: Annotated[float | None, Limits(gt=0)] = correction_option(None, needs=("--use-rs",))
+    rs_z_score: Annotated[float | None, Limits(gt=0)] = rejection_option(None, suffices=())
     """Reject sequences whose geometric ratio is outside exp(-k3 ± this·√(2·k3/n)), for example 3; replaces the bounds
     at level geometric or sequence."""
-    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = correction_option(
-        None, needs=("--use-rs",)
+    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = rejection_option(
+        None, suffices=()
     )
     """Reject this share of the global batch's sequences, by z-score; replaces the bounds."""
     rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = correction_option(None)
@@ -103,23 +98,21 @@ class RolloutCorrectionConfig:
     divergence_mask: DivergenceName | None = correction_option(None)
     """Mask tokens whose probability is far from the anchor's: binary_tv (difference), binary_kl (KL from the anchor) or
     binary_kl_max (larger direction)."""
-    divergence_mask_direction: Literal["away", "both"] = correction_option("away", needs=("--divergence-mask",))
+    divergence_mask_direction: Literal["away", "both"] = mask_option("away")
     """away: mask a token only if its advantage increases the divergence (DPPO); both: always."""
     divergence_mask_bound: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = (
-        correction_option(None, needs=("--divergence-mask",))
+        mask_option(None)
     )
     """Largest accepted divergence; unset: binary_tv 0.2, binary_kl 0.05, binary_kl_max 0.1."""
     divergence_mask_bound_negative: Annotated[
         float | None, Limits(gt=0, le=1_000, hint="remove it for --divergence-mask-bound")
-    ] = correction_option(None, needs=("--divergence-mask",))
+    ] = mask_option(None)
     """Bound at negative advantages; unset: divergence_mask_bound."""
-    divergence_mask_level: Literal["token", "sequence"] = correction_option("token", needs=("--divergence-mask",))
+    divergence_mask_level: Literal["token", "sequence"] = mask_option("token")
     """token, or sequence: mask sequences by their mean divergence, with direction both."""
-    divergence_mask_anchor: Literal["rollout", "old"] = correction_option("rollout", needs=("--divergence-mask",))
+    divergence_mask_anchor: Literal["rollout", "old"] = mask_option("rollout")
     """Anchor of the divergence."""
-    rejection_normalizer: Normalizer = correction_option(
-        "original", needs=REJECTS, suffices=("--use-opsm", "--custom-tis-function-path")
-    )
+    rejection_normalizer: Normalizer = correction_option("original", needs=REJECTS, suffices=("--use-opsm", CUSTOM))
     """Divisor of the loss after rejection: all tokens (original, slime) or accepted ones (kept, verl)."""
     nonfinite_policy: NonfinitePolicy = correction_option("reject")
     """If a log-prob is NaN, ±inf or missing: reject the token, use ratio 1 (neutral), or raise."""
@@ -260,21 +253,16 @@ class RolloutCorrectionConfig:
         criteria = parse_criteria(self.rollout_rs, self.rollout_rs_threshold)
         if self.divergence_mask is not None:
             bound, bound_negative = self.divergence_bounds
-            options = DivergenceMask(
+            is_away = self.divergence_mask_direction == "away"
+            criterion = Criterion(
+                name="divergence_mask",
+                aggregation="token" if self.divergence_mask_level == "token" else "mean",
+                divergence=self.divergence_mask,
+                upper=bound,
                 anchor=self.divergence_mask_anchor,
-                bound_negative=bound_negative if self.divergence_mask_direction == "away" else None,
+                bound_negative=bound_negative if is_away else None,
             )
-            aggregation = "token" if self.divergence_mask_level == "token" else "mean"
-            criteria += (
-                Criterion(
-                    name="divergence_mask",
-                    aggregation=aggregation,
-                    divergence=self.divergence_mask,
-                    lower=None,
-                    upper=bound,
-                    mask=options,
-                ),
-            )
+            criteria = (*criteria, criterion)
         if not self.use_rs:
             return criteria
         lower, upper = (None, math.inf) if self.adaptive else self.rs_bounds
@@ -292,6 +280,12 @@ class RolloutCorrectionConfig:
     def adaptive(self) -> bool:
         """Whether `rs_level` rejects by the length of a sequence and the noise of the global batch."""
         return self.rs_z_score is not None or self.rs_target_fraction is not None
+
+    @property
+    def batch_options(self) -> list[str]:
+        """The set options that need order statistics or means of the global batch's tokens or sequences."""
+        names = ("rs_z_score", "rs_target_fraction", "rs_second_moment_bound")
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def vetoes(self) -> bool:
@@ -358,36 +352,25 @@ _BYPASS: Preset = {"use_rollout_logprobs": True}
 _PURE_GRADIENT: Preset = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 _TOKEN_IS: Preset = {"use_tis": True, "tis_level": "token"}
 _SEQUENCE_IS: Preset = {"use_tis": True, "tis_level": "sequence"}
-_TOKEN_ICEPOP: Preset = {
-    **_TOKEN_IS,
-    "tis_mode": "mask",
-    "tis_lower_bound": 0.5,
-    "tis_upper_bound": 5.0,
-}
+_TOKEN_ICEPOP: Preset = {**_TOKEN_IS, "tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 5.0}
 # verl averages over the accepted tokens.
 _KEPT: Preset = {"rejection_normalizer": "kept"}
 _FIXED: Preset = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
 _GEOMETRIC_RS: Preset = {**_FIXED, **_KEPT}
+_SEQUENCE_RS: Preset = {**_FIXED, "rs_level": "sequence", "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **_KEPT}
 _ADAPTIVE_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
 _K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01, **_KEPT}
 _VETO: Preset = {"rs_veto_threshold": 1e-4}
 
-_DPPO: Preset = {
-    **_PURE_GRADIENT,
-    **_TOKEN_IS,
-    "tis_upper_bound": math.inf,
-}
+_UNBOUNDED: Preset = {**_TOKEN_IS, "tis_upper_bound": math.inf}
+_DPPO: Preset = {**_PURE_GRADIENT, **_UNBOUNDED}
+_BOTH: Preset = {"divergence_mask_direction": "both"}
 
 POLICY_PRESETS: dict[str, Preset] = {
     "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
     "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
-    "ipo": {
-        **_DPPO,
-        "divergence_mask": "binary_tv",
-        "divergence_mask_direction": "both",
-        "divergence_mask_bound": 0.1,
-    },
-    "kpop": {**_DPPO, "divergence_mask": "binary_kl_max", "divergence_mask_direction": "both"},
+    "ipo": {**_DPPO, **_BOTH, "divergence_mask": "binary_tv", "divergence_mask_bound": 0.1},
+    "kpop": {**_DPPO, **_BOTH, "divergence_mask": "binary_kl_max"},
     "topr": {
         **_PURE_GRADIENT,
         "use_tis": True,
@@ -404,14 +387,7 @@ default, DPPO's KL, prime-rl's IPO, and KPop), and TOPR as in verl#6986."""
 PRESETS: dict[str, Preset] = {
     "decoupled_token_is": _TOKEN_IS,
     "decoupled_seq_is": _SEQUENCE_IS,
-    "decoupled_seq_is_rs": {
-        **_SEQUENCE_IS,
-        "use_rs": True,
-        "rs_level": "sequence",
-        "rs_lower_bound": 0.5,
-        "rs_upper_bound": 2.0,
-        **_KEPT,
-    },
+    "decoupled_seq_is_rs": {**_SEQUENCE_IS, **_SEQUENCE_RS},
     "decoupled_geo_rs": {**_GEOMETRIC_RS, **_VETO},
     "ppo_is_bypass": {**_BYPASS, "tis_level": "token"},  # of the weights that are measured
     "pg_is": {**_PURE_GRADIENT, **_SEQUENCE_IS},
@@ -435,12 +411,7 @@ PRESETS: dict[str, Preset] = {
     "decoupled_geo_rs_token_tis_adaptive": {**_TOKEN_IS, **_ADAPTIVE_RS, **_VETO},
     "bypass_ppo_clip_geo_rs_adaptive": {**_BYPASS, **_ADAPTIVE_RS, **_VETO},
     **POLICY_PRESETS,
-    "seq_mask_tis": {
-        **_TOKEN_IS,
-        **_FIXED,
-        "rs_upper_bound": 1.002,
-        "tis_upper_bound": math.inf,
-    },
+    "seq_mask_tis": {**_UNBOUNDED, **_FIXED, "rs_upper_bound": 1.002},
 }
 """Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers;
 three with adaptive bounds; `POLICY_PRESETS`; and NeMo-RL's seq-mask-tis, the setting of MLPerf's GRPO benchmark."""

@@ -80,31 +80,13 @@ SEQUENCE_LEVELS = tuple(sorted(name for name, rule in LEVELS.items() if not rule
 TOKEN_AGGREGATIONS = tuple(rule.aggregation for rule in LEVELS.values() if rule.per_token)
 
 CRITERIA = {
-    "token_k1": ("token", "k1"),
-    "token_k2": ("token", "k2"),
-    "token_k3": ("token", "k3"),
-    "seq_sum_k1": ("sum", "k1"),
-    "seq_sum_k2": ("sum", "k2"),
-    "seq_sum_k3": ("sum", "k3"),
-    "seq_mean_k1": ("mean", "k1"),
-    "seq_mean_k2": ("mean", "k2"),
-    "seq_mean_k3": ("mean", "k3"),
-    "seq_max_k2": ("max", "k2"),
-    "seq_max_k3": ("max", "k3"),
+    **{f"token_{divergence}": ("token", divergence) for divergence in ("k1", "k2", "k3")},
+    **{f"seq_{kind}_{divergence}": (kind, divergence) for kind in ("sum", "mean") for divergence in ("k1", "k2", "k3")},
+    **{f"seq_max_{divergence}": ("max", divergence) for divergence in ("k2", "k3")},
     "seq_mean_error": ("mean", "error"),
 }
 """verl's names of a criterion, and NeMo-RL's error: how the divergence is aggregated, and which divergence
 (`rules.DIVERGENCES`)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivergenceMask:
-    """What a divergence mask compares."""
-
-    anchor: str
-    """rollout or old."""
-    bound_negative: float | None
-    """Bound at negative advantages, of a mask with direction away; None of a mask with direction both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +99,16 @@ class Criterion:
     """token, prefix or segment (a verdict per token); sum, mean or max (a verdict per sequence)."""
     divergence: str
     """k1 = Δ, bounded on the ratio exp(Δ); others are bounded above."""
-    lower: float | None
+    lower: float | None = None
     """Lower bound on the ratio (k1), 0 for none; None for other divergences."""
     upper: float
     """Upper bound: on the ratio for k1, on the divergence itself for others."""
     adaptive: bool = False
     """Whether `AdaptiveBounds` provides the bounds, instead of `lower` and `upper`."""
-    mask: "DivergenceMask | None" = None
-    """The options of the divergence mask, whose divergence compares the current policy with its anchor."""
+    anchor: str | None = None
+    """rollout or old, with which the divergence mask compares the current policy; None of other criteria."""
+    bound_negative: float | None = None
+    """Bound at negative advantages, of a divergence mask with direction away."""
 
     @property
     def log_bounds(self) -> tuple[float, float]:

@@ -131,7 +131,7 @@ def correction_steps(
     anchor = rollout if config.divergence_mask_anchor == "rollout" else train
     criteria = {
         f"{c.name}_": rejected_by(config, c, delta, valid, masked_in)
-        if c.mask is None
+        if c.anchor is None
         else rejected_by_divergence(config, current, anchor, advantages, valid)
         for c in config.rejections
     }

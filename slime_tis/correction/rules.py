@@ -61,23 +61,21 @@ def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> 
     With direction away D_t is 0 where the advantage does not push the policy further away, and at negative advantages
     it is scaled to the bound of positive ones.
     """
-    mask = criterion.mask
-    assert mask is not None
     current_RK = chunk.train_RK if chunk.current_RK is None else chunk.current_RK
-    anchor_RK = chunk.rollout_RK if mask.anchor == "rollout" else chunk.train_RK
+    anchor_RK = chunk.rollout_RK if criterion.anchor == "rollout" else chunk.train_RK
     counts_RK = (tokens.valid_RK > 0) & current_RK.isfinite() & anchor_RK.isfinite()
     log_p, log_q = (torch.where(counts_RK, values_RK, 0.0) for values_RK in (current_RK, anchor_RK))
     divergence_RK = BINARY_DIVERGENCES[criterion.divergence](log_p, log_q)
-    if mask.bound_negative is None:
+    if criterion.bound_negative is None:
         return divergence_RK
     assert chunk.advantage_RK is not None
-    scale_RK = torch.where(chunk.advantage_RK < 0, criterion.upper / mask.bound_negative, 1.0)
+    scale_RK = torch.where(chunk.advantage_RK < 0, criterion.upper / criterion.bound_negative, 1.0)
     return torch.where(chunk.advantage_RK * (log_p - log_q) > 0, divergence_RK * scale_RK, 0.0)
 
 
 def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
     """The per-token quantity of a criterion: L_t at the level for k1, else the divergence of the token."""
-    if criterion.mask is not None:
+    if criterion.anchor is not None:
         return divergence_statistic(criterion, tokens, chunk)
     if criterion.divergence == "k1" and criterion.per_token:
         return TOKEN_LEVELS[criterion.aggregation](tokens, chunk)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.metrics import Statistics
 from slime_tis.correction.modes import LEVELS
 from slime_tis.correction.ratio import LOG_RATIO_BOUND, indicator, safe_exp, sequence_log_weights, weight_bounds
 from slime_tis.correction.rules import AdaptiveBounds, sequence_accepted
@@ -41,12 +42,8 @@ class SequencePass:
     """1.0 where the sequence as a whole is accepted."""
     accepted_S: Tensor
     """Number of accepted tokens."""
-    sums: Tensor
-    """`BatchSums` as columns."""
-    mins: Tensor
-    """`Extremes` of per-sequence values as columns; +inf for per-token values."""
-    maxs: Tensor
-    """The same for the maxima, with −inf."""
+    statistics: Statistics
+    """Without the extremes of weights that differ from token to token."""
 
 
 def sequence_pass(
@@ -60,8 +57,7 @@ def sequence_pass(
         bounds: Of the global batch, where rejection is adaptive.
     """
     nonempty_S = (sums_S.valid > 0).to(torch.float64)
-    finite_S = sums_S.masked_in - sums_S.nonfinite  # a token that counts as ratio 1 (neutral) has no perplexity
-    measured_S = (finite_S > 0).to(torch.float64)
+    measured_S = (sums_S.masked_in > sums_S.nonfinite).to(torch.float64)
     log_weight_S, weight_S, weights, mean_weights = None, None, sums_S.weights, None
     if weights is not None:
         weights, mean_weights = _token_weights(config, sums_S, weights, nonempty_S)
@@ -76,7 +72,7 @@ def sequence_pass(
     if weight_S is not None and config.mode.rejects:
         accept_S = accept_S * indicator(torch.gt, weight_S, 0.0)
     accepted_S = accept_S * sums_S.accepted
-    perplexity = _perplexity(sums_S, finite_S, measured_S)
+    perplexity = perplexities(sums_S)
     ratio_of_sequence_S = _ratio(sums_S.log_ratio, SQUARED_EXPONENT) * nonempty_S
     terms_S = BatchSums(
         sequences=nonempty_S,
@@ -114,14 +110,19 @@ def sequence_pass(
         weight_S=weight_S,
         accept_S=accept_S,
         accepted_S=accepted_S,
-        sums=stacked(terms_S).sum(0),
-        mins=table.masked_fill(table.isnan(), torch.inf).amin(0),
-        maxs=table.masked_fill(table.isnan(), -torch.inf).amax(0),
+        statistics=Statistics(
+            config=config,
+            sums=stacked(terms_S).sum(0),
+            mins=table.masked_fill(table.isnan(), torch.inf).amin(0),
+            maxs=table.masked_fill(table.isnan(), -torch.inf).amax(0),
+        ),
     )
 
 
-def _perplexity(sums_S: SequenceSums[Tensor], finite_S: Tensor, measured_S: Tensor) -> PerplexitySums[Tensor]:
-    n_S = finite_S.clamp_min(1)
+def perplexities(sums_S: SequenceSums[Tensor]) -> PerplexitySums[Tensor]:
+    """The terms of each sequence, [S]; 0 without a finite token, which one that counts as ratio 1 (neutral) is not."""
+    finite_S = sums_S.masked_in - sums_S.nonfinite
+    n_S, measured_S = finite_S.clamp_min(1), (finite_S > 0).to(torch.float64)
     training_S, difference_S = -sums_S.train / n_S, -sums_S.log_ratio / n_S
     rollout_S = training_S - difference_S
     return PerplexitySums(

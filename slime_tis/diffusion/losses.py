@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import THIS_CALL, GlobalBatch, RolloutCorrectionConfig
-from slime_tis.diffusion.trajectories import StepStatistics, check_shapes, correct_trajectories
+from slime_tis.diffusion.sde import STEPS, check_shapes
+from slime_tis.diffusion.trajectories import StepStatistics, correct_trajectories
 from slime_tis.policy.losses import ppo_clip, reinforce
 
 CLIP_RANGE = 1e-3
@@ -115,7 +116,7 @@ def diffusion_loss(
     """
     if config.policy_loss not in LOSSES:
         raise ValueError(f"--policy-loss is {config.policy_loss}, but SDE steps have ppo and reinforce; choose one.")
-    check_shapes(log_probs, old_log_probs, "log_probs", "old_log_probs")
+    check_shapes(STEPS, log_probs=log_probs, old_log_probs=old_log_probs)
     advantage = _per_step(advantages, log_probs)
     statistics = None
     if config.use_rollout_logprobs:
@@ -172,8 +173,8 @@ def _decoupled(
         )
     if weights is None:
         weights = torch.ones_like(log_probs, dtype=torch.float32)
-    check_shapes(log_probs, weights, "log_probs", "weights")
+    check_shapes(STEPS, log_probs=log_probs, weights=weights)
     if mask is None:
         mask = weights > 0
-    check_shapes(log_probs, mask, "log_probs", "mask")
+    check_shapes(STEPS, log_probs=log_probs, mask=mask)
     return weights.detach(), mask.bool()

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum"]
+STEPS = "[B, steps], or [B] for one step", range(1, 3)
+LATENTS = "[B, *latent dimensions]", range(2, 100)
+"""Layouts in the words of messages, and their numbers of dimensions."""
 
 
 def sde_step(
@@ -50,7 +53,7 @@ def sde_step(
     Raises:
         ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is negative.
     """
-    _check_same("velocity", velocity_BX, "sample", sample_BX)
+    check_shapes(LATENTS, velocity=velocity_BX, sample=sample_BX)
     if not 0.0 < ceiling < 1.0:
         raise ValueError(f"ceiling is {ceiling}; give a time between 0 and 1, such as the second of the schedule.")
     if noise_level < 0.0:
@@ -88,7 +91,7 @@ def gaussian_log_prob(
     Raises:
         ValueError: if the shapes differ, or the reduction is neither of the two.
     """
-    _check_same("next_sample", next_sample_BX, "mean", mean_BX)
+    check_shapes(LATENTS, next_sample=next_sample_BX, mean=mean_BX)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is {reduction!r}; choose mean or sum.")
     mean = at_least_float32(mean_BX)
@@ -112,9 +115,12 @@ def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
     return t.view(-1, *[1] * (sample_BX.dim() - 1))
 
 
-def _check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    if x.shape != other.shape or x.dim() < 2:
+def check_shapes(layout: tuple[str, range], **tensors: Tensor) -> None:
+    """Refuses two tensors that are not of one shape, in the layout."""
+    (name, x), (other_name, other) = tensors.items()
+    words, dimensions = layout
+    if x.shape != other.shape or x.dim() not in dimensions:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; "
-            f"pass two tensors of one shape, [B, *latent dimensions]."
+            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; pass two tensors of one shape, "
+            f"{words}."
         )

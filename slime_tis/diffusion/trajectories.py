@@ -3,7 +3,7 @@
 A trajectory is a sequence whose tokens are its SDE steps. There is no padding: every step is valid unless a log-prob
 is not finite.
 
-Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] for one step; _D per distinct timestep.
+Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] for one step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime_tis.correction import (
     Statistics,
     correct,
 )
-from slime_tis.diffusion.sde import at_least_float32
+from slime_tis.diffusion.sde import STEPS, at_least_float32, check_shapes
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,19 @@ class StepStatistics:
     sequences: Tensor
     """[2] float64: sequences, and sequences with a rejected step."""
     highest: Tensor
-    """0-dim float64: largest |Δ|; −inf without steps."""
-    timesteps_D: Tensor
-    """float64, ascending: the timesteps there were."""
-    abs_diff_D: Tensor
-    """float64: Σ|Δ| at each."""
-    count_D: Tensor
-    """float64: finite Δ at each."""
+    """0-dim float64: largest finite |Δ|; 0 without steps."""
+    by_timestep: Tensor
+    """[n, 3] float64: a timestep, Σ|Δ| and the number of finite Δ; one row per distinct timestep of each batch."""
 
     def merge(self, other: StepStatistics) -> StepStatistics:
         """The statistics of both together: micro-batches, steps of one trajectory, or ranks."""
-        timesteps, index = torch.cat([self.timesteps_D, other.timesteps_D]).unique(return_inverse=True)
         weights = None if self.weights is None or other.weights is None else self.weights.merge(other.weights)
         return StepStatistics(
             core=self.core.merge(other.core),
             weights=weights,
             sequences=self.sequences + other.sequences,
             highest=torch.maximum(self.highest, other.highest),
-            timesteps_D=timesteps,
-            abs_diff_D=_added(torch.cat([self.abs_diff_D, other.abs_diff_D]), index, timesteps),
-            count_D=_added(torch.cat([self.count_D, other.count_D]), index, timesteps),
+            by_timestep=torch.cat([self.by_timestep, other.by_timestep]),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -92,22 +85,18 @@ def step_statistics(
     finite = difference < LOG_RATIO_LIMIT
     size = torch.where(finite, difference, 0.0)
     lost = correction.accepted_per_sequence < correction.masked_in_per_sequence
-    none = size.new_zeros(0)
-    timesteps, abs_diff, count = none, none, none
+    by_timestep = size.new_zeros(0, 3)
     if timesteps_BT is not None:
         timesteps, index = timesteps_BT.to(torch.float64).flatten().unique(return_inverse=True)
-        abs_diff = _added(size.flatten(), index, timesteps)
-        count = _added(finite.to(torch.float64).flatten(), index, timesteps)
+        columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
+        sums = columns.new_zeros(len(timesteps), 2).index_add_(0, index, columns)
+        by_timestep = torch.cat([timesteps[:, None], sums], 1)
     return StepStatistics(
         core=correction.statistics,
         weights=None if reported is None else reported.statistics,
         sequences=torch.stack([torch.ones_like(lost), lost]).sum(1, dtype=torch.float64),
-        highest=torch.cat(
-            [torch.where(finite, difference, -torch.inf).flatten(), none.new_full((1,), -torch.inf)]
-        ).amax(),
-        timesteps_D=timesteps,
-        abs_diff_D=abs_diff,
-        count_D=count,
+        highest=torch.cat([size.flatten(), size.new_zeros(1)]).amax(),
+        by_timestep=by_timestep,
     )
 
 
@@ -118,30 +107,18 @@ def prefix_of(config: RolloutCorrectionConfig) -> str:
 
 def weight_report(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
     """The configuration under which weights are measured that do not act: IS alone."""
-    return RolloutCorrectionConfig(
-        use_tis=True,
-        tis_mode=config.tis_mode,
-        tis_level=config.tis_level,
-        tis_lower_bound=config.tis_lower_bound,
-        tis_upper_bound=config.tis_upper_bound,
-        nonfinite_policy=config.nonfinite_policy,
-    )
+    names = ("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "nonfinite_policy")
+    return RolloutCorrectionConfig(use_tis=True, **{name: getattr(config, name) for name in names})
 
 
 def _sizes_of_steps(statistics: StepStatistics) -> dict[str, float]:
     """Largest |Δ|, and its mean at each timestep; timesteps that print identically count as one."""
-    table: dict[str, tuple[float, float]] = {}
-    columns = torch.stack([statistics.timesteps_D, statistics.abs_diff_D, statistics.count_D], 1)
-    for timestep, total, count in columns.tolist():
-        name = f"logprob_abs_diff/ts_{timestep:g}"
-        before = table.get(name, (0.0, 0.0))
-        table[name] = (before[0] + total, before[1] + count)
-    highest = statistics.highest.clamp_min(0.0).item()
-    return {"logprob_abs_diff_max": highest} | {name: total / n for name, (total, n) in table.items() if n}
-
-
-def _added(values_N: Tensor, index_N: Tensor, timesteps_D: Tensor) -> Tensor:
-    return torch.zeros_like(timesteps_D).index_add_(0, index_N, values_N)
+    sums: dict[str, list[float]] = {}
+    for timestep, *row in sorted(statistics.by_timestep.tolist()):
+        before = sums.setdefault(f"logprob_abs_diff/ts_{timestep:g}", [0.0, 0.0])
+        before[:] = map(sum, zip(before, row, strict=True))
+    means = {name: total / count for name, (total, count) in sums.items() if count}
+    return {"logprob_abs_diff_max": statistics.highest.item()} | means
 
 
 @dataclass(frozen=True)
@@ -216,7 +193,7 @@ def correct_trajectories(
     Raises:
         ValueError: if the shapes differ or are neither [B, T] nor [B], naming both.
     """
-    check_shapes(train_log_probs, rollout_log_probs, "train_log_probs", "rollout_log_probs")
+    check_shapes(STEPS, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     train, rollout = (_as_sequences(x, latent_dims) for x in (train_log_probs, rollout_log_probs))
     every_step = torch.ones_like(train, dtype=torch.bool)
     acting = correct(config, train, rollout, every_step, global_batch=global_batch)
@@ -231,15 +208,6 @@ def correct_trajectories(
         statistics=step_statistics(acting, reported, train, rollout, steps),
         global_batch=acting.global_batch,
     )
-
-
-def check_shapes(x: Tensor, other: Tensor, name: str, other_name: str) -> None:
-    """Refuses two tensors that are not of one shape, [B, T] or [B]."""
-    if x.shape != other.shape or x.dim() not in (1, 2):
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; pass two tensors of one shape, "
-            f"[B, steps], or [B] for one step."
-        )
 
 
 def _as_sequences(log_probs_BT: Tensor, latent_dims: int) -> Tensor:

@@ -59,15 +59,8 @@ def corrected(config: RolloutCorrectionConfig, tokens: Tokens) -> Corrected:
     Raises:
         ValueError: the batch has no log-probs of the sampler, or an option needs the global batch.
     """
-    needs_batch = {
-        "rs_z_score": config.rs_z_score is not None,
-        "rs_target_fraction": config.rs_target_fraction is not None,
-        "rs_second_moment_bound": config.rs_second_moment_bound is not None,
-        "tis_batch_normalize": config.tis_batch_normalize,
-        "rejection_normalizer='kept'": config.rejection_normalizer == "kept",
-        "old_logprobs='interpolate'": config.old_logprobs == "interpolate",
-    }
-    wrong = [name for name, is_on in needs_batch.items() if is_on]
+    others = {"tis_batch_normalize": True, "rejection_normalizer": "kept", "old_logprobs": "interpolate"}
+    wrong = config.batch_options + [f"{name}={x!r}" for name, x in others.items() if getattr(config, name) == x]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} cannot work in the loss of one micro-batch; drop it.")
     if tokens.rollout is None:

@@ -28,6 +28,13 @@ FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
 BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound")
 """Bounds of options that other options enable; train.py passes all of them, also unset ones."""
 
+GLOBAL_BATCH_OPTIONS = {
+    "rs_second_moment_bound": "second_moment_limit",
+    "rs_z_score": "adaptive_bounds",
+    "rs_target_fraction": "adaptive_bounds",
+}
+"""Options of the global batch → the argument with which a custom TIS function, which gets micro-batches, follows it."""
+
 
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     """Returns the configuration of slime's options, or of train.py's.

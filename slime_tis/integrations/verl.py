@@ -13,7 +13,7 @@ import sys
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,24 +46,6 @@ TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in CRITERIA if name.st
 MISMATCH = Config(get_mismatch_metrics=True)
 
 
-class Batch(Protocol):
-    """The part of verl's DataProto that is used here."""
-
-    @property
-    def batch(self) -> MutableMapping[str, Tensor]:
-        """Tensors by name."""
-
-
-class Options(Protocol):
-    """verl's options: a dictionary, omegaconf's or a dataclass of verl's."""
-
-    def get(self, name: str, default: Any = None, /) -> Any:
-        """An option by name, of the type that verl gives it."""
-
-
-BatchT = TypeVar("BatchT", bound=Batch)
-
-
 @dataclass
 class WeightsProto:
     """The part of verl's DataProto that is used here, where verl is absent."""
@@ -84,7 +66,7 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_token_veto_threshold: float | None = None,
     *,
     verl_compat: bool = False,
-) -> tuple[Batch | None, Tensor, dict[str, float]]:
+) -> tuple[Any, Tensor, dict[str, float]]:
     """Weights, rejection mask and metrics of a padded batch.
 
     The options are verl's; `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are its older API's.
@@ -179,9 +161,7 @@ def compute_rollout_corr_metrics_from_logprobs(
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def compute_rollout_correction_and_add_to_batch(
-    batch: BatchT, rollout_corr_config: Options
-) -> tuple[BatchT, dict[str, float]]:
+def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
     """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights."""
     defaults = RolloutCorrectionConfig(rollout_is=None)
     names = [name for name in vars(defaults) if name.startswith("rollout_")]
@@ -198,8 +178,8 @@ def compute_rollout_correction_and_add_to_batch(
 
 
 def apply_bypass_mode(
-    batch: Batch,
-    rollout_corr_config: Options | None = None,
+    batch: Any,
+    rollout_corr_config: Any = None,
     policy_loss_config: MutableMapping[str, object] | None = None,
 ) -> None:
     """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss gets their configuration.
@@ -263,15 +243,12 @@ def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
             raise ValueError(f"old_log_prob shape {old_log_prob.shape} does not match {name} shape {x.shape}.")
 
 
-def _proto(weights: Tensor | None) -> Batch | None:
+def _proto(weights: Tensor | None) -> Any:
     """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
     if weights is None:
         return None
-    protocol = sys.modules.get("verl.protocol")
-    if protocol is None:
-        return WeightsProto({"rollout_is_weights": weights})
-    proto: Batch = protocol.DataProto.from_dict(tensors={"rollout_is_weights": weights})
-    return proto
+    protocol, tensors = sys.modules.get("verl.protocol"), {"rollout_is_weights": weights}
+    return WeightsProto(tensors) if protocol is None else protocol.DataProto.from_dict(tensors=tensors)
 
 
 def _default_ranks() -> Ranks:

@@ -6,6 +6,7 @@ Shapes: suffix _L per response token, packed; any shape does, as long as all agr
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, maximum, minimum, where, zeros_like
@@ -38,7 +39,7 @@ class TokenLossInputs:
         return self.log_probs_L, self.old_log_probs_L, self.advantages_L
 
     @property
-    def clip_range(self) -> dict[str, float]:
+    def clip_range(self) -> dict[str, Any]:
         """ε_low and ε_high as arguments of a loss."""
         return {"clip_low": self.config.eps_clip, "clip_high": self.config.clip_high}
 

@@ -317,7 +317,7 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
     )
     custom_metrics: dict[str, Tensor] = {}
     if step.custom is not None:
-        custom_loss_L, *accepted, custom_metrics = step.custom(
+        custom_loss_L, custom_mask_L, custom_accepted_S, custom_metrics = step.custom(
             tokens,
             loss_L=loss_L,
             log_probs_L=log_probs_L,
@@ -326,7 +326,7 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
         )
         if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
             loss_L = custom_loss_L
-            mask_L, accepted_S = corrected.without_opsm(*accepted, tokens.lengths)
+            mask_L, accepted_S = corrected.without_opsm(custom_mask_L, custom_accepted_S, tokens.lengths)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
     if policy.staleness_decay < 1:

@@ -45,7 +45,7 @@ def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
     That is the mean weight of batch normalisation, the limit of second-moment trimming, and adaptive bounds.
     """
     normalizes = correction.use_tis and correction.tis_batch_normalize
-    return normalizes or correction.rs_second_moment_bound is not None or correction.adaptive
+    return normalizes or bool(correction.batch_options)
 
 
 def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:

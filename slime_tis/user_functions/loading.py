@@ -21,15 +21,9 @@ from typing import Any
 
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.integrations import slime_modules
+from slime_tis.integrations.slime import GLOBAL_BATCH_OPTIONS
 from slime_tis.user_functions.calling import TRACEBACK_HINT, accepted, check_signature, describe, failure, last_line
 from slime_tis.user_functions.table import USER_FUNCTIONS
-
-GLOBAL_BATCH_OPTIONS = {
-    "rs_second_moment_bound": "second_moment_limit",
-    "rs_z_score": "adaptive_bounds",
-    "rs_target_fraction": "adaptive_bounds",
-}
-"""Options of the global batch → the argument with which a custom TIS function, which gets micro-batches, follows it."""
 
 
 def load_user_function(option: str, path: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Hypothesis strategies: configurations over every combination of options, and batches of short sequences."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -48,6 +49,53 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
         use_rollout_logprobs=draw(st.booleans()),
         policy_loss="reinforce",
     )
+
+
+DIVERGENCE_MASKS: list[dict[str, Any]] = [
+    {"divergence_mask": None},
+    {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.05, "divergence_mask_bound_negative": 0.02},
+    {"divergence_mask": "binary_kl", "divergence_mask_bound": 0.02},
+    *(
+        {"divergence_mask_direction": "both", "divergence_mask": divergence, "divergence_mask_bound": bound, **level}
+        for divergence, bound in (("binary_kl_max", 0.1), ("binary_tv", 0.1), ("binary_kl", 0.03))
+        for level in ({}, {"divergence_mask_level": "sequence"})
+    ),
+]
+
+
+@st.composite
+def policy_configurations(draw: Any) -> RolloutCorrectionConfig:
+    """The same with divergence masks, and with other bounds of the weights at negative advantages."""
+    config = draw(configurations())
+    anchors = ["rollout"] if config.use_rollout_logprobs else ["rollout", "old"]
+    return replace(
+        config,
+        **draw(st.sampled_from(DIVERGENCE_MASKS)),
+        divergence_mask_anchor=draw(st.sampled_from(anchors)),
+        tis_upper_bound_negative=draw(st.sampled_from([None, 1.13, float("inf")])),
+        tis_lower_bound_negative=draw(st.sampled_from([None, 0, 0.913])) if config.mode.has_lower_bound else None,
+    )
+
+
+def policy_batch(seed: int = 3, rows: int = 7, width: int = 19) -> dict[str, torch.Tensor]:
+    """The inputs of `correct` by name, [rows, width] float64, with masked tokens, zeros and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(rows, width, generator=generator, dtype=torch.float64)
+
+    rollout = -4 * torch.rand(rows, width, generator=generator, dtype=torch.float64) ** 3
+    train, current = ((rollout + 0.3 * normal()).clamp(max=0) for _ in range(2))
+    current[2, 3], rollout[3, 4], train[1, 2], rollout[2, 3] = torch.nan, torch.nan, -torch.inf, -1e30
+    mask = (torch.rand(rows, width, generator=generator) > 0.2).float()
+    mask[5] = 0
+    return {
+        "train_log_probs": train,
+        "rollout_log_probs": rollout,
+        "loss_mask": mask,
+        "current_log_probs": current,
+        "advantages": normal().round(decimals=1),
+    }
 
 
 LOG_PROBS = st.floats(-6.0, 0.5, width=32)

@@ -92,6 +92,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "z-score 0": ({**GEOMETRIC, "rs_z_score": 0.0}, "--rs-z-score is 0.0"),
     "target fraction above 1": ({**GEOMETRIC, "rs_target_fraction": 2.0}, "0.02 is customary"),
     "two targets": ({**GEOMETRIC, "rs_z_score": 3.0, "rs_target_fraction": 0.1}, "both say what is rejected"),
+    "divergence accepts all": ({"divergence_mask": "binary_tv", "divergence_mask_bound": 1.5}, "accepts all"),
+    "sequence with a direction": (
+        {"divergence_mask": "binary_kl", "divergence_mask_level": "sequence"},
+        "--divergence-mask-direction both",
+    ),
+    "two bounds without a direction": (
+        {"divergence_mask": "binary_tv", "divergence_mask_direction": "both", "divergence_mask_bound_negative": 0.1},
+        "--divergence-mask-bound-negative",
+    ),
+    "divergence of 0": ({"divergence_mask": "binary_tv", "divergence_mask_bound": 0.0}, "above 0"),
+    "reversed where negative": ({**CLIP, "tis_lower_bound_negative": 3.0}, "--tis-lower-bound-negative 3.0 is not"),
+    "equal where negative": (
+        {**CLIP, "tis_mode": "mask", "tis_lower_bound_negative": 2.0},
+        "--tis-lower-bound-negative",
+    ),
+    "truncate where negative": (
+        {"use_tis": True, "tis_lower_bound_negative": 0.1},
+        "no effect with --tis-mode truncate",
+    ),
+    "upper bound of 0 where negative": ({**CLIP, "tis_upper_bound_negative": 0.0}, "above 0"),
     "z-score and bounds": ({**GEOMETRIC, "rs_z_score": 3.0, "rs_lower_bound": 0.9}, "drop --rs-lower-bound, or"),
 }
 

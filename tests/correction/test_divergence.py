@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction.divergence import BINARY_DIVERGENCES, binary_kl, binary_kl_max, binary_tv
-from slime_tis.correction.reference import reference_correct
 from tests.golden.methods import Case, cases
 
 
@@ -139,77 +138,6 @@ def test_float32_probabilities_make_the_divergence_negative(noise: float, mean: 
     assert (log_p - log_q).abs().mean().item() == pytest.approx(mean, rel=0.05)
     assert (float32_kl(log_p, log_q, 1e-8) < 0).double().mean().item() == pytest.approx(negative, abs=0.02)
     assert (binary_kl(log_p, log_q) >= 0).all()
-
-
-CONFIGS = {
-    "-".join(map(str, options.values())): RolloutCorrectionConfig(
-        **{f"divergence_mask{name}": value for name, value in options.items()}  # type: ignore[arg-type]
-    )
-    for options in (
-        {"": "binary_tv", "_bound": 0.05, "_bound_negative": 0.02},
-        {"": "binary_kl", "_bound": 0.02, "_anchor": "old"},
-        {"": "binary_kl_max", "_direction": "both"},
-        {"": "binary_tv", "_direction": "both", "_bound": 0.1},
-        {"": "binary_kl", "_direction": "both", "_level": "sequence", "_bound": 0.3},
-    )
-}
-
-
-def random_batch(rows: int = 7, width: int = 19) -> dict[str, Tensor]:
-    """Four policies' inputs of `correct`, with zeros in the mask and log-probs of 0 and NaN."""
-    generator = torch.Generator().manual_seed(3)
-    rollout = -(torch.rand(rows, width, generator=generator) ** 3) * 4
-    train, current = (rollout + 0.3 * torch.randn(rows, width, generator=generator) for _ in range(2))
-    train, current, rollout = (x.clamp(max=0) for x in (train, current, rollout))
-    current[2, 3], rollout[3, 4] = torch.nan, torch.nan
-    mask = (torch.rand(rows, width, generator=generator) > 0.2).float()
-    mask[5] = 0
-    return {
-        "train_log_probs": train,
-        "rollout_log_probs": rollout,
-        "loss_mask": mask,
-        "current_log_probs": current,
-        "advantages": torch.randn(rows, width, generator=generator).round(decimals=1),
-    }
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_masks_equal_the_reference_in_every_layout(config: RolloutCorrectionConfig) -> None:
-    batch = random_batch()
-    expected = reference_correct(config, **batch)
-    found = correct(config, **batch)
-    assert torch.equal(found.mask, expected.mask) and 0 < found.mask.sum() < batch["loss_mask"].sum()
-    metrics = found.statistics.metrics()
-    assert metrics == {name: pytest.approx(value, rel=1e-5, abs=1e-9) for name, value in expected.metrics.items()}
-    lists = correct(config, **{name: list(values) for name, values in batch.items()})  # type: ignore[call-overload]
-    packed = correct(config, **{name: x.reshape(-1) for name, x in batch.items()}, lengths=[19] * 7)
-    assert torch.equal(torch.stack(lists.mask), found.mask) and torch.equal(packed.mask.view(7, 19), found.mask)
-    halves = [correct(config, **{name: x[rows] for name, x in batch.items()}) for rows in (slice(0, 3), slice(3, 7))]
-    merged = halves[0].statistics.merge(halves[1].statistics).metrics()
-    assert merged == {name: pytest.approx(value, rel=1e-9, abs=1e-12) for name, value in metrics.items()}
-
-
-def test_a_mask_with_a_direction_needs_advantages() -> None:
-    batch = {name: values for name, values in random_batch().items() if name != "advantages"}
-    with pytest.raises(ValueError, match="advantages="):
-        correct(RolloutCorrectionConfig(divergence_mask="binary_tv"), **batch)
-
-
-REFUSED = {
-    "accepts all": ({"": "binary_tv", "_bound": 1.5}, "accepts all"),
-    "sequence with a direction": ({"": "binary_kl", "_level": "sequence"}, "--divergence-mask-direction both"),
-    "two bounds without a direction": (
-        {"": "binary_tv", "_direction": "both", "_bound_negative": 0.1},
-        "--divergence-mask-bound-negative",
-    ),
-    "a bound of 0": ({"": "binary_tv", "_bound": 0.0}, "above 0"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RolloutCorrectionConfig(**{f"divergence_mask{name}": value for name, value in options.items()})
 
 
 def roll_filter(case: Case) -> dict[str, Any] | None:

@@ -1,20 +1,22 @@
-"""The interpolated proximal policy, and off-policy sequence masking."""
+"""The interpolated proximal policy, off-policy sequence masking, and bounds by the sign of the advantage."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
 
-from slime_tis import interpolate_old_log_probs, off_policy_sequence_mask
+from slime_tis import RolloutCorrectionConfig, correct, interpolate_old_log_probs, off_policy_sequence_mask
 
 
 def test_interpolation_by_hand() -> None:
-    """Current version 5: a token of version 5 or 4 keeps its own log-prob, one of version 3 goes half the way."""
-    old = interpolate_old_log_probs(
-        torch.tensor([-1.0, -1.0, -1.0, -1.0, torch.nan]),
-        torch.tensor([-2.0, -2.0, -2.0, -2.0, -2.0]),
-        5,
-        torch.tensor([5, 4, 3, 1, 1]),
-    )
-    assert old.tolist() == [-2.0, -2.0, -1.5, -1.25, -2.0]
+    """Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3 goes half the way.
+
+    v = −1 is not a version of 6 steps ago, whose α would be 5/6.
+    """
+    current, rollout = torch.tensor([-1.0] * 5 + [torch.nan]), torch.full((6,), -2.0)
+    old = interpolate_old_log_probs(current, rollout, 5, torch.tensor([5, 4, 3, 1, -1, 1]))
+    assert old.tolist() == [-2.0, -2.0, -1.5, -1.25, -2.0, -2.0]
 
 
 def test_interpolation_carries_no_gradient_and_checks_shapes() -> None:
@@ -22,12 +24,6 @@ def test_interpolation_carries_no_gradient_and_checks_shapes() -> None:
     assert not interpolate_old_log_probs(current, torch.ones(2), 3, torch.tensor([1, 1])).requires_grad
     with pytest.raises(ValueError, match=r"log_probs has shape \(2,\), rollout_log_probs \(3,\)"):
         interpolate_old_log_probs(current, torch.ones(3), 3, torch.tensor([1, 1]))
-
-
-def test_a_token_of_unknown_version_keeps_the_log_prob_of_the_rollout() -> None:
-    """v = −1 is not a version of 6 steps ago, whose α would be 5/6."""
-    old = interpolate_old_log_probs(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -2.0]), 5, torch.tensor([-1, 3]))
-    assert old.tolist() == [-2.0, -1.5]
 
 
 def test_off_policy_sequence_mask() -> None:
@@ -52,3 +48,36 @@ def test_off_policy_sequence_mask() -> None:
         off_policy_sequence_mask(current, missing, advantages, masks, delta=0.08, nonfinite_policy="raise")
     with pytest.raises(ValueError, match="for 4 sequences; pass one each"):
         off_policy_sequence_mask(current, old, advantages[:2], masks, delta=0.1)
+
+
+def test_topr_by_hand() -> None:
+    """Mean Δ of −0.5, −0.5, 0.5 and 0.5: weight 1 at advantages of at least 0, else min(exp(mean Δ), 1)."""
+    delta = torch.tensor([[-0.2, -0.8], [-0.2, -0.8], [0.9, 0.1], [0.9, 0.1]])
+    advantages = torch.tensor([1.0, -1.0, -2.0, 0.0])[:, None].expand(4, 2)
+    found = correct(
+        RolloutCorrectionConfig.preset("topr"),
+        delta,
+        torch.zeros_like(delta),
+        torch.ones_like(delta),
+        advantages=advantages,
+    )
+    assert found.weights[:, 0].tolist() == pytest.approx([1.0, math.exp(-0.5), 1.0, 1.0]) and found.mask.all()
+    metrics = found.statistics.metrics()
+    assert metrics["mis_clip_fraction_high"] == 0.5 and metrics["mis_clip_fraction_low"] == 0.25
+    assert metrics["mis_weight_min"] == pytest.approx(math.exp(-0.5)) and metrics["mis_weight_max"] == 1.0
+
+
+@pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_non_finite_advantages_leave_weights_and_metrics_finite(level: Any, advantage: float) -> None:
+    bounds = {"tis_lower_bound": 0.7, "tis_lower_bound_negative": 0.0, "tis_upper_bound_negative": 1.05}
+    config = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_level=level, tis_upper_bound=1.2, **bounds)
+    delta, mask = torch.tensor([[0.3, -0.9, 0.1]]), torch.ones(1, 3)
+    found = correct(config, delta, torch.zeros(1, 3), mask, advantages=torch.full((1, 3), advantage))
+    assert found.weights.isfinite().all() and all(map(math.isfinite, found.statistics.metrics().values()))
+
+
+@pytest.mark.parametrize("name", ["topr", "dppo_tv"])
+def test_signs_and_directions_need_advantages(name: str) -> None:
+    with pytest.raises(ValueError, match="advantages="):
+        correct(RolloutCorrectionConfig.preset(name), *torch.zeros(3, 2, 4).unbind())

@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis import RolloutCorrectionConfig, correct, functional
 from slime_tis.correction.reference import ReferenceCorrection, reference_correct
 from tests.correction.expected import Expected, expected_correction
-from tests.correction.strategies import batches, configurations
+from tests.correction.strategies import batches, configurations, policy_batch, policy_configurations
 
 Batch = tuple[list, list, list]
+SOME, REST = slice(0, 3), slice(3, 7)
 
 
 def padded(batch: Batch, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -66,6 +68,36 @@ def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: 
     reference = reference_correct(config, *padded(batch))
     assert_agrees(config, batch, reference)
     assert_is(reference, expected_correction(config, *batch))
+
+
+@settings(max_examples=150)
+@given(policy_configurations(), st.integers(0, 1000))
+def test_the_current_policy_and_advantages(config: RolloutCorrectionConfig, seed: int) -> None:
+    """Padded, packed, in lists, in micro-batches, and as the traced function."""
+    batch = policy_batch(seed)
+    reference = reference_correct(config, **batch)
+    found = correct(config, **batch)
+    torch.testing.assert_close(found.weights.double(), reference.weights, rtol=2e-6, atol=1e-7)
+    assert torch.equal(found.mask, reference.mask)
+    metrics = found.statistics.metrics()
+    assert_metrics(metrics, reference.metrics, 1e-6)
+    lists = correct(config, **{name: list(x) for name, x in batch.items()})  # type: ignore[call-overload]
+    packed = correct(config, **{name: x.reshape(-1) for name, x in batch.items()}, lengths=[19] * 7)
+    for weights, mask in (
+        (packed.weights.view(7, 19), packed.mask.view(7, 19)),
+        map(torch.stack, (lists.weights, lists.mask)),
+    ):
+        torch.testing.assert_close(weights, found.weights, rtol=1e-6, atol=0)
+        assert torch.equal(mask, found.mask)
+    known = {"global_batch": found.global_batch}
+    parts = [correct(config, **{name: x[rows] for name, x in batch.items()}, **known) for rows in (SOME, REST)]
+    torch.testing.assert_close(torch.cat([part.weights for part in parts]), found.weights, rtol=1e-6, atol=0)
+    assert torch.equal(torch.cat([part.mask for part in parts]), found.mask)
+    assert_metrics(parts[0].statistics.merge(parts[1].statistics).metrics(), metrics, 1e-9)
+    if not config.batch_options:
+        traced = functional.correct(config, **batch)
+        torch.testing.assert_close(traced.weights, found.weights, rtol=2e-6, atol=1e-7)
+        assert torch.equal(traced.mask, found.mask)
 
 
 def test_the_reference_refuses_non_finite_tokens_too() -> None:

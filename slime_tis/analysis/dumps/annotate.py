@@ -84,7 +84,7 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
 
 
 def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[str, Any]:
-    if criterion.mask is not None:
+    if criterion.anchor is not None:
         return {"divergence_mask": config.divergence_mask}
     if criterion.name not in LEVELS:
         low, high = criterion.lower, criterion.upper
