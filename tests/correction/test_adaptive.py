@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_tis import Correction, GlobalBatch, RolloutCorrectionConfig, adaptive_bounds, correct
+from slime_tis import Correction, RolloutCorrectionConfig, adaptive_bounds, correct
 from slime_tis.correction.rules import order_statistic
 from tests.correction.test_trimming import over_ranks
 
@@ -106,19 +106,6 @@ def test_most_sequences_exact_and_some_noisy() -> None:
     assert kept(of_log_ratios(reject(rs_z_score=6.0), batch)) == [True] * 40
 
 
-@pytest.mark.parametrize("options", [{"rs_z_score": 3.0}, {"rs_target_fraction": 0.3}], ids=["z-score", "share"])
-def test_small_batches(options: dict[str, float]) -> None:
-    config = reject(**options)
-    assert of_log_ratios(config, []).mask == []
-    assert kept(of_log_ratios(config, [[0.7]])) == [True]  # one token is its own scale: z is about 1
-    nothing_valid = correct(config, [torch.ones(3)], [torch.zeros(3)], [torch.zeros(3)])
-    assert nothing_valid.mask[0].tolist() == [False] * 3
-    assert "mis_rs_k3" not in nothing_valid.statistics.metrics()
-    with_an_empty_one = of_log_ratios(config, [[], *BY_HAND])
-    assert kept(with_an_empty_one)[0] is False and with_an_empty_one.global_batch.adaptive_bounds is not None
-    assert with_an_empty_one.global_batch.adaptive_bounds.k3.item() == pytest.approx(K3)
-
-
 @settings(max_examples=60)
 @given(st.integers(1, 40), st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_the_share_is_rejected_to_the_sequence(count: int, share: float, seed: int) -> None:
@@ -133,22 +120,16 @@ def test_equal_sequences_leave_or_stay_together() -> None:
     assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [*[True] * 4, *[False] * 3]
 
 
-@pytest.mark.parametrize("options", [{"rs_z_score": 2.08}, {"rs_target_fraction": 0.25}], ids=["z-score", "share"])
-def test_micro_batches_take_the_bounds_of_all(options: dict[str, float]) -> None:
-    """Alone, the rejected sequence is its own scale: z is 2.07 there, and 2.098 in the whole batch."""
-    config = reject(**options)
-    whole = of_log_ratios(config, BY_HAND)
-    assert kept(whole) == [True, False, True, True]
-    alone = [of_log_ratios(config, [delta]) for delta in BY_HAND]
-    assert [kept(found) for found in alone] == [[True]] * 4
-    bounds = adaptive_bounds(config, [found.sequence_sums for found in alone])
-    assert bounds == whole.global_batch.adaptive_bounds
-    parts = [of_log_ratios(config, [delta], global_batch=GlobalBatch(adaptive_bounds=bounds)) for delta in BY_HAND]
-    assert [kept(found)[0] for found in parts] == [True, False, True, True]
+def test_a_sequence_alone_is_its_own_scale_and_bounds_need_tables() -> None:
+    """z of the rejected sequence is 2.07 alone, and 2.098 in the whole batch."""
+    config = reject(rs_z_score=2.08)
+    assert kept(of_log_ratios(config, BY_HAND)) == [True, False, True, True]
+    alone = of_log_ratios(config, [UP])
+    assert kept(alone) == [True]
     with pytest.raises(ValueError, match=r"pass Correction\.sequence_sums of each micro-batch"):
         adaptive_bounds(config, [])
     with pytest.raises(ValueError, match="need --rs-z-score or --rs-target-fraction"):
-        adaptive_bounds(reject(), [alone[0].sequence_sums])
+        adaptive_bounds(reject(), [alone.sequence_sums])
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])

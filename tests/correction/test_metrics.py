@@ -189,15 +189,6 @@ def test_reading_metrics_leaves_nothing_out_of_an_empty_rank() -> None:
     assert Statistics.empty(RolloutCorrectionConfig(use_tis=True)).batch_norm_factor().item() == 1.0
 
 
-def test_metrics_only_leaves_weights_and_mask() -> None:
-    config = RolloutCorrectionConfig(get_mismatch_metrics=True)
-    train = [TRAIN[0].clone()]
-    train[0][1] = torch.nan
-    found = correct(config, train, ROLLOUT[:1], MASK[:1])
-    assert found.weights[0].tolist() == [1, 1, 0] and found.mask[0].tolist() == [True, True, False]
-    assert "gradient_kept_fraction" not in found.statistics.metrics()
-
-
 def test_statistics_of_other_configurations_are_not_merged() -> None:
     """The sums of another configuration have another meaning; the message names the options that differ."""
     truncated = correct(RolloutCorrectionConfig(use_tis=True), TRAIN, ROLLOUT, MASK).statistics

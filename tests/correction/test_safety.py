@@ -110,21 +110,6 @@ def test_missing_rollout_log_probs_of_a_sample() -> None:
     assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
 
 
-ORDINARY = {
-    # train, rollout, mask → weights
-    "masked": ([-1.0, NAN, -2.0], [-1.0, INF, -2.0], [1, 0, 1], [1.0, 0.0, 1.0]),
-    "above zero": ([0.75], [0.25], [1], [math.exp(0.5)]),
-    "one token": ([-1.0], [-1.25], [1], [math.exp(0.25)]),
-}
-
-
-@pytest.mark.parametrize(("train", "rollout", "mask", "weights"), ORDINARY.values(), ids=ORDINARY)
-def test_ordinary_tokens(train: list[float], rollout: list[float], mask: list[int], weights: list[float]) -> None:
-    found = correct(TOKEN_IS, *(torch.tensor([row]) for row in (train, rollout, mask)))
-    assert found.weights[0].tolist() == pytest.approx(weights)
-    assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.0
-
-
 def test_half_precision_is_subtracted_in_float32() -> None:
     train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
     found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])

@@ -113,23 +113,6 @@ def test_a_million_tokens_over_ranks() -> None:
     assert squares[squares < alone].double().mean() <= 0.5 < squares[squares <= alone].double().mean()
 
 
-def test_the_limit_of_the_batch_makes_micro_batches_agree() -> None:
-    """One micro-batch has all the large log-ratios; with limits of their own the other would lose tokens too."""
-    config = RolloutCorrectionConfig(rs_second_moment_bound=0.12)
-    deltas = [torch.tensor([0.1, 0.2, 0.5, 1.0]), torch.tensor([0.3, 0.4])]
-    zeros, ones = [torch.zeros_like(d) for d in deltas], [torch.ones_like(d) for d in deltas]
-    whole = correct(config, deltas, zeros, ones)
-    assert whole.global_batch.second_moment_limit is not None and whole.global_batch.second_moment_limit.item() == 1.0
-    parts = [
-        correct(config, [d], [z], [o], global_batch=whole.global_batch)
-        for d, z, o in zip(deltas, zeros, ones, strict=True)
-    ]
-    assert [m.tolist() for part in parts for m in part.mask] == [[True, True, True, False], [True, True]]
-    own = correct(config, deltas[1:], zeros[1:], ones[1:])
-    assert own.mask[0].tolist() == [True, False]
-    assert parts[0].global_batch.second_moment_limit is whole.global_batch.second_moment_limit
-
-
 def test_no_bound_means_no_limit() -> None:
     assert correct(RolloutCorrectionConfig(), [], [], []).global_batch.second_moment_limit is None
     config = RolloutCorrectionConfig(rs_second_moment_bound=0.1)

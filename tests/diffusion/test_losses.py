@@ -1,6 +1,5 @@
 """The loss of SDE steps: against plain loops, its gradients, without a mismatch, its expectation by quadrature."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -26,13 +25,6 @@ from tests.diffusion.strategies import Rows, trajectories
 from tests.diffusion.test_trajectories import tensors
 
 OFF = RolloutCorrectionConfig()
-
-
-def test_policy_gradient_by_hand() -> None:
-    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, clipped = policy_gradient(log_probs, torch.zeros(2), torch.tensor([3.0, -0.5]))
-    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-    assert loss.tolist() == [3.0, -1.0] and gradient.tolist() == [-3.0, 0.5] and clipped.tolist() == [0, 0]
 
 
 def drawn(rows: Rows, draw: st.DataObject, values: st.SearchStrategy[float]) -> Rows:
@@ -126,27 +118,6 @@ def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
     assert found.statistics.metrics()["rollout_corr/logprob_abs_diff_mean"] > 0
     measured = diffusion_loss(config, log_probs, old, advantages, weights=found.folded)
     assert torch.equal(measured.loss, diffusion_loss(OFF, log_probs, old, advantages).loss)
-
-
-def test_weights_in_bypass_mode_are_reported_and_do_not_act() -> None:
-    """Ratio 3 against the bound 2: the metrics say so, the clipped loss is the uncorrected one."""
-    config = RolloutCorrectionConfig(use_rollout_logprobs=True, tis_level="sequence")
-    log_probs, old = torch.zeros(1, 2), torch.tensor([[0.0, -math.log(3)]])
-    found = diffusion_loss(config, log_probs, old, torch.tensor([-1.0]))
-    assert found.loss.item() == pytest.approx((1 + 3) / 2) and found.statistics is not None
-    metrics = found.statistics.metrics()
-    assert metrics["actor/rollout_corr/mis_mean_is_weight_before_clip"] == pytest.approx(3.0)
-    assert metrics["actor/rollout_corr/mis_weight_max"] == 2.0
-    assert metrics["actor/rollout_corr/mis_truncate_fraction"] == 1.0
-    assert "actor/rollout_corr/gradient_kept_fraction" not in metrics
-
-
-def test_everything_rejected_is_a_loss_of_zero() -> None:
-    config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True)
-    log_probs = torch.zeros(2, 2, requires_grad=True)
-    found = diffusion_loss(config, log_probs, torch.full((2, 2), 9.0), torch.ones(2))
-    (gradient,) = torch.autograd.grad(found.loss, log_probs)
-    assert found.loss.item() == 0.0 and found.denominator.item() == 4 and not gradient.any()
 
 
 @settings(max_examples=60)
@@ -256,32 +227,6 @@ def test_without_weights_there_is_a_bias_and_means_hide_it() -> None:
     means = WORLD.estimate(UNBOUNDED, THETA, ROLLOUT, "mean", 1)
     biases = [(found - exact).norm().item() for found in (none, means)]
     assert biases[0] > biases[1] > 0.02, "ten thousand times what the weight of the whole trajectory leaves"
-
-
-@pytest.mark.parametrize(
-    ("options", "closed_form"),
-    [
-        ({"tis_level": "token"}, lambda ratio: ratio),
-        ({"tis_level": "geometric"}, lambda ratio: ratio.log().mean(1, keepdim=True).exp().expand_as(ratio)),
-        ({"tis_level": "token", "tis_upper_bound": 1.1}, lambda ratio: ratio.clamp(max=1.1)),
-        (
-            {"tis_level": "sequence", "use_rs": True, "rs_level": "sequence", "rs_upper_bound": 1.25},
-            lambda ratio: torch.where(
-                ((product := ratio.prod(1, keepdim=True)) <= 1.25) & (product >= 0.8), product, 0.0
-            ).expand_as(ratio),
-        ),
-    ],
-    ids=["token", "geometric", "truncated token", "sequence with rejection"],
-)
-def test_the_bias_is_its_closed_form(options: dict, closed_form) -> None:
-    """The expected loss is −E_rollout[R·Σ_t w_t·∇log π_θ(t)] with the weights that the formulas give."""
-    found = WORLD.estimate(replace(UNBOUNDED, **options), THETA, ROLLOUT, "sum", 1)
-    xs = WORLD.sample(ROLLOUT)
-    theta = THETA.clone().requires_grad_()
-    log_probs = WORLD.log_probs(theta, xs, "sum")
-    weights = closed_form((log_probs.detach() - WORLD.log_probs(ROLLOUT, xs, "sum")).exp())
-    ((WORLD.probability * WORLD.reward(xs))[:, None] * weights * log_probs).sum().backward()
-    torch.testing.assert_close(found, theta.grad, rtol=0, atol=2e-6)
 
 
 def test_the_clipped_loss_has_the_policy_gradient_at_the_old_policy() -> None:
