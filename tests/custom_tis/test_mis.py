@@ -63,24 +63,6 @@ def test_rejection_without_weights_and_veto_without_rejection() -> None:
     assert metrics["rs_catastrophic_seq_fraction"][0].tolist() == [1, 1]
 
 
-def test_nan_where_masked_changes_nothing() -> None:
-    args = Namespace(use_tis=True, tis_batch_normalize=True)
-    mask = [torch.tensor([1, 0, 1])]
-    results = [
-        compute_mis_weights(
-            args,
-            train_log_probs=[torch.tensor([-1.0, filler, -1.0])],
-            rollout_log_probs=[torch.tensor([-1.25, filler, -1.0])],
-            loss_masks=mask,
-        )
-        for filler in (0.0, torch.nan)
-    ]
-    assert results[0][0] is not None and results[1][0] is not None
-    assert results[0][0][0].tolist() == results[1][0][0].tolist()
-    for name, values in results[0][2].items():
-        assert values[0].tolist() == results[1][2][name][0].tolist(), name
-
-
 def contract(**args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     pg_loss = torch.arange(1.0, 1.0 + sum(map(len, TRAIN)), requires_grad=True)
     return call_custom_tis(

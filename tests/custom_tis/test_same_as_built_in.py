@@ -71,7 +71,7 @@ def combinations() -> Iterator[dict[str, Any]]:
 
 
 def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
-    """Six responses with masked tokens and two missing log-probs, and the current policy's log-probs."""
+    """Six responses with masked tokens and missing log-probs, one masked, and the current policy's log-probs."""
     chance = random.Random(1)
     lengths = [3, 7, 1, 12, 5, 4]
     rollout = [[-chance.random() * 2 for _ in range(n)] for n in lengths]
@@ -79,7 +79,7 @@ def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
     if missing:
         rollout[1][2] = rollout[3][0] = float("nan")
     masks = [[int(chance.random() > 0.15) for _ in range(n)] for n in lengths]
-    masks[2] = [0]
+    masks[2], masks[3][0] = [0], 0
     advantages = [[value] * n for n, value in zip(lengths, (1.0, -1.0, 0.5, -0.3, 2.0, -2.0), strict=True)]
     return make(masks, rollout_log_probs=rollout, advantages=advantages), current
 

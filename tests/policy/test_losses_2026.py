@@ -1,6 +1,7 @@
 """Losses of 2026 against the values and gradients of the peers' own code."""
 
 import math
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -19,8 +20,8 @@ from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
 from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 from slime_tis.policy.losses import LOSSES, aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, prefix_sums
-from slime_tis.policy.tokens import ResponseTokens, turns_of
 from tests.golden.methods import BATCHES, Case, cases
+from tests.policy.test_policy_loss import make
 
 
 def average(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
@@ -46,18 +47,6 @@ def policies(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return case.input("logp").requires_grad_(), case.input(anchor), case.input("advantages")
 
 
-SAPO = [*cases("verl.sapo"), *cases("areal.sapo", without="importance_sampling_level"), *cases("skyrl.sapo")]
-
-
-@pytest.mark.parametrize("case", [*SAPO, *cases("trl.sapo", without="clip_max")])
-def test_sapo_equals_the_peers(case: Case) -> None:
-    log_prob, old, advantage = policies(case)
-    tau = {"tau_pos": 1.0, "tau_neg": 1.05} | case.params | case.params.get("sapo", {})
-    loss = sapo(log_prob, old, advantage, tau_positive=tau["tau_pos"], tau_negative=tau["tau_neg"])
-    mode = "seq-mean-token-mean" if "loss_agg_mode" in case.params else "token-mean"
-    check(case, loss, log_prob, "mean over all rows" if case.params.keys() & {"loss_type", "sapo"} else mode)
-
-
 def test_aspo_gradient_by_hand() -> None:
     """r = 0.5, 1.5, 0.5, 1.5, 0.2, 5 at A = 2, 2, −1, −1, 2, −1: 1/r or r, at most 3, and 0 beyond 0.8 and 1.2."""
     ratio = torch.tensor([0.5, 1.5, 0.5, 1.5, 0.2, 5.0], dtype=torch.float64)
@@ -70,36 +59,51 @@ def test_aspo_gradient_by_hand() -> None:
     assert clipped.tolist() == [0, 1, 1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("case", cases("verl.dro"))
-def test_dro_equals_verl(case: Case) -> None:
-    log_prob, old, advantage = policies(case)
-    check(case, dro(log_prob, old, advantage, beta=case.params["policy_loss"]["dro_beta"]), log_prob, "token-mean")
+def sapo_of(params: dict[str, Any], mask: Tensor, *policies: Tensor) -> Tensor:
+    tau = {"tau_pos": 1.0, "tau_neg": 1.05} | params | params.get("sapo", {})
+    return sapo(*policies, tau_positive=tau["tau_pos"], tau_negative=tau["tau_neg"])
 
 
-@pytest.mark.parametrize("case", cases("trl.vespo", without="clip_max"))
-def test_vespo_equals_trl(case: Case) -> None:
-    log_prob, old, advantage = policies(case)
-    mask = case.input("mask")
-    total = ((log_prob.detach() - old).clamp(-20, 20) * mask).sum(1, keepdim=True).expand_as(mask)
-    check(case, vespo(log_prob, total, advantage), log_prob, "token-mean")
+def vespo_of(_: dict[str, Any], mask: Tensor, log_prob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    total = ((log_prob.detach() - old).clamp(-20, 20) * mask).sum(1, keepdim=True)
+    return vespo(log_prob, total.expand_as(mask), advantage)
 
 
-@pytest.mark.parametrize("case", cases("verl.gspo"))
-def test_gspo_equals_verl(case: Case) -> None:
-    log_prob, old, advantage = policies(case)
-    mask = case.input("mask")
+def gspo_of(params: dict[str, Any], mask: Tensor, log_prob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
     mean = ((log_prob.detach() - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
-    low, high = case.params["clip_ratio_low"], case.params["clip_ratio_high"]
-    loss, _ = gspo(log_prob, mean.expand_as(mask), advantage, clip_low=low, clip_high=high)
-    check(case, loss, log_prob, case.params["loss_agg_mode"])
+    low, high = params["clip_ratio_low"], params["clip_ratio_high"]
+    return gspo(log_prob, mean.expand_as(mask), advantage, clip_low=low, clip_high=high)[0]
 
 
-@pytest.mark.parametrize("case", cases("trl.delta", without="importance_sampling_level"))
-def test_dual_clip_equals_trls_delta(case: Case) -> None:
-    log_prob, old, advantage = policies(case)
-    low, high = case.params.get("epsilon_low", 0.2), case.params.get("epsilon_high", 0.2)
-    loss, _ = ppo_clip(log_prob, old, advantage, clip_low=low, clip_high=high, dual_clip=case.params["delta"])
-    check(case, loss, log_prob, "token-mean" if case.params["loss_type"] == "dapo" else "mean over all rows")
+def dual_clip_of(params: dict[str, Any], mask: Tensor, *policies: Tensor) -> Tensor:
+    low, high = params.get("epsilon_low", 0.2), params.get("epsilon_high", 0.2)
+    return ppo_clip(*policies, clip_low=low, clip_high=high, dual_clip=params["delta"])[0]
+
+
+def dro_of(params: dict[str, Any], mask: Tensor, *policies: Tensor) -> Tensor:
+    return dro(*policies, beta=params["policy_loss"]["dro_beta"])
+
+
+ROWS = "mean over all rows"
+PEERS = [
+    (sapo_of, "seq-mean-token-mean", cases("verl.sapo")),
+    (sapo_of, "token-mean", cases("areal.sapo", without="importance_sampling_level")),
+    (sapo_of, ROWS, [*cases("skyrl.sapo"), *cases("trl.sapo", without="clip_max")]),
+    (dro_of, "token-mean", cases("verl.dro")),
+    (vespo_of, "token-mean", cases("trl.vespo", without="clip_max")),
+    (gspo_of, None, cases("verl.gspo")),
+    (dual_clip_of, "token-mean", cases("trl.delta", loss_type="dapo", without="importance_sampling_level")),
+    (dual_clip_of, ROWS, cases("trl.delta", loss_type="grpo", without="importance_sampling_level")),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode", "case"),
+    [pytest.param(loss, mode, *entry.values, id=entry.id) for loss, mode, chosen in PEERS for entry in chosen],
+)
+def test_losses_equal_the_peers(loss: Callable[..., Tensor], mode: str | None, case: Case) -> None:
+    inputs = policies(case)
+    check(case, loss(case.params, case.input("mask"), *inputs), inputs[0], mode or case.params["loss_agg_mode"])
 
 
 MILES = [cases("miles.unbiased_kl", kl_loss_type=kind) for kind in ("k1", "k2", "k3")]  # low_var_kl clamps earlier
@@ -133,30 +137,17 @@ def test_off_policy_sequence_mask_equals_the_peers(case: Case) -> None:
     assert torch.equal(kept[mask.any(1)], expected[mask.any(1)] > 0)
 
 
-def step_of(case: Case, step: LossStep, *, old: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def step_of(case: Case, step: LossStep) -> tuple[Tensor, Tensor, Tensor]:
     """Value, gradient [B, T] and accepted tokens of `policy_loss` on the case's batch."""
-    mask = case.input("mask")
-    rows, width = mask.shape
-    flat = {name: case.input(name).reshape(-1) for name in ("logp", "old", "sampler", "advantages", "mask")}
-    lengths = [width] * rows
-    tokens = ResponseTokens(
-        slices=response_slices([n + 1 for n in lengths], lengths, 0, 1),
-        total_lengths=tuple(n + 1 for n in lengths),
-        loss_mask_L=flat["mask"],
-        loss_mask_N=flat["mask"],
-        rollout_log_probs_L=flat["sampler"],
-        weight_versions_L=torch.zeros(rows * width, dtype=torch.int64),
-        turns_L=turns_of(flat["mask"], lengths),
-        old_log_probs_L=flat["old"] if old else None,
-        advantages_L=flat["advantages"],
-    )
-    log_probs = flat["logp"].clone().requires_grad_()
-    entropy = torch.zeros(rows * width)
-    outputs = policy_loss(LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy), step)
+    names = {"old": "old_log_probs", "sampler": "rollout_log_probs", "advantages": "advantages"}
+    tokens = make(case.input("mask").tolist(), **{key: case.input(name).tolist() for name, key in names.items()})
+    log_probs = case.input("logp").requires_grad_()
+    flat = log_probs.reshape(-1)
+    outputs = policy_loss(LossInputs(tokens=tokens, log_probs_L=flat, entropy_L=torch.zeros_like(flat)), step)
     value = outputs.numerator / outputs.denominator.clamp_min(1)
     value.backward()
     assert log_probs.grad is not None
-    return value, log_probs.grad.view(rows, width), outputs.record.accepted_L.view(rows, width)
+    return value, log_probs.grad, outputs.record.accepted_L.view_as(log_probs)
 
 
 def step_for(correction: RolloutCorrectionConfig, *, old: bool = True, **policy: Any) -> LossStep:
@@ -191,7 +182,7 @@ def test_seq_mask_tis_equals_nemo_rl(case: Case) -> None:
     low, high = (case.params[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
     config = RolloutCorrectionConfig.preset("seq_mask_tis", rs_lower_bound=low, rs_upper_bound=high)
     step = step_for(config, calculate_per_token_loss=case.params.get("token_level_loss", True))
-    value, gradient, accepted = step_of(case, step, old=True)
+    value, gradient, accepted = step_of(case, step)
     mask = case.input("mask").bool()
     assert torch.equal(accepted[mask], case.output("kept").bool()[mask])
     assert value.item() == pytest.approx(case.outputs["loss"], rel=1e-5, abs=1e-7)
@@ -236,7 +227,7 @@ def test_verls_loss_modes_equal_verl(mode: str) -> None:
         policy = {name: value for name, value in options.items() if name in PolicyConfig.__dataclass_fields__}
         correction = {name: options[name] for name in options.keys() - policy.keys()}
         step = step_for(RolloutCorrectionConfig(**correction), **policy)
-        value, gradient, _ = step_of(case, step, old=True)
+        value, gradient, _ = step_of(case, step)
         exact = ~case.inexact("kept") if "kept" in case.outputs else torch.ones_like(gradient).bool()
         torch.testing.assert_close(gradient[exact], case.output("grad")[exact], rtol=1e-5, atol=1e-6)
         if exact.all():
@@ -259,7 +250,7 @@ def test_ctpo_equals_its_authors(batch: str) -> None:
     for (low, high, dual), expected in zip(((0.025, 0.05, 0.05), (0.1, 0.2, 0.4)), CTPO[batch], strict=True):
         clips = {"eps_clip": -math.expm1(-low), "eps_clip_high": math.expm1(high), "eps_clip_c": math.exp(dual)}
         step = step_for(RolloutCorrectionConfig(policy_loss="experimental_ctpo"), **clips)
-        value, gradient, _ = step_of(Case(params={}, outputs={}, batch=batch), step, old=True)
+        value, gradient, _ = step_of(Case(params={}, outputs={}, batch=batch), step)
         assert (value.item(), gradient.norm().item()) == pytest.approx(expected, rel=1e-5)
 
 
@@ -269,7 +260,7 @@ def test_cppo_equals_its_algorithm(batch: str) -> None:
     case, bound, budget = Case(params={}, outputs={}, batch=batch), 0.02, 0.01
     config = RolloutCorrectionConfig(policy_loss="experimental_cppo")
     step = step_for(config, eps_clip=bound, experimental_cppo_budget=budget)
-    value, gradient, _ = step_of(case, step, old=True)
+    value, gradient, _ = step_of(case, step)
     log_prob, old, advantage, mask = (case.input(name).double() for name in ("logp", "old", "advantages", "mask"))
     expected, dropped = torch.zeros_like(gradient), 0
     for row in range(len(mask)):
@@ -300,7 +291,7 @@ def test_every_loss_at_the_limits(name: Any, monkeypatch: pytest.MonkeyPatch) ->
     def gradient(**changes: Any) -> Tensor:
         monkeypatch.setitem(BATCHES, "changed", plain | changes)
         case = Case(params={}, outputs={}, batch="changed")
-        return step_of(case, step, old=True)[1] * case.input("mask").sum().clamp_min(1)
+        return step_of(case, step)[1] * case.input("mask").sum().clamp_min(1)
 
     masked_in = torch.tensor(plain["mask"])
     torch.testing.assert_close(gradient(logp=plain["old"]), -torch.tensor(plain["advantages"]) * masked_in)
