@@ -112,7 +112,7 @@ def make_world(seed: int, family: str) -> World:
         prompt_tokens=8 + seed % 5,
         response_tokens=28 + 4 * (seed % 4),
     )
-    _supervise(world, steps=70 + 10 * (seed % 4))
+    supervise(world, steps=70 + 10 * (seed % 4))
     _reinforce(world, lr=(3e-4, 5e-4)[seed % 2])
     return world
 
@@ -148,22 +148,27 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
     store: Callable[[Tensor], Tensor] = lambda cached: cached,
+    shape: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda logits, prompts, tokens: logits,
+    gap: int = 0,
 ) -> Rollout:
     """Samples with a KV cache; log-probs are of the distribution that was sampled from.
 
-    `store` is what becomes of a sampled token's keys and values in the cache.
+    `store` is what becomes of a sampled token's keys and values in the cache, `shape` what the sampler makes of logits,
+    `gap` moves the positions of the response.
     """
     chance = torch.Generator().manual_seed(seed)
     tokens, log_probs = [], []
     with torch.no_grad():
         output = model(prompts, use_cache=True)
-        for _ in range(length):
-            logits = output.logits[:, -1].float() / temperature
+        for t in range(length):
+            seen = torch.cat(tokens, 1) if tokens else prompts[:, :0]
+            logits = shape(output.logits[:, -1].float(), prompts, seen) / temperature
             allowed = truncate(logits, top_p, top_k).log_softmax(-1)
             token = torch.multinomial(allowed.exp(), 1, generator=chance)
             tokens.append(token)
             log_probs.append(allowed.gather(1, token))
-            output = model(token, past_key_values=output.past_key_values, use_cache=True)
+            position = torch.full_like(token, prompts.shape[1] + t + gap)
+            output = model(token, position_ids=position, past_key_values=output.past_key_values, use_cache=True)
             for layer in output.past_key_values.layers:
                 for cached in (layer.keys, layer.values):
                     cached[:, :, -1:] = store(cached[:, :, -1:])
@@ -201,7 +206,7 @@ def changed(
     return model
 
 
-def _supervise(world: World, steps: int) -> None:
+def supervise(world: World, steps: int) -> None:
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=3e-3)
     chance = torch.Generator().manual_seed(world.seed)
     for step in range(steps):

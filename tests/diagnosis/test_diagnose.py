@@ -1,6 +1,7 @@
 """Causes planted into the log-probs of a small softmax model, and the diagnosis of each."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,25 +25,57 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-class Softmax:
-    """Random logits for each token of each sample, tokens drawn from them, and the table of both engines' log-probs."""
+Sampler = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(logits [S, V], tokens before [S, t]) → the sampler's logits."""
 
-    def __init__(self, seed: int = 0, top_p: float = 1.0) -> None:
+
+def top_p(logits: np.ndarray, _: np.ndarray) -> np.ndarray:
+    probability = np.exp(log_softmax(logits))
+    order = np.argsort(-probability, -1)
+    ordered = np.take_along_axis(probability, order, -1)
+    kept = np.empty(logits.shape, bool)
+    np.put_along_axis(kept, order, ordered.cumsum(-1) - ordered < 0.8, -1)
+    return np.where(kept, logits, -np.inf)
+
+
+def counts(tokens: np.ndarray) -> np.ndarray:
+    return (tokens[:, :, None] == np.arange(VOCABULARY)).sum(1)
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "top-p": top_p,
+    "presence penalty": lambda logits, tokens: logits - 0.4 * (counts(tokens) > 0),
+    "frequency penalty": lambda logits, tokens: logits - 0.3 * counts(tokens),
+    "repetition penalty": lambda x, tokens: np.where(counts(tokens), np.where(x > 0, x / 1.2, x * 1.2), x),
+    "repetition raised": lambda logits, tokens: logits + 0.4 * (counts(tokens) > 0),
+    "logit bias": lambda logits, _: logits + 1.5 * (np.arange(VOCABULARY) == 7),
+    "banned token": lambda logits, _: np.where(np.arange(VOCABULARY) == 7, -np.inf, logits),
+    "temperature": lambda logits, _: logits / 0.8,
+    "unstable": lambda x, tokens: x + 0.3 * np.random.default_rng(tokens.shape[1]).normal(size=x.shape),
+    "decoding": lambda x, tokens: (
+        x + 0.3 * np.random.default_rng(tokens.shape[1]).normal(size=x.shape) * bool(tokens.size)
+    ),
+}
+
+
+class Softmax:
+    """Random logits for each token of each sample, tokens drawn by a sampler, and both engines' log-probs."""
+
+    def __init__(self, seed: int = 0, sampler: Sampler = lambda logits, _: logits, *, paired: bool = False) -> None:
         chance = np.random.default_rng(seed)
         self.chance = chance
         self.logits = 2.5 * chance.normal(size=(SAMPLES, TOKENS, VOCABULARY))
-        probability = np.exp(log_softmax(self.logits))
-        if top_p < 1:
-            order = np.argsort(-probability, -1)
-            ordered = np.take_along_axis(probability, order, -1)
-            np.put_along_axis(probability, order, np.where(ordered.cumsum(-1) - ordered >= top_p, 0, ordered), -1)
-            probability /= probability.sum(-1, keepdims=True)
         uniform = chance.random((SAMPLES, TOKENS, 1))
-        self.token = (probability.cumsum(-1) < uniform).sum(-1).clip(max=VOCABULARY - 1)
-        self.train = self.of(log_softmax(self.logits))
-        with np.errstate(divide="ignore"):
-            self.rollout = self.of(np.log(probability))
+        if paired:  # two samples of a prompt have the same tokens until noise makes them differ
+            self.logits[1::2], uniform[1::2] = self.logits[::2], uniform[::2]
+        self.token = np.zeros((SAMPLES, TOKENS), int)
+        sampled = np.empty(self.logits.shape)
+        for t in range(TOKENS):
+            sampled[:, t] = log_softmax(sampler(self.logits[:, t], self.token[:, :t]))
+            drawn = (np.exp(sampled[:, t]).cumsum(-1) < uniform[:, t]).sum(-1)
+            self.token[:, t] = drawn.clip(max=VOCABULARY - 1)
         full = log_softmax(self.logits)
+        self.train, self.rollout = self.of(full), self.of(sampled)
         self.entropy = -(np.exp(full) * full).sum(-1)
 
     def of(self, log_probs: np.ndarray) -> np.ndarray:
@@ -59,7 +92,7 @@ class Softmax:
 
 
 def planted(name: str) -> TokenTable:
-    model = Softmax(top_p=0.8 if name == "top-p" else 1.0)
+    model = Softmax(sampler=SAMPLERS.get(name, lambda logits, _: logits), paired=name == "unstable")
     rollout = model.rollout.copy()
     step, position = np.full(SAMPLES, 7), np.arange(TOKENS)
     columns: dict[str, np.ndarray] = {}
@@ -70,8 +103,12 @@ def planted(name: str) -> TokenTable:
             for i in range(0, SAMPLES, 2):
                 at = 6 + i % 11
                 rollout[i, at:] = np.roll(rollout[i, at:], 1)
-        case "temperature":
+        case "reported temperature":
             rollout = model.of(log_softmax(model.logits / 0.8))
+        case "draft":
+            rollout = model.noisy(1.0)
+        case "unstable":
+            columns = {"prompt": np.arange(SAMPLES)[:, None] // 2}
         case "stale":
             version = np.where(np.arange(SAMPLES) % 2, 7, 4)[:, None].repeat(TOKENS, 1)
             rollout = model.noisy(np.where(version == 7, 0.005, 0.1)[..., None])
@@ -111,7 +148,17 @@ PLANTED = {
     "shift": "shifted_tokens",
     "retokenized": "retokenised",
     "temperature": "temperature",
+    "reported temperature": "temperature",
     "top-p": "truncated_sampling",
+    "presence penalty": "penalty",
+    "frequency penalty": "penalty",
+    "repetition penalty": "penalty",
+    "repetition raised": "penalty",
+    "logit bias": "penalty",
+    "banned token": "truncated_sampling",  # both have Δ = log(kept mass)
+    "draft": "other_model",
+    "decoding": "position_drift",
+    "unstable": "dropout",
     "stale": "stale_weights",
     "stale, certain first tokens": "stale_weights",
     "never updated": "weights_not_updated",
@@ -137,7 +184,8 @@ def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     assert first.evidence and first.title and first.fix and 0 < first.confidence <= 1 and 0 <= first.share <= 1
     json.dumps(found.as_json(), allow_nan=False)
     assert first.title in as_text(found, "a run")
-    assert cause != "temperature" or first.detail == "rollout/training ≈ 0.82"  # planted: 0.80
+    details = {"temperature": "rollout/training ≈ 0.82", "logit bias": "bias of token 7"}  # planted: 0.80
+    assert name not in details or first.detail == details[name]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
+from slime_tis.analysis.diagnosis import context_rules, form_rules, metric_rules, token_rules
 from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
@@ -99,7 +99,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Ask for the target model's log-probs: a draft model of speculative decoding must not report its own.",
     ),
     "dropout": (
-        "dropout or unstable kernels in training",
+        "dropout or unstable kernels",
         "Set attention and hidden dropout to 0, or score in eval mode; else choose deterministic kernels.",
     ),
     "unexplained": (
@@ -126,6 +126,11 @@ TOKEN_RULES = (
 FORM_RULES = (
     form_rules.weights_not_updated,
     form_rules.stale_weights,
+    context_rules.another_model,
+    context_rules.penalty,
+    context_rules.logit_bias,
+    context_rules.decoding,
+    context_rules.unstable,
     form_rules.temperature,
     form_rules.truncated_sampling,
     form_rules.position,
@@ -186,6 +191,8 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
     healthy = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
     ranked = _ranked(findings, healthy)
+    if ranked[0].cause == "unexplained" and (fact := context_rules.sampling(tokens)):
+        ranked = (replace(ranked[0], evidence=(fact, *ranked[0].evidence)), *ranked[1:])
     return Diagnosis(findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
 
 

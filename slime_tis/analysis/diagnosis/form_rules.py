@@ -19,8 +19,14 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
     one_sided = float(negative / (negative + positive))
     lowest = float(np.quantile(log_ratio, 0.002))
     confidence = ramp(one_sided, 0.86, 0.97) * ramp(lowest, MIN_LOG_MASS, MIN_LOG_MASS + 1.5)
+    signs = f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost never more likely"
+    if not confidence:  # nearly all of the mass was removed
+        deep = f"0.2 % of the tokens have Δ below {lowest:.3f}: a likely token was never sampled there"
+        detail = "a banned token or a minimum length"
+        few = ramp(float(np.median(np.abs(log_ratio)) / np.abs(log_ratio).mean()), 0.4, 0.2)
+        return Finding("penalty", (signs, deep), 0.9 * few * ramp(one_sided, 0.95, 0.99), one_sided, detail)
     evidence = (
-        f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost never more likely",
+        signs,
         f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above {np.exp(lowest):.2f}",
     )
     return Finding("truncated_sampling", evidence, 0.96 * confidence, one_sided)
@@ -45,25 +51,32 @@ def sharper_sampling(tokens: Tokens) -> Finding | None:
     return Finding("truncated_sampling", evidence, 0.7 * ramp(significance, 4.5, 9.0), 0.0, detail)
 
 
-def temperature(tokens: Tokens) -> Finding | None:
-    """Δ is a function of log p + entropy: d log p / dβ = (log p + H)/β for the inverse temperature β."""
+def temperature(tokens: Tokens) -> Finding:
+    """Δ is a function of log p + entropy: d log p / dβ = (log p + H)/β for the inverse temperature β.
+
+    The next term of the series, half of the variance of log p times (β − 1)², is positive at every token.
+    """
     log_ratio, size = tokens.log_ratio, np.abs(tokens.log_ratio)
     entropy = tokens.entropy if tokens.entropy is not None and np.isfinite(tokens.entropy).all() else None
     surprise = tokens.train if entropy is None else tokens.train + entropy
-    design = np.stack([*([] if entropy is not None else [np.ones(len(tokens))]), surprise, surprise**2], axis=1)
+    design = np.stack([surprise, surprise**2, *([] if entropy is not None else [np.ones(len(tokens))])], axis=1)
     weight = 1 / np.sqrt(size.mean() + size)[:, None]  # limits the influence of a few large tokens
     solution, *_ = np.linalg.lstsq(design * weight, log_ratio * weight[:, 0], rcond=None)
     residual = (((log_ratio - design @ solution) * weight[:, 0]) ** 2).sum()
     explained = 1 - float(residual / ((log_ratio * weight[:, 0]) ** 2).sum())
-    slope = float(solution[0 if entropy is not None else 1])
-    confidence = ramp(explained, 0.7, 0.95)
+    slope = float(solution[0])
+    confidence = ramp(explained, 0.93, 0.97)
+    if entropy is not None:
+        rest = log_ratio - slope * surprise
+        negative = float(np.maximum(-rest, 0).sum() / max(np.abs(rest).sum(), 1e-12))
+        confidence = max(confidence, ramp(explained, 0.75, 0.85) * ramp(negative, 0.3, 0.1))
     ratio = 1 / max(1 - slope, 0.05)
     variable = "log p" if entropy is None else "log p + entropy"
     evidence = (
         f"{explained:.0%} of the variance of Δ depends on {variable}, as with a different temperature",
         f"slope {slope:+.3f}: rollout temperature / training temperature is about {ratio:.2f}",
     )
-    return Finding("temperature", evidence, 0.92 * confidence, explained, f"rollout/training ≈ {ratio:.2f}")
+    return Finding("temperature", evidence, 0.85 * confidence, explained, f"rollout/training ≈ {ratio:.2f}")
 
 
 def stale_weights(tokens: Tokens) -> Finding | None:

@@ -144,7 +144,7 @@ class Search:
                 if edit[0] not in best or float(left.sum()) < best[edit[0]][0]:
                     best[edit[0]] = (float(left.sum()), edit)
 
-        try_out([(name, value) for name in names for value in self.table[name].values])
+        try_out([(name, float(value)) for name in names for value in self.table[name].values])
         worth = sorted(
             (name for name in names if best[name][0] < (1 - WORTH_FITTING) * before), key=lambda n: best[n][0]
         )

@@ -22,6 +22,8 @@ BROKEN_SIZE = 3.0
 """Smallest abs(Δ) of a broken token, nats."""
 BROKEN_RATIO = 12.0
 """Smallest ratio of a broken token's abs(Δ) to the 95 % quantile of other tokens."""
+IMPOSSIBLE = -25.0
+"""Log-prob of a token that no engine samples: 2^18 token ids of this log-prob together are less likely than 1e-5."""
 MAX_BROKEN = 0.05
 """Largest share of broken tokens."""
 LAGS = (0, -1, 1, -2, 2, -3, 3, 4, 5, 6)
@@ -172,7 +174,8 @@ def broken_tokens(tokens: Tokens) -> Verdict:
         evidence.append(f"{outlying.sum()} of {len(tokens)} tokens ({share}) have Δ of up to {worst:+.1f} nats")
         evidence.append(f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats")
     ordinary = float(np.abs(tokens.log_ratio[~mask]).mean()) if not mask.all() else np.inf
-    confidence = 0.95 if broken.any() else 0.5 + 0.3 * ramp(ordinary, 0.1, 0.02)
+    impossible = float(tokens.rollout[outlying].min(initial=0.0)) < IMPOSSIBLE
+    confidence = 0.95 if broken.any() or impossible else 0.5 + 0.15 * ramp(ordinary, 0.1, 0.02)
     return Finding("broken_tokens", tuple(evidence), confidence), mask
 
 
@@ -188,7 +191,7 @@ def misaligned(tokens: Tokens) -> Verdict:
     worst, rest = long[: MAX_ALIGNED // 2], long[MAX_ALIGNED // 2 :]
     others = rest[:: -(-len(rest) // (MAX_ALIGNED // 2)) or 1]
     lags: dict[int, int] = {}
-    changes = 0
+    changes = ordered = 0
     for i in [*worst, *others]:
         rows, tail = np.split(suspects[i], [ALIGNED_TOKENS])
         path, gain, residual = best_lags(tokens.train[rows], tokens.rollout[rows])
@@ -196,9 +199,11 @@ def misaligned(tokens: Tokens) -> Verdict:
         max_residual = MAX_RESIDUAL_SMALL if gain < 1.5 * MIN_SAVED else MAX_RESIDUAL
         if shifted.sum() < 4 or gain < MIN_SAVED or residual > max_residual:
             continue
+        lag = int(np.median(path[shifted]))
+        ordered += bool((np.diff(path) * np.sign(lag) >= 0).all())
         mask[rows[shifted]] = True
         mask[tail] = shifted[-1]
-        lags[i] = int(np.median(path[shifted]))
+        lags[i] = lag
         changes += bool((~shifted[: max(len(path) // 2, 1)]).sum() >= 2 or len(np.unique(path[shifted])) > 1)
     aligned = others or worst
     shifted_share = sum(i in lags for i in aligned) / max(len(aligned), 1)
@@ -209,14 +214,17 @@ def misaligned(tokens: Tokens) -> Verdict:
         for i in remaining:
             mask[suspects[i]] = True
     retokenized = changes > 0.4 * len(lags)
-    lag = int(np.median(list(lags.values())))
+    median = int(np.median(list(lags.values())))
     evidence = (
         f"the log-probs of {len(lags)} of {len(worst) + len(others)} samples with a large mismatch agree after a shift "
         f"of {'their tails' if retokenized else 'the whole sample'}",
-        f"the median shift is {lag:+d} tokens",
+        f"the median shift is {median:+d} tokens",
     )
-    cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {lag:+d}")
-    confidence = 0.75 + 0.2 * ramp(len(lags), 2, 12)
+    cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {median:+d}")
+    # the lags of other faults change back and forth
+    confidence = 0.95 * ramp(ordered / len(lags), 0.5, 0.8) * (0.6 + 0.4 * ramp(len(lags), 2, 6))
+    if not confidence:
+        return None
     return Finding(cause, evidence, confidence, detail=detail), mask
 
 

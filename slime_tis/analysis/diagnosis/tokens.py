@@ -37,6 +37,14 @@ class Tokens:
     """Index of the sample."""
     position: Integers
     """Index in the response."""
+    token: Integers | None = None
+    """Token ids."""
+    repeats: Integers | None = None
+    """How often the token came before in its response; None without token ids."""
+    in_prompt: Mask | None = None
+    """Whether the prompt has the token; None without prompts."""
+    context: Integers | None = None
+    """Hash of the prompt and the response up to the token; None without prompts."""
     entropy: Floats | None
     """Entropy of the training engine's distribution, nats."""
     version: Integers | None
@@ -99,11 +107,16 @@ def tokens_of(table: TokenTable) -> Tokens:
     table = table.sampled(MAX_TOKENS)
     chosen = table.loss_mask > 0
     version, entropy, metadata = table.weight_version, table.entropy, table.metadata
+    repeats, in_prompt, context = _contexts(table)
     return Tokens(
         train=table.policy_log_prob.astype(np.float64)[chosen],
         rollout=table.rollout_log_prob.astype(np.float64)[chosen],
         sample=table.sample.astype(np.int64)[chosen],
         position=table.position.astype(np.int64)[chosen],
+        token=None if table.token is None else table.token.astype(np.int64)[chosen],
+        repeats=None if repeats is None else repeats[chosen],
+        in_prompt=None if in_prompt is None else in_prompt[chosen],
+        context=None if context is None else context[chosen],
         entropy=None if entropy is None or not np.isfinite(entropy[chosen]).any() else entropy[chosen].astype(float),
         version=None if version is None or (version[chosen] < 0).any() else version[chosen].astype(np.int64),
         step=None if table.step is None else table.step.astype(np.int64)[table.sample][chosen],
@@ -113,6 +126,39 @@ def tokens_of(table: TokenTable) -> Tokens:
         and (table.experts is not None or bool(metadata.get("num_experts"))),
         precisions=(metadata.get("precision") or "", metadata.get("rollout_precision") or ""),
     )
+
+
+def _contexts(table: TokenTable) -> tuple[Integers | None, Mask | None, Integers | None]:
+    """How often each token came before, whether its prompt has it, and a hash of all tokens up to it."""
+    if table.token is None:
+        return None, None, None
+    sample = table.sample.astype(np.int64)
+    key = (sample << 32) + table.token
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    repeats = np.empty(len(key), np.int64)
+    repeats[order] = np.arange(len(key)) - np.repeat(starts, np.diff(np.append(starts, len(key))))
+    if table.prompt is None:
+        return repeats, None, None
+    lengths = np.array([len(prompt) for prompt in table.prompt], np.int64)
+    prompts = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
+    owner = np.repeat(np.arange(len(table)), lengths)
+    in_prompt = np.isin(key, (owner << 32) + prompts)
+    place = np.arange(len(prompts)) - np.repeat(np.cumsum(lengths), lengths)  # −1 is the last token of the prompt
+    of_prompt = np.zeros(len(table), np.int64)
+    np.add.at(of_prompt, owner, _mixed(prompts, place))
+    sums = np.cumsum(_mixed(table.token.astype(np.int64), table.position.astype(np.int64)))
+    before = np.concatenate([[0], sums])[table.offsets[:-1]]
+    return repeats, in_prompt, sums + (of_prompt - before)[sample]
+
+
+def _mixed(token: Integers, position: Integers) -> Integers:
+    """A random number of 64 bits for each token and position (splitmix64), whose sum identifies a sequence."""
+    with np.errstate(over="ignore"):
+        x = token.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        return (x ^ (x >> np.uint64(31))).astype(np.int64)
 
 
 def ramp(value: float, low: float, high: float) -> float:

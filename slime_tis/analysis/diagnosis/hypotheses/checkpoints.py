@@ -68,7 +68,7 @@ def for_model(path: str, other: Any) -> dict[str, Hypothesis]:
             del model.forward
 
     claim = f"reports the log-probs of the model {_escaped(path)} (a draft model?)"
-    return {f"model {path}": Hypothesis(claim=claim, cause="other_model", network=swapped)}
+    return {f"model {path}": Hypothesis(claim, "other_model", network=swapped)}
 
 
 def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool = False) -> dict[str, Hypothesis]:
@@ -80,7 +80,7 @@ def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool =
     if is_adapter:
         claim = f"applies the adapter {_escaped(path)} {{value:+.3g}} times more"
     cause, network = "weights_not_updated", _towards(different)
-    table = {f"weights of {path}": Hypothesis(claim=claim, cause=cause, values=FRACTIONS, network=network)}
+    table = {f"weights of {path}": Hypothesis(claim, cause, FRACTIONS, network=network)}
     if is_adapter:
         return table
     for part, words in PARTS.items():
@@ -90,14 +90,13 @@ def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool =
     layers = sorted({int(found) for name in different if (found := _layer(name))})
     if len(layers) > 1:
         table[f"layer of {path}"] = Hypothesis(
-            claim=f"has layer {{value:.0f}} of {_escaped(path)}",
-            cause=cause,
-            values=tuple(map(float, layers)),
-            whole=True,
+            f"has layer {{value:.0f}} of {_escaped(path)}",
+            cause,
+            tuple(layers),
             network=_one_layer(different),
         )
     claim = f"reads the prompt from a cache that has the weights of {_escaped(path)}"
-    table[f"prompt cache of {path}"] = Hypothesis(claim=claim, cause="stale_cache", inputs=_stale(network))
+    table[f"prompt cache of {path}"] = Hypothesis(claim, "stale_cache", inputs=_stale(network))
     return table
 
 
@@ -117,11 +116,7 @@ def for_tensors(path: str, own: Weights, weights: Weights, gradient: Weights) ->
 
 def _part(part: str, path: str, weights: Weights) -> dict[str, Hypothesis]:
     claim = f"has the {part} of {_escaped(path)}"
-    return {
-        f"{part} of {path}": Hypothesis(
-            claim=claim, cause="weights_not_updated", values=(1.0,), network=_towards(weights)
-        )
-    }
+    return {f"{part} of {path}": Hypothesis(claim, "weights_not_updated", (1.0,), network=_towards(weights))}
 
 
 def _towards(weights: Weights) -> NetworkEdit:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +60,7 @@ OutputEdit = Callable[[list[Tensor], float], list[Tensor]]
 """(log-probs [T] of every sample, value) → the reported ones."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Hypothesis:
     """One fault."""
 
@@ -69,14 +69,18 @@ class Hypothesis:
     cause: str
     """Its cause in `CAUSES`, which has the advice."""
     values: tuple[float, ...] = (0.0,)
-    """Grid of the parameter; one value where the fault has no parameter."""
-    whole: bool = False
-    """Whether the parameter is an integer."""
+    """Grid of the parameter, of integers if it is an integer; one value where the fault has no parameter."""
+    _: KW_ONLY
     prompt: PromptEdit | None = None
     inputs: InputEdit | None = None
     network: NetworkEdit | None = None
     logits: LogitsEdit | None = None
     outputs: OutputEdit | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameter is an integer."""
+        return all(isinstance(value, int) for value in self.values)
 
     @property
     def cost(self) -> int:

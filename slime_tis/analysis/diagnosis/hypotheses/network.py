@@ -91,6 +91,9 @@ def _scaled(dtype: torch.dtype | None, largest: float, group: int = 0) -> Callab
     return rounding
 
 
+_fp8_rows = _scaled(torch.float8_e4m3fn, LARGEST_FP8)
+
+
 def _fp8_blocks(weight: Tensor) -> Tensor:
     """Rounding to fp8 with one scale per 128 × 128 values."""
     rows, columns = weight.shape
@@ -104,13 +107,12 @@ def _fp8_blocks(weight: Tensor) -> Tensor:
 @contextmanager
 def _fp8_linear(model: Any, _: float) -> Iterator[None]:
     """Weights in fp8 with a scale per row, and the inputs of all layers but the output layer with a scale per token."""
-    rounding = _scaled(torch.float8_e4m3fn, LARGEST_FP8)
 
     def round_input(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (rounding(args[0].flatten(0, -2)).reshape(args[0].shape).to(args[0].dtype), *args[1:])
+        return (_fp8_rows(args[0].flatten(0, -2)).reshape(args[0].shape).to(args[0].dtype), *args[1:])
 
     with ExitStack() as stack:
-        stack.enter_context(_quantized(rounding)(model, 1.0))
+        stack.enter_context(_quantized(_fp8_rows)(model, 1.0))
         for module in _inner_linear(model):
             stack.callback(module.register_forward_pre_hook(round_input).remove)
         yield
@@ -195,78 +197,58 @@ def for_model(model: Any, layers: int) -> dict[str, Hypothesis]:
     """The hypotheses on parts that only some models have; `layers` is the number of layers whose experts are known."""
     table = {}
     if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default") != "default":
-        table["rope scaling missing"] = Hypothesis(
-            claim="has no rope scaling", cause="position_drift", network=_rope("default")
-        )
+        table["rope scaling missing"] = Hypothesis("has no rope scaling", "position_drift", network=_rope("default"))
     routers = [m for m in model.modules() if hasattr(m, "norm_topk_prob") and hasattr(m, "top_k")]
     if routers and len(routers) == layers:
         claim = "routes tokens to the experts that the dump records, unlike fp32"
-        table["recorded experts"] = Hypothesis(claim=claim, cause="moe_routing", inputs=_replay)
+        table["recorded experts"] = Hypothesis(claim, "moe_routing", inputs=_replay)
     return table
 
 
+_PRECISIONS: dict[str, tuple[str, NetworkEdit]] = {
+    "bf16": ("computes in bf16", _cast(torch.bfloat16)),
+    "fp16": ("computes in fp16", _cast(torch.float16)),
+    "bf16 weights": ("has weights in bf16", _rounded(lambda w: w.bfloat16().float())),
+    "fp8 weights": ("has weights in fp8, with a scale per row", _quantized(_fp8_rows)),
+    "fp8 weights per tensor": (
+        "has weights in fp8, with a scale per tensor",
+        _quantized(_scaled(torch.float8_e4m3fn, LARGEST_FP8, -1)),
+    ),
+    "fp8 weights in blocks": ("has weights in fp8, with a scale per 128 × 128 values", _quantized(_fp8_blocks)),
+    "fp8 weights and activations": ("multiplies in fp8, with scales per row and per token", _fp8_linear),
+    "int8 weights": ("has weights in int8", _quantized(_scaled(None, 127.0))),
+    "int4 weights": ("has weights in int4, in groups of 128", _quantized(_scaled(None, 7.0, BLOCK))),
+}
 TABLE: dict[str, Hypothesis] = {
-    "bf16": Hypothesis(claim="computes in bf16", cause="rounding", network=_cast(torch.bfloat16)),
-    "fp16": Hypothesis(claim="computes in fp16", cause="rounding", network=_cast(torch.float16)),
-    "bf16 weights": Hypothesis(
-        claim="has weights in bf16", cause="rounding", network=_rounded(lambda w: w.bfloat16().float())
-    ),
-    "fp8 weights": Hypothesis(
-        claim="has weights in fp8, with a scale per row",
-        cause="rounding",
-        network=_quantized(_scaled(torch.float8_e4m3fn, LARGEST_FP8)),
-    ),
-    "fp8 weights per tensor": Hypothesis(
-        claim="has weights in fp8, with a scale per tensor",
-        cause="rounding",
-        network=_quantized(_scaled(torch.float8_e4m3fn, LARGEST_FP8, -1)),
-    ),
-    "fp8 weights in blocks": Hypothesis(
-        claim="has weights in fp8, with a scale per 128 × 128 values", cause="rounding", network=_quantized(_fp8_blocks)
-    ),
-    "fp8 weights and activations": Hypothesis(
-        claim="multiplies in fp8, with scales per row and per token", cause="rounding", network=_fp8_linear
-    ),
-    "int8 weights": Hypothesis(claim="has weights in int8", cause="rounding", network=_quantized(_scaled(None, 127.0))),
-    "int4 weights": Hypothesis(
-        claim="has weights in int4, in groups of 128", cause="rounding", network=_quantized(_scaled(None, 7.0, BLOCK))
-    ),
+    **{name: Hypothesis(claim, "rounding", network=edit) for name, (claim, edit) in _PRECISIONS.items()},
     "norm epsilon": Hypothesis(
-        claim="uses a norm epsilon of {value:.1g}",
-        cause="rounding",
-        values=(1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1),
-        whole=True,
+        "uses a norm epsilon of {value:.1g}",
+        "rounding",
+        (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1),
         network=lambda m, value: _attribute(m, "variance_epsilon", lambda _: value),
     ),
     "rope_theta": Hypothesis(
-        claim="uses a rope_theta that is {value:.3g} times as large",
-        cause="position_drift",
-        values=(0.01, 0.1, 0.3, 0.6, 0.85, 1.15, 1.5, 3.0, 10.0, 100.0),
+        "uses a rope_theta that is {value:.3g} times as large",
+        "position_drift",
+        (0.01, 0.1, 0.3, 0.6, 0.85, 1.15, 1.5, 3.0, 10.0, 100.0),
         network=lambda m, value: _attribute(m, "inv_freq", lambda f: _theta(f, value)),
     ),
     "linear rope scaling": Hypothesis(
-        claim="scales positions by 1/{value:.3g} (linear rope scaling)",
-        cause="position_drift",
-        values=(0.5, 1.25, 1.5, 2.0, 4.0, 8.0),
+        "scales positions by 1/{value:.3g} (linear rope scaling)",
+        "position_drift",
+        (0.5, 1.25, 1.5, 2.0, 4.0, 8.0),
         network=lambda m, value: _attribute(m, "inv_freq", lambda f: f / value),
     ),
     "dynamic rope scaling": Hypothesis(
-        claim="uses dynamic rope scaling by {value:.0f}",
-        cause="position_drift",
-        values=(2.0, 4.0, 8.0),
-        whole=True,
+        "uses dynamic rope scaling by {value:.0f}",
+        "position_drift",
+        (2, 4, 8),
         network=lambda m, value: _attribute(m, "inv_freq", lambda f: _dynamic(f, value)),
     ),
     "YaRN rope scaling": Hypothesis(
-        claim="uses YaRN rope scaling by {value:.3g}",
-        cause="position_drift",
-        values=(2.0, 4.0, 8.0, 16.0),
-        network=_rope("yarn"),
+        "uses YaRN rope scaling by {value:.3g}", "position_drift", (2.0, 4.0, 8.0, 16.0), network=_rope("yarn")
     ),
     "llama3 rope scaling": Hypothesis(
-        claim="uses llama3 rope scaling by {value:.3g}",
-        cause="position_drift",
-        values=(2.0, 8.0, 32.0),
-        network=_rope("llama3"),
+        "uses llama3 rope scaling by {value:.3g}", "position_drift", (2.0, 8.0, 32.0), network=_rope("llama3")
     ),
 }

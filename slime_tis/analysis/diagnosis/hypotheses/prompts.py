@@ -10,8 +10,9 @@ from torch import Tensor
 
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, PromptEdit
 
-SIZES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
-PADS = (*map(float, range(1, 9)), 16.0)
+SIZES = tuple(2**i for i in range(1, 12))
+FEW = (1, 2, 3, 4)
+PADS = (*range(1, 9), 16)
 
 
 def with_prompt(sample: Input, prompt: Tensor) -> Input:
@@ -67,37 +68,25 @@ def _padded_to(pad: int, longest: int, *, left: bool) -> PromptEdit:
 
 def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
     """The hypotheses on padding; `longest` is the length of the longest prompt."""
-    table = {
-        "pads attended": Hypothesis(
-            claim="attends to {value:.0f} padding tokens before the prompt",
-            cause="attention_mask",
-            values=PADS,
-            whole=True,
-            prompt=lambda p, k: torch.cat([p.new_full((k,), pad), p]),
-        ),
-        "pads after the prompt": Hypothesis(
-            claim="attends to {value:.0f} padding tokens after the prompt",
-            cause="attention_mask",
-            values=PADS,
-            whole=True,
-            prompt=lambda p, k: torch.cat([p, p.new_full((k,), pad)]),
-        ),
-    }
+    claim = "attends to {value:.0f} padding tokens"
+    before = Hypothesis(
+        f"{claim} before the prompt", "attention_mask", PADS, prompt=lambda p, k: torch.cat([p.new_full((k,), pad), p])
+    )
+    after = Hypothesis(
+        f"{claim} after the prompt", "attention_mask", PADS, prompt=lambda p, k: torch.cat([p, p.new_full((k,), pad)])
+    )
+    table = {"pads attended": before, "pads after the prompt": after}
     for side, left in {"left": True, "right": False}.items():
         claim = f"attends to the padding on the {side} of the prompt, which makes all prompts {longest} tokens long"
         edit = _padded_to(pad, longest, left=left)
-        table[f"padded on the {side}"] = Hypothesis(claim=claim, cause="attention_mask", prompt=edit)
+        table[f"padded on the {side}"] = Hypothesis(claim, "attention_mask", prompt=edit)
     return table
 
 
 def for_bos(bos: int) -> dict[str, Hypothesis]:
     """The hypothesis on the token that starts a text."""
     claim = "reads a BOS token before the prompt"
-    return {
-        "BOS added": Hypothesis(
-            claim=claim, cause="other_prompt", prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p])
-        )
-    }
+    return {"BOS added": Hypothesis(claim, "other_prompt", prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p]))}
 
 
 def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
@@ -138,74 +127,46 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
     if calm.startswith(full) and len(quiet := encoded(calm.removeprefix(full))):
         claim = "reads a prompt with the other value of enable_thinking"
         changes["thinking"] = (claim, lambda p, _: p[: -len(quiet)] if _ends(p, quiet) else torch.cat([p, quiet]))
-    return {
-        name: Hypothesis(claim=claim, cause="other_prompt", prompt=change) for name, (claim, change) in changes.items()
-    }
+    return {name: Hypothesis(claim, "other_prompt", prompt=change) for name, (claim, change) in changes.items()}
 
 
 def _ends(prompt: Tensor, suffix: Tensor) -> bool:
     return len(prompt) >= len(suffix) and torch.equal(prompt[-len(suffix) :], suffix)
 
 
+_PROMPTS: dict[str, tuple[str, tuple[int, ...], PromptEdit]] = {
+    "first prompt tokens missing": (
+        "does not read the first {value:.0f} tokens of the prompt (BOS?)",
+        FEW,
+        lambda p, k: p[k:],
+    ),
+    "last prompt tokens missing": ("does not read the last {value:.0f} tokens of the prompt", FEW, lambda p, k: p[:-k]),
+    "first token doubled": (
+        "reads the first token of the prompt {value:.0f} times",
+        (2, 3),
+        lambda p, k: torch.cat([p[:1].expand(k - 1), p]),
+    ),
+    "last token doubled": (
+        "reads the last token of the prompt {value:.0f} times",
+        (2, 3),
+        lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
+    ),
+    "prompt cut": ("reads only the last {value:.0f} tokens of the prompt", SIZES, lambda p, n: p[-n:]),
+    "prompt cut at the end": ("reads only the first {value:.0f} tokens of the prompt", SIZES, lambda p, n: p[:n]),
+}
 TABLE: dict[str, Hypothesis] = {
-    "first prompt tokens missing": Hypothesis(
-        claim="does not read the first {value:.0f} tokens of the prompt (BOS?)",
-        cause="other_prompt",
-        values=(1.0, 2.0, 3.0, 4.0),
-        whole=True,
-        prompt=lambda p, k: p[k:],
-    ),
-    "last prompt tokens missing": Hypothesis(
-        claim="does not read the last {value:.0f} tokens of the prompt",
-        cause="other_prompt",
-        values=(1.0, 2.0, 3.0, 4.0),
-        whole=True,
-        prompt=lambda p, k: p[:-k],
-    ),
-    "first token doubled": Hypothesis(
-        claim="reads the first token of the prompt {value:.0f} times",
-        cause="other_prompt",
-        values=(2.0, 3.0),
-        whole=True,
-        prompt=lambda p, k: torch.cat([p[:1].expand(k - 1), p]),
-    ),
-    "last token doubled": Hypothesis(
-        claim="reads the last token of the prompt {value:.0f} times",
-        cause="other_prompt",
-        values=(2.0, 3.0),
-        whole=True,
-        prompt=lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
-    ),
-    "prompt cut": Hypothesis(
-        claim="reads only the last {value:.0f} tokens of the prompt",
-        cause="other_prompt",
-        values=SIZES,
-        whole=True,
-        prompt=lambda p, n: p[-n:],
-    ),
-    "prompt cut at the end": Hypothesis(
-        claim="reads only the first {value:.0f} tokens of the prompt",
-        cause="other_prompt",
-        values=SIZES,
-        whole=True,
-        prompt=lambda p, n: p[:n],
-    ),
-    "packed neighbor": Hypothesis(
-        claim="attends to the sample packed before it", cause="attention_mask", inputs=_neighbor
-    ),
+    **{
+        name: Hypothesis(claim, "other_prompt", values, prompt=edit) for name, (claim, values, edit) in _PROMPTS.items()
+    },
+    "packed neighbor": Hypothesis("attends to the sample packed before it", "attention_mask", inputs=_neighbor),
     "position gap": Hypothesis(
-        claim="numbers the positions of the response {value:+.0f} higher",
-        cause="position_drift",
-        values=(-4.0, -2.0, -1.0, 1.0, 2.0, 4.0, 16.0),
-        whole=True,
+        "numbers the positions of the response {value:+.0f} higher",
+        "position_drift",
+        (-4, -2, -1, 1, 2, 4, 16),
         inputs=_gap,
     ),
     "attention window": Hypothesis(
-        claim="attends to the last {value:.0f} tokens only",
-        cause="position_drift",
-        values=SIZES,
-        whole=True,
-        inputs=_window,
+        "attends to the last {value:.0f} tokens only", "position_drift", SIZES, inputs=_window
     ),
-    "fp8 KV cache": Hypothesis(claim="stores keys and values in fp8", cause="rounding", inputs=_fp8_cache),
+    "fp8 KV cache": Hypothesis("stores keys and values in fp8", "rounding", inputs=_fp8_cache),
 }

@@ -14,6 +14,7 @@ CANDIDATES, MAX_TOKENS = 48, 8
 """Tokens that a logit bias is tried on, and tokens that it changes."""
 MIN_GAIN = 0.95
 """Largest ratio of the remaining mismatch with and without one more token."""
+PENALTIES = (0.1, 0.3, 0.6, 1.0, 1.5)
 BIASES = (-math.inf, -8.0, -4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -142,96 +143,78 @@ def _biased(biases: dict[int, float]) -> Hypothesis:
     parts = [f"never samples token {', '.join(map(str, banned))}"] if banned else []
     parts += [f"moves the logit of token {', '.join(moved)}"] if moved else []
     values = (0.6, 0.8, 1.0, 1.25, 1.6) if moved else (1.0,)
-    return Hypothesis(claim=" and ".join(parts), cause="penalty", values=values, logits=edit)
+    return Hypothesis(" and ".join(parts), "penalty", values, logits=edit)
 
 
 def for_end(eos: int) -> dict[str, Hypothesis]:
     """The hypotheses on the token that ends a text."""
-    values = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1e9)
+    values = (*(2**i for i in range(10)), 10**9)
     claim = "cannot end the text within {value:.0f} tokens"
-    return {
-        "minimum length": Hypothesis(claim=claim, cause="penalty", values=values, whole=True, logits=_late_end(eos))
-    }
+    return {"minimum length": Hypothesis(claim, "penalty", values, logits=_late_end(eos))}
 
 
 TABLE: dict[str, Hypothesis] = {
     "soft cap": Hypothesis(
-        claim="caps logits at {value:.3g} by a tanh",
-        cause="temperature",
-        values=(5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
-        logits=_soft_cap,
+        "caps logits at {value:.3g} by a tanh", "temperature", (5.0, 10.0, 15.0, 20.0, 30.0, 50.0), logits=_soft_cap
     ),
     "repetition penalty": Hypothesis(
-        claim="applies a repetition penalty of about {value:.3g}",
-        cause="penalty",
-        values=(0.9, 1.02, 1.05, 1.1, 1.2, 1.4),
+        "applies a repetition penalty of about {value:.3g}",
+        "penalty",
+        (0.9, 1.02, 1.05, 1.1, 1.2, 1.4),
         logits=_repetition,
     ),
     "presence penalty": Hypothesis(
-        claim="applies a presence penalty of about {value:.3g}",
-        cause="penalty",
-        values=(0.1, 0.3, 0.6, 1.0, 1.5),
+        "applies a presence penalty of about {value:.3g}",
+        "penalty",
+        PENALTIES,
         logits=lambda x, s, value: x - value / s.temperature * (_counts(x, s, prompt=False) > 0),
     ),
     "frequency penalty": Hypothesis(
-        claim="applies a frequency penalty of about {value:.3g}",
-        cause="penalty",
-        values=(0.1, 0.3, 0.6, 1.0, 1.5),
+        "applies a frequency penalty of about {value:.3g}",
+        "penalty",
+        PENALTIES,
         logits=lambda x, s, value: x - value / s.temperature * _counts(x, s, prompt=False),
     ),
     "temperature": Hypothesis(
-        claim="samples at {value:.3g} times the training temperature",
-        cause="temperature",
-        values=(0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5),
+        "samples at {value:.3g} times the training temperature",
+        "temperature",
+        (0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5),
         logits=lambda x, _, value: x / value,
     ),
     "top-k": Hypothesis(
-        claim="reports log-probs after top-k {value:.0f}",
-        cause="truncated_sampling",
-        whole=True,
-        values=(2.0, 3.0, 5.0, 8.0, 10.0, 20.0, 50.0, 100.0),
-        logits=_top_k,
+        "reports log-probs after top-k {value:.0f}", "truncated_sampling", (2, 3, 5, 8, 10, 20, 50, 100), logits=_top_k
     ),
     "top-p": Hypothesis(
-        claim="reports log-probs after top-p {value:.3g}",
-        cause="truncated_sampling",
-        values=(0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
+        "reports log-probs after top-p {value:.3g}",
+        "truncated_sampling",
+        (0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
         logits=_top_p,
     ),
     "min-p": Hypothesis(
-        claim="reports log-probs after min-p {value:.3g}",
-        cause="truncated_sampling",
-        values=(0.01, 0.02, 0.05, 0.1, 0.2),
-        logits=_min_p,
+        "reports log-probs after min-p {value:.3g}", "truncated_sampling", (0.01, 0.02, 0.05, 0.1, 0.2), logits=_min_p
     ),
     "shift": Hypothesis(
-        claim="reports log-probs shifted by {value:+.0f} tokens",
-        cause="shifted_tokens",
-        values=(-2.0, -1.0, 1.0, 2.0),
-        whole=True,
-        outputs=_shifted,
+        "reports log-probs shifted by {value:+.0f} tokens", "shifted_tokens", (-2, -1, 1, 2), outputs=_shifted
     ),
     "log base": Hypothesis(
-        claim="reports logarithms to base {value:.0f}",
-        cause="broken_tokens",
-        values=(2.0, 10.0),
-        whole=True,
+        "reports logarithms to base {value:.0f}",
+        "broken_tokens",
+        (2, 10),
         outputs=_each(lambda x, base: x / math.log(base)),
     ),
     "clamped": Hypothesis(
-        claim="reports no log-prob below {value:.3g}",
-        cause="broken_tokens",
-        values=(-1.0,),  # the search takes the lowest log-prob
+        "reports no log-prob below {value:.3g}",
+        "broken_tokens",
+        (-1.0,),  # the search takes the lowest log-prob
         outputs=_each(lambda x, low: x.clamp_min(low)),
     ),
     "reported in bf16": Hypothesis(
-        claim="reports log-probs in bf16", cause="rounding", outputs=_each(lambda x, _: x.bfloat16().float())
+        "reports log-probs in bf16", "rounding", outputs=_each(lambda x, _: x.bfloat16().float())
     ),
     "exchanged": Hypothesis(
-        claim="reports the log-probs of the sample {value:+.0f} places on",
-        cause="shifted_tokens",
-        values=(-3.0, -2.0, -1.0, 1.0, 2.0, 3.0),
-        whole=True,
+        "reports the log-probs of the sample {value:+.0f} places on",
+        "shifted_tokens",
+        (-3, -2, -1, 1, 2, 3),
         outputs=_exchanged,
     ),
 }

@@ -1,0 +1,172 @@
+"""Rules that read token ids and prompts, and rules on the identities of importance sampling.
+
+Each rule returns a finding with the share of these tokens' mismatch, or None. Confidence 0 means that it is absent.
+"""
+
+import numpy as np
+
+from slime_tis.analysis.diagnosis.form_rules import temperature
+from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Mask, Tokens, ramp
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
+
+MIN_CLASS = 0.03
+"""Smallest share of the mismatch of the tokens that a penalty or a bias makes less likely, and of the others."""
+MIN_BIASED = 8
+"""Smallest number of tokens with a biased id."""
+CANDIDATES = 3
+"""Token ids that a bias is tried on, for each sign."""
+LARGEST_EXPONENT = 20.0
+ONLY_REPORTED = "only the reported log-probs are wrong"
+MIN_REPEATED = 20
+"""Smallest number of tokens that other samples have after the same tokens."""
+STANDARD_ERRORS = 5.0
+"""Distance from 1 at which a mean ratio is not 1."""
+
+
+def penalty(tokens: Tokens) -> Finding | None:
+    """A penalty lowers tokens that came before, and raises all others: Δ ≤ 0 for the others.
+
+    Δ of the lowered tokens is positive unless likelier tokens are lowered even more. A repetition penalty below 1
+    exchanges the signs.
+    """
+    if tokens.repeats is None:
+        return None
+    places = {"in the response": tokens.repeats > 0}
+    if tokens.in_prompt is not None:
+        places["in the prompt or the response"] = (tokens.repeats > 0) | tokens.in_prompt
+    confidence, place, sign = max(
+        (_opposite_signs(sign * tokens.log_ratio, seen), place, sign)
+        for place, seen in places.items()
+        for sign in (1, -1)
+    )
+    words = ("positive", "negative")[::sign]
+    evidence = (f"Δ is {words[0]} for tokens that came before {place}, and {words[1]} for all others",)
+    return Finding("penalty", evidence, 0.95 * confidence)
+
+
+def logit_bias(tokens: Tokens) -> Finding | None:
+    """A bias of one token id: its tokens have Δ of one sign, and all other tokens Δ of the other sign."""
+    if tokens.token is None:
+        return None
+    ids, index, counts = np.unique(tokens.token, return_inverse=True, return_counts=True)
+    best = (0.0, 0, 1)
+    for sign in (1, -1):
+        positive = np.bincount(index, np.maximum(sign * tokens.log_ratio, 0), len(ids))
+        for i in np.argsort(-np.where(counts >= MIN_BIASED, positive, -1))[:CANDIDATES].tolist():
+            best = max(best, (_opposite_signs(sign * tokens.log_ratio, index == i), i, sign))
+    confidence, i, sign = best
+    words = ("positive", "negative")[::sign]
+    evidence = (f"Δ is {words[0]} for token {ids[i]}, and {words[1]} for all others",)
+    return Finding("penalty", evidence, 0.95 * confidence, detail=f"bias of token {ids[i]}")
+
+
+def _opposite_signs(log_ratio: Floats, chosen: Mask) -> float:
+    """Confidence that Δ is mostly positive for the chosen tokens, and always negative for the others."""
+    chosen_size, other_size = (np.abs(log_ratio[part]).sum() for part in (chosen, ~chosen))
+    if min(chosen.sum(), (~chosen).sum()) < MIN_BIASED or min(chosen_size, other_size) < MIN_CLASS * (
+        chosen_size + other_size
+    ):
+        return 0.0
+    positive = np.maximum(log_ratio[chosen], 0).sum() / chosen_size
+    negative = np.maximum(-log_ratio[~chosen], 0).sum() / other_size
+    return min(ramp(float(positive), 0.4, 0.55), ramp(float(negative), 0.9, 0.97))
+
+
+def another_model(tokens: Tokens) -> Finding | None:
+    """The tokens are samples of training's distribution, and the reported log-probs are those of another model.
+
+    With ρ = π_train/π_rollout, E[ρ] = 1 for tokens that were sampled from π_rollout. Here E[1/ρ] = 1 instead.
+    """
+    if len(tokens) < 10 * MIN_TOKENS or not follows_training(tokens):
+        return None
+    size = np.sort(tokens.size)
+    is_few = size[: int(0.95 * len(size))].sum() < 0.2 * size.sum()  # broken tokens
+    if is_few or temperature(tokens).confidence > 0:
+        return None
+    log_ratio = tokens.log_ratio.clip(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    ratio, error = _mean(tokens, np.exp(log_ratio))
+    inverse, inverse_error = _mean(tokens, np.exp(-log_ratio))
+    difference, difference_error = _mean(tokens, np.exp(log_ratio) - np.exp(-log_ratio))
+    is_larger = ratio - 1 > STANDARD_ERRORS * error and difference > STANDARD_ERRORS * difference_error
+    if not is_larger or inverse - 1 > 3 * inverse_error:
+        return None
+    evidence = (
+        f"the tokens are samples of training's distribution: the mean of π_rollout/π_train is {inverse:.3f} ± "
+        f"{inverse_error:.3f}, as for log-probs of another model on these tokens",
+        f"they are no samples of the reported distribution: the mean of π_train/π_rollout is {ratio:.2f} ± {error:.2f} "
+        "instead of 1",
+    )
+    return Finding("other_model", evidence, 0.9)
+
+
+def follows_training(tokens: Tokens) -> bool:
+    """Whether the tokens may be samples of training's distribution: E[log π_train + entropy] is 0; True if unknown."""
+    if tokens.entropy is None:
+        return True
+    gap, error = _mean(tokens, tokens.train + tokens.entropy)
+    return abs(gap) <= 3 * error
+
+
+def sampling(tokens: Tokens) -> str:
+    """Which distribution the tokens are samples of, in words; empty if the tokens do not show it."""
+    tokens = tokens.only(tokens.finite)
+    if len(tokens) < 10 * MIN_TOKENS or tokens.entropy is None:
+        return ""
+    ratio, error = _mean(tokens, np.exp(tokens.log_ratio.clip(-LARGEST_EXPONENT, LARGEST_EXPONENT)))
+    is_reported = abs(ratio - 1) <= 3 * error
+    if is_reported == follows_training(tokens):  # both distributions are too close, or none fits
+        return ""
+    mean = f"the mean of π_train/π_rollout is {ratio:.3f} ± {error:.3f}"
+    if is_reported:
+        return f"the tokens are samples of the reported distribution ({mean}): the engines' networks or inputs differ"
+    return f"the tokens are samples of training's distribution ({mean}): {ONLY_REPORTED}"
+
+
+def _mean(tokens: Tokens, values: Floats) -> tuple[float, float]:
+    """The mean of a value, and its standard error over samples."""
+    _, sample = np.unique(tokens.sample, return_inverse=True)
+    sums, counts = np.bincount(sample, values), np.bincount(sample)
+    mean = sums.sum() / counts.sum()
+    return float(mean), float(np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum())
+
+
+def decoding(tokens: Tokens) -> Finding | None:
+    """The first token of the responses agrees exactly, and later ones do not: reading the prompt is not the problem."""
+    first = tokens.position == 0
+    is_penalized = (found := penalty(tokens)) is not None and found.confidence > 0  # the first token has no penalty
+    if is_penalized or first.sum() < 10 or (~first).sum() < 10 * MIN_TOKENS:
+        return None
+    at_first, later = (float(np.abs(tokens.log_ratio[part]).mean()) for part in (first, ~first))
+    if later < NEGLIGIBLE_DIFFERENCE:
+        return None
+    evidence = (
+        f"abs(Δ) is {at_first:.2g} nats at the first token and {later:.2g} later: the engines agree on the prompt and "
+        "differ on sampled tokens",
+    )
+    return Finding("position_drift", evidence, 0.9 * ramp(at_first / later, 0.02, 0.01), 1.0, "after the first token")
+
+
+def unstable(tokens: Tokens) -> Finding | None:
+    """One engine gives different log-probs for the same token after the same tokens."""
+    if tokens.context is None or ONLY_REPORTED in sampling(tokens):
+        return None
+    key = [column for column in (tokens.context, tokens.version, tokens.step, tokens.worker) if column is not None]
+    _, group, counts = np.unique(np.stack(key), axis=1, return_inverse=True, return_counts=True)
+    repeated = counts[group] > 1
+    if repeated.sum() < MIN_REPEATED:
+        return None
+    size = np.abs(tokens.log_ratio[repeated]).mean()
+    correction = np.sqrt(counts / np.maximum(counts - 1, 1))[group]
+    spreads = {}
+    for name, column in (("training", tokens.train), ("the rollout engine", tokens.rollout)):
+        mean = np.bincount(group, column) / counts
+        spreads[name] = float((np.abs(column - mean[group]) * correction)[repeated].mean())
+    engine = max(spreads, key=lambda name: spreads[name])
+    if size < NEGLIGIBLE_DIFFERENCE:
+        return None
+    share = min(spreads[engine] / size, 1.0)
+    evidence = (
+        f"{engine} gives log-probs that differ by {spreads[engine]:.2g} nats for the same token after the same tokens "
+        f"({repeated.sum()} tokens); abs(Δ) of these tokens is {size:.2g}",
+    )
+    return Finding("dropout", evidence, 0.85 * ramp(share, 0.25, 0.5), share, f"in {engine}")
