@@ -233,8 +233,24 @@ FAULTS: dict[str, Fault] = {
     "averaged": Fault(report=averaged),
     "decimals": Fault(report=decimals),
 }
+PAIRS = (
+    ("presence penalty", "int8"), ("repetition penalty", "fp8"), ("frequency penalty", "pads"), ("logit bias", "rope"),
+    ("temperature", "fp8"), ("temperature", "prompt cut"), ("min-p", "epsilon"), ("soft cap", "rope"),
+)  # fmt: skip
+"""A fault of the sampler, and one of the network or its input."""
+FAULTS |= {
+    " + ".join(pair): replace(
+        FAULTS[pair[0]],
+        accepts=" ".join(FAULTS[name].accepts for name in pair),
+        model=FAULTS[pair[1]].model,
+        prompts=FAULTS[pair[1]].prompts,
+    )
+    for pair in PAIRS
+}
 NETWORK = tuple(
-    name for name, each in FAULTS.items() if each.model is not Fault.model or each.prompts is not Fault.prompts
+    name
+    for name, each in FAULTS.items()
+    if "+" not in name and (each.model is not Fault.model or each.prompts is not Fault.prompts)
 )
 """Faults of the network or its input, which the rollout engine reports honestly."""
 

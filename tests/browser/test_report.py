@@ -138,12 +138,14 @@ def test_arrow_keys_choose_samples_and_tokens(page: Any) -> None:
     assert page.locator("#what-if-table th[aria-sort=descending]").inner_text().startswith("kept")
 
 
-def test_turns_have_headings(page: Any) -> None:
+def test_segments_have_headings(page: Any) -> None:
     page.fill("#search", "question 5")
-    turns = page.locator("#sample .turn").all_inner_texts()
-    assert [turn.split(",")[:2] for turn in turns] == [
-        *(["turn 0", " model"], ["turn 0", " tool or environment"], ["turn 1", " model"])
-    ]
+    model, tool, after = page.locator("#sample .turn").all_inner_texts()
+    assert model.startswith("turn 0, model, weights 0, 5 tokens, mean abs(Δ) 0.0")
+    assert tool == "turn 0, tool or environment, not trained on, 4 tokens" and after.startswith("turn 1, model")
+    page.fill("#search", "question 17")
+    weights = [text.split(", ")[2:4] for text in page.locator("#sample .turn").all_inner_texts()]
+    assert weights == [["weights 1", "9 tokens"], ["weights 2", "15 tokens"]]
     page.fill("#search", "question 6")
     assert page.locator("#sample .turn").count() == 0
 

@@ -101,7 +101,7 @@ def page_data(
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": [_subtitle(source) for source in sources],
-        "verdict": _verdict(diagnoses[0]["findings"][0], drawn) if len(sources) == 1 else None,
+        "verdict": _verdict(diagnoses[0]["findings"], drawn) if len(sources) == 1 else None,
         "diagnoses": diagnoses,
         "recommendation": _recommendation(first.table, results[0]) if len(sources) == 1 else None,
         "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
@@ -128,13 +128,15 @@ def _recommendation(table: TokenTable | None, result: Diagnosis) -> str | None:
     return None if table is None or not table.valid.any() else recommendation(measured(table, result), study())
 
 
-def _verdict(finding: dict[str, Any], plots: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first finding in a sentence, and the plot that shows it."""
+    finding, *others = findings
     sentence = f"Likeliest cause: {finding['title']} (confidence {finding['confidence']:.0%})."
     if finding["cause"] == "healthy":
         sentence = "The engines agree."
     elif finding["cause"] == "unexplained":
-        sentence = "No single cause explains the mismatch."
+        candidates = ", ".join(dict.fromkeys(other["title"] for other in others))
+        sentence = f"The tokens do not show the cause{candidates and f'; candidates: {candidates}'}."
     by_id = {plot["id"]: plot for plot in plots}
     picture = by_id.get(PICTURES.get(finding["cause"], "density")) or by_id.get("density")
     return {"sentence": sentence, "plot": picture and {**picture, "id": "verdict"}}

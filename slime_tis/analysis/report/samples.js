@@ -48,6 +48,24 @@ function recolor() {
   byId("legend").replaceChildren(...legends[mode].flatMap(([rgb, text]) => [element("i", { style: `background: rgba(${rgb},.7)` }), text]));
 }
 
+// First tokens of the segments: a turn ends, the environment writes, or other weights sample.
+function segments(start, end) {
+  const key = (at) => [column.turn?.[at], column.mask[at], column.mask[at] ? column.weight_version?.[at] : 0].join();
+  const starts = [];
+  for (let at = start; at < end; at++) if (at === start || key(at) !== key(at - 1)) starts.push(at);
+  return starts;
+}
+
+function segmentText(start, end) {
+  const parts = column.turn ? [`turn ${column.turn[start]}`] : [];
+  if (!column.mask[start]) return [...parts, "tool or environment", "not trained on", `${end - start} tokens`].join(", ");
+  parts.push("model");
+  if (column.weight_version && column.weight_version[start] >= 0) parts.push(`weights ${column.weight_version[start]}`);
+  let size = 0, valid = 0;
+  for (let at = start; at < end; at++) if (column.valid[at]) { size += Math.abs(column.ratio[at]); valid++; }
+  return [...parts, `${end - start} tokens`, ...(valid ? [`mean abs(Δ) ${number(size / valid)}`] : [])].join(", ");
+}
+
 function article(i) {
   const sample = samples.samples[i], start = samples.offsets[i];
   const count = wholeSample === i ? length(i) : Math.min(length(i), MAX_SHOWN_TOKENS);
@@ -56,11 +74,10 @@ function article(i) {
     if (sample[key] !== undefined) about.push(`${text} ${number(sample[key])}`);
   if (sample.truncated) about.push("truncated");
   const tokens = element("div", { class: "tokens" + (samples.texts ? "" : " ids") });
-  const part = (at) => (column.turn[at] + 1) * (column.mask[at] ? 1 : -1);
-  const hasTurns = column.turn && column.turn[start + length(i) - 1] !== column.turn[start];
+  const starts = segments(start, start + length(i));
+  const ends = new Map(starts.map((at, k) => [at, starts[k + 1] ?? start + length(i)]));
   for (let at = start; at < start + count; at++) {
-    if (hasTurns && (at === start || part(at) !== part(at - 1)))
-      tokens.append(element("div", { class: "turn" }, `turn ${column.turn[at]}, ${column.mask[at] ? "model" : "tool or environment, not trained on"}`));
+    if (ends.size > 1 && ends.has(at)) tokens.append(element("div", { class: "turn" }, segmentText(at, ends.get(at))));
     const kind = !column.mask[at] ? "masked" : column.valid[at] ? "" : "missing";
     tokens.append(element("span", { "data-i": at, ...(kind ? { class: kind } : {}) }, tokenText(at)));
   }
