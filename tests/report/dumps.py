@@ -40,7 +40,7 @@ def make_table(samples: int = SAMPLES, tokens: int = 24) -> TokenTable:
                 vetoed=np.full(tokens, i == 3),
                 advantage=np.full(tokens, chance.normal()),
                 entropy=entropy,
-                weight_version=max(i // 8 - i % 2, 0) + ((np.arange(tokens) >= 9) & (i == 17)),  # resumed after an update
+                weight_version=max(i // 8 - i % 2, 0) + ((np.arange(tokens) >= 9) & (i == 17)),  # resumed
                 turn=(np.arange(tokens) >= 9) & (i % 5 == 0),
                 experts=chance.integers(0, 8, (tokens, 3, 2)),
                 prompt=chance.integers(0, 40, 6),
