@@ -1,7 +1,9 @@
 """Samples for tests."""
 
+import json
 from typing import Any
 
+from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample
 
 
@@ -20,6 +22,11 @@ def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sampl
         "status": Sample.Status.COMPLETED,
     }
     return Sample(**{**values, **fields})
+
+
+def reloaded(groups: list[list[Sample]]) -> list[list[Sample]]:
+    """Groups as they come back from a checkpoint."""
+    return [[from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in group] for group in groups]
 
 
 def flat(groups: list[list[Sample]]) -> list[Sample]:

@@ -36,18 +36,18 @@ def weights(path):
 
 def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
     """Log-probs of the response by one forward pass over the unpadded sequence, without a cache."""
-    ids = torch.tensor(sample.response_ids)
-    return forward_distributions(path, sample, sampling).gather(-1, ids[:, None]).squeeze(-1)
-
-
-def forward_distributions(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
-    """Log-probs of all tokens at each position of the response, by such a pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     ids, start = torch.tensor([sample.tokens]), len(sample.row.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-    return log_softmax(
-        filtered_logits(logits, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    log_probs = log_softmax(filtered_logits(logits, **filters))
+    return log_probs.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1)
+
+
+def assert_log_probs(path, sample: Sample, sampling: Sampling) -> None:
+    torch.testing.assert_close(
+        torch.tensor(sample.rollout_log_probs), forward_log_probs(path, sample, sampling), **EXACT
     )
 
 
@@ -67,21 +67,12 @@ def assert_same_samples(one, other):
 def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filters):
     path = checkpoints[family, 0]
     sampling = Sampling(max_response_len=10, n_samples=2, **filters)
-    groups = make_engine(path).generate(make_prompts(path, TEXTS), sampling, seed=5)
-    assert [len(group) for group in groups] == [2] * len(TEXTS)
-    for sample in flat(groups):
-        torch.testing.assert_close(
-            torch.tensor(sample.rollout_log_probs), forward_log_probs(path, sample, sampling), **EXACT
-        )
-
-
-def test_samples_say_what_they_are(checkpoints):
-    path = checkpoints["qwen3", 0]
     prompts, tokenizer = make_prompts(path, TEXTS), load_tokenizer(path)
-    samples = flat(make_engine(path).generate(prompts, Sampling(max_response_len=5, n_samples=3), seed=0))
-    assert [sample.index for sample in samples] == list(range(15))
-    assert [sample.group_index for sample in samples] == [place // 3 for place in range(15)]
-    for sample in samples:
+    groups = make_engine(path).generate(prompts, sampling, seed=5)
+    assert [len(group) for group in groups] == [2] * len(TEXTS)
+    assert [(sample.group_index, sample.index) for sample in flat(groups)] == [(n // 2, n) for n in range(10)]
+    for sample in flat(groups):
+        assert_log_probs(path, sample, sampling)
         assert sample.row is prompts[sample.group_index]
         assert sample.response == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         assert sample.tokens == [*sample.row.token_ids, *sample.response_ids]
@@ -126,11 +117,7 @@ def test_greedy_is_that_of_transformers(checkpoints, family):
         ids = torch.tensor([prompt.token_ids])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=25)
         assert sample.tokens == expected[0].tolist()
-        torch.testing.assert_close(
-            torch.tensor(sample.rollout_log_probs),
-            forward_log_probs(path, sample, Sampling(max_response_len=25)),
-            **EXACT,
-        )
+        assert_log_probs(path, sample, Sampling(max_response_len=25))
 
 
 def test_updated_weights_are_sampled_from_under_their_version(checkpoints):
@@ -140,9 +127,7 @@ def test_updated_weights_are_sampled_from_under_their_version(checkpoints):
     groups = engine.generate(make_prompts(old, TEXTS), sampling, seed=0)
     for sample in flat(groups):
         assert sample.weight_versions == [7] * len(sample.response_ids)
-        torch.testing.assert_close(
-            torch.tensor(sample.rollout_log_probs), forward_log_probs(new, sample, sampling), **EXACT
-        )
+        assert_log_probs(new, sample, sampling)
     assert_same_samples(groups, make_engine(new).generate(make_prompts(new, TEXTS), sampling, seed=0))
 
 

@@ -66,10 +66,3 @@ def test_a_damaged_mask_is_refused_with_its_line(part: str, value: Any, message:
     with pytest.raises(ValueError, match=message) as caught:
         load_samples(tmp_path / "x", 1, 1)
     assert "line 1" in str(caught.value)
-
-
-def test_functions_written_for_slime_find_the_sets_under_its_names() -> None:
-    one = masked([[4, 9], [5]])
-    assert one.rollout_top_p_token_ids.tolist() == [4, 9, 5]
-    assert one.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
-    assert masked(None).rollout_top_p_token_ids is masked(None).rollout_top_p_token_offsets is None

@@ -1,7 +1,6 @@
 """Routed experts of a real server, against transformers: over updates, aborts and partial rollouts."""
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer, weights_by_file_name
@@ -18,7 +16,7 @@ from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
-from tests.samples import flat
+from tests.samples import flat, reloaded
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import RealServer
 from tests.sglang_server.test_weights import wait_for_decoding, worst_by_version
@@ -151,9 +149,9 @@ def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_up
     assert begun
     for sample in [*flat(groups), *begun]:
         assert_experts(sample, references)
-    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    stored = reloaded(left)
     engine.update_weights(references[1].named_tensors, 1)
-    engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    engine.resume_unfinished(stored)
     finished = flat(engine.submit([], sampling, seed=1, num_groups=len(left)).result())
     for sample in finished:
         assert_experts(sample, references)

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
 from slime_tis.trainer.engines.generation import Generation, RequestOptions
 from slime_tis.trainer.engines.local.routing import has_usable_experts
@@ -40,7 +39,7 @@ from tests.rollout.sglang.fake_sglang import (
     wait_until,
 )
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, assert_exact, held
-from tests.samples import flat
+from tests.samples import flat, reloaded
 
 SIZES = MoeSizes(
     layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=2, intermediate_size=24, shared_intermediate_size=None
@@ -126,9 +125,9 @@ def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too
         assert sample.status is Sample.Status.ABORTED
         assert_experts(sample)
     lengths = [len(sample.response_ids) for sample in flat(left)]
-    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    stored = reloaded(left)
     run.update(1)
-    run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    run.engine.resume_unfinished(stored)
     groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
     assert_exact(groups, [LATE[0], LATE[1]], LONG)
     for sample, length in zip(flat(groups), lengths, strict=True):

@@ -1,19 +1,17 @@
 """Functions that ask servers: turns, updates of weights in between, aborts, failures and limits."""
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Callable
 
 import httpx
 import pytest
 
-from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until, when
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, held
-from tests.samples import flat
+from tests.samples import flat, reloaded
 
 RUN = Sampling(max_response_len=12, n_samples=2)
 OBSERVATION = [20, 21]
@@ -118,9 +116,9 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     for sample in flat(left):
         assert sample.status is Sample.Status.ABORTED and sample.row in LATE
         assert sample.response_ids == continuation(list(sample.row.token_ids), 6)
-    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    stored = reloaded(left)
     run.update(1)
-    run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    run.engine.resume_unfinished(stored)
     groups = run.engine.submit([EARLY[2]], RUN, function=one_turn, concurrency=8, num_groups=3).result()
     assert [group[0].row for group in groups] == [LATE[0], LATE[1], EARLY[2]]
     for sample in flat(groups[:2]):

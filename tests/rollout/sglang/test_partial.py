@@ -1,29 +1,14 @@
 """Partial rollouts: the earliest groups are returned, the others continue in the next rollout from their tokens."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
-from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Sample, Sampling
-from tests.rollout.sglang.fake_sglang import (
-    continuation,
-    wait_until,
-    when,
-)
-from tests.rollout.sglang.rollouts import (
-    EARLY,
-    LATE,
-    PROMPTS,
-    SAMPLING,
-    Run,
-    assert_exact,
-    assert_log_probs,
-    held,
-)
-from tests.samples import flat
+from tests.rollout.sglang.fake_sglang import continuation, wait_until, when
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, assert_log_probs, held
+from tests.samples import flat, reloaded
 
 
 def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None:
@@ -49,14 +34,14 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
         assert sample.response_ids == continuation(list(sample.row.token_ids), len(sample.response_ids))
         assert_log_probs(sample)
     kept = {(sample.prompt_index, place % 2): len(sample.response_ids) for place, sample in enumerate(flat(left))}
-    stored = json.loads(json.dumps([[to_dict(sample) for sample in group] for group in left]))
+    stored = reloaded(left)
 
     assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])  # an evaluation in between
     assert run.engine.unfinished() == left
     run.update(1)
     for server in run.servers:
         server.requests.clear()
-    run.engine.resume_unfinished([[from_dict(row) for row in group] for group in stored])
+    run.engine.resume_unfinished(stored)
     groups = run.engine.submit([EARLY[3]], sampling, seed=1, num_groups=4).result()
     prompts = [*(group[0].row for group in left), EARLY[3]]
     assert_exact(groups, prompts, sampling)
