@@ -16,12 +16,15 @@ from slime_tis.trainer.rollout.filter_hub import (
 from tests.rollout.test_rewards import make_samples
 
 
-def scored(*rewards: float) -> list[Sample]:
-    """A group with these rewards."""
-    samples = make_samples(["a"] * len(rewards))
-    for place, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):
-        sample.reward, sample.group_index, sample.index = reward, 0, place
-    return samples
+def groups_of(*rewards: tuple[float, ...]) -> list[list[Sample]]:
+    """Groups with these rewards."""
+    groups = []
+    for number, of_group in enumerate(rewards):
+        samples = make_samples(["a"] * len(of_group))
+        for place, (sample, reward) in enumerate(zip(samples, of_group, strict=True)):
+            sample.reward, sample.group_index, sample.index = reward, number, 2 * number + place
+        groups.append(samples)
+    return groups
 
 
 EQUAL, UNEQUAL = (1.0, 1.0), (0.0, 1.0)
@@ -32,12 +35,7 @@ def judge_with(function):
 
 
 def batches(*rewards: list[tuple[float, float]]):
-    for batch in rewards:
-        groups = [scored(*of_group) for of_group in batch]
-        for place, group in enumerate(groups):
-            for number, sample in enumerate(group):
-                sample.group_index, sample.index = place, 2 * place + number
-        yield groups
+    return (groups_of(*batch) for batch in rewards)
 
 
 def test_groups_of_equal_rewards_are_replaced_and_counted_by_reason():
@@ -72,14 +70,14 @@ def test_with_fallback_one_batch_is_enough():
 def test_reasons_without_end_are_counted_together():
     reasons: Counter[str] = Counter()
     outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MAX_REASONS + 5)]
-    assert accepted_groups([scored(*EQUAL)] * len(outputs), outputs, 1, reasons) == []
+    assert accepted_groups(groups_of(EQUAL) * len(outputs), outputs, 1, reasons) == []
     assert len(reasons) == MAX_REASONS + 1 and reasons["other"] == 5
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
 def test_a_fallback_drops_as_many_as_leave_enough(keeps, missing):
     outputs = [DynamicFilterOutput(keep=keep, reason="x", keep_when_insufficient=True) for keep in keeps]
-    kept = accepted_groups([scored(*EQUAL)] * len(keeps), outputs, missing, Counter())
+    kept = accepted_groups(groups_of(EQUAL) * len(keeps), outputs, missing, Counter())
     assert len(kept) == max(sum(keeps), min(missing, len(keeps)))
 
 
@@ -93,6 +91,6 @@ THE_FILTER_OF = {
 
 @pytest.mark.parametrize(("rewards", "keep", "reason"), THE_FILTER_OF.values(), ids=THE_FILTER_OF)
 def test_the_filter_of_dapo(rewards, keep, reason):
-    output = check_reward_nonzero_std(None, scored(*rewards))
+    output = check_reward_nonzero_std(None, groups_of(rewards)[0])
     assert output == DynamicFilterOutput(keep=keep, reason=reason)
-    assert check_reward_nonzero_std_with_fallback(None, scored(*rewards)).keep_when_insufficient
+    assert check_reward_nonzero_std_with_fallback(None, groups_of(rewards)[0]).keep_when_insufficient

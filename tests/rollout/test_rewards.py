@@ -64,30 +64,25 @@ async def group(args, samples, **kwargs):
 """
 
 
-@pytest.fixture
-def custom(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(CUSTOM)
-    return lambda name: f"{path}:{name}"
+def written(tmp_path, code, name="fn", **options) -> RolloutConfig:
+    """A configuration with a reward function of a file with this code."""
+    path = tmp_path / f"reward_{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(code)
+    return make_config(custom_rm_path=f"{path}:{name}", **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "scores"),
-    [("plain", [2.0, 4.0, 2.0]), ("slow", [1.0, 2.0, 2.0]), ("group", [2.0, 2.0, 1.0])],
-    ids=["plain", "coroutine", "group"],
-)
-def test_own_functions_may_be_plain_or_coroutines_and_take_a_sample_or_a_group(custom, name, scores):
-    reward = build_reward(make_config(custom_rm_path=custom(name)), Namespace(scale=2))
-    assert reward(make_samples(["a", "aa"], ["b"])) == scores
+def test_own_functions_may_be_plain_or_coroutines_and_take_a_sample_or_a_group(tmp_path):
+    for name, scores in {"plain": [2.0, 4.0, 2.0], "slow": [1.0, 2.0, 2.0], "group": [2.0, 2.0, 1.0]}.items():
+        reward = build_reward(written(tmp_path, CUSTOM, name), Namespace(scale=2))
+        assert reward(make_samples(["a", "aa"], ["b"])) == scores
 
 
 def refusal_of(tmp_path, code, **options):
     """The message about a reward function, with FILE for its file."""
-    path = tmp_path / f"reward_{len(list(tmp_path.iterdir()))}.py"
-    path.write_text(code)
+    config = written(tmp_path, code, **options)
     with pytest.raises(CustomFunctionError) as refusal:
-        build_reward(make_config(custom_rm_path=f"{path}:fn", **options))(make_samples(["a", "aa"], ["b"]))
-    return str(refusal.value).replace(str(path), "FILE")
+        build_reward(config)(make_samples(["a", "aa"], ["b"]))
+    return str(refusal.value).replace(config.custom_rm_path.removesuffix(":fn"), "FILE")
 
 
 # (code of a function, options, what the message says after `fn (FILE, line N) `)
@@ -127,12 +122,9 @@ def test_a_function_of_groups_returns_one_reward_per_sample(tmp_path):
 
 
 def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "def fn(args, sample):\n"
-        "    return {'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}\n"
-    )
-    config = make_config(custom_rm_path=f"{path}:fn", reward_key="score", eval_reward_key="acc")
+    returned = "{'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}"
+    code = f"def fn(args, sample):\n    return {returned}\n"
+    config = written(tmp_path, code, reward_key="score", eval_reward_key="acc")
     samples = make_samples(["a", "aa"], ["aaa"])
     assert build_reward(config)(samples) == [1.0, 2.0, 3.0]
     assert [sample.reward_parts for sample in samples] == [{"acc": 1.0}, {"acc": 0.0}, {"acc": 0.0}]
@@ -142,12 +134,9 @@ def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
 
 
 def test_weighted_components_add_up_and_are_reported_one_by_one(tmp_path):
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "def fn(args, sample):\n"
-        "    return {'correct': sample.response == 'a', 'format': len(sample.response), 'words': 7}\n"
-    )
-    config = make_config(custom_rm_path=f"{path}:fn", reward_weights="correct=1, format=0.2", eval_reward_key="correct")
+    returned = "{'correct': sample.response == 'a', 'format': len(sample.response), 'words': 7}"
+    code = f"def fn(args, sample):\n    return {returned}\n"
+    config = written(tmp_path, code, reward_weights="correct=1, format=0.2", eval_reward_key="correct")
     samples = make_samples(["a", "aa"])
     assert build_reward(config)(samples) == [1.2, 0.4]
     assert samples[1].reward_parts == {"correct": 0.0, "format": 2.0, "words": 7.0}
@@ -201,10 +190,9 @@ async def fn(args, sample: Sample, **kwargs):
 
 
 def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path):
-    (tmp_path / "reward.py").write_text(SLIMES_OWN)
     samples = make_samples(["a", "aa"], ["aaa", "a"])
     groups = [samples[:2], samples[2:]]
-    assign_rewards(groups, build_reward(make_config(custom_rm_path=f"{tmp_path / 'reward.py'}:fn")))
+    assign_rewards(groups, build_reward(written(tmp_path, SLIMES_OWN)))
     assert [sample.reward for sample in samples] == [0.0, 0.0, 1.0, 1.0]
     mask_removed_samples(groups)
     assert [sample.loss_mask for sample in samples] == [[1], [0], [0], [1]]

@@ -15,8 +15,9 @@ from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.hooks import RolloutHooks, ShapedRewards
 from slime_tis.trainer.rollout.prefetch import Prefetcher
+from tests.rollout.test_dynamic_sampling import groups_of
 from tests.rollout.test_prefetch import Log
-from tests.rollout.test_rewards import make_config, make_samples
+from tests.rollout.test_rewards import make_config
 
 
 def load(tmp_path: Path, option: str, code: str) -> RolloutHooks:
@@ -24,16 +25,6 @@ def load(tmp_path: Path, option: str, code: str) -> RolloutHooks:
     path = tmp_path / f"hook_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
     return RolloutHooks.load(make_config(rm_type="random", **{option: f"{path}:fn"}), Namespace(scale=2))
-
-
-def groups_of(*rewards):
-    groups = []
-    for number, of_group in enumerate(rewards):
-        samples = make_samples(["a"] * len(of_group))
-        for place, (sample, reward) in enumerate(zip(samples, of_group, strict=True)):
-            sample.reward, sample.group_index, sample.index = reward, number, 2 * number + place
-        groups.append(samples)
-    return groups
 
 
 FILTERS = {

@@ -1,6 +1,6 @@
 """What log-probs ought to be: by transformers and by the training engine, in float32."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -8,6 +8,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slime_tis.trainer.data.sample import Sample
+
+BOUND = 1e-4
+"""Largest difference of log-probs in float32, in nats."""
 
 
 class Reference:
@@ -34,29 +37,12 @@ class Reference:
         return self._model(ids).logits[0, start - 1 : -1].double()
 
     def gap_over_sets(self, sample: Sample, versions: tuple[int, ...], temperature: float = 1.0) -> float:
-        """Largest difference to what the server said of a sample's tokens, over the sets that they were sampled from.
-
-        Args:
-            sample: with a sampling mask.
-            versions: of the weights; tokens that others sampled are omitted.
-            temperature: of sampling.
-        """
+        """Largest difference to what the server said of the tokens of these versions, over the sets of their masks."""
         assert sample.sampling_mask is not None
-        logits = self.logits(sample) / temperature
-        gaps = [0.0]
-        rows = zip(
-            logits,
-            sample.sampling_mask.sets(),
-            sample.response_ids,
-            sample.rollout_log_probs,
-            sample.weight_versions,
-            strict=True,
-        )
-        for row, allowed, token, log_prob, version in rows:
-            if version in versions:
-                expected = row[allowed].log_softmax(-1)[allowed.index(token)]
-                gaps.append(abs(float(expected) - log_prob))
-        return max(gaps)
+        rows = zip(self.logits(sample) / temperature, sample.sampling_mask.sets(), sample.response_ids, strict=True)
+        expected = [float(row[allowed].log_softmax(-1)[allowed.index(token)]) for row, allowed, token in rows]
+        pairs = zip(expected, sample.rollout_log_probs, sample.weight_versions, strict=True)
+        return max((abs(one - other) for one, other, version in pairs if version in versions), default=0.0)
 
     def gap(self, sample: Sample, temperature: float = 1.0) -> float:
         """Largest difference to what the server said of a sample's tokens."""
@@ -66,3 +52,9 @@ class Reference:
         """Difference to what the server said, for each token of a response."""
         expected = self.log_probs(sample.tokens, temperature)[len(sample.row.token_ids) - 1 :]
         return [abs(one - other) for one, other in zip(expected, sample.rollout_log_probs, strict=True)]
+
+
+def worst_by_version(sample: Sample, weights: Mapping[int, Reference]) -> float:
+    """Largest difference of a token's log-prob to that of the weights whose version it carries."""
+    differences = {version: weights[version].differences(sample) for version in set(sample.weight_versions)}
+    return max(differences[version][place] for place, version in enumerate(sample.weight_versions))

@@ -72,3 +72,12 @@ class RealServer:
             return httpx.get(f"{self.url}/health", timeout=30.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
+
+
+def wait_for_decoding(log: Path) -> None:
+    """Until a server has made some steps with a batch: it says so every 40."""
+    before = log.read_text().count("Decode batch")
+    deadline = time.monotonic() + 60.0
+    while log.read_text().count("Decode batch") == before:
+        assert time.monotonic() < deadline, "the server decodes nothing"
+        time.sleep(0.02)

@@ -17,11 +17,9 @@ from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.samples import flat, reloaded
-from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import RealServer
-from tests.sglang_server.test_weights import wait_for_decoding, worst_by_version
+from tests.sglang_server.references import BOUND, Reference, worst_by_version
+from tests.sglang_server.servers import RealServer, wait_for_decoding
 
-BOUND = 1e-4
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1024, "max_position_embeddings": 512}
 LONG = Sampling(max_response_len=300, n_samples=2, return_routed_experts=True)
 

@@ -5,29 +5,23 @@ import time
 import httpx
 import pytest
 
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.samples import flat
-from tests.sglang_server.conftest import MakeEngine
-from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import RealServer
-from tests.sglang_server.test_weights import BOUND, wait_for_decoding, worst_by_version
+from tests.sglang_server.conftest import Real
+from tests.sglang_server.references import BOUND, worst_by_version
+from tests.sglang_server.servers import RealServer, wait_for_decoding
 
 SAMPLES = 3
 
 
 @pytest.mark.parametrize("sync", ["distributed", "disk"])
 def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_current_weights(
-    sync: str,
-    two_servers: list[RealServer],
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    other_reference: Reference,
+    sync: str, two_servers: list[RealServer], real: Real
 ) -> None:
-    victim = two_servers[1]
-    weights = {0: reference, 1: other_reference}
-    current = [reference]
-    engine = make_engine(*two_servers, weights=lambda: current[0].named_tensors(), sglang_weight_sync=sync)
+    victim, prompts = two_servers[1], real.prompts
+    weights = {0: real.reference, 1: real.other_reference}
+    current = [real.reference]
+    engine = real.make_engine(*two_servers, weights=lambda: current[0].named_tensors(), sglang_weight_sync=sync)
 
     pending = engine.submit(prompts, Sampling(max_response_len=300, n_samples=SAMPLES), seed=0)
     wait_for_decoding(victim.log)
@@ -41,8 +35,8 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     metrics = engine.metrics()
     assert metrics["rollout/sglang_retries"] >= 1 and metrics["rollout/sglang_deaths"] == 1
 
-    current[0] = other_reference
-    engine.update_weights(other_reference.named_tensors, 1)
+    current[0] = real.other_reference
+    engine.update_weights(real.other_reference.named_tensors, 1)
     victim.restart()
     victim.wait()
     deadline = time.monotonic() + 60.0
@@ -50,13 +44,10 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
         assert time.monotonic() < deadline, "the server that came back was not taken in again"
         samples = flat(engine.generate(prompts, Sampling(max_response_len=32), seed=0))
         assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
-    assert weight_version(victim) == "1", "the server that came back was not given the current weights"
+    version = httpx.get(f"{victim.url}/model_info").json()["weight_version"]
+    assert version == "1", "the server that came back was not given the current weights"
     answered = victim.log.read_text().count("POST /generate")
     samples = flat(engine.generate(prompts, Sampling(max_response_len=32, n_samples=2), seed=0))
     assert victim.log.read_text().count("POST /generate") > answered
     assert all(set(sample.weight_versions) == {1} and worst_by_version(sample, weights) < BOUND for sample in samples)
     assert engine.metrics()["rollout/sglang_returns"] == 1
-
-
-def weight_version(server: RealServer) -> str:
-    return str(httpx.get(f"{server.url}/model_info").json()["weight_version"])

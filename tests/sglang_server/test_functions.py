@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.generation import TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.samples import flat
-from tests.sglang_server.conftest import MakeEngine
-from tests.sglang_server.servers import RealServer
+from tests.sglang_server.conftest import Real
+from tests.sglang_server.references import BOUND
 
 OBSERVATION = [11, 12, 13]
 DIGITS = [str(digit) for digit in range(10)]
-BOUND = 1e-4
 
 
 async def three_turns(sample: Sample, engine: TokenEngine) -> list[Sample]:
@@ -28,12 +27,10 @@ async def three_turns(sample: Sample, engine: TokenEngine) -> list[Sample]:
     return [sample]
 
 
-def test_turns_are_those_of_the_local_engine(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], checkpoint: Path
-) -> None:
-    greedy = Sampling(temperature=0.0, max_response_len=24)
+def test_turns_are_those_of_the_local_engine(real: Real, checkpoint: Path) -> None:
+    prompts, greedy = real.prompts, Sampling(temperature=0.0, max_response_len=24)
     tokenizer = load_tokenizer(checkpoint)
-    asked = make_engine(server).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
+    asked = real.make_engine(real.server).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
     own = LocalEngine(checkpoint, tokenizer).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
     assert {sum(sample.loss_mask) < 72 for sample in flat(own)} == {True, False}  # some turns stop, others do not
     for one, other in zip(flat(asked), flat(own), strict=True):

@@ -13,9 +13,9 @@ from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import EOS
+from tests.samples import flat
 from tests.sglang_server.conftest import Real
-
-BOUND = 1e-4
+from tests.sglang_server.references import BOUND
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_log_probs_are_those_of_transformers_and_of_training(
     sampling = Sampling(temperature=temperature, max_response_len=48, n_samples=3)
     groups = engine.generate(real.prompts, sampling, seed=0)
     assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in real.prompts]
-    samples = [sample for group in groups for sample in group]
+    samples = flat(groups)
     assert [sample.index for sample in samples] == list(range(24))
     assert len({tuple(sample.response_ids) for sample in samples}) == 24
     for sample in samples:
@@ -62,11 +62,10 @@ def test_log_probs_are_those_of_transformers_and_of_training(
 def test_a_stop_token_ends_a_response_and_is_part_of_it(real: Real) -> None:
     stops = tuple(range(3, 1024, 8))
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)
-    for group in real.make_engine(real.server).generate(real.prompts, sampling, seed=0):
-        for sample in group:
-            assert sample.status is Sample.Status.COMPLETED
-            assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(sample.response_ids) - 1
-            assert real.reference.gap(sample) < BOUND
+    for sample in flat(real.make_engine(real.server).generate(real.prompts, sampling, seed=0)):
+        assert sample.status is Sample.Status.COMPLETED
+        assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(sample.response_ids) - 1
+        assert real.reference.gap(sample) < BOUND
 
 
 def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none(real: Real) -> None:

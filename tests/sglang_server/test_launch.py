@@ -12,9 +12,8 @@ from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from tests.runs import free_port
 from tests.samples import flat
 from tests.sglang_server.conftest import MakeEngine
-from tests.sglang_server.references import Reference
-from tests.sglang_server.servers import FLAGS, PYTHON
-from tests.sglang_server.test_weights import BOUND, wait_for_decoding
+from tests.sglang_server.references import BOUND, Reference
+from tests.sglang_server.servers import FLAGS, PYTHON, wait_for_decoding
 
 KEY = "sk-not-to-be-seen"
 

@@ -10,11 +10,10 @@ from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.runs import read_metrics, run_apart
 from tests.samples import flat
 from tests.sglang_server.conftest import Real
-from tests.sglang_server.references import Reference
+from tests.sglang_server.references import BOUND, Reference
+from tests.sglang_server.servers import wait_for_decoding
 from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
-from tests.sglang_server.test_weights import wait_for_decoding
 
-BOUND = 1e-4
 CASES = {
     "top-p": {"top_p": 0.9},
     "top-k": {"top_k": 7},

@@ -12,6 +12,7 @@ import torch
 from slime_tis.trainer.data.dump import from_dict, load_samples
 from slime_tis.trainer.data.sample import Sample
 from tests.runs import free_port, make_task, read_metrics, run_apart, start_apart
+from tests.samples import flat
 from tests.sglang_server.servers import FLAGS, PYTHON
 
 STEPS = 4
@@ -42,9 +43,8 @@ def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: li
         assert row["train/mis_weight_max"] <= 2.0 and row["train/mis_weight_std"] > 0.0
         assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0.0
         assert row["rollout/sglang_retries"] == row["rollout/sglang_deaths"] == 0
-    assert (
-        rows[0]["rollout/weight_staleness"] == 0 and rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03
-    )  # bf16 alone
+    assert rows[0]["rollout/weight_staleness"] == 0
+    assert rows[0]["train/train_rollout_logprob_abs_diff"] < 0.03  # bf16 alone
     assert max(row["rollout/weight_staleness_max"] for row in rows) == 1
     assert not [
         process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])
@@ -111,18 +111,15 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
     assert ended.statuses == [128 + signal.SIGTERM], ended.stderr
     (checkpoint,) = (tmp_path / "checkpoints").glob("iter_*")
     unfinished = json.loads((checkpoint / "trainer_state.json").read_text())["unfinished"]
-    begun = [
-        sample for group in unfinished for sample in map(from_dict, group) if sample.status is Sample.Status.ABORTED
-    ]
-    begun = [sample for sample in begun if sample.response_ids]
-    assert begun
+    left = [sample for group in unfinished for sample in map(from_dict, group) if sample.response_ids]
+    begun = [sample for sample in left if sample.status is Sample.Status.ABORTED]
     run = run_apart([*flags, "--load", str(tmp_path / "checkpoints")], tmp_path / "second")
     assert run.returncode == 0, run.stderr
     rows = [*read_metrics(tmp_path / "first"), *read_metrics(tmp_path / "second")]
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert all(row["train/routing_replay_missing"] == 0 for row in rows)
     files = [data.with_name(f"rollout_{rollout}.jsonl") for rollout in range(len(read_metrics(tmp_path / "first")), 6)]
-    trained = [sample for file in files for group in load_samples(file, 4, 4) for sample in group]
+    trained = [sample for file in files for sample in flat(load_samples(file, 4, 4))]
     pairs = [(one, whole) for one in begun for whole in trained if begins_with(whole, one)]
     assert pairs
     for one, whole in pairs:
@@ -133,8 +130,6 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
 
 def begins_with(whole: Sample, part: Sample) -> bool:
     """Whether a sample continues from another one."""
-    length = len(part.response_ids)
-    return (whole.prompt_index, whole.response_ids[:length], whole.rollout_log_probs[:length]) == (
-        *(part.prompt_index, part.response_ids),
-        part.rollout_log_probs,
-    )
+    first = whole.prompt_index, whole.response_ids[: part.response_length]
+    log_probs = whole.rollout_log_probs[: part.response_length]
+    return (*first, log_probs) == (part.prompt_index, part.response_ids, part.rollout_log_probs)

@@ -1,29 +1,17 @@
 """New weights in a real server: between rollouts, and in the middle of its requests."""
 
-import time
-from pathlib import Path
-
 import httpx
 import pytest
 
-from slime_tis.trainer.data.sample import Sample, Sampling
+from slime_tis.trainer.data.sample import Sampling
 from tests.samples import flat
 from tests.sglang_server.conftest import Real
-from tests.sglang_server.references import Reference
+from tests.sglang_server.references import BOUND, worst_by_version
+from tests.sglang_server.servers import wait_for_decoding
 
-BOUND = 1e-4
 LONG = Sampling(max_response_len=400, n_samples=2)
 
 pytestmark = pytest.mark.parametrize("sync", ["distributed", "disk"])
-
-
-def wait_for_decoding(log: Path) -> None:
-    """Until a server has made some steps with a batch: it says so every 40."""
-    before = log.read_text().count("Decode batch")
-    deadline = time.monotonic() + 60.0
-    while log.read_text().count("Decode batch") == before:
-        assert time.monotonic() < deadline, "the server decodes nothing"
-        time.sleep(0.02)
 
 
 def test_log_probs_are_those_of_the_weights_that_it_was_given(sync: str, real: Real) -> None:
@@ -64,9 +52,3 @@ def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_h
     for sample in flat(engine.generate(real.prompts, Sampling(max_response_len=8), seed=0)):
         assert set(sample.weight_versions) == {0}
         assert real.reference.gap(sample) < BOUND
-
-
-def worst_by_version(sample: Sample, weights: dict[int, Reference]) -> float:
-    """Largest difference of a token's log-prob to that of the weights whose version it carries."""
-    differences = {version: weights[version].differences(sample) for version in set(sample.weight_versions)}
-    return max(differences[version][place] for place, version in enumerate(sample.weight_versions))

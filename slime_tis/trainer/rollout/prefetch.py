@@ -15,31 +15,27 @@ Choose = Callable[[Sequence[list[Sample]], int], tuple[list[int], list[int]]]
 """Returns indices of at most this number of groups to resume, and of groups that wait; a collective."""
 
 
+@dataclass
 class Prefetcher:
     """Takes prompts from the data and keeps `depth` batches in flight in addition to the current one."""
 
-    def __init__(
-        self,
-        dataset: PromptDataset | CustomDataSource,
-        submit: Callable[[list[Prompt], int], RolloutFuture],
-        *,
-        prompts: Callable[[], int],
-        depth: int,
-        number: int = 0,
-    ) -> None:
-        """`submit` starts a batch from its prompts and its number; `prompts` returns the size of the next batch."""
-        self._dataset, self._submit, self._prompts, self._depth = dataset, submit, prompts, depth
-        self._number = number
-        self._queue: deque[tuple[RolloutFuture, dict[str, Any]]] = deque()
-        """Batches in flight, and the state before each."""
+    dataset: PromptDataset | CustomDataSource
+    submit: Callable[[list[Prompt], int], RolloutFuture]
+    """Starts a batch from its prompts and its number."""
+    prompts: Callable[[], int]
+    """Returns the size of the next batch."""
+    depth: int
+    number: int = 0
+    _queue: deque[tuple[RolloutFuture, dict[str, Any]]] = field(default_factory=deque)
+    """Batches in flight, and the state before each."""
 
     def next(self, rollout_id: int, last: int) -> list[list[Sample]]:
         """Returns the groups of the next batch of a rollout; later batches, up to rollout `last`, stay in flight."""
-        while len(self._queue) <= min(self._depth, last - rollout_id):
+        while len(self._queue) <= min(self.depth, last - rollout_id):
             state = self._state()
-            prompts = self._dataset.next_batch(self._prompts())
-            self._queue.append((self._submit(prompts, self._number), state))
-            self._number += 1
+            prompts = self.dataset.next_batch(self.prompts())
+            self._queue.append((self.submit(prompts, self.number), state))
+            self.number += 1
         groups = self._queue[0][0].result()
         self._queue.popleft()
         return groups
@@ -51,12 +47,12 @@ class Prefetcher:
     def state_dict(self) -> dict[str, Any]:
         """Returns the state before the prompts in flight, which a resumed run takes again."""
         state = self._queue[0][1] if self._queue else self._state()
-        if isinstance(self._dataset, CustomDataSource):
-            self._dataset.forget_before(state)
+        if isinstance(self.dataset, CustomDataSource):
+            self.dataset.forget_before(state)
         return state
 
     def _state(self) -> dict[str, Any]:
-        return {**self._dataset.state_dict(), BATCH: self._number}
+        return {**self.dataset.state_dict(), BATCH: self.number}
 
 
 @dataclass(kw_only=True)

@@ -165,46 +165,31 @@ def test_a_request_that_an_update_did_not_end_has_none(
     assert "updated in the middle" in caplog.text
 
 
-def rows_of(answer: dict[str, Any]) -> np.ndarray[Any, Any]:
-    data = base64.b64decode(answer["meta_info"]["routed_experts"])
-    return np.frombuffer(data, "<i4").reshape(-1, LAYERS, 2).copy()
+def with_text(change: Callable[[str], str]) -> Callable[[Any], Any]:
+    """A fault that changes the experts of an answer as they are sent."""
+
+    def edit(answer: dict[str, Any]) -> None:
+        answer["meta_info"]["routed_experts"] = change(answer["meta_info"]["routed_experts"])
+
+    return spoiled(edit)
 
 
 def with_rows(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A fault that changes the rows of an answer."""
+    """A fault that changes the rows of an answer, in place if `change` returns None."""
 
-    def edit(answer: dict[str, Any]) -> None:
-        rows = rows_of(answer)
+    def text(encoded: str) -> str:
+        rows = np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, LAYERS, 2).copy()
         changed = change(rows)
-        answer["meta_info"]["routed_experts"] = base64.b64encode(
-            (rows if changed is None else changed).tobytes()
-        ).decode()
+        return base64.b64encode((rows if changed is None else changed).tobytes()).decode()
 
-    return spoiled(edit)
-
-
-def with_field(value: Any) -> Callable[[Any], Any]:
-    """A fault that changes the field as it is sent."""
-
-    def edit(answer: dict[str, Any]) -> None:
-        meta = answer["meta_info"]
-        meta["routed_experts"] = value(meta["routed_experts"]) if callable(value) else value
-
-    return spoiled(edit)
-
-
-def put(place: tuple[int, int, int], value: int) -> Callable[[Any], None]:
-    return lambda rows: rows.__setitem__(place, value)
+    return with_text(text)
 
 
 HOSTILE = {
     "absent": (spoiled(lambda answer: answer["meta_info"].pop("routed_experts")), "it has no routed_experts"),
-    "a row too few": (
-        with_rows(lambda rows: rows[1:]),
-        r"has \d+ characters, not \d+",
-    ),
-    "not base64": (with_field(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
-    "an expert too many": (with_rows(put((0, 1, 1), EXPERTS)), "to 8, but there are 8"),
+    "a row too few": (with_rows(lambda rows: rows[1:]), r"has \d+ characters, not \d+"),
+    "not base64": (with_text(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
+    "an expert too many": (with_rows(lambda rows: rows[0, 1].fill(EXPERTS)), "to 8, but there are 8"),
     "the same expert twice": (with_rows(lambda rows: rows[1].fill(3)), "the same expert twice for a token"),
     "a layer of zeros": (with_rows(lambda rows: rows[:, 1].fill(0)), "is all zeros in layer 1"),
 }

@@ -289,16 +289,15 @@ def test_secrets_are_in_no_list_of_processes_and_no_log(
     assert SECRET not in repr([vars(server) for server in started.servers])
 
 
-@pytest.mark.parametrize(
-    ("flags", "firsts"),
-    [
-        ((), [None, "1", "2"]),
-        (("--base-gpu-id", "4", "--tp-size", "2"), ["4", "6", "8"]),
-        (("--tensor-parallel-size=2", "--pp", "2", "--base-gpu-id=1"), ["1", "5", "9"]),
-        (("--device", "cpu"), [None, None, None]),
-    ],
-    ids=["one GPU each", "two GPUs each from 4 on", "four GPUs each from 1 on", "CPU"],
-)
+GPUS = {
+    "one GPU each": ((), [None, "1", "2"]),
+    "two GPUs each from 4 on": (("--base-gpu-id", "4", "--tp-size", "2"), ["4", "6", "8"]),
+    "four GPUs each from 1 on": (("--tensor-parallel-size=2", "--pp", "2", "--base-gpu-id=1"), ["1", "5", "9"]),
+    "CPU": (("--device", "cpu"), [None, None, None]),
+}
+
+
+@pytest.mark.parametrize(("flags", "firsts"), GPUS.values(), ids=GPUS)
 def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | None]) -> None:
     config = SGLangConfig(sglang_launch=3, sglang_server_args=flags or None)
     for index, first in enumerate(firsts):
@@ -308,8 +307,8 @@ def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | N
         assert (last and words[last + 1]) == first, json.dumps(words)
 
 
-@pytest.mark.parametrize("records", [False, True], ids=["plain", "with routed experts"])
-def test_servers_record_experts_where_they_are_replayed(records: bool) -> None:
-    sampling = Sampling(max_response_len=1, return_routed_experts=records)
-    settings = SGLangSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
-    assert settings.launch_config.sglang_server_args == (("--enable-return-routed-experts",) if records else None)
+def test_servers_record_experts_where_they_are_replayed() -> None:
+    for records, flags in ((True, ("--enable-return-routed-experts",)), (False, None)):
+        sampling = Sampling(max_response_len=1, return_routed_experts=records)
+        settings = SGLangSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)
+        assert settings.launch_config.sglang_server_args == flags

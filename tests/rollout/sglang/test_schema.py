@@ -123,10 +123,7 @@ SPOILED = {
         lambda a: (a["output_ids"].pop(), a["meta_info"]["output_token_logprobs"].pop()),
         "7 tokens and says.* 8",
     ),
-    "another token's log-prob": (
-        lambda a: a["output_ids"].__setitem__(2, 57),
-        "log-prob 2 is of token 58",
-    ),
+    "another token's log-prob": (lambda a: a["output_ids"].__setitem__(2, 57), "log-prob 2 is of token 58"),
     "a negative token": (lambda a: a["output_ids"].__setitem__(2, -1), r"output_ids\[2\] is -1"),
     "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
     "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
@@ -214,10 +211,5 @@ def test_what_a_server_says_of_itself() -> None:
     assert info_of({"enable_deterministic_inference": True}).enable_deterministic_inference is True
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [("12", 12), ("default", 0), (None, 0), ("²", 0), ("", 0), ("step-3", 0)],
-    ids=["digits", "default", "null", "a superscript", "nothing", "text with a number"],
-)
-def test_names_of_weights_that_are_not_numbers_are_those_of_the_start(name: object, number: int) -> None:
-    assert version_number(name) == number
+def test_names_of_weights_that_are_not_numbers_are_those_of_the_start() -> None:
+    assert [version_number(name) for name in ("12", "default", None, "²", "", "step-3")] == [12, 0, 0, 0, 0, 0]

@@ -1,7 +1,6 @@
 """The in-process rollout engine, on transformers."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,20 +158,12 @@ class LocalEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
-        seen: Counter[int] = Counter()
-        occurrences = []
         for prompt in prompts:
             response_limit(prompt, sampling, self.max_context_len)
-            occurrences.append((prompt, seen[prompt.index]))
-            seen[prompt.index] += 1
-        groups = map_over_ranks(lambda share: self._respond(share, sampling, seed), occurrences)
-        return [
-            [
-                sample_of(prompt, response, group_index, group_index * sampling.n_samples + index)
-                for index, response in enumerate(responses)
-            ]
-            for group_index, (prompt, responses) in enumerate(zip(prompts, groups, strict=True))
-        ]
+        calls = resumed_groups([], prompts, sampling.n_samples, seed)
+        groups = map_over_ranks(lambda share: self._respond(share, sampling), calls)
+        answered = [zip(*pair, strict=True) for pair in zip(calls, groups, strict=True)]
+        return [[sample_of(one.prompt, made, one.group_index, one.number) for one, made in pair] for pair in answered]
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Loads all weights and rounds them; raises ValueError if they do not fit, and RuntimeError during requests."""
@@ -277,16 +268,13 @@ class LocalEngine:
             check_interrupts=self._check_interrupts,
         )
 
-    def _respond(
-        self, occurrences: Sequence[tuple[Prompt, int]], sampling: Sampling, seed: int
-    ) -> list[list[Generation]]:
-        """The responses to prompts, each with its number of earlier occurrences in the batch."""
+    def _respond(self, groups: Sequence[Sequence[FunctionCall]], sampling: Sampling) -> list[list[Generation]]:
         n_samples, options = sampling.n_samples, RequestOptions(sampling=sampling, no_stop_trim=True)
         requests = []
-        for index, (prompt, occurrence) in enumerate(occurrences):
-            ids = list(prompt.token_ids)
+        for index, (first, *_) in enumerate(groups):
+            ids, key = list(first.prompt.token_ids), first.key
             request = Request(token_ids=ids, options=options, key=b"", session=(index, None))
-            uniforms = prompt_uniforms(seed, prompt.index, occurrence, n_samples, sampling.max_response_len)
+            uniforms = prompt_uniforms(*key[:3], n_samples, sampling.max_response_len)
             requests += [(request, row) for row in uniforms]
         responses = self._batching(sampling).answer_all(requests)
         return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]

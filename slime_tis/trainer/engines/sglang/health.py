@@ -70,7 +70,6 @@ class ServerState:
     """Whether a request succeeded since the last health check."""
     seen: bool = False
     failed_health_checks: int = 0
-    updates: int = 0
     failed_updates: int = 0
     was_down: bool = False
     """Whether the server was marked down since it was last live; its return is logged and counted."""
@@ -201,7 +200,6 @@ class HealthMonitor:
         state = self.states[server]
         if state.state != "down":
             state.version, state.version_known, state.failed_updates = version, True, 0
-            state.updates += 1
             self._revive(state)
 
     def mark_down(self, server: Server, reason: str) -> None:
@@ -252,11 +250,9 @@ class HealthMonitor:
     def _probe(self, state: ServerState, reason: str) -> None:
         async def probe() -> None:
             error = await self._health_error(state)
-            if state.state != "probing":
-                return
-            if error is None:
+            if state.state == "probing" and error is None:
                 self._revive(state)
-            else:
+            elif state.state == "probing":
                 self._mark_down(state, f"{state.reason} Then its health check failed: {error}")
 
         if state.state == "live":
@@ -322,13 +318,13 @@ class HealthMonitor:
     async def _find_unexpected_weights(self) -> None:
         """Marks servers of a router whose weights differ from the ones they were given."""
         for state in self.available():
-            updates = state.updates
+            version = state.version
             try:
                 name = await state.server.weight_version()
             except SGLangError as error:
                 self._probe(state, str(error))
                 continue
-            unexpected = version_number(name) != state.version and updates == state.updates
+            unexpected = version_number(name) != version == state.version
             if unexpected and state.state == "live" and self.not_updating.is_set():
                 reason = state.server.quoted(f"it has weights {name!r}, not the ones it was given.")
                 self._mark_without_weights(state, reason)
@@ -372,7 +368,7 @@ class Attempts:
 class Dispatcher:
     """Assigns servers to requests in order of arrival; with a router, requests go to the router."""
 
-    def __init__(self, health: HealthMonitor, *, concurrency: int = 64, max_retries: int = 5) -> None:
+    def __init__(self, health: HealthMonitor, *, concurrency: int, max_retries: int) -> None:
         """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
         self.retries = 0
         self._health, self._concurrency, self._max_retries = health, concurrency, max_retries

@@ -52,28 +52,23 @@ class Limits:
 
     def for_prompt(self, prompt: Prompt, sampling: Sampling) -> int:
         """Maximum length of the response; raises ValueError if there is none, or the prompt has unknown tokens."""
-        limit = response_limit(prompt, sampling, self.context_len, self.max_input_len)
+        response_limit(prompt, sampling, self.context_len, self.max_input_len)
         if self.vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocab_size:
             raise ValueError(
                 f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
                 f"{self.vocab_size - 1}; use the tokenizer of --hf-checkpoint."
             )
-        return min([limit, *(max(length, 1) for length in self._of_servers(len(prompt.token_ids)))])
+        return max(self.after(len(prompt.token_ids), sampling), 1)
 
     def after(self, length: int, sampling: Sampling) -> int:
         """Maximum number of tokens after an input of this length; below 1 if none fit."""
         if self.max_input_len is not None and length > self.max_input_len:
             return 0
-        context = [] if sampling.max_context_len is None else [sampling.max_context_len - length]
-        return min([sampling.max_response_len, *context, *self._of_servers(length)])
-
-    def _of_servers(self, length: int) -> list[int]:
-        limits = []
-        if self.context_len is not None:  # SGLang may refuse a request for the whole context
-            limits.append(self.context_len - 1 - length)
-        if self.max_input_len is not None:  # a server may have been started with a shorter context
-            limits.append(self.max_input_len + INPUT_MARGIN - length)
-        return limits
+        ends = [sampling.max_context_len]
+        ends.append(None if self.context_len is None else self.context_len - 1)  # SGLang may refuse the whole context
+        # a server may have been started with a shorter context
+        ends.append(None if self.max_input_len is None else self.max_input_len + INPUT_MARGIN)
+        return min([sampling.max_response_len, *(end - length for end in ends if end is not None)])
 
     def with_reported_masks(self, sampling: Sampling) -> Sampling:
         """Replaces top-k so that servers report the sampling masks, or disables masks."""
