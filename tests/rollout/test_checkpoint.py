@@ -17,11 +17,9 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("configured", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))], ids=["one", "several", "the tokenizer's"]
-)
-def test_eos_is_the_generation_configurations_or_the_tokenizers(tmp_path, configured, expected):
+def test_eos_is_the_generation_configurations_or_the_tokenizers(tmp_path):
     path = make_checkpoint(tmp_path, "llama")
-    model = load_model(path, torch.float32)
-    model.generation_config.eos_token_id = configured
-    assert eos_token_ids(model, load_tokenizer(path)) == expected
+    model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
+    for configured, expected in ((7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))):
+        model.generation_config.eos_token_id = configured
+        assert eos_token_ids(model, tokenizer) == expected

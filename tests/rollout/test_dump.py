@@ -56,19 +56,13 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
         load_samples(tmp_path / "none", 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"vocab_size": 5, "context_len": 5}, "line 1 has token 5"),
-        ({"vocab_size": 6, "context_len": 4}, "line 1 has 5 tokens, but the model's context has 4"),
-    ],
-    ids=["token outside the vocabulary", "longer than the context"],
-)
-def test_samples_that_do_not_fit_the_model_are_refused(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_samples_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     save_samples(tmp_path / "x", [[sample(0, 0)]])
     assert load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=5))
-    with pytest.raises(ValueError, match=message):
-        load_samples(tmp_path / "x", 1, 1, ModelSizes(**sizes))
+    with pytest.raises(ValueError, match="line 1 has token 5"):
+        load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=5, context_len=5))
+    with pytest.raises(ValueError, match="line 1 has 5 tokens, but the model's context has 4"):
+        load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=4))
 
 
 def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:

@@ -110,14 +110,10 @@ def test_uniforms_follow_from_the_key():
     assert len(set(many)) == 1000 and min(many) >= 0 and max(many) < 1
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [([], "token_ids is empty"), ([1, 64], "token_ids has 64"), ([-1, 5], "token_ids has -1")],
-    ids=["empty", "too large", "negative"],
-)
-def test_impossible_tokens_are_refused(ids, message):
-    with pytest.raises(ValueError, match=message):
-        asked([ids])
+def test_impossible_tokens_are_refused():
+    for ids, message in (([], "is empty"), ([1, 64], "has 64"), ([-1, 5], "has -1")):
+        with pytest.raises(ValueError, match=f"token_ids {message}"):
+            asked([ids])
 
 
 @given(st.text(CHARACTERS, min_size=1, max_size=12), st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=3))

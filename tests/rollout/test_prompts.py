@@ -60,11 +60,7 @@ CHAT = {"apply_chat_template": True, "label_key": None}
 
 BAD = {
     "blank lines": ("\n\n", {}, "is empty"),
-    "cut JSON": (
-        '{"prompt": "1", "label": "1"}\n{"prompt": }\n',
-        {},
-        "line 2 is not JSON: Expecting value",
-    ),
+    "cut JSON": ('{"prompt": "1", "label": "1"}\n{"prompt": }\n', {}, "line 2 is not JSON: Expecting value"),
     "no prompt": ('{"input": "1"}\n', {}, "line 1 has no key 'prompt'; its keys are 'input'"),
     "no label": ('{"prompt": "1"}\n', {}, "line 1 has no key 'label'"),
     "messages without a template": ('{"prompt": [], "label": "1"}\n', {}, "line 1 has a prompt of type list"),

@@ -31,10 +31,6 @@ class Scorer(FakeSGLang):
         self.at_once -= 1
         return answer
 
-    @property
-    def bodies_received(self) -> list[dict[str, Any]]:
-        return [body for _, body in self.posts]
-
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Any]], Scorer]]:
@@ -58,7 +54,7 @@ def test_the_server_gets_prompt_response_and_label(serve):
     server = serve(lambda body: (200, len(body["response"])))
     reward = build_reward(make_config(rm_type="remote_rm", rm_url=server.url))
     assert reward(make_samples(["a", "aa"], ["aaa"])) == [1.0, 2.0, 3.0]
-    assert sorted(server.bodies_received, key=str) == [
+    assert sorted(server.bodies("/"), key=str) == [
         {"prompt": "?", "response": response, "label": "12"} for response in ("a", "aa", "aaa")
     ]
     assert build_reward(make_config(rm_type="remote_rm", rm_url=server.url))([]) == []
@@ -70,7 +66,7 @@ def test_rows_choose_their_own_reward(serve):
     samples = make_samples(["12"], [r"\boxed{7}"], ["13"])
     samples[1].metadata["rm_type"] = "boxed_remote_rm"
     assert build_reward(config)(samples) == [1.0, 0.5, 0.0]
-    assert [request["response"] for request in server.bodies_received] == ["7"]
+    assert [request["response"] for request in server.bodies("/")] == ["7"]
     samples[1].row.metadata["rm_type"] = "remote_rm"
     with pytest.raises(ValueError, match="prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"):
         check_prompts(make_config(rm_type="exact_match"), [sample.row for sample in samples])
@@ -107,7 +103,7 @@ def test_a_busy_server_is_asked_again(serve, status):
     answers = iter([(status, "later"), (status, ""), (200, "2")])
     server = serve(lambda body: next(answers))
     assert client(server.url).ask([REQUEST]) == [2]
-    assert len(server.bodies_received) == 3
+    assert len(server.bodies("/")) == 3
 
 
 WRONG = {

@@ -362,12 +362,9 @@ class FakeSGLang:
             token = next_token([*body["input_ids"], *response])
             response.append(token)
             versions.append(self.version)
-            if token == STOP or token in body["sampling_params"].get("stop_token_ids", []):
-                finish = {"type": "stop", "matched": token}
-                break
-            matched = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(response)]
-            if matched:
-                finish = {"type": "stop", "matched": matched[0]}
+            matched: list[Any] = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(response)]
+            if token == STOP or token in body["sampling_params"].get("stop_token_ids", []) or matched:
+                finish = {"type": "stop", "matched": [*matched, token][0]}
                 break
         return self._formed(body, response, versions, finish)
 
@@ -392,19 +389,15 @@ class FakeSGLang:
 
     def _spans(self, versions: list[int]) -> Iterator[dict[str, Any]]:
         cuts = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
-        bounds = [0, *cuts, len(versions)]
-        for start, end in pairwise(bounds):
+        for start, end in pairwise([0, *cuts, len(versions)]):
             version = versions[start] if versions else self.version
             name = self.weight_version if version == 0 and not self.weight_version.isdecimal() else str(version)
             yield {"version": name, "start": start, "end": end}
 
     def _scores(self, body: dict[str, Any]) -> Any:
-        answer = recorded("score")
-        first, *rest = body["input_ids"]
-        answer["meta_info"]["input_token_logprobs"] = [
-            [None, first, None],
-            *([log_prob(token, self.version), token, None] for token in rest),
-        ]
+        answer, (first, *rest) = recorded("score"), body["input_ids"]
+        entries = [[log_prob(token, self.version), token, None] for token in rest]
+        answer["meta_info"]["input_token_logprobs"] = [[None, first, None], *entries]
         return answer
 
 

@@ -11,18 +11,8 @@ import torch
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation
-from slime_tis.trainer.engines.sglang.schema import (
-    GenerateRequest,
-    InvalidAnswer,
-    max_answer_bytes,
-    parse_generation,
-)
-from tests.rollout.sglang.fake_sglang import (
-    FakeSGLang,
-    log_prob,
-    recorded,
-    sampled_from,
-)
+from slime_tis.trainer.engines.sglang.schema import GenerateRequest, InvalidAnswer, max_answer_bytes, parse_generation
+from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run
 from tests.samples import flat
 
@@ -42,14 +32,9 @@ def masked_answer(**changes: Any) -> dict[str, Any]:
     return answer
 
 
-def request(top_k: int = 7, *, with_sampling_mask: bool = True) -> GenerateRequest:
-    sampling = dataclasses.replace(TRUNCATED, top_k=top_k) if with_sampling_mask else Sampling(max_response_len=8)
-    return GenerateRequest(input_ids=(1,), sampling=sampling, max_new_tokens=8, request_id="r")
-
-
-def parsed(answer: dict[str, Any], *, with_sampling_mask: bool = True) -> Generation:
-    body = json.dumps(answer).encode()
-    return parse_generation(body, request(with_sampling_mask=with_sampling_mask), vocab_size=64)[0]
+def parsed(answer: dict[str, Any], sampling: Sampling = TRUNCATED) -> Generation:
+    request = GenerateRequest(input_ids=(1,), sampling=sampling, max_new_tokens=8, request_id="r")
+    return parse_generation(json.dumps(answer).encode(), request, vocab_size=64)[0]
 
 
 def test_an_answer_has_its_sets_and_the_log_probs_over_them() -> None:
@@ -57,7 +42,7 @@ def test_an_answer_has_its_sets_and_the_log_probs_over_them() -> None:
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs == [-0.5] * 8
     assert completion.sampling_mask == SamplingMask.from_sets([[token, 1, 2] for token in completion.token_ids])
-    plain = parsed(masked_answer(), with_sampling_mask=False)
+    plain = parsed(masked_answer(), Sampling(max_response_len=8))
     assert plain.log_probs[0] == -5.014503479003906 and plain.sampling_mask is None
 
 
@@ -86,6 +71,11 @@ def test_answers_with_sets_may_be_larger_and_are_bounded() -> None:
     assert max_answer_bytes(100, 50) == 262_144 + 25_600 + 50_000
 
 
+def reporting(limit: int) -> Callable[[list[FakeSGLang]], None]:
+    """Limits the sets that the last server reports."""
+    return lambda servers: servers[-1].info.update(sampling_mask_max_tokens=limit)
+
+
 @pytest.mark.parametrize(
     ("limit", "top_k", "sent"),
     [(4096, -1, 3072), (4096, 40, 40), (40, 40, 40), (4096, 1, 1)],
@@ -93,11 +83,7 @@ def test_answers_with_sets_may_be_larger_and_are_bounded() -> None:
 )
 def test_samples_carry_the_sets(start: Start, limit: int, top_k: int, sent: int) -> None:
     sampling = dataclasses.replace(TRUNCATED, top_k=top_k)
-
-    def report(servers: list[FakeSGLang]) -> None:
-        servers[0].info["sampling_mask_max_tokens"] = limit
-
-    run = start(1, report, sampling=sampling)
+    run = start(1, reporting(limit), sampling=sampling)
     for sample in flat(run.engine.generate(PROMPTS, sampling)):
         assert sample.sampling_mask is not None
         assert sample.sampling_mask.sets() == [sampled_from(token) for token in sample.response_ids]
@@ -115,20 +101,16 @@ def test_no_sets_are_asked_for_where_nothing_is_cut_or_nothing_is_trained(start:
     assert not any("return_sampling_mask" in body for body in run.requests)
 
 
-def small(servers: list[FakeSGLang]) -> None:
-    servers[-1].info["sampling_mask_max_tokens"] = 1
-
-
 def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allowed(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="--rollout-top-k -1, but a server reports at most 1 "):
-        start(2, small, sampling=TRUNCATED)
+        start(2, reporting(1), sampling=TRUNCATED)
     with pytest.raises(ValueError, match="at most 4096"):
         start(1, sampling=dataclasses.replace(TRUNCATED, top_k=5000))
     with pytest.raises(ValueError, match=r"runs SGLang 0\.5\.9"):
         start(1, lambda servers: servers[0].info.update(version="0.5.9"))
-    run = start(2, small, sampling=TRUNCATED, allow_truncation_bias=True)
+    run = start(2, reporting(1), sampling=TRUNCATED, allow_truncation_bias=True)
     assert "uses the whole vocabulary" in caplog.text
     for sample in flat(run.engine.generate(PROMPTS, TRUNCATED)):
         assert sample.sampling_mask is None

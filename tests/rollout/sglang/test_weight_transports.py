@@ -44,18 +44,14 @@ def servers() -> Iterator[Servers]:
         yield servers
 
 
+OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 300, "timeout": 60.0}
+distributed = partial(DistributedSync, **OPTIONS)
+
+
 @pytest.fixture(params=WEIGHT_TRANSPORTS)
 def make(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> Make:
     """Builds a transport with buckets of 300 bytes."""
-    makers = {"distributed": partial(DistributedSync, **OPTIONS), "disk": on_disk(tmp_path, checkpoint)}
-    return makers[request.param]
-
-
-OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 300, "timeout": 60.0}
-
-
-def distributed(**options: Any) -> DistributedSync:
-    return DistributedSync(**{**OPTIONS, **options})
+    return {"distributed": distributed, "disk": on_disk(tmp_path, checkpoint)}[request.param]
 
 
 def on_disk(directory: Path, checkpoint: Path) -> Make:
@@ -91,13 +87,13 @@ def assert_weights(servers: Servers, version: int, ranks: int = 1) -> None:
         assert (server.weight_version, server.paused, server.session) == (str(version), False, False)
 
 
-def push(weights: Any, servers: Servers, *versions: int) -> dict[str, str]:
-    """Sends `some_weights` of these versions, and closes the transport; returns the last failures by URL."""
+def push_source(weights: Any, servers: Servers, *sources: Any) -> dict[str, str]:
+    """Sends these sources as versions 1, 2, …, and closes the transport; returns the last failures by URL."""
 
     async def work(clients: Any) -> dict[str, str]:
         try:
-            for version in versions:
-                failed = await weights.push(clients, some_weights(version).items, version)
+            for version, source in enumerate(sources, start=1):
+                failed = await weights.push(clients, source, version)
             return {server.url: reason for server, reason in failed.items()}
         finally:
             await weights.close()
@@ -105,8 +101,13 @@ def push(weights: Any, servers: Servers, *versions: int) -> dict[str, str]:
     return with_clients(servers, work)
 
 
+def push(weights: Any, servers: Servers, versions: int = 1) -> dict[str, str]:
+    """Sends `some_weights` of the versions 1, 2, …"""
+    return push_source(weights, servers, *(some_weights(version).items for version in range(1, versions + 1)))
+
+
 def test_weights_arrive_to_the_bit(make: Make, servers: Servers) -> None:
-    assert push(make(), servers, 1, 2) == {}
+    assert push(make(), servers, versions=2) == {}
     assert_weights(servers, 2)
     for server in servers:
         assert server.groups == {} and server.bodies("/pause_generation") == [{"mode": "retract"}] * 2
@@ -137,7 +138,7 @@ REFUSALS = {
 @pytest.mark.parametrize(("make", "endpoint"), REFUSALS.values(), ids=REFUSALS, indirect=["make"])
 def test_a_server_that_refuses_is_released(make: Make, endpoint: str, servers: Servers) -> None:
     servers[0].replies[endpoint] = [REFUSED]
-    failed = push(make(), servers, 1)
+    failed = push(make(), servers)
     assert list(failed) == [servers[0].url] and "refused on purpose" in failed[servers[0].url]
     assert servers[0].called[-2:] == RELEASED
     assert_weights(servers[1:], 1)
@@ -165,14 +166,9 @@ def test_never_more_than_a_bucket_is_held(make: Make, servers: Servers) -> None:
             yield f"w{i}", tensor
 
     weights = make(bucket_bytes=4 * kilobyte)
-
-    async def work(clients: Any) -> None:
-        assert await weights.push(clients, source, 5) == {}
-        await weights.close()
-
     gc.disable()  # nothing waits for the collector
     try:
-        with_clients(servers, work)
+        assert push_source(weights, servers, source) == {}
     finally:
         gc.enable()
     assert len(most) == 40 and not alive
@@ -211,8 +207,8 @@ def test_a_group_serves_until_its_server_starts_again(servers: Servers) -> None:
 def test_a_server_of_two_ranks_whose_session_was_left_open(servers: Servers) -> None:
     server = servers[0]
     server.info["tp_size"], server.session = 2, True
-    assert push(distributed(), [server], 3) == {}
-    assert_weights([server], 3, ranks=2)
+    assert push(distributed(), [server]) == {}
+    assert_weights([server], 1, ranks=2)
     assert server.bodies("/init_weights_update_group")[0]["world_size"] == 3
     session = [call for call in server.called if call in ("begin_weight_update", "end_weight_update")]
     assert session == ["begin_weight_update", "end_weight_update"] * 2
@@ -221,11 +217,11 @@ def test_a_server_of_two_ranks_whose_session_was_left_open(servers: Servers) -> 
 @pytest.mark.parametrize("status", [400, 200], ids=["HTTP 400", "success false"])
 def test_flush_is_asked_for_until_it_is_done(servers: Servers, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     servers[0].replies["/flush_cache"] = [(status, REFUSED[1])] * 3
-    assert push(distributed(), servers, 1) == {}
+    assert push(distributed(), servers) == {}
     assert servers[0].called[:5] == ["pause_generation", *["flush_cache"] * 4]
     monkeypatch.setattr(protocol, "CONTROL_TIMEOUT", 0.3)
     servers[0].replies["/flush_cache"] = [(status, REFUSED[1])] * 1000
-    assert list(push(distributed(), servers, 2)) == [servers[0].url]
+    assert list(push(distributed(), servers, versions=2)) == [servers[0].url]
     assert servers[0].called[-2:] == RELEASED and servers[1].weight_version == "2"
 
 
@@ -257,7 +253,7 @@ def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers: Servers
 
 def test_a_server_with_replicas_is_refused(servers: Servers) -> None:
     servers[0].info["dp_size"] = 2
-    assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1], 5)[servers[0].url]
+    assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1])[servers[0].url]
 
 
 def test_only_the_loopback_listens_and_the_default_group_stays(servers: Servers) -> None:
@@ -270,12 +266,7 @@ def test_only_the_loopback_listens_and_the_default_group_stays(servers: Servers)
             addresses.update(each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN)
             yield from some_weights(1).items()
 
-        async def work(clients: Any) -> None:
-            weights = distributed()
-            assert await weights.push(clients, source, 5) == {}
-            await weights.close()
-
-        with_clients(servers, work)
+        assert push_source(distributed(), servers, source) == {}
         assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
         assert dist.group.WORLD is default and dist.get_world_size() == 1
         dist.barrier()
