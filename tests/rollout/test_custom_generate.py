@@ -157,16 +157,17 @@ def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_
 
 BROKEN = {
     # body, reason, part of the message
-    "raises": ("raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
-    "cancels itself": ("raise asyncio.CancelledError", "raised", "cancelled itself"),
-    "nothing": ("pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
-    "no response": ("return sample", "tokens", "a response_length of 0; give prompt and response"),
-    "beyond the vocabulary": ("return Sample(tokens=[1, 28], response_length=1)", "tokens", "vocabulary ends at 27"),
     "a short mask": (
         "return Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1])",
         "loss_mask",
         "gave a loss_mask of 1 entries for a response_length of 2",
     ),
+    "raises": ("raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
+    "cancels itself": ("raise asyncio.CancelledError", "raised", "cancelled itself"),
+    "nothing": ("pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
+    "no response": ("return sample", "tokens", "a response_length of 0; give prompt and response"),
+    "beyond the vocabulary": ("return Sample(tokens=[1, 28], response_length=1)", "tokens", "vocabulary ends at 27"),
+    "an impossible status": (f"{TURN}    sample.status = 'done'\n    return sample", "status", "gave 'done' in status"),
     "a log-prob of NaN": (
         "return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float('nan')])",
         "rollout_log_probs",
@@ -182,7 +183,6 @@ BROKEN = {
         "metadata",
         "more than 1048576 characters",
     ),
-    "an impossible status": (f"{TURN}    sample.status = 'done'\n    return sample", "status", "gave 'done' in status"),
 }
 
 

@@ -220,37 +220,48 @@ def test_what_is_masked_needs_no_log_prob(make_rollout):
     assert groups[1][0].rollout_log_probs[0] == -1.0 and not math.isnan(groups[1][0].rollout_log_probs[1])
 
 
-BROKEN = [
-    ("filter", "return 1 / 0", "raised ZeroDivisionError"),
-    ("filter", "pass", "returned None; Input should be a valid boolean"),
-    ("filter", "samples[0].tokens.append(1); return True", "changed a sample of prompt"),
-    ("filter", "samples[0].reward = 7.0; return True", "changed the reward of a sample of prompt 10"),
-    ("rewards", "return None", "returned None; Input should be a valid tuple"),
-    ("rewards", "return [1.0], [1.0]", "returned 1 raw_rewards and 1 rewards for 2 samples"),
-    ("rewards", "return [1.0, 2.0], [1.0, float('nan')]", "returned 2 raw_rewards and 2 rewards for 2 samples"),
-    ("rewards", "return [1.0, 2.0], ['a', 'b']", "1: 0: Input should be a valid number"),
-    ("source", "return []", "returned 0 groups for num_samples=2"),
-    ("source", "return [[Sample(prompt='a')]] * 2", "a group has 2 samples (--n-samples-per-prompt)"),
-    ("source", "return [[Sample(prompt='a'), Sample(prompt='b')]] * 2", "with one prompt"),
-    ("source", "return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2", "without responses"),
-    ("source", "return [[Sample()] * 2] * 2", "returned group 0 has an empty prompt."),
-    (
-        "source",
-        "return [[Sample(prompt='a' * 500)] * 2] * 2",
-        "returned group 0 of 501 tokens",
-    ),
-    ("rollout", "groups = groups[:1]", "returned 1 groups; return 2 (--rollout-batch-size)."),
-    ("rollout", "groups[1] = [sample]", "returned 1 samples in group 1; return 2 (--n-samples-per-prompt)"),
-    ("rollout", "sample.rollout_log_probs = None", "returned a sample without rollout_log_probs"),
-    ("rollout", "sample.rollout_log_probs[0] = -1e999", "gave the log-prob -inf for response token 0, which"),
-    ("rollout", "sample.tokens[-1] = 300", "gave the token 300; the vocabulary ends at 299"),
-    ("rollout", "sample.reward = 1e308", "gave the reward 1e+308; it must be a finite number of at most 1e+150"),
-    ("rollout", "data_source.add_samples(groups)", "raised RuntimeError: prompts of a file are read-only"),
-    ("rollout", "metrics = {'a': float('nan')}", "returned {'rollout/a': nan} as metrics; return finite numbers"),
-]
+BROKEN = {
+    "filter": {
+        "return 1 / 0": "raised ZeroDivisionError",
+        "pass": "returned None; Input should be a valid boolean",
+        "samples[0].tokens.append(1); return True": "changed a sample of prompt",
+        "samples[0].reward = 7.0; return True": "changed the reward of a sample of prompt 10",
+    },
+    "rewards": {
+        "return None": "returned None; Input should be a valid tuple",
+        "return [1.0], [1.0]": "returned 1 raw_rewards and 1 rewards for 2 samples",
+        "return [1.0, 2.0], [1.0, float('nan')]": "returned 2 raw_rewards and 2 rewards for 2 samples",
+        "return [1.0, 2.0], ['a', 'b']": "1: 0: Input should be a valid number",
+    },
+    "source": {
+        "return []": "returned 0 groups for num_samples=2",
+        "return [[Sample(prompt='a')]] * 2": "a group has 2 samples (--n-samples-per-prompt)",
+        "return [[Sample(prompt='a'), Sample(prompt='b')]] * 2": "with one prompt",
+        "return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2": "without responses",
+        "return [[Sample()] * 2] * 2": "returned group 0 has an empty prompt.",
+        "return [[Sample(prompt='a' * 500)] * 2] * 2": "returned group 0 of 501 tokens",
+    },
+    "rollout": {
+        "groups = groups[:1]": "returned 1 groups; return 2 (--rollout-batch-size).",
+        "groups[1] = [sample]": "returned 1 samples in group 1; return 2 (--n-samples-per-prompt)",
+        "sample.rollout_log_probs = None": "returned a sample without rollout_log_probs",
+        "sample.rollout_log_probs[0] = -1e999": "gave the log-prob -inf for response token 0, which",
+        "sample.tokens[-1] = 300": "gave the token 300; the vocabulary ends at 299",
+        "sample.reward = 1e308": "gave the reward 1e+308; it must be a finite number of at most 1e+150",
+        "data_source.add_samples(groups)": "raised RuntimeError: prompts of a file are read-only",
+        "metrics = {'a': float('nan')}": "returned {'rollout/a': nan} as metrics; return finite numbers",
+    },
+}
 
 
-@pytest.mark.parametrize(("kind", "body", "message"), BROKEN, ids=[f"{kind}: {body}" for kind, body, _ in BROKEN])
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        pytest.param(kind, body, message, id=f"{kind}: {body}")
+        for kind, table in BROKEN.items()
+        for body, message in table.items()
+    ],
+)
 def test_a_broken_contract_is_one_message(tmp_path, make_source, make_rollout, kind, body, message):
     code = f"def fn(args, samples):\n    {body}\n"
     calls = {

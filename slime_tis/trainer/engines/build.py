@@ -46,11 +46,11 @@ def training_sampling(config: RolloutConfig) -> Sampling:
         temperature=config.rollout_temperature,
         top_p=config.rollout_top_p,
         top_k=config.rollout_top_k,
-        return_sampling_mask=config.truncates_sampling,
         max_response_len=config.rollout_max_response_len,
         max_context_len=config.rollout_max_context_len,
-        n_samples=config.n_samples_per_prompt,
         stop_token_ids=config.rollout_stop_token_ids or (),
+        n_samples=config.n_samples_per_prompt,
+        return_sampling_mask=config.truncates_sampling,
         return_routed_experts=config.records_routed_experts,
         return_routing_weights=config.routing_replay_weights,
         for_training=True,
@@ -60,10 +60,10 @@ def training_sampling(config: RolloutConfig) -> Sampling:
 def evaluation_sampling(config: RolloutConfig) -> Sampling:
     """How evaluation samples are drawn."""
     return Sampling(
+        n_samples=config.n_samples_per_eval_prompt,
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,
         max_response_len=config.eval_max_response_len or config.rollout_max_response_len,
-        max_context_len=config.rollout_max_context_len,
-        n_samples=config.n_samples_per_eval_prompt,
         stop_token_ids=config.rollout_stop_token_ids or (),
+        max_context_len=config.rollout_max_context_len,
     )

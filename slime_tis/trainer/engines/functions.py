@@ -17,9 +17,6 @@ from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling
 from slime_tis.trainer.engines.generation import Generation, Request, RolloutFunction, SampleEngine, SampleKey
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait
 
-ABORT_TIMEOUT = 20.0
-"""Longest wait for functions to return after requests are answered with abort, in seconds."""
-
 
 @dataclass(eq=False, kw_only=True)
 class FunctionCall:
@@ -83,6 +80,10 @@ def is_unfinished(samples: Sequence[Sample]) -> bool:
 def is_complete(group: Sequence[FunctionCall]) -> bool:
     """Whether every call of a group is complete."""
     return all(call.complete for call in group)
+
+
+ABORT_TIMEOUT = 20.0
+"""Longest wait for functions to return after requests are answered with abort, in seconds."""
 
 
 @dataclass(eq=False)

@@ -48,8 +48,7 @@ PREFILL_COLUMNS = 1024
 """Maximum tokens of a sequence in one pass; bounds the memory of attention masks."""
 PREFILL_TOKENS = 8192
 """Maximum tokens of a pass, including padding."""
-NARROW = 64
-"""Columns up to which padding costs less than another pass."""
+NARROW = 64  # columns up to which padding costs less than another pass
 SAFE_POINT_INTERVAL = 0.5
 """Seconds between two safe points while no request is in flight."""
 LOOP_TURNS = 4

@@ -259,8 +259,8 @@ class LocalEngine:
         return ContinuousBatching(
             model=self._model,
             tokenizer=self._tokenizer,
-            eos_token_ids=frozenset(self._eos_token_ids),
             context_len=self.max_context_len,
+            eos_token_ids=frozenset(self._eos_token_ids),
             weight_version=self.weight_version,
             records_routing=sampling.records_routing,
             max_batch=self._max_batch,

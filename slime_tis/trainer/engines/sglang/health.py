@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError, UnexpectedWeights
@@ -37,8 +37,7 @@ MAX_FAILED_UPDATES = 3
 """Consecutive failed weight updates until a server is no longer expected back."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
+class Timeouts(NamedTuple):
     """Waits for servers, in seconds."""
 
     recovery: float = 120.0
