@@ -19,7 +19,7 @@ SETS = [[0, 5, 2], [3], [12, 1], [], [7, 8, 9], [4], [6, 0], [2, 11], []]
 TARGETS = torch.tensor([0, 3, 12, 10, 7, 4, 6, 2, 1])
 WHOLE = TokenDistribution()
 FIVE = torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25], [0.5, 0.2, 0.1, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]]).log()
-LogProbs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+LogProbs = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 tilings = pytest.mark.parametrize(
     "entries",
@@ -41,8 +41,8 @@ def over_sets(sets: list[list[int]]) -> TokenDistribution:
     return TokenDistribution(sampling_mask=SamplingMask.from_sets(sets))
 
 
-def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribution) -> tuple[Tensor, Tensor]:
-    """The reference: log-probs and entropies by torch's log_softmax over a dense mask."""
+def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribution) -> tuple[Tensor, ...]:
+    """The reference: log-probs, entropies and Σ π² by torch's log_softmax over a dense mask."""
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if distribution.sampling_mask is not None:
         for row, mask in zip(allowed, distribution.sampling_mask.split([1] * len(logits)), strict=True):
@@ -51,13 +51,13 @@ def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribut
                 row[mask.token_ids.long()] = True
     log_softmax = (logits / distribution.temperature).masked_fill(~allowed, -torch.inf).log_softmax(-1)
     entropy = -(log_softmax.exp() * log_softmax.masked_fill(~allowed, 0.0)).sum(-1)
-    return log_softmax.gather(1, target[:, None])[:, 0], entropy
+    return log_softmax.gather(1, target[:, None])[:, 0], entropy, log_softmax.exp().square().sum(-1)
 
 
 def fused(distribution: TokenDistribution = WHOLE, target: Tensor = TARGETS, total: Tensor | None = None) -> LogProbs:
     """From hidden states; the gradient of the weight is added to `total`, or becomes the weight's `main_grad`."""
 
-    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         weight.main_grad = torch.zeros(weight.shape) if total is None else total  # type: ignore[attr-defined]  # megatron-core's
         return fused_linear_log_probs(hidden, weight, target, distribution, weight.main_grad)  # type: ignore[attr-defined]
 
@@ -65,7 +65,7 @@ def fused(distribution: TokenDistribution = WHOLE, target: Tensor = TARGETS, tot
 
 
 def from_logits(distribution: TokenDistribution = WHOLE) -> LogProbs:
-    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         logits = hidden.to(weight.dtype) @ weight.t()
         logits.detach()[:, VOCABULARY:] = -torch.inf  # as the engine does
         return vocab_parallel_log_probs(logits, TARGETS, distribution)
@@ -74,10 +74,10 @@ def from_logits(distribution: TokenDistribution = WHOLE) -> LogProbs:
 
 
 def values_and_gradients(log_probs: LogProbs, hidden: Tensor, weight: Tensor, grads: Tensor) -> list[Tensor]:
-    """Log-probs, entropies, and gradients of hidden states and weight, given [2, rows] gradients of the first two."""
+    """All values, and gradients of hidden states and weight, given [2, rows] gradients of log-probs and entropies."""
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     values = log_probs(*leaves)
-    (torch.stack(values) * grads).sum().backward()
+    (torch.stack(values[:2]) * grads).sum().backward()
     of_hidden, of_weight = leaves[0].grad, leaves[1].grad
     assert of_hidden is not None
     return [*(v.detach() for v in values), of_hidden, getattr(leaves[1], "main_grad", of_weight)]
@@ -113,9 +113,10 @@ def test_values_and_gradients_match_a_dense_masked_softmax(
         chunk_size=chunk_size,
         temperature=temperature,
         entropy_gradient=entropy_gradient,
+        sums_squares=True,
     )
 
-    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return dense_log_probs(hidden @ weight[:VOCABULARY].t(), TARGETS, distribution)
 
     implementation = fused(distribution) if entries else from_logits(distribution)
@@ -123,7 +124,8 @@ def test_values_and_gradients_match_a_dense_masked_softmax(
     actual = values_and_gradients(implementation, hidden, weight, grads)
     for value, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(value.double(), reference, atol=2e-6, rtol=1e-5)
-    assert implementation(hidden.requires_grad_(), weight)[1].requires_grad == entropy_gradient
+    values = implementation(hidden.requires_grad_(), weight)
+    assert [value.requires_grad for value in values] == [True, entropy_gradient, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -167,8 +169,8 @@ def test_bfloat16_has_logits_in_bfloat16_and_sums_in_float32(
     hidden, weight = torch.randn(ROWS, INPUTS).bfloat16().float(), torch.randn(VOCABULARY, INPUTS).bfloat16()
     grads = torch.randn(2, ROWS)
 
-    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return dense_log_probs((hidden.bfloat16() @ weight.t()).float(), TARGETS, WHOLE)
+    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return dense_log_probs((hidden.bfloat16() @ weight.t()).float(), TARGETS, WHOLE)[:2]
 
     expected = values_and_gradients(dense, hidden, weight, grads)
     actual = values_and_gradients(implementation(), hidden, weight, grads)

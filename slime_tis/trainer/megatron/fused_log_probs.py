@@ -32,7 +32,7 @@ def fused_linear_log_probs(
     target_L: Tensor,
     distribution: TokenDistribution,
     weight_grad_OI: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Log-prob of every target under softmax(hidden · weightᵀ / temperature), and that distribution's entropy.
 
     Values and gradients equal `vocab_parallel_log_probs` of the logits, up to the order of sums. Only one tile of
@@ -53,11 +53,12 @@ def fused_linear_log_probs(
             `main_grad`. Returned to autograd, it would be another tensor of that size.
 
     Returns:
-        (log_prob_L, entropy_L), at least float32, differentiable. The hidden states' gradient is summed over the group.
+        (log_prob_L, entropy_L), at least float32, differentiable, and Σ_v π_v² if the distribution `sums_squares`. The
+        hidden states' gradient is summed over the group.
     """
     tile_bytes = GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES
     plan = _Plan.of(len(hidden_LI), len(weight_OI), distribution, tile_bytes // 4)
-    outputs: tuple[Tensor, Tensor] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, plan, weight_grad_OI)  # type: ignore[no-untyped-call]  # torch's
+    outputs: tuple[Tensor, ...] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, plan, weight_grad_OI)  # type: ignore[no-untyped-call]  # torch's
     return outputs
 
 
@@ -115,8 +116,8 @@ class _Chunk:
         for block in blocks:
             del last  # before the next tile is made
             z_RV = self.logits(block)
-            has_minus_infinity = self.distribution.sampling_mask is not None
-            tile = LogitSums.of_(z_RV, self.column_R - block.start, has_minus_infinity=has_minus_infinity)
+            masked = self.distribution.sampling_mask is not None
+            tile = LogitSums.of_(z_RV, self.column_R - block.start, self.distribution, has_minus_infinity=masked)
             sums, last = sums.merge(tile), (z_RV, tile.max)
             del z_RV
         return sums, last
@@ -126,21 +127,19 @@ class _FusedLinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor, plan: _Plan, weight_grad_OI: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         chunks = plan.chunks(hidden_LI, weight_OI, target_L)
         sums_of_chunks = [chunk.sums(plan.blocks) for chunk in chunks]
         sums = LogitSums.cat([sums for sums, _ in sums_of_chunks]).over_ranks(plan.distribution.group)
-        log_prob_L, log_normalizer_L, entropy_L = sums.values()
-        if not plan.distribution.entropy_gradient:
-            ctx.mark_non_differentiable(entropy_L)
+        log_normalizer_L, outputs = sums.outputs(ctx, plan.distribution)
         last = sums_of_chunks[0][1] if len(chunks) == 1 else ()
         ctx.plan, ctx.weight_grad_OI = plan, weight_grad_OI
-        ctx.save_for_backward(weight_OI, log_normalizer_L, entropy_L, hidden_LI, target_L, sums.max, *last)
-        return log_prob_L, entropy_L
+        ctx.save_for_backward(weight_OI, log_normalizer_L, outputs[1], hidden_LI, target_L, sums.max, *last)
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         weight_OI, log_normalizer_L, entropy_L, hidden_LI, *saved = ctx.saved_tensors
         gradient = LogitGradient.of(plan.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L)

@@ -35,6 +35,8 @@ class TokenDistribution:
     chunk_size: int = -1
     """Rows per chunk, which bounds the temporaries; −1 for automatic."""
     entropy_gradient: bool = True
+    sums_squares: bool = False
+    """Whether Σ_v π_v² is computed, without gradient."""
 
     def width(self, columns: int) -> int:
         """Of this rank's columns, the number that are tokens; the others pad the vocabulary."""
@@ -51,44 +53,42 @@ class TokenDistribution:
 
 def vocab_parallel_log_probs(
     logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Log-prob of every target under the distribution, and the distribution's entropy.
 
         log π(y) = z_y − log Σ_{v∈S} e^{z_v},    H = log Σ_{v∈S} e^{z_v} − Σ_{v∈S} π_v z_v,    z = logits / temperature
+
+    The third value is Σ_{v∈S} π_v² if the distribution `sums_squares`.
 
     S is the whole vocabulary, or the set of tokens that could be sampled, which is constant under differentiation
     ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1, "Keep Sampling Mask").
 
     One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
     """
-    outputs: tuple[Tensor, Tensor] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's
+    outputs: tuple[Tensor, ...] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's
     return outputs
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution) -> tuple[Tensor, ...]:
         z_LV = distribution.scale_(logits_LV.detach().to(precision(logits_LV)), distribution.vocab_start)
         column_L = target_L - distribution.vocab_start
         sums = LogitSums.cat(
             [
-                LogitSums.of_(z_LV[rows], column_L[rows], has_minus_infinity=True)
+                LogitSums.of_(z_LV[rows], column_L[rows], distribution, has_minus_infinity=True)
                 for rows in row_chunks(len(z_LV), distribution.chunk_size)
             ]
         )
         local_max_L, sums = sums.max, sums.over_ranks(distribution.group)
-        log_prob_L, log_normalizer_L, entropy_L = sums.values()
-        if not distribution.entropy_gradient:
-            ctx.mark_non_differentiable(entropy_L)
-        ctx.save_for_backward(z_LV, column_L, sums.max - local_max_L, log_normalizer_L, entropy_L)
+        log_normalizer_L, outputs = sums.outputs(ctx, distribution)
+        ctx.save_for_backward(z_LV, column_L, sums.max - local_max_L, log_normalizer_L, outputs[1])
         ctx.distribution, ctx.dtype = distribution, logits_LV.dtype
-        return log_prob_L, entropy_L
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         z_LV, column_L, max_rise_L, log_normalizer_L, entropy_L = ctx.saved_tensors
         gradient = LogitGradient.of(ctx.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L)
         z_LV.sub_(max_rise_L.unsqueeze(1))
@@ -109,24 +109,31 @@ class LogitSums:
     """Σ e^{z−m}·(z−m)"""
     target: Tensor
     """The target's z; 0 if the target is not among the logits."""
+    squares: Tensor
+    """Σ e^{2(z−m)}; 0 unless asked for."""
 
     @classmethod
     def none(cls, like_L: Tensor) -> LogitSums:
         """Sums over no logits."""
         zero_L = torch.zeros_like(like_L, dtype=precision(like_L))
-        return cls(torch.full_like(zero_L, torch.finfo(zero_L.dtype).min), zero_L, zero_L, zero_L)
+        return cls(torch.full_like(zero_L, torch.finfo(zero_L.dtype).min), zero_L, zero_L, zero_L, zero_L)
 
     @classmethod
-    def of_(cls, z_LV: Tensor, column_L: Tensor, *, has_minus_infinity: bool) -> LogitSums:
+    def of_(
+        cls, z_LV: Tensor, column_L: Tensor, distribution: TokenDistribution, *, has_minus_infinity: bool
+    ) -> LogitSums:
         """Sums over z, which is overwritten by z − m; `column_L` is each target's column, possibly out of range."""
         max_L = z_LV.amax(1).clamp_min_(torch.finfo(z_LV.dtype).min)
         is_here_L, column_L1 = columns(column_L, z_LV.shape[1])
         target_L = torch.where(is_here_L, z_LV.gather(1, column_L1).squeeze(1), 0.0)
         exp_LV = z_LV.sub_(max_L.unsqueeze(1)).exp()
         normalizer_L = exp_LV.sum(1)
+        squares_L = torch.zeros_like(normalizer_L)
+        if distribution.sums_squares:
+            squares_L = torch.linalg.vector_norm(exp_LV, dim=1).square_()
         if has_minus_infinity:
             z_LV.clamp_min_(LOWEST)
-        return cls(max_L, normalizer_L, exp_LV.mul_(z_LV).sum(1), target_L)
+        return cls(max_L, normalizer_L, exp_LV.mul_(z_LV).sum(1), target_L, squares_L)
 
     @classmethod
     def cat(cls, chunks: Sequence[LogitSums]) -> LogitSums:
@@ -136,9 +143,7 @@ class LogitSums:
     def merge(self, other: LogitSums) -> LogitSums:
         """Sums over the logits of both."""
         max_L = torch.maximum(self.max, other.max)
-        left, right = self._relative_to(max_L), other._relative_to(max_L)
-        normalizer_L, weighted_L = left.normalizer + right.normalizer, left.weighted + right.weighted
-        return LogitSums(max_L, normalizer_L, weighted_L, left.target + right.target)
+        return LogitSums(max_L, *(self._relative_to(max_L) + other._relative_to(max_L)))
 
     def over_ranks(self, group: ProcessGroup | None) -> LogitSums:
         """Sums over the whole vocabulary; a collective of the group."""
@@ -146,23 +151,24 @@ class LogitSums:
             return self
         max_L = self.max.clone()
         all_reduce(max_L, ReduceOp.MAX, group=group)
-        local = self._relative_to(max_L)
-        sums = torch.stack([local.normalizer, local.weighted, local.target])
+        sums = self._relative_to(max_L)
         all_reduce(sums, group=group)
         return LogitSums(max_L, *sums)
 
-    def values(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probs of the targets, logarithms of the normalizer, entropies) of whole rows."""
+    def outputs(self, ctx: Any, distribution: TokenDistribution) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logarithms of the normalizer, and the outputs of an autograd function, of whole rows."""
         log_normalizer_L = self.normalizer.log()
         entropy_L = log_normalizer_L - self.weighted / self.normalizer
-        return self.target - self.max - log_normalizer_L, log_normalizer_L, entropy_L
+        squares = (self.squares / self.normalizer.square(),) if distribution.sums_squares else ()
+        ctx.mark_non_differentiable(*squares, *(() if distribution.entropy_gradient else (entropy_L,)))
+        return log_normalizer_L, (self.target - self.max - log_normalizer_L, entropy_L, *squares)
 
-    def _relative_to(self, max_L: Tensor) -> LogitSums:
-        """The same sums, with the maximum over more logits as m."""
+    def _relative_to(self, max_L: Tensor) -> Tensor:
+        """The sums [4, L] with the maximum over more logits as m, in the order of the fields."""
         shift_L = self.max - max_L
         scale_L = shift_L.exp()
         weighted_L = scale_L * (self.weighted + shift_L * self.normalizer)
-        return LogitSums(max_L, scale_L * self.normalizer, weighted_L, self.target)
+        return torch.stack([scale_L * self.normalizer, weighted_L, self.target, scale_L.square() * self.squares])
 
 
 @dataclass(frozen=True)
