@@ -13,6 +13,9 @@ from tests.conftest import Run
 from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
+BYPASSED_BASELINE = (
+    *("--advantage-estimator", "optimal_token_baseline", "--use-rollout-logprobs", "--policy-loss", "reinforce"),
+)
 ALGORITHMS = {
     # flags: forward passes for the old log-probs, with one optimizer step per rollout and with two
     (): (0, 1),
@@ -31,6 +34,8 @@ ALGORITHMS = {
     ("--use-rs", "--rs-level", "segment", "--reject-before-advantage"): (1, 1),
     ("--use-rollout-logprobs", "--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
     ("--rs-second-moment-bound", "3e-4"): (1, 1),
+    ("--advantage-estimator", "optimal_token_baseline", "--use-tis"): (1, 1),
+    (*BYPASSED_BASELINE, "--use-tis", "--use-rs", "--reject-before-advantage"): (1, 1),
     ("--use-tis", "--old-logprobs", "interpolate", "--update-weights-interval", "2"): (0, 0),
 }
 

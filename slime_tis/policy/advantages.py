@@ -1,10 +1,12 @@
-"""Rewards → advantages, per sample. Shapes: G groups (prompts) of n samples each."""
+"""Rewards → advantages, per sample or token. Shapes: G groups (prompts) of n samples each."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.policy.config import PolicyConfig
 
 MAX_REWARD = 1e150
@@ -74,23 +76,25 @@ def optimal_token_baseline(
     *,
     weights_BT: Tensor | None = None,
     zero_tail: bool = True,
+    ranks: Ranks = ONE_RANK,
 ) -> Tensor:
     """Advantages whose baseline at each position minimizes the variance of the gradient of the prompt's samples.
 
         A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,   e = (1 − π)² + Σ_{v≠y} π_v²
 
-    G_t is the sum of the rewards from t on, and e is `score_norm_squared`.
+    G_t is the sum of the rewards from t on, and e is `score_norm_squared`, 0 where it is not finite.
 
     Source: verl, core_algos.py, compute_optimal_token_baseline_advantage.
 
     Args:
         rewards_BT: reward of each token.
         mask_BT: nonzero at tokens of the loss.
-        group_B: int64, number of the prompt of each sample.
+        group_B: int64, number of the prompt of each sample, from 0 and the same on all ranks.
         log_probs_BT: log π of the sampled token y under the policy before the step.
         sum_pi_squared_BT: Σ_v π_v² over the vocabulary, at each token.
         weights_BT: importance weights of the tokens; None for 1.
         zero_tail: no baseline where the longest sample of a prompt is longer than all others, as in verl.
+        ranks: data-parallel ranks, each with other samples of the prompts, also of another length T.
 
     Returns:
         float64 [B, T], 0 where masked; without baseline for the only sample of a prompt.
@@ -100,18 +104,19 @@ def optimal_token_baseline(
     energy_BT = score_norm_squared(log_probs_BT, sum_pi_squared_BT)
     if weights_BT is not None:
         energy_BT = energy_BT * weights_BT.double().square()
-    path_BT = torch.where(mask_BT > 0, energy_BT, 0.0).cumsum(1) * mask_BT
-    baseline_BT = torch.zeros_like(returns_BT)
-    for group in group_B.unique():
-        members = (group_B == group).nonzero().squeeze(1)
-        if len(members) < 2:
-            continue
-        total_T = path_BT[members].sum(0)
-        weighted_T = (returns_BT[members] * path_BT[members]).sum(0)
-        baseline_BT[members] = torch.where(total_T > 0, weighted_T / total_T, 0.0)
-        lengths, order = mask_BT[members].sum(1).sort()
-        if zero_tail and lengths[-1] > lengths[-2]:
-            baseline_BT[members[order[-1]], int(lengths[-2]) :] = 0.0
+    path_BT = torch.where((mask_BT > 0) & energy_BT.isfinite(), energy_BT, 0.0).cumsum(1) * mask_BT
+    is_longer_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device) < mask_BT.sum(1, keepdim=True)
+    columns = torch.stack([path_BT, returns_BT * path_BT, is_longer_BT.double()], 2)
+    size = [int(group_B.max()) + 1 if len(group_B) else 0, mask_BT.shape[1]]
+    groups, width = ranks.over_data(torch.tensor(size, device=mask_BT.device), "max").tolist()
+    padding = columns.new_zeros(len(columns), width - columns.shape[1], 3)
+    columns = pad(torch.cat([columns, padding], 1), (0, 1), value=1.0)  # the last column counts samples
+    sums = ranks.over_data(columns.new_zeros(groups, width, 4).index_add_(0, group_B, columns))
+    total_BT, weighted_BT, longer_BT, samples_BT = sums[group_B, : mask_BT.shape[1]].unbind(2)
+    baseline_BT = torch.where((total_BT > 0) & (samples_BT > 1), weighted_BT / total_BT, 0.0)
+    if zero_tail:  # of the longest sample, after the last token of the second longest
+        is_longest_B1 = (is_longer_BT & (longer_BT == 1)).any(1, keepdim=True)
+        baseline_BT = torch.where(is_longest_B1 & (longer_BT <= 1), 0.0, baseline_BT)
     return (returns_BT - baseline_BT) * mask_BT
 
 
@@ -189,6 +194,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
     "reinforce_plus_plus_baseline": lambda rewards, valid, _, accepted: reinforce_plus_plus_baseline(
         rewards, valid, accepted=accepted
     ),
+    "optimal_token_baseline": lambda rewards, *_: rewards,  # the trainer subtracts a baseline from each token's
 }
 """Estimators by their command-line name."""
 

@@ -20,9 +20,12 @@ rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 to
 class PolicyConfig:
     """The objective of the policy, without the rollout correction."""
 
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline"] = loss_option("grpo")
-    """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other samples) or
-    reinforce_plus_plus_baseline (group mean, batch deviation)."""
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "optimal_token_baseline"] = (
+        loss_option("grpo")
+    )
+    """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other samples),
+    reinforce_plus_plus_baseline (group mean, batch deviation) or optimal_token_baseline (least variance at each token;
+    costs a forward pass)."""
 
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
     """grpo without division by the deviation (Dr. GRPO)."""
@@ -137,6 +140,11 @@ class PolicyConfig:
                 f"--clip-cov-lower-bound {self.clip_cov_lower_bound} is not below --clip-cov-upper-bound "
                 f"{self.clip_cov_upper_bound}; lower it."
             )
+
+    @property
+    def has_token_baseline(self) -> bool:
+        """Whether the advantages differ from token to token, by log π_old and Σ_v π_v²."""
+        return self.advantage_estimator == "optimal_token_baseline"
 
     @property
     def has_own_objective(self) -> bool:

@@ -1,7 +1,7 @@
 """Which policy the loss is proximal to (π_old), and which forward passes that takes."""
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.policy.config import COVARIANCE_RULES
+from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 
 
 def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
@@ -23,20 +23,16 @@ def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int)
     return "recomputed" if early or steps_per_rollout > 1 else "current"
 
 
-def needs_old_log_probs(
-    correction: RolloutCorrectionConfig,
-    steps_per_rollout: int,
-    reject_before_advantage: bool = False,
-    has_own_objective: bool = False,
-) -> bool:
-    """Whether that forward pass is made: for the loss, to measure the mismatch of π_old itself, or to reject early.
+def needs_old_log_probs(correction: RolloutCorrectionConfig, steps_per_rollout: int, policy: PolicyConfig) -> bool:
+    """Whether that forward pass is made: for the loss, the mismatch of π_old itself, early rejection or advantages.
 
     User functions for advantages or the loss get them, too, where they are not the rollout's. Measuring
     takes none with one step per rollout, where the training forward computes π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1
-    is_given = has_own_objective and not correction.use_rollout_logprobs
-    return measures or reject_before_advantage or is_given or uses_recomputed_old_policy(correction, steps_per_rollout)
+    is_given = policy.has_own_objective and not correction.use_rollout_logprobs
+    shapes_advantages = policy.reject_before_advantage or policy.has_token_baseline
+    return measures or shapes_advantages or is_given or uses_recomputed_old_policy(correction, steps_per_rollout)
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:

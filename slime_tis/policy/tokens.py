@@ -37,6 +37,8 @@ class ResponseTokens:
     """int64: number of the run of trained tokens that each token belongs to, from 1 on in each response."""
     old_log_probs_L: Tensor | None = None
     """float32 log π_old in nats, from a forward pass before the rollout's first step; None where none was made."""
+    sum_pi_squared_L: Tensor | None = None
+    """float32 Σ_v π_v² over the vocabulary, of the same pass; None unless the advantages need it."""
     ref_log_probs_L: Tensor | None = None
     """float32 log π_ref in nats; None without a KL loss."""
     advantages_L: Tensor | None = None

@@ -41,7 +41,7 @@ from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch
+from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
 from slime_tis.trainer.train_dump import RecordedLoss, StepDump, TrainDump
 from slime_tis.user_functions.tensors import check_metric_names
 
@@ -104,6 +104,10 @@ class Learner:
             local = shard(step_advantages, self.parallel.data_rank, self.parallel.data_size, step.assigned_together)
             local_advantages.append([advantage for rollout in local for advantage in rollout])
         steps = self._with_advantages(steps, local_advantages)
+        if self.policy.has_token_baseline and self.parallel.is_last_stage:
+            numbers = {group[0].group_index: number for number, group in enumerate(groups)}
+            corrections = [self._mask_and_weights(step.batch) for step in steps]
+            steps = with_token_baseline(steps, local_advantages, corrections, numbers, self.parallel.ranks)
         rows = []
         for step, sample_advantages in zip(steps, local_advantages, strict=True):
             rows.append(self._train_step(self._isolate_zero_advantage_groups(step), sample_advantages))
@@ -147,6 +151,17 @@ class Learner:
             replace(step, batch=step.batch.with_token_values(advantages_L=values))
             for step, values in zip(steps, per_step, strict=True)
         ]
+
+    def _mask_and_weights(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Returns the tokens that have advantages, and the weights of π_old that their loss is multiplied by, [L]."""
+        mask_L, config = batch.responses.loss_mask_L.to(self.parallel.backend.device), self.correction
+        weights_L = torch.ones_like(mask_L)
+        if config.use_tis or self.policy.reject_before_advantage:
+            assert batch.responses.old_log_probs_L is not None
+            correction = self._correct(batch, batch.responses.old_log_probs_L)
+            mask_L = correction.mask if self.policy.reject_before_advantage else mask_L
+            weights_L = correction.weights if config.use_tis and self.custom_tis is None else weights_L
+        return mask_L, weights_L
 
     def _seed(self) -> int:
         return hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
@@ -200,12 +215,12 @@ class Learner:
         recorded, missing = self._with_routing(samples, rollout_numbers)
         batch = recorded if self.rollout.use_rollout_routing_replay else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
-        policy = self.policy
-        if needs_old_log_probs(
-            self.correction, self.steps_per_rollout, policy.reject_before_advantage, policy.has_own_objective
-        ):
+        if self.policy.has_token_baseline:
+            columns = self._old_log_probs(batch, partition, record=record, sums_squares=True)
+            batch = batch.with_token_values(old_log_probs_L=columns[:, 0], sum_pi_squared_L=columns[:, 1])
+        elif needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
             batch = batch.with_token_values(old_log_probs_L=self._old_log_probs(batch, partition, record=record))
-        if policy.use_kl_loss:
+        if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
                 batch = batch.with_token_values(ref_log_probs_L=self.engine.reference_log_probs(batch, partition))
         return Step(
@@ -264,13 +279,11 @@ class Learner:
         self,
         batch: TrainingBatch,
         partition: list[list[int]],
-        *,
-        record: RoutingRecord | None = None,
-        source: RoutingRecord | None = None,
+        **options: Any,
     ) -> Tensor:
         self._old_log_prob_forwards += 1
         with self.engine.timer("old_log_probs"):
-            return self.engine.log_probs(batch, partition, record=record, source=source)
+            return self.engine.log_probs(batch, partition, **options)
 
     def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
         batch = step.batch

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from slime_tis.policy.advantages import advantages
+from slime_tis.correction import Ranks
+from slime_tis.policy.advantages import advantages, optimal_token_baseline
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import loss_batch
 from slime_tis.policy.tokens import ResponseTokens
@@ -77,6 +80,51 @@ def advantages_of(
     )
     values: list[float] = per_unit.flatten().tolist()
     return [value for value, unit in zip(values, units, strict=True) for _ in unit]
+
+
+def with_token_baseline(
+    steps: Sequence[Step],
+    rewards: Sequence[Sequence[float]],
+    corrections: Sequence[tuple[Tensor, Tensor]],
+    group_numbers: Mapping[int | None, int],
+    ranks: Ranks,
+) -> list[Step]:
+    """Returns the steps of a rollout with the optimal token baseline subtracted from the rewards; a collective.
+
+    Args:
+        steps: This rank's share of every step, with log π_old and Σ_v π_v².
+        rewards: Reward of each of their samples, given at its last token.
+        corrections: The mask and the importance weights [L] of each step's tokens.
+        group_numbers: Number of each group, by its index.
+        ranks: The ranks that share the steps.
+    """
+    rows: list[Tensor] = []
+    for step, (mask_L, weights_L) in zip(steps, corrections, strict=True):
+        tokens = step.batch.responses
+        values = tokens.old_log_probs_L, tokens.sum_pi_squared_L, mask_L > 0, weights_L
+        columns_L = torch.stack([value.to(mask_L.device).double() for value in values if value is not None], 1)
+        rows += ranks.over_context(tokens.slices.scatter(columns_L)).split(tokens.response_lengths)
+    log_probs_BT, squares_BT, mask_BT, weights_BT = pad_sequence(rows, batch_first=True).unbind(2)
+    is_last_BT = (mask_BT > 0) & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
+    reward_B = torch.tensor([reward for of_step in rewards for reward in of_step], dtype=torch.float64)
+    groups = [group_numbers[sample.group_index] for step in steps for sample in step.samples]
+    advantages_BT = optimal_token_baseline(
+        torch.where(is_last_BT, reward_B.to(mask_BT)[:, None], 0.0),
+        mask_BT,
+        torch.tensor(groups, device=mask_BT.device),
+        log_probs_BT,
+        squares_BT,
+        weights_BT=weights_BT,
+        ranks=Ranks(data=ranks.data),
+    ).float()
+    values_N = iter([values_T[: len(row)] for values_T, row in zip(advantages_BT, rows, strict=True)])
+    per_step = [torch.cat([next(values_N) for _ in step.samples]) for step in steps]
+    return [
+        replace(
+            step, batch=step.batch.with_token_values(advantages_L=step.batch.responses.slices.slice_flat(values).cpu())
+        )
+        for step, values in zip(steps, per_step, strict=True)
+    ]
 
 
 def training_batch(

@@ -55,6 +55,8 @@ REFUSALS = [
     ("--rollout-batch-size 65536 --n-samples-per-prompt 4096", "a rollout has 268435456 samples"),
     ("--loss-type custom_loss", "--custom-loss-function-path"),
     ("--custom-advantage-function-path a.f --normalize-advantages", "--normalize-advantages"),
+    ("--advantage-estimator optimal_token_baseline --normalize-advantages", "--normalize-advantages"),
+    ("--advantage-estimator optimal_token_baseline --old-logprobs interpolate", "--old-logprobs interpolate"),
     ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
     ("--micro-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 64", "remove one of the two"),
     ("--sequence-parallel", "--tensor-model-parallel-size is 1"),

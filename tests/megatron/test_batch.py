@@ -1,13 +1,20 @@
 """Division of samples into micro-batches and among data- and context-parallel ranks."""
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_tis.correction import Ranks
+from slime_tis.policy.advantages import optimal_token_baseline
 from slime_tis.trainer.megatron.batch import assign_together, fixed_partition, make_batch, shard, unshard
 from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_partitions
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
+from slime_tis.trainer.step import Step, with_token_baseline
 
 
 def test_fixed_partition() -> None:
@@ -34,6 +41,43 @@ def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
         assert batch.responses.loss_mask_N.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
         assert batch.select([1, 0]).responses.loss_mask_N.tolist() == [0, 1, 1, 1, 1, 0, 1, 1]
         assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
+
+
+def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps() -> None:
+    """Two groups over two steps, packed with a tool's output in between: equal to the padded batch."""
+    masks = [[1, 1, 0, 1], [1], [1, 0], [1, 1, 1]]
+    torch.manual_seed(0)
+    probs = [torch.rand(len(mask)) for mask in masks]
+    weights = [torch.rand(len(mask)) for mask in masks]
+    rewards, groups = [3.0, 1.0, -2.0, 0.5], [7, 7, 9, 9]
+    steps, corrections = [], []
+    for chosen in ([0, 2], [1, 3]):
+        empty = [[0] * len(masks[i]) for i in chosen]
+        batch = make_batch([[1, *row] for row in empty], [masks[i] for i in chosen], empty, empty)
+        flat = torch.cat([probs[i] for i in chosen])
+        batch = batch.with_token_values(old_log_probs_L=flat.log(), sum_pi_squared_L=0.5 + flat.square() / 2)
+        samples: Any = [SimpleNamespace(group_index=groups[i]) for i in chosen]
+        fields: Any = dict.fromkeys([field.name for field in dataclasses.fields(Step)])
+        steps.append(Step(**fields | {"samples": samples, "batch": batch}))
+        corrections.append((batch.responses.loss_mask_L, torch.cat([weights[i] for i in chosen])))
+    found = with_token_baseline(steps, [[3.0, -2.0], [1.0, 0.5]], corrections, {9: 0, 7: 1}, Ranks())
+
+    def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    last = [torch.tensor([0, 0, 0, 1]), torch.tensor([1]), torch.tensor([1, 0]), torch.tensor([0, 0, 1])]
+    expected = optimal_token_baseline(
+        padded([reward * position for reward, position in zip(rewards, last, strict=True)]),
+        padded([torch.tensor(mask) for mask in masks]),
+        torch.tensor([0, 0, 1, 1]),
+        padded(probs).log(),
+        0.5 + padded(probs).square() / 2,
+        weights_BT=padded(weights),
+    )
+    for step, chosen in zip(found, ([0, 2], [1, 3]), strict=True):
+        packed = torch.cat([expected[i, : len(masks[i])] for i in chosen])
+        advantages_L = step.batch.responses.advantages_L
+        assert advantages_L is not None and torch.equal(advantages_L, packed.float())
 
 
 def test_rows_of_wrong_lengths_are_refused() -> None:

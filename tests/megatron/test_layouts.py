@@ -66,7 +66,8 @@ def test_two_ranks_agree_with_one(
     assert (message in result.stdout) == ("context" in layout)
 
 
-# Corrections that need more than sums over the ranks: layout and flags.
+TOKEN_BASELINE = ["--advantage-estimator", "optimal_token_baseline"]
+# Corrections and advantages that need more than sums over the ranks: layout and flags.
 MORE = {
     "context, levels of whole sequences": (
         ["--context-parallel-size", "2"],
@@ -74,15 +75,28 @@ MORE = {
     ),
     "data, two micro-batches, trimming, a share of the sequences": (
         ["--micro-batch-size", "4"],
-        ["--rs-second-moment-bound", "2e-4", "--rs-upper-bound", "none", "--rs-target-fraction", "0.25"],
+        [
+            *TOKEN_BASELINE,
+            "--rs-second-moment-bound",
+            "2e-4",
+            "--rs-upper-bound",
+            "none",
+            "--rs-target-fraction",
+            "0.25",
+        ],
     ),
     "context, trimming, bypass, bounds by z-score": (
         ["--context-parallel-size", "2"],
         [
             *("--no-use-tis", "--use-rollout-logprobs", "--rs-second-moment-bound", "2e-4"),
-            *("--rs-upper-bound", "none", "--rs-z-score", "1"),
+            *("--rs-upper-bound", "none", "--rs-z-score", "1", *TOKEN_BASELINE),
         ],
     ),
+    "tensor, token baseline": (
+        ["--tensor-model-parallel-size", "2"],
+        [*TOKEN_BASELINE, "--num-steps-per-rollout", "2"],
+    ),
+    "pipeline, token baseline": (["--pipeline-model-parallel-size", "2"], [*TOKEN_BASELINE]),
 }
 
 

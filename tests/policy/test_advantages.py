@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from slime_tis.correction import Ranks
+from slime_tis.correction.context_parallel import ONE_RANK
 from slime_tis.policy.advantages import (
     ESTIMATORS,
     MAX_REWARD,
@@ -17,6 +19,7 @@ from slime_tis.policy.advantages import (
     whiten,
 )
 from slime_tis.policy.config import PolicyConfig
+from tests.correction.test_trimming import over_ranks
 from tests.golden.methods import BATCHES, Case, cases
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
@@ -52,7 +55,7 @@ def test_reinforce_plus_plus_scales_by_the_batch_over_tokens() -> None:
     torch.testing.assert_close(reinforce_plus_plus_baseline(rewards, tokens), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "optimal_token_baseline"])
 def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(estimator: str) -> None:
     config = PolicyConfig(advantage_estimator=estimator)  # type: ignore[arg-type]
     assert advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
@@ -98,15 +101,18 @@ def test_a_group_of_one_is_refused(function: object) -> None:
         function(torch.ones(4, 1))  # type: ignore[operator]
 
 
-def token_advantages(case: Case, **inputs: torch.Tensor) -> torch.Tensor:
-    old, weights = case.input("old"), None
+def token_advantages(
+    case: Case, samples: torch.Tensor | slice = slice(None), width: int | None = None, ranks: Ranks = ONE_RANK
+) -> torch.Tensor:
+    old, weights = case.input("old"), torch.ones_like(case.input("old"))
     if case.params["use_weights"]:
         weights = (old - case.input("sampler")).exp().clamp_max(2)
     names = sorted(set(BATCHES[case.batch]["group"]))
     group = torch.tensor([names.index(name) for name in BATCHES[case.batch]["group"]])
-    given = {"log_probs_BT": old, "sum_pi_squared_BT": case.input("sum_pi_squared"), "group_B": group, **inputs}
-    rewards, mask = case.input("token_rewards"), case.input("mask")
-    return optimal_token_baseline(rewards, mask, **given, weights_BT=weights, zero_tail=case.params["handle_zero_tail"])
+    values = case.input("token_rewards"), case.input("mask"), old, case.input("sum_pi_squared"), weights
+    rewards, mask, log_probs, squares, weights = (value[samples, :width] for value in values)
+    options = {"weights_BT": weights, "zero_tail": case.params["handle_zero_tail"], "ranks": ranks}
+    return optimal_token_baseline(rewards, mask, group[samples], log_probs, squares, **options)
 
 
 @pytest.mark.parametrize("case", cases("verl.optimal_token_baseline"))
@@ -116,6 +122,28 @@ def test_optimal_token_baseline_equals_verl(case: Case) -> None:
     compared = (energy.cumsum(1) > 1e-6) & (case.input("mask") > 0)  # verl adds 1e-8
     torch.testing.assert_close(found[compared], theirs[compared], rtol=0, atol=2e-6)
     assert found.isfinite().all() and not found[case.input("mask") == 0].any()
+
+
+@pytest.mark.parametrize("case", cases("verl.optimal_token_baseline"))
+def test_optimal_token_baseline_is_the_same_for_every_split_over_ranks(case: Case) -> None:
+    whole, mask = token_advantages(case), case.input("mask")
+    found = torch.zeros_like(whole)
+
+    def on_rank(samples: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        width = 1 + max(mask[samples].sum(0).nonzero().flatten().tolist(), default=-1)
+        found[samples, :width] = token_advantages(case, samples, width, ranks)
+        return torch.zeros([])
+
+    over_ranks([*torch.arange(len(mask)).tensor_split(3)], on_rank)
+    torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_that_is_not_finite_shifts_no_baseline() -> None:
+    log_probs = torch.tensor([[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]])
+    rewards, group = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]), torch.zeros(3, dtype=torch.int64)
+    found = optimal_token_baseline(rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp())
+    # Energies are equal but for the second sample's second token: paths 1, 1, 1 and 2, 1, 2.
+    torch.testing.assert_close(found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64))
 
 
 def test_sure_tokens_have_a_baseline() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.proximal_policy import (
     clip_is_inactive,
     needs_global_batch,
@@ -36,9 +37,10 @@ def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, 
     config = RolloutCorrectionConfig(**options)
     assert needs_global_batch(config) == of_batch
     assert [uses_recomputed_old_policy(config, steps) for steps in (1, 2)] == [once, twice]
-    assert needs_old_log_probs(config, 1) == forward
-    assert needs_old_log_probs(config, 2) == (twice or config.get_mismatch_metrics)
-    assert needs_old_log_probs(config, 1, reject_before_advantage=True)
+    assert needs_old_log_probs(config, 1, PolicyConfig()) == forward
+    assert needs_old_log_probs(config, 2, PolicyConfig()) == (twice or config.get_mismatch_metrics)
+    for policy in ({"reject_before_advantage": True}, {"advantage_estimator": "optimal_token_baseline"}):
+        assert needs_old_log_probs(config, 1, PolicyConfig(**policy))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ def check_correction(arguments: Arguments) -> None:
         raise ValueError(
             "--divergence-mask-anchor old has no effect with one optimizer step; raise --num-steps-per-rollout."
         )
+    if arguments.policy.has_token_baseline:
+        _check_token_baseline(arguments)
     if arguments.policy.reject_before_advantage and correction.needs_advantages:
         raise ValueError(
             "--reject-before-advantage has no advantages yet; drop it, or what needs them: --tis-upper-bound-negative, "
@@ -63,6 +65,24 @@ def check_correction(arguments: Arguments) -> None:
             f"--n-samples-per-prompt is {group} but --advantage-estimator {estimator} compares the "
             "samples of a prompt; raise it to 2 or more."
         )
+
+
+def _check_token_baseline(arguments: Arguments) -> None:
+    """Refuses options that need one advantage for each sample, or advantages before there are any."""
+    policy, correction = arguments.policy, arguments.correction
+    wrong = {
+        "--normalize-advantages": policy.normalize_advantages,
+        "--use-opsm": policy.use_opsm,
+        "--custom-advantage-function-path": policy.custom_advantage_function_path,
+        "--custom-reward-post-process-path": arguments.rollout.custom_reward_post_process_path,
+        "--save-debug-train-data": arguments.loop.save_debug_train_data,
+        "--old-logprobs interpolate": correction.old_logprobs == "interpolate",
+        "--use-tis and bounds or masks by the sign of the advantage": correction.use_tis
+        and correction.needs_advantages,
+    }
+    for name, is_set in wrong.items():
+        if is_set:
+            raise ValueError(f"--advantage-estimator optimal_token_baseline does not work with {name}; remove one.")
 
 
 REPLACED = {
@@ -114,8 +134,7 @@ def _check_routing_record(arguments: Arguments) -> None:
             "--measure-routing-mismatch compares training with and without the rollout engine's experts, but "
             "--use-routing-replay trains with others; add --use-rollout-routing-replay, or remove one of the two."
         )
-    policy = arguments.policy
-    if not needs_old_log_probs(correction, steps, policy.reject_before_advantage, policy.has_own_objective):
+    if not needs_old_log_probs(correction, steps, arguments.policy):
         raise ValueError(
             "--use-routing-replay is on but there is no pass for old log-probs to record (--use-rollout-logprobs, or "
             "one optimizer step per rollout); use --use-rollout-routing-replay, which needs no such pass."

@@ -44,8 +44,8 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 Loss = Callable[[LossInputs], LossOutputs]
 MIN_LOSS_SCALE = 1.0
 """A gradient that is not finite at this scale is not an overflow."""
-OnLogProbs = Callable[[MicroBatch, Tensor, Tensor], Any]
-"""Called on the last pipeline stage with log-probs and entropies [L] of a micro-batch's response tokens."""
+OnLogProbs = Callable[..., Any]
+"""Called on the last pipeline stage with a micro-batch and its tokens' log-probs, entropies and, if asked, Σ π² [L]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class TrainingEngine:
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
         self.token_budget = self._token_budget()
         """None if micro-batches have a fixed number of samples."""
-        self._skips = False
+        self._skips = self._sums_squares = False
 
     def log_probs(
         self,
@@ -123,14 +123,25 @@ class TrainingEngine:
         record: RoutingRecord | None = None,
         source: RoutingRecord | None = None,
         replays_routing: bool = True,
+        sums_squares: bool = False,
     ) -> Tensor:
-        """Log-probs [L] of the response tokens in the micro-batches `partition`; NaN except on the last stage."""
+        """Log-probs [L] of the response tokens in the micro-batches `partition`; NaN except on the last stage.
+
+        With `sums_squares`, Σ_v π_v² is a second column, [L, 2].
+        """
+
+        def columns(_: MicroBatch, log_probs_L: Tensor, __: Tensor, *squares: Tensor) -> Tensor:
+            return torch.stack([log_probs_L, *squares], 1) if squares else log_probs_L
+
         self.routing.begin(trains=False, replays=replays_routing, record=record, source=source)
+        self._sums_squares = sums_squares
         with torch.no_grad():
-            outputs = self._run(batch, partition, lambda _, log_probs_L, __: log_probs_L, forward_only=True)
+            outputs = self._run(batch, partition, columns, forward_only=True)
+        self._sums_squares = False
         lengths = batch.responses.lengths
         if not self.parallel.is_last_stage:
-            return torch.full((sum(lengths),), math.nan, device=self.parallel.backend.device)
+            shape = (sum(lengths), *((2,) if sums_squares else ()))
+            return torch.full(shape, math.nan, device=self.parallel.backend.device)
         order = [sample for samples in partition for sample in samples]
         per_sample = torch.cat(outputs).split([lengths[sample] for sample in order])
         return torch.cat([values for _, values in sorted(zip(order, per_sample, strict=True), key=itemgetter(0))])
@@ -348,14 +359,15 @@ class TrainingEngine:
             vocab_size=vocab_size,
             chunk_size=self.config.log_probs_chunk_size,
             entropy_gradient=self.entropy_gradient,
+            sums_squares=self._sums_squares,
         )
 
-    def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         weight_OI = self.model.module.output_weight()
         main_grad_OI: Tensor = weight_OI.main_grad  # type: ignore[attr-defined]  # megatron-core's
         return fused_linear_log_probs(hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI)
 
-    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         return vocab_parallel_log_probs(logits, micro.target_L, self._distribution(micro))
 
     def _loss(
