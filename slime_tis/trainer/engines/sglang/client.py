@@ -13,10 +13,11 @@ import json
 import logging
 import re
 import ssl
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -27,6 +28,8 @@ from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
+
+Result = TypeVar("Result")
 
 CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 2.0
@@ -108,7 +111,7 @@ class Server:
     async def health_error(self) -> str | None:
         """Why the server cannot sample a token (it may be paused), or None; takes over a second."""
         try:
-            await self._request("GET", "/health", timeout=HEALTH_TIMEOUT)
+            await self._request("GET", "/health", timeout=HEALTH_TIMEOUT, parse=bytes)
         except SGLangError as error:
             return str(error)
         return None
@@ -139,9 +142,11 @@ class Server:
         """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
         headers = {ROUTING_KEY: request.session} if request.session else {}
-        task = asyncio.create_task(
-            self._request("POST", "/generate", request.body(), timeout=None, max_bytes=max_bytes, headers=headers)
+        parse = partial(schema.parse_generation, request=request, vocab_size=self.vocab_size, layout=self.expert_layout)
+        asked = self._request(
+            "POST", "/generate", request.body(), timeout=None, parse=parse, max_bytes=max_bytes, headers=headers
         )
+        task = asyncio.create_task(asked)
         try:
             await asyncio.wait({task}, timeout=self.timeout)
             with suppress(TimeoutError):
@@ -151,10 +156,7 @@ class Server:
                         await asyncio.wait({task}, timeout=ABORT_INTERVAL)
             if not task.done():
                 raise ServerError(f"{self.url} did not answer within {self.timeout:g} s.")
-            with self._reading("/generate"):
-                return schema.parse_generation(
-                    task.result(), request, vocab_size=self.vocab_size, layout=self.expert_layout
-                )
+            return task.result()
         finally:
             if not task.done():  # without an abort the server notices some seconds later
                 self._aborts.start(self.abort(request.request_id), name=f"abort {request.request_id}")
@@ -163,16 +165,20 @@ class Server:
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first."""
         body, max_bytes = schema.score_body(token_ids), schema.max_answer_bytes(len(token_ids))
-        with self._reading("/generate"):
-            answer = await self._request("POST", "/generate", body, timeout=self.timeout, max_bytes=max_bytes)
-            return schema.parse_scores(answer, token_ids)
+        parse = partial(schema.parse_scores, token_ids=token_ids)
+        return await self._request("POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes)
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:
         """Checksums of tensors by name, one per rank that has the tensor."""
         body = {"action": "checksum", "selector": "target"}
-        answer = await self._request("POST", "/weights_checker", body, timeout=self.timeout, max_bytes=CHECKSUM_BYTES)
-        with self._reading("/weights_checker"):
-            return schema.parse_checksums(answer)
+        return await self._request(
+            "POST",
+            "/weights_checker",
+            body,
+            timeout=self.timeout,
+            parse=schema.parse_checksums,
+            max_bytes=CHECKSUM_BYTES,
+        )
 
     async def abort(self, request_id: str) -> None:
         """Aborts a request, which then returns its partial response; ignores failures."""
@@ -182,7 +188,7 @@ class Server:
 
     async def post(self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None) -> None:
         """Posts a JSON body to an endpoint such as `/flush_cache`; `success: false` is a refusal, too."""
-        answer = await self._request("POST", endpoint, body, timeout=timeout or self.timeout)
+        answer = await self._request("POST", endpoint, body, timeout=timeout or self.timeout, parse=bytes)
         with suppress(InvalidAnswer):  # some endpoints return text
             if schema.parse(schema.ControlAnswer, answer).success is False:
                 message = self.quoted(_error_message(answer)).rstrip(".")
@@ -199,22 +205,25 @@ class Server:
         body: Mapping[str, object] | None = None,
         *,
         timeout: float | None,
+        parse: Callable[[bytes], Result],
         max_bytes: int = CONTROL_BYTES,
         headers: Mapping[str, str] | None = None,
-    ) -> bytes:
-        """Returns the body of a successful answer, of at most `max_bytes`."""
+    ) -> Result:
+        """Returns the parsed body of a successful answer, of at most `max_bytes`; counts unusable answers."""
         url, scope = self.url + endpoint, asyncio.timeout(timeout)
         try:
-            with self._reading(endpoint):
-                async with scope, self.client.stream(method, url, json=body, headers=headers) as response:
-                    content = await _read(response, max_bytes)
+            async with scope, self.client.stream(method, url, json=body, headers=headers) as response:
+                content = await _read(response, max_bytes)
+            if response.is_success:
+                return parse(content)
+        except InvalidAnswer as error:
+            self.malformed_answers += 1
+            raise MalformedAnswer(self.quoted(f"{url} gave an answer that cannot be used: {error}.")) from None
         except (httpx.HTTPError, OSError) as error:  # no cause: its request contains the key
             if scope.expired():
                 raise ServerError(f"{url} did not answer within {timeout:g} s.") from None
             reason = str(error).strip().rstrip(".") or type(error).__name__
             raise ServerError(f"{url} failed: {self.quoted(reason)}.") from None
-        if response.is_success:
-            return content
         status = response.status_code
         message = f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
         if status in (401, 403):
@@ -224,18 +233,7 @@ class Server:
         raise ServerError(f"{message}.")
 
     async def _get(self, endpoint: str, answer: type[AnswerT]) -> AnswerT:
-        with self._reading(endpoint):
-            return schema.parse(answer, await self._request("GET", endpoint, timeout=self.timeout))
-
-    @contextmanager
-    def _reading(self, endpoint: str) -> Iterator[None]:
-        """Counts unusable answers, and adds the server and endpoint to the message."""
-        try:
-            yield
-        except InvalidAnswer as error:
-            self.malformed_answers += 1
-            text = self.quoted(f"{self.url}{endpoint} gave an answer that cannot be used: {error}.")
-            raise MalformedAnswer(text) from None
+        return await self._request("GET", endpoint, timeout=self.timeout, parse=partial(schema.parse, answer))
 
 
 class Keys(httpx.Auth):

@@ -101,7 +101,15 @@ class DistributedSync:
             address = await protocol.in_thread(partial(local_address, server.url))
         group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self.timeout)
         self._groups[server] = group
-        request = server.post("/init_weights_update_group", group.request, timeout=self.timeout)
+        body = {
+            "master_address": address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": 1 + info.tp_size,
+            "group_name": group.name,
+            "backend": "nccl" if self._device.type == "cuda" else "gloo",
+        }
+        request = server.post("/init_weights_update_group", body, timeout=self.timeout)
         await protocol.exchange(request, protocol.in_thread(group.join))
 
     async def _send(self, server: Server, *, bucket: protocol.Bucket, version: int) -> None:
@@ -147,13 +155,13 @@ class UpdateGroup:
         """Opens the store at an address that the server reaches; `join` makes the group."""
         self.name = f"slime_tis_{secrets.token_hex(8)}"
         self.version: str | None = None
-        self._address, self._device, self._size = address, device, server_ranks + 1
+        self._device, self._size = device, server_ranks + 1
         self._timeout = timedelta(seconds=timeout)
         listener, self._host, self._own_address = _listen(address)
-        self._port = listener.getsockname()[1]
+        self.port = listener.getsockname()[1]
         self._store: dist.TCPStore | None = dist.TCPStore(
             self._host,
-            self._port,
+            self.port,
             is_master=True,
             wait_for_workers=False,
             timeout=self._timeout,
@@ -161,21 +169,9 @@ class UpdateGroup:
         )
         self._group: Any = None
 
-    @property
-    def request(self) -> dict[str, object]:
-        """The body of /init_weights_update_group."""
-        return {
-            "master_address": self._address,
-            "master_port": self._port,
-            "rank_offset": 1,
-            "world_size": self._size,
-            "group_name": self.name,
-            "backend": "nccl" if self._device.type == "cuda" else "gloo",
-        }
-
     def join(self) -> None:
         """Makes the group; blocks until all ranks have joined or `close` is called on another thread (RuntimeError)."""
-        client = dist.TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
+        client = dist.TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)
         # Keys of the server: SGLang's init_custom_process_group adds the name before torch adds name and device.
         store = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, client))
         distributed: Any = dist  # torch's types lack the options of backends
