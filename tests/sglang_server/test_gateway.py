@@ -54,7 +54,7 @@ def test_turns_of_a_sample_stay_on_one_server(gateway: tuple[int, list[FakeSGLan
         assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
         for server in servers:
             server.headers.clear()
-        samples = flat(run.engine.submit_function(PROMPTS, two_turns, RUN, seed=3, concurrency=5).result())
+        samples = flat(run.engine.submit(PROMPTS, RUN, seed=3, function=two_turns, concurrency=5).result())
     finally:
         run.engine.close()
     for sample in samples:
