@@ -15,7 +15,7 @@ MIN_BIASED = 8
 """Smallest number of tokens with a biased id."""
 CANDIDATES = 3
 """Token ids that a bias is tried on, for each sign."""
-LARGEST_EXPONENT = 20.0
+LARGEST_EXPONENT = 2.0
 ONLY_REPORTED = "only the reported log-probs are wrong"
 MIN_REPEATED = 20
 """Smallest number of tokens that other samples have after the same tokens."""
@@ -75,7 +75,8 @@ def _opposite_signs(log_ratio: Floats, chosen: Mask) -> float:
 def another_model(tokens: Tokens) -> Finding | None:
     """The tokens are samples of training's distribution, and the reported log-probs are those of another model.
 
-    With ρ = π_train/π_rollout, E[ρ] = 1 for tokens that were sampled from π_rollout. Here E[1/ρ] = 1 instead.
+    With ρ = π_train/π_rollout, E[ρ] = 1 for tokens that were sampled from π_rollout. Here E[1/ρ] = 1 instead. Both are
+    bounded, so that E ≤ 1.
     """
     if len(tokens) < 10 * MIN_TOKENS or not follows_training(tokens):
         return None
@@ -83,18 +84,17 @@ def another_model(tokens: Tokens) -> Finding | None:
     is_few = size[: int(0.95 * len(size))].sum() < 0.2 * size.sum()  # broken tokens
     if is_few or temperature(tokens).confidence > 0:
         return None
-    log_ratio = tokens.log_ratio.clip(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    ratio, error = _mean(tokens, np.exp(log_ratio))
-    inverse, inverse_error = _mean(tokens, np.exp(-log_ratio))
-    difference, difference_error = _mean(tokens, np.exp(log_ratio) - np.exp(-log_ratio))
+    ratio, error = _mean(tokens, _bounded(tokens.log_ratio))
+    inverse, inverse_error = _mean(tokens, _bounded(-tokens.log_ratio))
+    difference, difference_error = _mean(tokens, _bounded(tokens.log_ratio) - _bounded(-tokens.log_ratio))
     is_larger = ratio - 1 > STANDARD_ERRORS * error and difference > STANDARD_ERRORS * difference_error
     if not is_larger or inverse - 1 > 3 * inverse_error:
         return None
     evidence = (
-        f"the tokens are samples of training's distribution: the mean of π_rollout/π_train is {inverse:.3f} ± "
+        f"the tokens are samples of training's distribution: the mean of min(π_rollout/π_train, e²) is {inverse:.3f} ± "
         f"{inverse_error:.3f}, as for log-probs of another model on these tokens",
-        f"they are no samples of the reported distribution: the mean of π_train/π_rollout is {ratio:.2f} ± {error:.2f} "
-        "instead of 1",
+        f"they are no samples of the reported distribution: the mean of min(π_train/π_rollout, e²) is {ratio:.2f} ± "
+        f"{error:.2f}, above 1",
     )
     return Finding("other_model", evidence, 0.9)
 
@@ -112,14 +112,20 @@ def sampling(tokens: Tokens) -> str:
     tokens = tokens.only(tokens.finite)
     if len(tokens) < 10 * MIN_TOKENS or tokens.entropy is None:
         return ""
-    ratio, error = _mean(tokens, np.exp(tokens.log_ratio.clip(-LARGEST_EXPONENT, LARGEST_EXPONENT)))
-    is_reported = abs(ratio - 1) <= 3 * error
+    ratio, error = _mean(tokens, _bounded(tokens.log_ratio))
+    is_reported = ratio - 1 <= 3 * error
     if is_reported == follows_training(tokens):  # both distributions are too close, or none fits
         return ""
-    mean = f"the mean of π_train/π_rollout is {ratio:.3f} ± {error:.3f}"
+    mean = f"the mean of min(π_train/π_rollout, e²) is {ratio:.3f} ± {error:.3f}"
     if is_reported:
         return f"the tokens are samples of the reported distribution ({mean}): the engines' networks or inputs differ"
     return f"the tokens are samples of training's distribution ({mean}): {ONLY_REPORTED}"
+
+
+def _bounded(log_ratio: Floats) -> Floats:
+    """min(ρ, e²), whose mean is at most 1 if the mean of ρ is 1, and which has no heavy tail."""
+    bounded: Floats = np.exp(np.minimum(log_ratio, LARGEST_EXPONENT))
+    return bounded
 
 
 def _mean(tokens: Tokens, values: Floats) -> tuple[float, float]:
@@ -136,12 +142,13 @@ def decoding(tokens: Tokens) -> Finding | None:
     is_penalized = (found := penalty(tokens)) is not None and found.confidence > 0  # the first token has no penalty
     if is_penalized or first.sum() < 10 or (~first).sum() < 10 * MIN_TOKENS:
         return None
-    at_first, later = (float(np.abs(tokens.log_ratio[part]).mean()) for part in (first, ~first))
-    if later < NEGLIGIBLE_DIFFERENCE:
+    at_first = float(np.abs(tokens.log_ratio[first]).mean())
+    later = float(np.median(np.abs(tokens.log_ratio[~first & (tokens.uncertainty > 0.05)])))
+    if not later > NEGLIGIBLE_DIFFERENCE:
         return None
     evidence = (
-        f"abs(Δ) is {at_first:.2g} nats at the first token and {later:.2g} later: the engines agree on the prompt and "
-        "differ on sampled tokens",
+        f"abs(Δ) is {at_first:.2g} nats at the first token, and its median is {later:.2g} later: the engines agree on "
+        "the prompt and differ on sampled tokens",
     )
     return Finding("position_drift", evidence, 0.9 * ramp(at_first / later, 0.02, 0.01), 1.0, "after the first token")
 

@@ -39,6 +39,8 @@ MAX_RESIDUAL_SMALL, MAX_RESIDUAL = 0.35, 0.6
 different tokens, so its log-probs agree only approximately."""
 MAX_ALIGNED = 192
 """Largest number of aligned samples."""
+CONTROLS = 48
+"""Samples that are also aligned with another sample."""
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 """Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
 
@@ -116,8 +118,8 @@ def exchanged(tokens: Tokens) -> Verdict:
     """Samples with the log-probs of the next or the previous sample."""
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
     ends = np.append(starts[1:], len(tokens))
-    mask = np.zeros(len(tokens), bool)
-    for lag in (-1, 1):
+    masks = {lag: np.zeros(len(tokens), bool) for lag in (-1, 1, -5, 5)}  # the last two are controls
+    for lag, mask in masks.items():
         for i in range(max(-lag, 0), len(starts) - max(lag, 0)):
             n = min(ends[i] - starts[i], ends[i + lag] - starts[i + lag])
             own, other = slice(starts[i], starts[i] + n), slice(starts[i + lag], starts[i + lag] + n)
@@ -125,8 +127,9 @@ def exchanged(tokens: Tokens) -> Verdict:
             if n >= MIN_ALIGNED_TOKENS and size > MIN_SAVED:
                 remaining = np.abs(tokens.train[other] - tokens.rollout[own]).sum()
                 mask[own] |= bool(remaining < MAX_RESIDUAL_SMALL * size)
-    samples = len(np.unique(tokens.sample[mask]))
-    if samples < max(2, 0.02 * len(starts)):
+    mask = masks[-1] | masks[1]
+    samples, by_chance = (len(np.unique(tokens.sample[each])) for each in (mask, masks[-5] | masks[5]))
+    if samples < max(2, 0.02 * len(starts), 3 * by_chance):
         return None
     text = f"{samples} of {len(starts)} samples have the log-probs of a neighboring sample"
     return Finding("shifted_tokens", (text,), 0.95, detail="exchanged between samples"), mask
@@ -183,7 +186,7 @@ def misaligned(tokens: Tokens) -> Verdict:
     """Samples whose log-probs agree after a shift of the whole sample, or of its tail (retokenized).
 
     At most MAX_ALIGNED suspects are aligned: the worst, and a part of the others. The remaining suspects count as
-    shifted if most aligned suspects are.
+    shifted if most aligned suspects are. Some are also aligned with another sample's log-probs, as a control.
     """
     mask = np.zeros(len(tokens), bool)
     suspects = _suspects(tokens)
@@ -191,41 +194,54 @@ def misaligned(tokens: Tokens) -> Verdict:
     worst, rest = long[: MAX_ALIGNED // 2], long[MAX_ALIGNED // 2 :]
     others = rest[:: -(-len(rest) // (MAX_ALIGNED // 2)) or 1]
     lags: dict[int, int] = {}
-    changes = ordered = 0
+    changes = 0
     for i in [*worst, *others]:
         rows, tail = np.split(suspects[i], [ALIGNED_TOKENS])
-        path, gain, residual = best_lags(tokens.train[rows], tokens.rollout[rows])
-        shifted = path != 0
-        max_residual = MAX_RESIDUAL_SMALL if gain < 1.5 * MIN_SAVED else MAX_RESIDUAL
-        if shifted.sum() < 4 or gain < MIN_SAVED or residual > max_residual:
+        path = _shifts(tokens.train[rows], tokens.rollout[rows])
+        if path is None:
             continue
-        lag = int(np.median(path[shifted]))
-        ordered += bool((np.diff(path) * np.sign(lag) >= 0).all())
+        shifted = path != 0
         mask[rows[shifted]] = True
         mask[tail] = shifted[-1]
-        lags[i] = lag
+        lags[i] = int(np.median(path[shifted]))
         changes += bool((~shifted[: max(len(path) // 2, 1)]).sum() >= 2 or len(np.unique(path[shifted])) > 1)
     aligned = others or worst
     shifted_share = sum(i in lags for i in aligned) / max(len(aligned), 1)
     remaining = set(range(len(suspects))).difference(worst, others)
     if not lags or len(lags) + shifted_share * len(remaining) < max(2, 0.02 * len(np.unique(tokens.sample))):
         return None
+    tried = worst[:CONTROLS]
+    pairs = ((suspects[i][:ALIGNED_TOKENS], suspects[j]) for i, j in zip(tried, np.roll(tried, 7), strict=True))
+    by_chance = sum(
+        _shifts(tokens.train[rows], tokens.rollout[other[: len(rows)]]) is not None for rows, other in pairs
+    )
+    confidence = 0.95 * ramp(sum(i in lags for i in tried) / (by_chance + 2), 0.8, 1.15)
+    if not confidence:
+        return None
     if shifted_share > 0.5:
         for i in remaining:
             mask[suspects[i]] = True
     retokenized = changes > 0.4 * len(lags)
-    median = int(np.median(list(lags.values())))
+    lag = int(np.median(list(lags.values())))
     evidence = (
         f"the log-probs of {len(lags)} of {len(worst) + len(others)} samples with a large mismatch agree after a shift "
         f"of {'their tails' if retokenized else 'the whole sample'}",
-        f"the median shift is {median:+d} tokens",
+        f"the median shift is {lag:+d} tokens; {by_chance} of {len(tried)} samples agree with a shifted other sample",
     )
-    cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {median:+d}")
-    # the lags of other faults change back and forth
-    confidence = 0.95 * ramp(ordered / len(lags), 0.5, 0.8) * (0.6 + 0.4 * ramp(len(lags), 2, 6))
-    if not confidence:
-        return None
+    cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {lag:+d}")
     return Finding(cause, evidence, confidence, detail=detail), mask
+
+
+def _shifts(train: Floats, rollout: Floats) -> NDArray[np.int64] | None:
+    """The lag of each token; None if the sample is not shifted. Lags of one sample only grow, or only fall."""
+    n = min(len(train), len(rollout))
+    path, gain, residual = best_lags(train[:n], rollout[:n])
+    shifted = path != 0
+    max_residual = MAX_RESIDUAL_SMALL if gain < 1.5 * MIN_SAVED else MAX_RESIDUAL
+    if shifted.sum() < 4 or gain < MIN_SAVED or residual > max_residual:
+        return None
+    grows = (np.diff(path) * np.sign(np.median(path[shifted])) >= 0).all()
+    return path if grows else None
 
 
 def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float, float]:
