@@ -52,15 +52,15 @@ class EveryRow(TrainingEngine):
         layout = replace(micro.packed_seq_params, response_rows=None, gives_logits=True)
         return replace(micro, packed_seq_params=layout)
 
-    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         rows, mask = self.rows, micro.sampling_mask
         assert rows is not None
         target_T = torch.zeros(len(logits), dtype=torch.int64).index_copy(0, rows, micro.target_L)
         if mask is not None:
             lengths = torch.zeros(len(logits), dtype=torch.int32).index_copy(0, rows, mask.lengths)
             mask = SamplingMask(mask.token_ids, lengths)
-        log_prob_T, entropy_T = super()._from_logits(logits, replace(micro, target_L=target_T, sampling_mask=mask))
-        return log_prob_T[rows], entropy_T[rows]
+        every_row = replace(micro, target_L=target_T, sampling_mask=mask)
+        return tuple(values_T[rows] for values_T in super()._from_logits(logits, every_row))
 
 
 CONTENDERS: dict[str, tuple[type[TrainingEngine], bool]] = {

@@ -42,6 +42,10 @@ def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None
     bound = 2e-5 if "shared_expert_intermediate_size" in vars(reference.config) else 1e-5
     assert difference <= bound, f"{directory.name}: logits differ by {difference}"
 
+    columns = engine.log_probs(batch, [[*range(len(LENGTHS))]], sums_squares=True)
+    squares = expected[torch.tensor(LENGTHS).cumsum(0) - 2].softmax(1).square().sum(1)  # predict the last tokens
+    torch.testing.assert_close(columns[:, 1], squares, rtol=1e-5, atol=1e-6)
+
     for at_once in (GATHERED_BYTES, 1):  # all experts of a layer, and one of each rank
         hf_weights.GATHERED_BYTES = at_once
         names = load_file(directory / "model.safetensors")

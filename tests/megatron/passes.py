@@ -45,7 +45,8 @@ def weighted_loss(inputs: LossInputs) -> LossOutputs:
 
 def results(engine: TrainingEngine, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, Tensor]:
     """Old and reference log-probs, values in training, and the gradient of every parameter."""
-    found = {"old": engine.log_probs(batch, partition), "reference": engine.reference_log_probs(batch, partition)}
+    old = engine.log_probs(batch, partition, sums_squares=True)
+    found = {"old": old, "reference": engine.reference_log_probs(batch, partition)}
     step = engine.train_step(batch, partition, weighted_loss)
     assert step.loss_denominator > 0
     values: Any = step.sums or []
