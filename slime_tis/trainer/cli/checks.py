@@ -10,7 +10,6 @@ from slime_tis.policy.proximal_policy import clip_is_inactive, needs_old_log_pro
 from slime_tis.rules import corrects_staleness
 from slime_tis.trainer.cli.command_line import CORRECTION_SWITCHES
 from slime_tis.trainer.cli.run_options import OPTIONS, Arguments
-from slime_tis.trainer.engines.weight_rounding import ROUNDINGS
 
 
 def check_arguments(arguments: Arguments, world_size: int) -> None:
@@ -20,7 +19,7 @@ def check_arguments(arguments: Arguments, world_size: int) -> None:
     _check_ranks(arguments, world_size)
     rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
     precision = arguments.megatron.precision
-    if rounding != "nearest" and precision != "fp32" and rollout.rollout_precision not in ROUNDINGS:
+    if rounding != "nearest" and precision != "fp32" and rollout.rollout_precision not in ("fp8", "int8", "int4"):
         raise ValueError(
             f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights' own type."
         )
