@@ -35,8 +35,6 @@ CACHE_BYTES = 1 << 28
 CONFIGS = {
     "token": RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="geometric", rs_veto_threshold=1e-4),
     "geometric": RolloutCorrectionConfig(use_tis=True, tis_level="geometric", rs_veto_threshold=1e-4),
-    "prefix": RolloutCorrectionConfig(use_tis=True, tis_level="prefix", rs_veto_threshold=1e-4),
-    "segment": RolloutCorrectionConfig(use_tis=True, tis_level="segment", rs_veto_threshold=1e-4),
 }
 
 

@@ -77,137 +77,34 @@ def _read(train_N, rollout_N, mask_N, owner_R, offset_R, start_S, length_S, firs
 
 
 @triton.jit
-def _chain(through_a, value_a, through_b, value_b):
-    """Composes two steps of the recurrence y ← value + through·y."""
-    return through_a * through_b, value_b + through_b * value_a
-
-
-@triton.jit
-def _runs(masked_in_RK, log_ratio_RK, column_K, WIDTH: tl.constexpr, REVERSE: tl.constexpr):
-    """Whether all tokens from the row's begin (end) to this one are in the mask, and Σ Δ of its run up to it."""
-    through = (masked_in_RK | (column_K >= WIDTH)[None, :]).to(tl.float64)
-    return tl.associative_scan((through, log_ratio_RK.to(tl.float64)), 1, _chain, reverse=REVERSE)
-
-
-@triton.jit
-def row_summary_kernel(
-    train_N, rollout_N, mask_N, owner_R, offset_R, start_S, length_S, total_R, head_R, tail_R, through_R,
-    rows, readable, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
-    PREFIX: tl.constexpr, SEGMENT: tl.constexpr,
+def _judge(
+    KINDS: tl.constexpr, STATISTICS: tl.constexpr, LOWERS: tl.constexpr, UPPERS: tl.constexpr, INDEX: tl.constexpr,
+    valid_RK, log_ratio, ratio_minus_1, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """What other rows need of a row: Σ Δ of it, of its first and last run, and whether it is all in the mask."""
-    row_R, exists_R, column_K, masked_in, _finite, _train, log_ratio = _read(
-        train_N, rollout_N, mask_N, owner_R, offset_R, start_S, length_S, tl.program_id(0).to(tl.int64) * ROWS, rows,
-        readable, WIDTH, COLUMNS, ROWS, DTYPE,
-    )  # fmt: skip
-    wide = log_ratio.to(tl.float64)
-    if PREFIX:
-        tl.store(total_R + row_R, tl.sum(wide, 1), exists_R)
-    if SEGMENT:
-        from_begin, _run = _runs(masked_in, log_ratio, column_K, WIDTH, False)
-        to_end, _reverse_run = _runs(masked_in, log_ratio, column_K, WIDTH, True)
-        tl.store(head_R + row_R, tl.sum(wide * from_begin, 1), exists_R)
-        tl.store(tail_R + row_R, tl.sum(wide * to_end, 1), exists_R)
-        tl.store(through_R + row_R, tl.min(from_begin, 1), exists_R)
+    """The valid tokens that a criterion accepts, all of them where its verdict is not per token; and what it sums.
 
-
-@triton.jit
-def _row_range(start_S, length_S, sequence, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """First of the rows that begin in a sequence, their number, and whether a boundary row comes before them."""
-    start = tl.load(start_S + sequence)
-    first = (start + WIDTH - 1) // WIDTH
-    count = (start + tl.load(length_S + sequence) + WIDTH - 1) // WIDTH - first
-    return first, count, 0 if ALIGNED else 1
-
-
-@triton.jit
-def carry_kernel(
-    value_R, through_R, carried_R, start_S, length_S, full_rows,
-    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, CHAINED: tl.constexpr, BACKWARD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What each row of a sequence gets from the rows before it, or after it where `BACKWARD`.
-
-    Σ of their values, or where `CHAINED` of the values that reach it through rows that are all in the mask.
+    It bounds Δ, k2, or k3 = exp(Δ) − Δ − 1 with Δ ≤ 20: below −20, where the clamped ratio ends, exp(Δ) is 0 in
+    comparison. It sums its divergence, or 1 at valid tokens that are out of bounds.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    first, count, boundary = _row_range(start_S, length_S, sequence, WIDTH, ALIGNED)
-    rows = count + boundary
-    carry = tl.full([], 0.0, tl.float64)
-    begin = 0
-    while begin < rows:  # the interpreter's range() does not take numpy 2.4's arrays
-        step = begin + tl.arange(0, BLOCK)
-        index = rows - 1 - step if BACKWARD else step
-        before = index + 1 if BACKWARD else index - 1
-        row = tl.where(index < boundary, full_rows + sequence, first + index - boundary)
-        row_before = tl.where(before < boundary, full_rows + sequence, first + before - boundary)
-        linked = (step > 0) & (step < rows)
-        value = tl.load(value_R + row_before, linked, other=0.0)
-        through = linked.to(tl.float64)
-        if CHAINED:
-            through = tl.load(through_R + row_before, linked, other=0.0)
-        # what leaves the row before: its own value, and what entered it where it passes that on
-        passed, found = tl.associative_scan((through, value), 0, _chain)
-        found = found + passed * carry
-        tl.store(carried_R + row, found, step < rows)
-        carry = tl.sum(tl.where(step == begin + BLOCK - 1, found, 0.0), 0)
-        begin += BLOCK
-
-
-@triton.jit
-def _statistic(STATISTICS: tl.constexpr, INDEX: tl.constexpr, log_ratio, prefix, segment, ratio_minus_1):
-    """What the criterion bounds: Δ of the token or its aggregate at a level, k2 or k3.
-
-    k3 = exp(Δ) − Δ − 1 with Δ ≤ 20; below −20, where the clamped ratio ends, exp(Δ) is 0 in comparison.
-    """
-    NAME: tl.constexpr = STATISTICS[INDEX]
-    found = log_ratio
-    if NAME == "prefix":
-        found = prefix
-    if NAME == "segment":
-        found = segment
-    if NAME == "k2":
-        found = log_ratio * log_ratio * 0.5
-    if NAME == "k3":
-        found = ratio_minus_1 - tl.minimum(log_ratio, 20.0)
-    return found
-
-
-@triton.jit
-def _within(LOWERS: tl.constexpr, UPPERS: tl.constexpr, INDEX: tl.constexpr, statistic, DTYPE: tl.constexpr):
-    """Whether a statistic is within the bounds of the criterion, whose lower bound may be None."""
+    KIND: tl.constexpr = KINDS[INDEX]
+    STATISTIC: tl.constexpr = STATISTICS[INDEX]
     LOWER: tl.constexpr = LOWERS[INDEX]
     UPPER: tl.constexpr = UPPERS[INDEX]
-    within = statistic <= _constant(UPPER, DTYPE)
-    if LOWER is not None:
-        within = within & (statistic >= _constant(LOWER, DTYPE))
-    return within
-
-
-@triton.jit
-def _verdict(
-    KINDS: tl.constexpr, STATISTICS: tl.constexpr, LOWERS: tl.constexpr, UPPERS: tl.constexpr, INDEX: tl.constexpr,
-    valid_RK, log_ratio, prefix, segment, ratio_minus_1, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The valid tokens that the criterion accepts; all of them where its verdict is not per token."""
-    KIND: tl.constexpr = KINDS[INDEX]
-    found_RK = valid_RK
-    if KIND == "token":
-        statistic = _statistic(STATISTICS, INDEX, log_ratio, prefix, segment, ratio_minus_1)
-        found_RK = valid_RK & _within(LOWERS, UPPERS, INDEX, statistic, DTYPE)
-    return found_RK
-
-
-@triton.jit
-def _measure(
-    KINDS: tl.constexpr, STATISTICS: tl.constexpr, LOWERS: tl.constexpr, UPPERS: tl.constexpr, INDEX: tl.constexpr,
-    valid_RK, log_ratio, prefix, segment, ratio_minus_1, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """What the table sums of the criterion: its divergence, or 1 at valid tokens that are out of bounds."""
-    KIND: tl.constexpr = KINDS[INDEX]
-    found = _statistic(STATISTICS, INDEX, log_ratio, prefix, segment, ratio_minus_1)
+    statistic = log_ratio
+    if STATISTIC == "k2":
+        statistic = log_ratio * log_ratio * 0.5
+    if STATISTIC == "k3":
+        statistic = ratio_minus_1 - tl.minimum(log_ratio, 20.0)
+    accepted_RK = valid_RK
+    summed = statistic
     if KIND != "sum":
-        found = valid_RK.to(DTYPE) - (valid_RK & _within(LOWERS, UPPERS, INDEX, found, DTYPE)).to(DTYPE)
-    return found
+        within_RK = valid_RK & (statistic <= _constant(UPPER, DTYPE))
+        if LOWER is not None:
+            within_RK = within_RK & (statistic >= _constant(LOWER, DTYPE))
+        summed = valid_RK.to(DTYPE) - within_RK.to(DTYPE)
+        if KIND == "token":
+            accepted_RK = within_RK
+    return accepted_RK, summed
 
 
 @triton.jit
@@ -219,12 +116,11 @@ def _put(table_CR, column, rows, row_R, exists_R, values_RK):
 
 @triton.jit
 def token_pass_kernel(
-    train_N, rollout_N, mask_N, owner_R, offset_R, start_S, length_S, prefix_R, before_R, after_R,
+    train_N, rollout_N, mask_N, owner_R, offset_R, start_S, length_S,
     weight_RK, accepted_RK, squares_RK, table_CR, extremes_PX, rows, readable,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
-    PREFIX: tl.constexpr, SEGMENT: tl.constexpr, NEUTRAL: tl.constexpr, WEIGHT_LEVEL: tl.constexpr,
-    MODE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr, ADAPTIVE: tl.constexpr,
-    KINDS: tl.constexpr, STATISTICS: tl.constexpr, LOWERS: tl.constexpr, UPPERS: tl.constexpr,
+    NEUTRAL: tl.constexpr, WEIGHTS: tl.constexpr, MODE: tl.constexpr, LOWER: tl.constexpr, UPPER: tl.constexpr,
+    ADAPTIVE: tl.constexpr, KINDS: tl.constexpr, STATISTICS: tl.constexpr, LOWERS: tl.constexpr, UPPERS: tl.constexpr,
     VETOES: tl.constexpr, VETO_BELOW: tl.constexpr, VETO_ABOVE: tl.constexpr, TRIMS: tl.constexpr,
     TOUCHES_LOSS: tl.constexpr,
 ):  # fmt: skip
@@ -241,31 +137,16 @@ def token_pass_kernel(
     valid = valid_RK.to(DTYPE)
     ratio_minus_1, ratio = _exponentials(_clamp(log_ratio, 20.0), DOUBLE)
 
-    prefix = log_ratio
-    segment = log_ratio
-    if PREFIX:
-        entered = tl.load(prefix_R + row_R, exists_R, other=0.0)
-        prefix = (tl.cumsum(log_ratio.to(tl.float64), 1) + entered[:, None]).to(DTYPE)
-    if SEGMENT:
-        from_begin, run = _runs(masked_in_RK, log_ratio, column_K, WIDTH, False)
-        to_end, reverse_run = _runs(masked_in_RK, log_ratio, column_K, WIDTH, True)
-        before = tl.load(before_R + row_R, exists_R, other=0.0)[:, None] * from_begin
-        after = tl.load(after_R + row_R, exists_R, other=0.0)[:, None] * to_end
-        segment = (run + reverse_run - log_ratio.to(tl.float64) + before + after).to(DTYPE)
-
+    CRITERIA: tl.constexpr = 15 if WEIGHTS else 10
     rs_accepted_RK = valid_RK
     for i in tl.static_range(len(KINDS)):
-        rs_accepted_RK = rs_accepted_RK & _verdict(
-            KINDS, STATISTICS, LOWERS, UPPERS, i, valid_RK, log_ratio, prefix, segment, ratio_minus_1, DTYPE
-        )
+        accepted_RK_i, summed = _judge(KINDS, STATISTICS, LOWERS, UPPERS, i, valid_RK, log_ratio, ratio_minus_1, DTYPE)
+        rs_accepted_RK = rs_accepted_RK & accepted_RK_i
+        _put(table_CR, CRITERIA + i, rows, row_R, exists_R, summed)
     accepted = rs_accepted_RK
     weight = valid
-    if WEIGHT_LEVEL != "none":
+    if WEIGHTS:
         raw = ratio
-        if WEIGHT_LEVEL == "prefix":
-            _unused, raw = _exponentials(_clamp(prefix, 20.0), DOUBLE)
-        if WEIGHT_LEVEL == "segment":
-            _unused, raw = _exponentials(_clamp(segment, 20.0), DOUBLE)
         upper = _constant(UPPER, DTYPE)
         lower = _constant(LOWER, DTYPE)
         low_RK = valid_RK & (raw < lower)
@@ -299,20 +180,14 @@ def token_pass_kernel(
         weight = masked_in
         accepted = masked_in_RK
     column = _put(table_CR, column, rows, row_R, exists_R, accepted.to(DTYPE))
-    if WEIGHT_LEVEL != "none":
+    if WEIGHTS:
         minus_1 = weight - valid
-        if WEIGHT_LEVEL != "token":
-            column = _put(table_CR, column, rows, row_R, exists_R, before_mode - valid)
         column = _put(table_CR, column, rows, row_R, exists_R, weight)
         column = _put(table_CR, column, rows, row_R, exists_R, minus_1)
         column = _put(table_CR, column, rows, row_R, exists_R, minus_1 * minus_1)
         column = _put(table_CR, column, rows, row_R, exists_R, high_RK.to(DTYPE))
         column = _put(table_CR, column, rows, row_R, exists_R, low_RK.to(DTYPE))
-    for i in tl.static_range(len(KINDS)):
-        measured = _measure(
-            KINDS, STATISTICS, LOWERS, UPPERS, i, valid_RK, log_ratio, prefix, segment, ratio_minus_1, DTYPE
-        )
-        column = _put(table_CR, column, rows, row_R, exists_R, measured)
+    column = column + len(KINDS)
     if ADAPTIVE:
         clamped = _clamp(log_ratio.to(tl.float64), 1.0)
         exponential, _unused = _exponentials(clamped, True)
@@ -337,14 +212,16 @@ def table_kernel(
 ):  # fmt: skip
     """Adds the rows of one sequence, in order and in float64."""
     sequence = tl.program_id(0).to(tl.int64)
-    first, count, _boundary = _row_range(start_S, length_S, sequence, WIDTH, ALIGNED)
+    start = tl.load(start_S + sequence)
+    first = (start + WIDTH - 1) // WIDTH
+    count = (start + tl.load(length_S + sequence) + WIDTH - 1) // WIDTH - first
     column_C = tl.arange(0, COLUMNS)
     exists_C = column_C < columns
     total_C = tl.zeros([COLUMNS], tl.float64)
-    if not ALIGNED:
+    if not ALIGNED:  # a boundary row comes before them
         total_C = tl.load(table_CR + column_C * rows + full_rows + sequence, exists_C, other=0.0).to(tl.float64)
     begin = 0
-    while begin < count:
+    while begin < count:  # the interpreter's range() does not take numpy 2.4's arrays
         index = begin + tl.arange(0, BLOCK)
         at_CR = column_C[:, None] * rows + first + index[None, :]
         values = tl.load(table_CR + at_CR, exists_C[:, None] & (index < count)[None, :], other=0.0)

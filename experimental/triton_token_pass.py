@@ -4,8 +4,8 @@ Select it with `correct(..., token_pass=token_pass)`, or `--token-pass-path expe
 On a CPU it needs Triton's interpreter (TRITON_INTERPRET=1).
 
 A token costs 14 bytes of memory traffic with float32 log-probs: 4 + 4 + 1 are read, 4 + 1 written. Boundary rows add an
-eighth at most, the table of row sums half a byte to a byte per token. The levels prefix and segment read the tokens
-once more, for what rows hand to each other. Nothing synchronises with the host but the "raise" policy.
+eighth at most, the table of row sums half a byte to a byte per token. Nothing synchronises with the host but the
+"raise" policy. The levels prefix and segment, divergence masks and bounds by the sign of the advantage are refused.
 """
 
 import math
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from experimental.triton_kernels import carry_kernel, row_summary_kernel, table_kernel, token_pass_kernel
+from experimental.triton_kernels import table_kernel, token_pass_kernel
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.layout import PackedChunk
 from slime_tis.correction.modes import Criterion
@@ -46,15 +46,22 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
         raise ValueError(
             "the Triton token pass runs on a GPU; set TRITON_INTERPRET=1 before the import to run it on a CPU."
         )
-    unsupported = [criterion.name for criterion in config.rejections if criterion.divergence not in ("k1", "k2", "k3")]
+    across_rows = ("prefix", "segment")
+    unsupported = [
+        criterion.name
+        for criterion in config.rejections
+        if criterion.divergence not in ("k1", "k2", "k3") or criterion.aggregation in across_rows
+    ]
+    unsupported += [f"--tis-level {config.tis_level}"] * (config.use_tis and config.tis_level in across_rows)
     unsupported += ["--tis-upper-bound-negative or --tis-lower-bound-negative"] * config.signs_bounds
     if unsupported:
         raise ValueError(f"the Triton token pass does not support {', '.join(unsupported)}; remove --token-pass-path.")
     row_count, sequences = rows.owner_R.numel(), rows.end_S.numel()
     columns = sequence_columns(config)
     column_count = number_of_columns(columns)
-    options, tile = _options(config), _tile(packed)
-    programs = triton.cdiv(row_count, tile["ROWS"])
+    options, width = _options(config), triton.next_power_of_2(rows.width)
+    tile_rows = max(TILE_TOKENS // width, 1)
+    programs = triton.cdiv(row_count, tile_rows)
     working = packed.working_dtype
     tokens = _tokens(packed)
     # k3 of the adaptive bounds is summed in float64: float32 would keep three digits of it
@@ -64,11 +71,19 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
     accepted_RK = torch.empty(row_count, rows.width, dtype=torch.bool, device=device)
     squares_RK = torch.empty_like(weight_RK) if options["TRIMS"] else None
     extremes_PX = torch.empty(programs, 3, dtype=working, device=device)
-    places = {"WIDTH": rows.width, "ALIGNED": rows.aligned}
+    outputs = (weight_RK, accepted_RK.view(torch.uint8), squares_RK, table_CR, extremes_PX)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        carried = _carried(packed, tokens, tile, options)
-        outputs = (weight_RK, accepted_RK.view(torch.uint8), squares_RK, table_CR, extremes_PX)
-        token_pass_kernel[(programs,)](*tokens, *carried, *outputs, row_count, tokens[0].numel(), **tile, **options)
+        token_pass_kernel[(programs,)](
+            *tokens,
+            *outputs,
+            row_count,
+            tokens[0].numel(),
+            WIDTH=rows.width,
+            COLUMNS=width,
+            ROWS=tile_rows,
+            DTYPE=tl.float64 if working == torch.float64 else tl.float32,
+            **options,
+        )
         table_kernel[(sequences,)](
             table_CR,
             table_S,
@@ -79,7 +94,8 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
             column_count,
             COLUMNS=triton.next_power_of_2(column_count),
             BLOCK=TILE_ROWS,
-            **places,
+            WIDTH=rows.width,
+            ALIGNED=rows.aligned,
         )
     if config.nonfinite_policy == "raise" and bool((named(columns, table_S.unbind(1)).nonfinite > 0).any()):
         log_ratios(packed.blocks(), "raise")  # names the token
@@ -106,64 +122,14 @@ def _tokens(packed: PackedChunk) -> tuple[Tensor, ...]:
     return (*log_probs, mask.contiguous(), rows.owner_R, rows.offset_R, rows.start_S, rows.length_S)
 
 
-def _tile(packed: PackedChunk) -> dict[str, Any]:
-    """Shape of a program's tile, and the working precision."""
-    width = packed.rows.width
-    columns = triton.next_power_of_2(width)
-    working = tl.float64 if packed.working_dtype == torch.float64 else tl.float32
-    return {"WIDTH": width, "COLUMNS": columns, "ROWS": max(TILE_TOKENS // columns, 1), "DTYPE": working}
-
-
-def _carried(
-    packed: PackedChunk, tokens: tuple[Tensor, ...], tile: dict[str, Any], options: dict[str, Any]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Σ Δ before each row of its sequence, and Σ Δ of the runs that enter it from before and from after; float64."""
-    levels = {name: options[name] for name in ("PREFIX", "SEGMENT")}
-    if not any(levels.values()):
-        return None, None, None
-    rows = packed.rows
-    row_count = rows.owner_R.numel()
-    total, head, tail, through = torch.empty(4, row_count, dtype=torch.float64, device=tokens[0].device)
-    row_summary_kernel[(triton.cdiv(row_count, tile["ROWS"]),)](
-        *tokens, total, head, tail, through, row_count, tokens[0].numel(), **tile, **levels
-    )
-
-    def carry(value_R: Tensor, *, chained: bool, backward: bool) -> Tensor:
-        carried_R = torch.zeros_like(value_R)
-        carry_kernel[(rows.end_S.numel(),)](
-            value_R,
-            through,
-            carried_R,
-            rows.start_S,
-            rows.length_S,
-            rows.full_rows,
-            WIDTH=rows.width,
-            ALIGNED=rows.aligned,
-            CHAINED=chained,
-            BACKWARD=backward,
-            BLOCK=TILE_ROWS,
-        )
-        return carried_R
-
-    return (
-        carry(total, chained=False, backward=False) if levels["PREFIX"] else None,
-        carry(tail, chained=True, backward=False) if levels["SEGMENT"] else None,
-        carry(head, chained=True, backward=True) if levels["SEGMENT"] else None,
-    )
-
-
 def _options(config: RolloutCorrectionConfig) -> dict[str, Any]:
     """The configuration as the compile-time constants of `token_pass_kernel`."""
-    criteria = tuple(_criterion(x) for x in config.rejections if x.per_token or x.divergence != "k1")
-    level = config.tis_level if config.has_token_weights else "none"
-    used = {level, *(criterion[1] for criterion in criteria)}
+    criteria = [_criterion(x) for x in config.rejections if x.per_token or x.divergence != "k1"]
     lower, upper = config.is_bounds
     below, above = config.rs_veto_threshold, config.rs_veto_upper_threshold
     return {
-        "PREFIX": "prefix" in used,
-        "SEGMENT": "segment" in used,
         "NEUTRAL": config.nonfinite_policy == "neutral",
-        "WEIGHT_LEVEL": level,
+        "WEIGHTS": config.has_token_weights,
         "MODE": KERNEL_MODES[config.tis_mode],
         "LOWER": in_float32(lower),
         "UPPER": in_float32(upper),

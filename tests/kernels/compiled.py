@@ -26,7 +26,6 @@ CONFIGS = {
     "token": RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="geometric", rs_veto_threshold=1e-4),
     "everything": RolloutCorrectionConfig(
         use_tis=True,
-        tis_level="prefix",
         tis_mode="mask",
         use_rs=True,
         rs_level="geometric",
@@ -38,7 +37,6 @@ CONFIGS = {
         rs_second_moment_bound=0.04,
         nonfinite_policy="neutral",
     ),
-    "segment": RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_mode="clip"),
 }
 
 
@@ -91,14 +89,14 @@ def _usage(cubin: bytes) -> list[int]:
 
 
 def main() -> None:
-    for name in ("token_pass_kernel", "row_summary_kernel", "carry_kernel", "table_kernel"):
+    for name in ("token_pass_kernel", "table_kernel"):
         setattr(triton_token_pass, name, Recorder(getattr(triton_kernels, name)))
-    for (name, config), dtype in zip(CONFIGS.items(), (torch.float32, torch.bfloat16, torch.float64), strict=True):
+    for name, dtype in (("token", torch.float32), ("everything", torch.bfloat16), ("everything", torch.float64)):
         print(f"# {name}, {dtype}")
         lengths = [4096, 1016, 8]
         tokens = [torch.zeros(sum(lengths), dtype=kind) for kind in (dtype, dtype, torch.bool)]
         for chunk in as_layout(dict(zip(INPUTS, tokens, strict=False)), lengths).chunks():
-            triton_token_pass.token_pass(config, chunk)
+            triton_token_pass.token_pass(CONFIGS[name], chunk)
 
 
 if __name__ == "__main__":
