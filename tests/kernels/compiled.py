@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import mangle_type
 
 from experimental import triton_kernels, triton_token_pass
 from slime_tis import RolloutCorrectionConfig
@@ -52,7 +53,7 @@ class Recorder:
     def compile(self, *args: Any, **constants: Any) -> None:
         names = self.kernel.arg_names
         values = dict(zip(names, args, strict=False)) | constants
-        kinds = {name: _kind(value) for name, value in values.items() if name not in constants}
+        kinds = {name: mangle_type(value) for name, value in values.items() if name not in constants}
         signature = {name: kinds.get(name, "constexpr") for name in names}
         fixed = {name: values[name] for name in names if signature[name] == "constexpr"}
         sixteens = [
@@ -61,21 +62,6 @@ class Recorder:
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in sixteens}
         found = triton.compile(ASTSource(self.kernel, signature, fixed, aligned), target=HOPPER)
         print(self.kernel.__name__, *_usage(found.asm["cubin"]), found.asm["ptx"].count("ld.global.v"))
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "constexpr"
-    if isinstance(value, int):
-        return "i32"
-    types = {
-        torch.float32: "fp32",
-        torch.bfloat16: "bf16",
-        torch.float64: "fp64",
-        torch.uint8: "u8",
-        torch.int64: "i64",
-    }
-    return f"*{types[value.dtype]}"
 
 
 def _usage(cubin: bytes) -> list[int]:

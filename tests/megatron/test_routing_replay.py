@@ -153,19 +153,6 @@ def test_loss_and_gradients_match_autograd_with_the_same_experts(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_replaying_the_routers_choice_changes_nothing(checkpoints: dict[str, Path], parallel: Parallel) -> None:
-    engine = make_engine(checkpoints["shared expert"], parallel)
-    record: RoutingRecord = []
-    own = log_probs(engine, batch_of(None), record=record)
-    assert [tuple(part.shape) for part in record] == [(23, LAYERS, TOP_K), (19, LAYERS, TOP_K)]
-    rows = rows_of(record)
-    replayed = log_probs(engine, batch_of(rows))
-    torch.testing.assert_close(replayed, own, rtol=0, atol=1e-6)
-    one, other = step(engine, batch_of(None)), step(engine, batch_of(rows))
-    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-6)
-    assert engine.routing.metrics()["routing_difference"] == 0.0
-
-
 def test_routers_choose_for_a_sample_without_rows_and_the_others_replay(
     checkpoints: dict[str, Path], parallel: Parallel
 ) -> None:

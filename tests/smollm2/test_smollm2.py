@@ -18,11 +18,6 @@ from slime_tis.hf_directory import check_tensors, read_model_config
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.parallel import initialize, shut_down
-from slime_tis.trainer.options.megatron import MegatronConfig
-from tests.megatron.passes import weighted_loss
 from tests.runs import REWARD, ROOT, read_metrics, run_apart, run_here
 
 TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")
@@ -87,28 +82,6 @@ def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path, capsys: pytes
     trained = any(row["train/grad_norm"] > 0 for row in rows)
     assert (len(moved) == len(before)) if trained else not moved
     assert json.loads((checkpoint / "config.json").read_text()) == json.loads((tmp_path / "hf/config.json").read_text())
-
-
-def test_shared_prompts_leave_log_probs_and_gradients_as_they_are(checkpoint: Path) -> None:
-    prompts_of = [list(range(1000, 1032)), list(range(30000, 30024))]
-    responses = [list(range(start, start + 8)) for start in (40, 50, 60)]
-    tokens = [[*prompt, *response] for prompt in prompts_of for response in responses]
-    batch = make_batch(tokens, *[[[1] * 8] * len(tokens)] * 3)
-    config = MegatronConfig(hf_checkpoint=str(checkpoint), lr=0.0, clip_grad=0.0)
-    parallel = initialize(config)
-    try:
-        engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, entropy_gradient=True)
-        found = []
-        for why in (None, "to compare"):
-            engine.no_shared_prompts = why
-            log_probs_L = engine.log_probs(batch, [list(range(len(tokens)))])
-            engine.train_step(batch, [list(range(len(tokens)))], weighted_loss)
-            gradient = torch.cat([weight.main_grad.flatten() for weight in engine.model.module.parameters()])
-            found.append((log_probs_L, gradient))
-    finally:
-        shut_down()
-    for shared, apart in zip(*found, strict=True):
-        assert (shared - apart).norm() <= 1e-4 * apart.norm()
 
 
 def test_answers_before_and_after_are_printed(

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType
-from typing import Any
 
 PACKAGE = "megatron.core"
 CALL = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
@@ -58,18 +57,13 @@ def rewrite(source: str) -> str:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def source_to_code(  # type: ignore[override]  # typeshed has parameters that importlib does not pass
-        self, data: Any, path: Any, *, _optimize: int = -1
-    ) -> CodeType:
-        return compile(rewrite(data.decode()), path, "exec", dont_inherit=True, optimize=_optimize)
-
     def get_code(self, fullname: str) -> CodeType | None:
         path = self.get_filename(fullname)
         data = self.get_data(path)
         if b"cuda" not in data and b"pin_memory" not in data:  # two thirds of the files
             return importlib.machinery.SourceFileLoader(fullname, path).get_code(fullname)
         # Without the cache: a .pyc file would hold the code before the rewriting.
-        return self.source_to_code(data, path)
+        return compile(rewrite(data.decode()), path, "exec", dont_inherit=True)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

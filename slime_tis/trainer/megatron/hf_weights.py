@@ -65,40 +65,33 @@ LAYOUTS = {
     "gated": Layout(lambda t, rank, size, hf: torch.cat([part.chunk(size, -2)[rank] for part in t], -2), _join_gated),
 }
 
-_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
-
-# Megatron name (within its layer) → (layout, Hugging Face names). transformer-engine fuses a norm into the following
+# Megatron name (within its layer) → layout, Hugging Face names. transformer-engine fuses a norm into the following
 # linear layer, hence two names for the same weight.
-LAYER_RULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": ("qkv", tuple(f"{name}.weight" for name in _QKV)),
-    "self_attention.linear_qkv.bias": ("qkv", tuple(f"{name}.bias" for name in _QKV)),
-    "self_attention.q_layernorm.weight": ("replicated", ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": ("replicated", ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": ("rows", ("self_attn.o_proj.weight",)),
-    "pre_mlp_layernorm.weight": ("replicated", ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.layer_norm_weight": ("replicated", ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": ("gated", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": ("rows", ("mlp.down_proj.weight",)),
-    "mlp.router.weight": ("replicated", ("mlp.gate.weight",)),
-    "mlp.router.expert_bias": ("replicated", ("mlp.gate.e_score_correction_bias",)),
-    "mlp.shared_experts.linear_fc1.weight": (
-        "gated",
-        ("{shared_expert}.gate_proj.weight", "{shared_expert}.up_proj.weight"),
-    ),
-    "mlp.shared_experts.linear_fc2.weight": ("rows", ("{shared_expert}.down_proj.weight",)),
-    "mlp.shared_experts.gate_weight": ("replicated", ("{shared_expert_gate}.weight",)),
-    "mlp.experts.local_experts.*.linear_fc1.weight": (
-        "gated",
-        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-    ),
-    "mlp.experts.local_experts.*.linear_fc2.weight": ("rows", ("mlp.experts.{expert}.down_proj.weight",)),
+LAYER_RULES: dict[str, tuple[str, ...]] = {
+    "input_layernorm.weight": ("replicated", "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": ("replicated", "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": ("qkv", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_qkv.bias": ("qkv", *(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": ("replicated", "self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": ("replicated", "self_attn.k_norm.weight"),
+    "self_attention.linear_proj.weight": ("rows", "self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": ("replicated", "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": ("replicated", "post_attention_layernorm.weight"),
+    "mlp.router.weight": ("replicated", "mlp.gate.weight"),
+    "mlp.router.expert_bias": ("replicated", "mlp.gate.e_score_correction_bias"),
+    "mlp.shared_experts.gate_weight": ("replicated", "{shared_expert_gate}.weight"),
 }
-RULES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "embedding.word_embeddings.weight": ("vocab", ("model.embed_tokens.weight",)),
-    "decoder.final_layernorm.weight": ("replicated", ("model.norm.weight",)),
-    "output_layer.weight": ("vocab", ("lm_head.weight",)),
+for _mlp, _source in (
+    ("mlp", "mlp"),
+    ("mlp.shared_experts", "{shared_expert}"),
+    ("mlp.experts.local_experts.*", "mlp.experts.{expert}"),
+):
+    LAYER_RULES[f"{_mlp}.linear_fc1.weight"] = ("gated", f"{_source}.gate_proj.weight", f"{_source}.up_proj.weight")
+    LAYER_RULES[f"{_mlp}.linear_fc2.weight"] = ("rows", f"{_source}.down_proj.weight")
+RULES: dict[str, tuple[str, ...]] = {
+    "embedding.word_embeddings.weight": ("vocab", "model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": ("replicated", "model.norm.weight"),
+    "output_layer.weight": ("vocab", "lm_head.weight"),
 }
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 """The index of a routed expert on its rank, in the name of its weight."""
@@ -109,11 +102,11 @@ GATHERED_BYTES = 2**30
 def rule(name: str, hf: HfConfig, first_layer: int, first_expert: int = 0) -> tuple[Layout, list[str]]:
     """The layout and the Hugging Face tensors of a Megatron weight, named as on a rank with this layer and expert."""
     if name in RULES:
-        layout, sources = RULES[name]
-        return LAYOUTS[layout], list(sources)
+        layout, *sources = RULES[name]
+        return LAYOUTS[layout], sources
     _, _, index, within = name.split(".", 3)  # decoder.layers.I.…
     local = EXPERT.search(within)
-    layout, sources = LAYER_RULES[EXPERT.sub("*", within)]
+    layout, *sources = LAYER_RULES[EXPERT.sub("*", within)]
     family = FAMILIES[hf.architectures[0]]
     names = {
         "expert": first_expert + int(local[0]) if local else None,
