@@ -76,13 +76,8 @@ MORE = {
     "data, two micro-batches, trimming, a share of the sequences": (
         ["--micro-batch-size", "4"],
         [
-            *TOKEN_BASELINE,
-            "--rs-second-moment-bound",
-            "2e-4",
-            "--rs-upper-bound",
-            "none",
-            "--rs-target-fraction",
-            "0.25",
+            *(*TOKEN_BASELINE, "--rs-second-moment-bound", "2e-4"),
+            *("--rs-upper-bound", "none", "--rs-target-fraction", "0.25"),
         ],
     ),
     "context, trimming, bypass, bounds by z-score": (

@@ -59,16 +59,21 @@ def test_it_answers_in_words(checkpoint: Path) -> None:
     assert sample.response == "The capital of France is Paris." and sample.status is Sample.Status.COMPLETED
 
 
-def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, run = tmp_path / "prompts", tmp_path / "run"
-    assert prompts.main(["--out", str(data), "--train", "16", "--held-out", "4", "--answer", "number", *TASKS]) == 0
-    flags = [
+def make_flags(checkpoint: Path, directory: Path, train: int) -> list[str]:
+    """Makes this number of prompts, and returns flags that train two steps on them."""
+    options = ["--train", str(train), "--held-out", "4", "--answer", "number"]
+    assert prompts.main(["--out", str(directory / "prompts"), *options, *TASKS]) == 0
+    return [
         *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
-        *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(data / "train.jsonl")),
-        *("--eval-prompt-data", str(data / "eval.jsonl"), "--save-hf", str(tmp_path / "hf")),
-        *("--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-        *("--no-progress", "--no-summary-plot", "--no-use-tensorboard"),
+        *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(directory / "prompts" / "train.jsonl")),
+        *("--num-rollout", "2", "--n-samples-per-prompt", "4", "--no-summary-plot", "--no-use-tensorboard"),
     ]
+
+
+def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path) -> None:
+    flags, run = make_flags(checkpoint, tmp_path, 16), tmp_path / "run"
+    flags += ["--eval-prompt-data", str(tmp_path / "prompts" / "eval.jsonl"), "--save-hf", str(tmp_path / "hf")]
+    flags += ["--rollout-batch-size", "4", "--no-progress"]
     found = run_apart(flags, run)
     assert found.returncode == 0, found.stderr
     assert "eval accuracy: 0." in found.stdout or "eval accuracy: 1." in found.stdout
@@ -87,41 +92,28 @@ def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path, capsys: pytes
 def test_answers_before_and_after_are_printed(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        prompts.main(["--out", str(tmp_path / "p"), "--train", "8", "--held-out", "4", "--answer", "number", *TASKS])
-        == 0
-    )
-    paths = {"--before": checkpoint, "--after": checkpoint, "--prompts": tmp_path / "p/eval.jsonl"}
+    make_flags(checkpoint, tmp_path, 8)
+    paths = {"--before": checkpoint, "--after": checkpoint, "--prompts": tmp_path / "prompts/eval.jsonl"}
     capsys.readouterr()
     monkeypatch.setattr("sys.argv", ["answers", *(str(word) for pair in paths.items() for word in pair), "--each", "1"])
     assert answers.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines if line] == [
-        "chain_sum",
-        "  before",
-        "  after",
-        "products",
-        "  before",
-        "  after",
-    ]
+    answered = ["  before", "  after"]
+    assert [line.split(":")[0] for line in lines if line] == ["chain_sum", *answered, "products", *answered]
     assert lines[2].removeprefix("  before: ") == lines[3].removeprefix("  after:  ")
 
 
 def test_planted_faults_of_weight_updates_are_caught(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = tmp_path / "prompts"
-    assert prompts.main(["--out", str(data), "--train", "32", "--held-out", "4", "--answer", "number", *TASKS]) == 0
     (tmp_path / "reward.py").write_text(REWARD)
     planter = Planter(checkpoint=str(checkpoint), plant_at=[2], engines=["bf16"])
     monkeypatch.setattr(slime_tis.trainer.weight_sync, "check_weight_sync", planter)
     flags = [
-        *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
-        *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(data / "train.jsonl"), "--check-weight-sync"),
-        *("--custom-rm-path", f"{tmp_path / 'reward.py'}:reward"),
-        *("--eval-prompt-data", "none", "--eval-interval", "none", "--no-use-tensorboard", "--no-summary-plot"),
-        *("--num-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--lr-warmup-iters", "0"),
-        *("--micro-batch-size", "8"),
+        *make_flags(checkpoint, tmp_path, 32),
+        *("--check-weight-sync", "--custom-rm-path", f"{tmp_path / 'reward.py'}:reward"),
+        *("--eval-prompt-data", "none", "--eval-interval", "none", "--lr-warmup-iters", "0"),
+        *("--rollout-batch-size", "2", "--micro-batch-size", "8"),
     ]
     run_here(flags, tmp_path / "run")
     for row in planter.rows:

@@ -1,7 +1,7 @@
 """A Hugging Face configuration → megatron-core's GPTModel, for the families of `slime_tis.hf_directory`."""
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,6 +146,7 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
 def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model under the parallel layout."""
     family = FAMILIES[hf.architectures[0]]
+    names = {field.name for field in fields(TransformerConfig)} & {field.name for field in fields(config)}
     dtype = DTYPES[config.precision]
     on_cpu = parallel.backend.device.type == "cpu"
     return TransformerConfig(
@@ -166,29 +167,21 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=config.bf16,
-        fp16=config.fp16,
-        tensor_model_parallel_size=parallel.tensor_size,
-        pipeline_model_parallel_size=parallel.pipeline_size,
-        context_parallel_size=parallel.context_size,
-        sequence_parallel=config.sequence_parallel,
+        **{name: getattr(config, name) for name in names - {"transformer_impl"}},  # precision, layout, recomputation
         # Sums over tokens or sequences are divided once, by their number in the global batch.
         calculate_per_token_loss=True,
         variable_seq_lengths=parallel.pipeline_size > 1,
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
-        **_moe_options(hf, parallel),
+        **_moe_options(hf),
         use_cpu_initialization=on_cpu,
         use_te_activation_func=not uses_transformer_engine(hf, parallel),  # the spec's, here TorchSwiGLU
         apply_rope_fusion=uses_transformer_engine(hf, parallel),
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
-        recompute_granularity=config.recompute_granularity,
-        recompute_method=config.recompute_method,
-        recompute_num_layers=config.recompute_num_layers,
     )
 
 
-def _moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
+def _moe_options(hf: Any) -> dict[str, Any]:
     """megatron-core's configuration of a model's experts, trained without a loss for balance; empty if dense."""
     sizes = moe_sizes(hf)
     if sizes is None:
@@ -203,8 +196,6 @@ def _moe_options(hf: Any, parallel: Parallel) -> dict[str, Any]:
         "moe_router_topk": sizes.top_k,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "expert_model_parallel_size": parallel.expert_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_size,
     }
     if not family.sigmoid_router:  # a softmax over all experts, or over the chosen ones, whose weights then sum to 1
         return options | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.norm_topk_prob}

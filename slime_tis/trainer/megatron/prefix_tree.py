@@ -26,7 +26,6 @@ class Segment:
     length: int
     parent: int
     """The segment before them; -1 at the start of a sequence."""
-    depth: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,7 @@ class PrefixTree:
         totals = tuple(total_lengths)
         return cls(
             segments=tuple(
-                Segment(sequence=sequence, start=0, length=total, parent=-1, depth=0)
-                for sequence, total in enumerate(totals)
+                Segment(sequence=sequence, start=0, length=total, parent=-1) for sequence, total in enumerate(totals)
             ),
             paths=tuple((sequence,) for sequence in range(len(totals))),
             total_lengths=totals,
@@ -72,8 +70,7 @@ class PrefixTree:
             end = len(ids[first]) if is_leaf else _common(ids[first], ids[sequences[-1]])
             holds_prompts = start == 0 < end and end >= max(len(ids[i]) - response_lengths[i] for i in sequences)
             if is_leaf or holds_prompts or end - start >= MIN_SHARED:
-                depth = 0 if parent < 0 else segments[parent].depth + 1
-                segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent, depth=depth))
+                segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent))
                 start, parent = end, len(segments) - 1
             if is_leaf:
                 leaves[first] = parent
