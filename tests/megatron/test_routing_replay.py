@@ -1,6 +1,5 @@
 """Routing replay in one process, against transformers with the same experts forced upon it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition, make_batch
 from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
-from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
@@ -37,12 +36,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("moe")
     sizes = {"num_hidden_layers": LAYERS}
     return {name: make_checkpoint(root / name, family, **sizes, **more) for name, (family, more) in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def parallel(checkpoints: dict[str, Path]) -> Iterator[Parallel]:
-    yield initialize(MegatronConfig(hf_checkpoint=str(next(iter(checkpoints.values())))))
-    shut_down()
 
 
 def make_engine(directory: Path, parallel: Parallel, **options: Any) -> TrainingEngine:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.megatron.parity_worker import compare_all
 from tests.megatron.passes import on_ranks
+from tests.megatron.test_hf_parity import compare_all
 
 CASES = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
