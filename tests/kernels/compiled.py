@@ -28,15 +28,15 @@ CONFIGS = {
     "everything": RolloutCorrectionConfig(
         use_tis=True,
         tis_mode="mask",
+        tis_upper_bound=1.37,
         use_rs=True,
         rs_level="geometric",
         rs_z_score=3.0,
-        rs_veto_threshold=1e-4,
-        rs_veto_upper_threshold=100.0,
+        rs_veto_threshold=0.173,
+        rs_veto_upper_threshold=4.19,
         rollout_rs="token_k1,token_k3,seq_sum_k2,seq_mean_k3,seq_max_k2",
-        rollout_rs_threshold="2.0,0.1,1.0,0.1,1.0",
-        rs_second_moment_bound=0.04,
-        nonfinite_policy="neutral",
+        rollout_rs_threshold="0.61_1.93,0.0523,1.0,0.1,1.0",
+        rs_second_moment_bound=0.0719,
     ),
 }
 
