@@ -23,4 +23,4 @@ def icepop(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
 
     Args and returns as `custom_tis.tis.vanilla_tis`.
     """
-    return weighted_by_token(args, MODES["mask"].bound, pg_loss, **call)
+    return weighted_by_token(args, MODES["mask"].bound, pg_loss, call)

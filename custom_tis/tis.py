@@ -29,4 +29,4 @@ def vanilla_tis(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    return weighted_by_token(args, MODES["clip"].bound, pg_loss, **call)
+    return weighted_by_token(args, MODES["clip"].bound, pg_loss, call)

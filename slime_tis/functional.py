@@ -42,5 +42,5 @@ def correct(
     if config.needs_advantages and advantages is None:
         raise ValueError("the divergence mask or the bounds by sign need advantages; pass advantages=.")
     train, current = train_log_probs.detach(), None if current_log_probs is None else current_log_probs.detach()
-    steps = correction_steps(config, train, rollout_log_probs.detach(), loss_mask, current, advantages)
+    steps = correction_steps(config, (train, rollout_log_probs.detach()), loss_mask, current, advantages)
     return WeightsAndMask(steps.weights.float(), steps.mask)

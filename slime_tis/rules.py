@@ -136,6 +136,16 @@ def _at_bound_rule(fraction: str) -> Rule:
     )
 
 
+def _zero_gradient_rule(holds: Callable[[Values], bool], message: str, fix: str) -> Rule:
+    return Rule(
+        cause="zero_gradient",
+        metric="train/grad_norm",
+        condition=lambda value, values, _: value == 0 and holds(values),
+        message=message,
+        fix=fix,
+    )
+
+
 _STEP_RULES = (
     Rule(
         cause="rejection",
@@ -156,26 +166,20 @@ _STEP_RULES = (
         after=2,
     ),
     *(_at_bound_rule(mode.high_fraction) for mode in MODES.values() if not mode.rejects),
-    Rule(
-        cause="zero_gradient",
-        metric="train/grad_norm",
-        condition=lambda value, values, _: value == 0 and _all_retokenized(values),
-        message="every sample was retokenized, so no token was trained on",
-        fix="return the token ids that the engine sampled, or add --retokenization keep-mask (docs/agents.md).",
+    _zero_gradient_rule(
+        _all_retokenized,
+        "every sample was retokenized, so no token was trained on",
+        "return the token ids that the engine sampled, or add --retokenization keep-mask (docs/agents.md).",
     ),
-    Rule(
-        cause="zero_gradient",
-        metric="train/grad_norm",
-        condition=lambda value, values, _: value == 0 and values.get("train/skipped_steps", 0) > 0,
-        message="every token was rejected or masked",
-        fix="widen the bounds, or raise --max-weight-staleness.",
+    _zero_gradient_rule(
+        lambda values: values.get("train/skipped_steps", 0) > 0,
+        "every token was rejected or masked",
+        "widen the bounds, or raise --max-weight-staleness.",
     ),
-    Rule(
-        cause="zero_gradient",
-        metric="train/grad_norm",
-        condition=lambda value, *_: value == 0,
-        message="all advantages are 0, which happens if each group's samples have equal rewards",
-        fix="check the reward function and the difficulty of the prompts.",
+    _zero_gradient_rule(
+        lambda values: True,
+        "all advantages are 0, which happens if each group's samples have equal rewards",
+        "check the reward function and the difficulty of the prompts.",
     ),
     Rule(
         cause="nonfinite_gradient",

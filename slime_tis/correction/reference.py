@@ -38,9 +38,7 @@ def reference_correct(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     loss_mask: Tensor,
-    *,
-    current_log_probs: Tensor | None = None,
-    advantages: Tensor | None = None,
+    **policy: Tensor | None,
 ) -> ReferenceCorrection:
     """Importance weights, rejection mask and metrics of a padded batch, which is the global batch.
 
@@ -49,14 +47,13 @@ def reference_correct(
         train_log_probs: log π_train, [B, T].
         rollout_log_probs: log π_rollout, [B, T].
         loss_mask: Nonzero at valid tokens, [B, T].
-        current_log_probs: log π_θ, [B, T], for the divergence mask. Default: train_log_probs.
-        advantages: [B, T], for a divergence mask with direction away and for bounds by the sign of the advantage.
+        policy: `current_log_probs` and `advantages` of `correction_steps`.
 
     Raises:
         ValueError: if a token is not finite under the "raise" policy.
     """
-    x = correction_steps(config, train_log_probs, rollout_log_probs, loss_mask, current_log_probs, advantages)
-    metrics = mismatch_metrics(train_log_probs, x.delta, x.valid, x.finite, x.masked_in)
+    x = correction_steps(config, (train_log_probs, rollout_log_probs), loss_mask, **policy)
+    metrics = mismatch_metrics(x)
     if config.corrects and x.masked_in.any():
         metrics["gradient_kept_fraction"] = (x.mask.sum() / x.masked_in.sum()).item()
     if not x.valid.any():
@@ -77,6 +74,7 @@ def reference_correct(
 class Steps(NamedTuple):
     """The steps from log-probs to weights and mask, [..., T] each."""
 
+    train: Tensor
     masked_in: Tensor
     finite: Tensor
     valid: Tensor
@@ -97,16 +95,23 @@ class Steps(NamedTuple):
 
 def correction_steps(
     config: RolloutCorrectionConfig,
-    train: Tensor,
-    rollout: Tensor,
+    log_probs: tuple[Tensor, Tensor],
     loss_mask: Tensor,
-    current: Tensor | None,
-    advantages: Tensor | None,
+    current_log_probs: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> Steps:
-    """The correction step by step, in the order of docs/math.md; `functional.correct` traces it."""
+    """The correction step by step, in the order of docs/math.md; `functional.correct` traces it.
+
+    Args:
+        config: What to correct and how.
+        log_probs: log π_train and log π_rollout.
+        loss_mask: Nonzero at valid tokens.
+        current_log_probs: log π_θ, for the divergence mask. Default: train_log_probs.
+        advantages: For a divergence mask with direction away and for bounds by the sign of the advantage.
+    """
     # 1. Δ at valid tokens. 1e6 nats is an engine's way to write minus infinity; a NaN compares as false.
-    masked_in = loss_mask != 0
-    difference = train - rollout
+    (train_log_probs, rollout_log_probs), masked_in = log_probs, loss_mask != 0
+    difference = train_log_probs - rollout_log_probs
     finite = masked_in & (difference.abs() < 1e6)
     if config.nonfinite_policy == "raise" and (masked_in & ~finite).any():
         raise ValueError("a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or neutral.")
@@ -127,8 +132,8 @@ def correction_steps(
         factor = torch.where(mean > 1e-8, mean, 1.0)
     weights = torch.where(valid, weights / factor if config.use_tis else torch.ones_like(raw), 0.0)
     # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
-    current = train if current is None else current
-    anchor = rollout if config.divergence_mask_anchor == "rollout" else train
+    current = train_log_probs if current_log_probs is None else current_log_probs
+    anchor = rollout_log_probs if config.divergence_mask_anchor == "rollout" else train_log_probs
     criteria = {
         f"{c.name}_": rejected_by(config, c, delta, valid, masked_in)
         if c.anchor is None
@@ -146,9 +151,9 @@ def correction_steps(
     if not config.touches_loss:
         weights, mask = masked_in.to(weights.dtype), masked_in
     return Steps(
-        masked_in, finite, valid, advantages, delta, level, bounds, factor, criteria, rejected, trimmed, catastrophic,
-        weights, mask,
-    )  # fmt: skip
+        *(train_log_probs, masked_in, finite, valid, advantages, delta, level, bounds, factor),
+        *(criteria, rejected, trimmed, catastrophic, weights, mask),
+    )
 
 
 def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor) -> Tensor:
@@ -278,10 +283,9 @@ def second_moment_limit(delta_N: Tensor, bound: float) -> float:
     return beyond_N[0].item() if len(beyond_N) else math.inf
 
 
-def mismatch_metrics(
-    train_BT: Tensor, delta_BT: Tensor, valid_BT: Tensor, finite_BT: Tensor, masked_in_BT: Tensor
-) -> dict[str, float]:
+def mismatch_metrics(x: Steps) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the finite tokens of the sequences with one."""
+    delta_BT, valid_BT, finite_BT, masked_in_BT = x.delta, x.valid, x.finite, x.masked_in
     if not masked_in_BT.any():
         return {}
     metrics = {"nonfinite_token_fraction": ((masked_in_BT & ~finite_BT).sum() / masked_in_BT.sum()).item()}
@@ -302,7 +306,7 @@ def mismatch_metrics(
     if not measured_B.any():
         return metrics
     n_N = finite_BT.sum(1)[measured_B]
-    training_N = -torch.where(finite_BT, train_BT, 0.0).sum(1)[measured_B] / n_N
+    training_N = -torch.where(finite_BT, x.train, 0.0).sum(1)[measured_B] / n_N
     difference_N = -delta_BT.sum(1)[measured_B] / n_N
     rollout_N = training_N - difference_N
     return metrics | {

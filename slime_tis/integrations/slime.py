@@ -115,29 +115,20 @@ def whole_masks(
 
 
 def weighted_by_token(
-    args: Namespace,
-    bounded: Callable[[Tensor, float, float], Tensor],
-    pg_loss: Tensor,
-    *,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor | None],
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    **kwargs: Any,
+    args: Namespace, bounded: Callable[[Tensor, float, float], Tensor], pg_loss: Tensor, call: Mapping[str, Any]
 ) -> TisResult:
     """Returns loss, masks and slime's metrics of a custom function that weights each token separately.
 
     `args` has `tis_clip` (default 2), `tis_clip_low` (default 0) and `nonfinite_policy`. `bounded` returns the weight
-    of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. The other arguments are slime's.
+    of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. `call` has slime's other arguments.
 
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
     """
-    context = context_parallel(kwargs)
-    slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
+    context, loss_masks = context_parallel(call), call["loss_masks"]
+    slices = context.slices(call["total_lengths"], call["response_lengths"], call.get("max_seq_lens"))
     config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
-    ratios = correct(config, train_log_probs, rollout_log_probs, slices.slice_list(loss_masks))
+    ratios = correct(config, call["train_log_probs"], call["rollout_log_probs"], slices.slice_list(loss_masks))
     ratio, masks = torch.cat(ratios.weights), whole_masks(ratios.mask, loss_masks, slices, context)
     weight = bounded(ratio, getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
     metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}

@@ -35,14 +35,8 @@ def expected_metrics(
     result = expected_trajectories(config, train, rollout)
     found = dict(result.metrics)
     if config.use_rollout_logprobs and not config.use_tis:
-        reported = RolloutCorrectionConfig(
-            use_tis=True,
-            tis_mode=config.tis_mode,
-            tis_level=config.tis_level,
-            tis_lower_bound=config.tis_lower_bound,
-            tis_upper_bound=config.tis_upper_bound,
-            nonfinite_policy=config.nonfinite_policy,
-        )
+        kept = ("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "nonfinite_policy")
+        reported = RolloutCorrectionConfig(use_tis=True, **{name: getattr(config, name) for name in kept})
         measured = expected_trajectories(reported, train, rollout).metrics
         found |= {name: value for name, value in measured.items() if name.startswith("mis_")}
     if "train_rollout_logprob_abs_diff" in found:

@@ -1,6 +1,7 @@
 """The user's functions for advantages and losses, held to their contracts."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +61,28 @@ def test_a_loss_gets_slimes_batch(tmp_path: Path) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+LOST = "returned a loss that lost the gradient of"
 WRONG_LOSSES = {
-    "detached": ("return logits.detach().sum(), {}", "returned a loss that lost the gradient of logits"),
-    "rebuilt": ("return torch.tensor(1.0, requires_grad=True), {}", "returned a loss that lost the gradient of logits"),
-    "nan": ("return (logits * float('nan')).sum(), {}", "returned nan as the loss; return a finite number."),
-    "vector": ("return logits[0, 0], {}", "returned a tensor of shape (3,) and type float32 as the loss; return a"),
-    "number": ("return 1.0, {}", "returned float as the loss; return a scalar tensor."),
-    "no metrics": ("return logits.sum()", "returned a tensor of shape () and type float32; return the tuple (loss, "),
-    "metric": ("return logits.sum(), {'a': logits}", "returned a tensor of shape (1, 5, 3) and type float32 as metric"),
-    "name": ("return logits.sum(), {3: 1}", "returned a metric named 3"),
+    "return logits.detach().sum(), {}": f"{LOST} logits",
+    "return torch.tensor(1.0, requires_grad=True), {}": f"{LOST} logits",
+    "return (logits * float('nan')).sum(), {}": "returned nan as the loss; return a finite number.",
+    "return logits[0, 0], {}": "returned a tensor of shape (3,) and type float32 as the loss; return a",
+    "return 1.0, {}": "returned float as the loss; return a scalar tensor.",
+    "return logits.sum()": "returned a tensor of shape () and type float32; return the tuple (loss, ",
+    "return logits.sum(), {'a': logits}": "returned a tensor of shape (1, 5, 3) and type float32 as metric",
+    "return logits.sum(), {3: 1}": "returned a metric named 3",
 }
 
 
-@pytest.mark.parametrize(("body", "message"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
-def test_a_wrong_loss_is_one_message(tmp_path: Path, body: str, message: str) -> None:
+def assert_refused(message: str, function: Callable[..., object], *arguments: Any) -> None:
     with pytest.raises(CustomFunctionError) as refusal:
-        call_loss(tmp_path, body)
-    assert str(refusal.value).startswith(f"fn ({tmp_path}/own_0.py, line 2) {message}")
+        function(*arguments)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("body", WRONG_LOSSES)
+def test_a_wrong_loss_is_one_message(tmp_path: Path, body: str) -> None:
+    assert_refused(f"fn ({tmp_path}/own_0.py, line 2) {WRONG_LOSSES[body]}", call_loss, tmp_path, body)
 
 
 def test_a_loss_that_raises_is_one_message_with_its_line(tmp_path: Path) -> None:
@@ -95,13 +101,11 @@ def test_a_reducer_reduces_and_is_checked(tmp_path: Path) -> None:
     functions = load(tmp_path, "reducer", head + "return lambda loss: (loss * torch.cat(loss_masks)).sum() / 100\n")
     assert reduce(functions).item() == pytest.approx(0.12)
     for body, message in {
-        "return lambda loss: loss.detach().sum()": "lost the gradient of pg_loss",
+        "return lambda loss: loss.detach().sum()": f"{LOST} pg_loss",
         "return lambda loss: loss": "returned a tensor of shape (5,) and type float32 as the reduced loss",
         "return 3": "raised TypeError: 'int' object is not callable",
     }.items():
-        with pytest.raises(CustomFunctionError) as refusal:
-            reduce(load(tmp_path, "reducer", f"{head}{body}\n"))
-        assert message in str(refusal.value)
+        assert_refused(message, reduce, load(tmp_path, "reducer", f"{head}{body}\n"))
 
 
 def test_dr_grpo_divides_by_the_longest_response() -> None:
@@ -142,9 +146,7 @@ def test_advantages_are_of_every_token_and_checked(tmp_path: Path) -> None:
         "[torch.ones(2), torch.ones(2)]": "left a tensor of shape (2,) and type float32 as the advantages of sample 1",
         "[torch.ones(2), torch.ones(3) / 0]": "left 3 advantages that are NaN or infinite; leave finite numbers.",
     }.items():
-        with pytest.raises(CustomFunctionError) as refusal:
-            advantages(load(tmp_path, "advantage", f"{head}{value}\n"))
-        assert message in str(refusal.value)
+        assert_refused(message, advantages, load(tmp_path, "advantage", f"{head}{value}\n"))
 
 
 def test_metrics_are_compared_with_those_of_the_first_micro_batch(tmp_path: Path) -> None:
