@@ -2,49 +2,82 @@
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 
 from slime_tis import Criterion, RolloutCorrectionConfig
 
-Sequences = list[list[float]]
+Rows = list[list[float]]
+Masks = list[list[bool]]
 
 
 @dataclass
 class Expected:
     """Weights, mask and metrics of a batch."""
 
-    weights: Sequences = field(default_factory=list)
-    mask: list[list[bool]] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    weights: Rows
+    mask: Masks
+    metrics: dict[str, float]
 
 
-def expected_correction(
-    config: RolloutCorrectionConfig, train: Sequences, rollout: Sequences, loss_mask: list[list[bool]]
-) -> Expected:
-    pairs = [_log_ratios(config, t, r, m) for t, r, m in zip(train, rollout, loss_mask, strict=True)]
-    ratios, valid = [p[0] for p in pairs], [p[1] for p in pairs]
-    train = [
-        [t if v and _is_finite(t - r) else 0.0 for t, r, v in zip(*three, strict=True)]
-        for three in zip(train, rollout, valid, strict=True)
+@dataclass
+class Sequence:
+    """The tokens of one sequence; Δ is 0 where it does not count."""
+
+    train: list[float]
+    delta: list[float]
+    mask: list[bool]
+    finite: list[bool]
+    valid: list[bool]
+
+    def of_valid(self, values: Iterable[float]) -> list[float]:
+        return [value for value, ok in zip(values, self.valid, strict=True) if ok]
+
+    @property
+    def deltas(self) -> list[float]:
+        return self.of_valid(self.delta)
+
+
+def expected_correction(config: RolloutCorrectionConfig, train: Rows, rollout: Rows, loss_mask: Masks) -> Expected:
+    batch = [sequence(config, *three) for three in zip(train, rollout, loss_mask, strict=True)]
+    weights, outside, weight_metrics = expected_weights(config, batch)
+    rejected, rejection_metrics = expected_rejection(config, batch)
+    metrics = mismatch(batch) | weight_metrics | rejection_metrics
+    mask = [
+        [ok and not out and not bad for ok, out, bad in zip(s.valid, outs, bads, strict=True)]
+        for s, outs, bads in zip(batch, outside, rejected, strict=True)
     ]
-    result = Expected()
-    result.weights, weight_rejects, weight_metrics = _weights(config, ratios, valid, loss_mask)
-    rejected, rejection_metrics = _rejection(config, ratios, valid, loss_mask)
-    touches_loss = config.corrects or config.use_rollout_logprobs
-    for s, mask in enumerate(loss_mask):
-        if touches_loss:
-            result.mask.append(
-                [valid[s][t] and not rejected[s][t] and not weight_rejects[s][t] for t in range(len(mask))]
-            )
-        else:
-            result.mask.append(list(mask))
-            result.weights[s] = [1.0 if m else 0.0 for m in mask]
-    result.metrics = _mismatch(train, ratios, valid, loss_mask, pairs) | weight_metrics | rejection_metrics
+    if not (config.corrects or config.use_rollout_logprobs):
+        weights, mask = [[float(m) for m in s.mask] for s in batch], [s.mask for s in batch]
     total = sum(map(sum, loss_mask))
     if config.corrects and total:
-        result.metrics["gradient_kept_fraction"] = sum(map(sum, result.mask)) / total
-    return result
+        metrics["gradient_kept_fraction"] = sum(map(sum, mask)) / total
+    return Expected(weights, mask, metrics)
+
+
+def sequence(config: RolloutCorrectionConfig, train: list[float], rollout: list[float], mask: list[bool]) -> Sequence:
+    differences = [t - r for t, r in zip(train, rollout, strict=True)]
+    finite = [m and math.isfinite(d) and abs(d) < 1e6 for d, m in zip(differences, mask, strict=True)]
+    return Sequence(
+        train=[t if ok else 0.0 for t, ok in zip(train, finite, strict=True)],
+        delta=[d if ok else 0.0 for d, ok in zip(differences, finite, strict=True)],
+        mask=mask,
+        finite=finite,
+        valid=mask if config.nonfinite_policy == "neutral" else finite,
+    )
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: list[float]) -> float:
+    return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
+
+
+def exp(value: float, bound: float = 20.0) -> float:
+    return math.exp(min(max(value, -bound), bound))
 
 
 def ess_share(log_weights: list[float]) -> float:
@@ -54,42 +87,24 @@ def ess_share(log_weights: list[float]) -> float:
     return math.fsum(relative) ** 2 / (len(relative) * math.fsum(x * x for x in relative))
 
 
-def _log_ratios(
-    config: RolloutCorrectionConfig, train: list[float], rollout: list[float], mask: list[bool]
-) -> tuple[list[float], list[bool], int]:
-    """Δ, which tokens are valid, and how many are not finite."""
-    ratios, valid, lost = [], [], 0
-    for t, r, m in zip(train, rollout, mask, strict=True):
-        difference = t - r
-        finite = _is_finite(difference)
-        lost += m and not finite
-        valid.append(m and (finite or config.nonfinite_policy == "neutral"))
-        ratios.append(difference if m and finite else 0.0)
-    return ratios, valid, lost
-
-
-def _is_finite(log_ratio: float) -> bool:
-    return math.isfinite(log_ratio) and abs(log_ratio) < 1e6
-
-
-def aggregate(aggregation: str, values: list[float], valid: list[bool], mask: list[bool]) -> list[float]:
+def aggregate(aggregation: str, values: list[float], s: Sequence) -> list[float]:
     """The statistic at every token: its own, that of its prefix, its turn, or its sequence."""
-    picked = [v for v, ok in zip(values, valid, strict=True) if ok]
     if aggregation == "token":
-        return list(values)
+        return values
     if aggregation == "prefix":
         return [math.fsum(values[: t + 1]) for t in range(len(values))]
     if aggregation == "segment":
-        return [_turn_sum(values, mask, t) for t in range(len(values))]
+        return [turn_sum(values, s.mask, t) for t in range(len(values))]
+    counted = s.of_valid(values)
     whole = {
-        "sum": math.fsum(picked),
-        "mean": math.fsum(picked) / max(len(picked), 1),
-        "max": max(picked, default=-math.inf),
-    }[aggregation]
-    return [whole] * len(values)
+        "sum": math.fsum(counted),
+        "mean": math.fsum(counted) / max(len(counted), 1),
+        "max": max(counted, default=-math.inf),
+    }
+    return [whole[aggregation]] * len(values)
 
 
-def _turn_sum(values: list[float], mask: list[bool], position: int) -> float:
+def turn_sum(values: list[float], mask: list[bool], position: int) -> float:
     if not mask[position]:
         return 0.0
     first = last = position
@@ -103,95 +118,71 @@ def _turn_sum(values: list[float], mask: list[bool], position: int) -> float:
 LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean", "prefix": "prefix", "segment": "segment"}
 
 
-def _weights(
-    config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]], masks: list[list[bool]]
-) -> tuple[Sequences, list[list[bool]], dict[str, float]]:
+def expected_weights(config: RolloutCorrectionConfig, batch: list[Sequence]) -> tuple[Rows, Masks, dict[str, float]]:
+    """The weights, which tokens they reject, and their metrics."""
     if not config.use_tis:
-        ones = [[1.0 if ok else 0.0 for ok in v] for v in valid]
-        return ones, [[False] * len(v) for v in valid], {}
+        return [[float(ok) for ok in s.valid] for s in batch], [[False] * len(s.mask) for s in batch], {}
     lower, upper = config.is_bounds
-    raw_of, bounded_of, rejects, unclamped_of = [], [], [], []
-    for values, ok, mask in zip(ratios, valid, masks, strict=True):
-        levels = aggregate(LEVELS[config.tis_level], values, ok, mask)
-        raw = [math.exp(min(max(level, -20.0), 20.0)) for level in levels]
-        outside = [not lower <= w <= upper for w in raw]
-        if config.tis_mode == "truncate":
-            bounded = [min(w, upper) for w in raw]
-        elif config.tis_mode == "clip":
-            bounded = [min(max(w, lower), upper) for w in raw]
-        else:
-            bounded = [0.0 if out else w for w, out in zip(raw, outside, strict=True)]
-        raw_of.append(raw)
-        unclamped_of.append([math.exp(min(max(level, -700.0), 700.0)) for level in levels])
-        bounded_of.append(bounded)
-        rejects.append([config.tis_mode == "mask" and out for out in outside])
-    once = LEVELS[config.tis_level] not in ("token", "prefix", "segment")
-    units = [
-        (w, b)
-        for raw, bounded, ok in zip(raw_of, bounded_of, valid, strict=True)
-        for w, b in _units(raw, bounded, ok, once)
-    ]
-    if not units:
-        return [[0.0] * len(v) for v in valid], rejects, {}
-    mean = math.fsum(b for _, b in units) / len(units)
-    factor = mean if config.tis_batch_normalize and mean > 1e-8 else 1.0
-    weights = [
-        [b / factor if ok else 0.0 for b, ok in zip(bounded, v, strict=True)]
-        for bounded, v in zip(bounded_of, valid, strict=True)
-    ]
-    square = math.fsum(b * b for _, b in units) / len(units)
-    before = [w for w, _ in units]
-    if once:  # the ratio of a whole sequence is reported without the clamp at ±20
-        pairs = zip(unclamped_of, bounded_of, valid, strict=True)
-        before = [w for raw, bounded, ok in pairs for w, _ in _units(raw, bounded, ok, once)]
+    levels = [aggregate(LEVELS[config.tis_level], s.delta, s) for s in batch]
+    raw = [list(map(exp, row)) for row in levels]
+    outside = [[config.tis_mode == "mask" and not lower <= w <= upper for w in row] for row in raw]
+    bound = {
+        "truncate": lambda w: min(w, upper),
+        "clip": lambda w: min(max(w, lower), upper),
+        "mask": lambda w: w if lower <= w <= upper else 0.0,
+    }[config.tis_mode]
+    bounded = [list(map(bound, row)) for row in raw]
+    once = LEVELS[config.tis_level] in ("sum", "mean")
+
+    def counted(rows: Rows) -> list[float]:
+        """What counts in the metrics: each valid token, or each sequence with one."""
+        values = [s.of_valid(row) for s, row in zip(batch, rows, strict=True)]
+        return [value for row in values for value in (row[:1] if once else row)]
+
+    ratios, weights = counted(raw), counted(bounded)
+    if not ratios:
+        return [[0.0] * len(s.mask) for s in batch], outside, {}
+    factor = mean(weights) if config.tis_batch_normalize and mean(weights) > 1e-8 else 1.0
+    # the ratio of a whole sequence is reported without the clamp at ±20
+    before = counted([[exp(level, 700.0) for level in row] for row in levels]) if once else ratios
+    square = mean([w * w for w in weights])
+    high, low = mean([w > upper for w in ratios]), mean([w < lower for w in ratios])
+    high_name, low_name = f"{config.tis_mode}_fraction_high", f"{config.tis_mode}_fraction_low"
+    if config.tis_mode == "truncate":
+        high_name, low_name = "truncate_fraction", "ratio_fraction_low"
     metrics = {
-        "mis_mean_is_weight_before_clip": math.fsum(w for w, _ in units) / len(units),
+        "mis_mean_is_weight_before_clip": mean(ratios),
         "mis_weight_min_before_clip": min(before),
         "mis_weight_max_before_clip": max(before),
-        "mis_ratio_mean_after_mis": mean,
-        "mis_weight_min": min(b for _, b in units) / factor,
-        "mis_weight_max": max(b for _, b in units) / factor,
-        "mis_weight_std": math.sqrt(math.fsum((b - mean) ** 2 for _, b in units) / len(units)) / factor,
-        "mis_eff_sample_size": mean**2 / square if square else 0.0,
+        "mis_ratio_mean_after_mis": mean(weights),
+        "mis_weight_min": min(weights) / factor,
+        "mis_weight_max": max(weights) / factor,
+        "mis_weight_std": deviation(weights) / factor,
+        "mis_eff_sample_size": mean(weights) ** 2 / square if square else 0.0,
+        f"mis_{high_name}": high,
+        f"mis_{low_name}": low,
     }
-    high, low = sum(w > upper for w, _ in units) / len(units), sum(w < lower for w, _ in units) / len(units)
-    if config.tis_mode == "truncate":
-        metrics |= {"mis_truncate_fraction": high, "mis_ratio_fraction_low": low}
-    else:
-        metrics |= {f"mis_{config.tis_mode}_fraction_low": low, f"mis_{config.tis_mode}_fraction_high": high}
     if config.tis_batch_normalize:
         metrics["mis_batch_norm_factor"] = factor
     if not once:
-        metrics |= _sequence_means(raw_of, bounded_of, valid, lower, upper)
-    return weights, rejects, metrics
-
-
-def _sequence_means(
-    raw_of: Sequences, bounded_of: Sequences, valid: list[list[bool]], lower: float, upper: float
-) -> dict[str, float]:
-    """Of the mean weight of each sequence with a valid token."""
-
-    def means(values_of: Sequences) -> list[float]:
-        picked = [[v for v, ok in zip(vs, oks, strict=True) if ok] for vs, oks in zip(values_of, valid, strict=True)]
-        return [math.fsum(vs) / len(vs) for vs in picked if vs]
-
-    raw, bounded = means(raw_of), means(bounded_of)
-    mean = math.fsum(bounded) / len(bounded)
-    return {
-        "mis_seq_weight_mean": mean,
-        "mis_seq_weight_std": math.sqrt(math.fsum((w - mean) ** 2 for w in bounded) / len(bounded)),
-        "mis_seq_weight_min": min(bounded),
-        "mis_seq_weight_max": max(bounded),
-        "mis_seq_weight_max_deviation": max(abs(w - 1) for w in bounded),
-        "mis_seq_weight_fraction_high": sum(w > upper for w in raw) / len(raw),
-        "mis_seq_weight_fraction_low": sum(w < lower for w in raw) / len(raw),
-    }
-
-
-def _units(raw: list[float], bounded: list[float], valid: list[bool], once: bool) -> list[tuple[float, float]]:
-    """What counts in the metrics of the weights: each valid token, or each sequence with one."""
-    picked = [(w, b) for w, b, ok in zip(raw, bounded, valid, strict=True) if ok]
-    return picked[:1] if once else picked
+        means, raw_means = (
+            [mean(s.of_valid(row)) for s, row in zip(batch, rows, strict=True) if any(s.valid)]
+            for rows in (bounded, raw)
+        )
+        metrics |= {
+            "mis_seq_weight_mean": mean(means),
+            "mis_seq_weight_std": deviation(means),
+            "mis_seq_weight_min": min(means),
+            "mis_seq_weight_max": max(means),
+            "mis_seq_weight_max_deviation": max(abs(w - 1) for w in means),
+            "mis_seq_weight_fraction_high": mean([w > upper for w in raw_means]),
+            "mis_seq_weight_fraction_low": mean([w < lower for w in raw_means]),
+        }
+    applied = [
+        [w / factor if ok else 0.0 for w, ok in zip(row, s.valid, strict=True)]
+        for s, row in zip(batch, bounded, strict=True)
+    ]
+    return applied, outside, metrics
 
 
 def divergence(kind: str, delta: float) -> float:
@@ -201,34 +192,25 @@ def divergence(kind: str, delta: float) -> float:
     return {"k1": delta, "k2": delta * delta / 2, "k3": math.expm1(bounded) - bounded, "error": error}[kind]
 
 
-def _outside(criterion: Criterion, values: list[float], valid: list[bool], mask: list[bool]) -> list[bool]:
-    if not any(valid):
-        return [False] * len(values)
-    statistics = aggregate(criterion.aggregation, [divergence(criterion.divergence, v) for v in values], valid, mask)
-    if criterion.lower is None:
-        bad = [x > criterion.upper for x in statistics]
-    else:
-        bad = [x > math.log(criterion.upper) for x in statistics]
-        if criterion.lower:
-            bad = [b or x < math.log(criterion.lower) for b, x in zip(bad, statistics, strict=True)]
-    return [b and ok for b, ok in zip(bad, valid, strict=True)]
+def out_of_bounds(criterion: Criterion, s: Sequence) -> list[bool]:
+    values = aggregate(criterion.aggregation, [divergence(criterion.divergence, d) for d in s.delta], s)
+    low, high = -math.inf, criterion.upper
+    if criterion.lower is not None:
+        low, high = math.log(criterion.lower) if criterion.lower else -math.inf, math.log(criterion.upper)
+    return [ok and not low <= value <= high for value, ok in zip(values, s.valid, strict=True)]
 
 
-def _outside_adaptive(
-    config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]]
-) -> tuple[list[list[bool]], dict[str, float]]:
+def out_of_adaptive_bounds(config: RolloutCorrectionConfig, batch: list[Sequence]) -> tuple[Masks, dict[str, float]]:
     """z = max(|Σ Δ + k3·n| − 5e-5·n, 0) / √(2·k3·n) of every sequence against the z-score of the batch."""
-    picked = [[x for x, ok in zip(xs, v, strict=True) if ok] for xs, v in zip(ratios, valid, strict=True)]
-    present = [xs for xs in picked if xs]
+    present = [s.deltas for s in batch if any(s.valid)]
     if not present:
-        return [[False] * len(v) for v in valid], {}
-    k3 = math.fsum(divergence("k3", min(max(x, -1.0), 1.0)) for xs in present for x in xs) / sum(map(len, present))
+        return [[False] * len(s.mask) for s in batch], {}
+    k3 = mean([divergence("k3", min(max(d, -1.0), 1.0)) for deltas in present for d in deltas])
 
-    def score(xs: list[float]) -> float:
-        if not xs:
-            return 0.0
-        beyond = max(abs(math.fsum(xs) + k3 * len(xs)) - 5e-5 * len(xs), 0.0)
-        return beyond / math.sqrt(2 * max(k3, 1e-12) * len(xs))
+    def score(deltas: list[float]) -> float:
+        n = len(deltas)
+        beyond = max(abs(math.fsum(deltas) + k3 * n) - 5e-5 * n, 0.0)
+        return beyond / math.sqrt(2 * max(k3, 1e-12) * n) if n else 0.0
 
     if config.rs_z_score is not None:
         limit = config.rs_z_score
@@ -242,55 +224,51 @@ def _outside_adaptive(
     metrics = {
         "mis_rs_k3": k3,
         "mis_rs_z_score": limit,
-        "mis_rs_lower_bound": math.exp(max(scale * (-k3 - half), -20.0)),
-        "mis_rs_upper_bound": math.exp(min(scale * (-k3 + half), 20.0)),
+        "mis_rs_lower_bound": exp(scale * (-k3 - half)),
+        "mis_rs_upper_bound": exp(scale * (-k3 + half)),
     }
-    out = [[ok and score(xs) > limit for ok in v] for xs, v in zip(picked, valid, strict=True)]
-    return out, metrics
+    return [[ok and score(s.deltas) > limit for ok in s.valid] for s in batch], metrics
 
 
-def _rejection(
-    config: RolloutCorrectionConfig, ratios: Sequences, valid: list[list[bool]], masks: list[list[bool]]
-) -> tuple[list[list[bool]], dict[str, float]]:
-    """Which valid tokens are rejected by criteria and veto, and the metrics of that."""
-    tokens, sequences = sum(map(sum, valid)), sum(any(v) for v in valid)
-    by_rs = [[False] * len(v) for v in valid]
-    metrics = {}
-    for criterion in config.rejections:
-        if criterion.adaptive:
-            out, adaptive_metrics = _outside_adaptive(config, ratios, valid)
-            metrics |= adaptive_metrics
-        else:
-            out = [_outside(criterion, *three) for three in zip(ratios, valid, masks, strict=True)]
-        by_rs = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(by_rs, out, strict=True)]
+def expected_rejection(config: RolloutCorrectionConfig, batch: list[Sequence]) -> tuple[Masks, dict[str, float]]:
+    """Which valid tokens are rejected by criteria, veto and trimming, and the metrics of that."""
+    tokens, sequences = sum(sum(s.valid) for s in batch), sum(any(s.valid) for s in batch)
+    metrics: dict[str, float] = {}
+
+    def report(name: str, rejected: Masks, of_sequences: str = "") -> None:
         if tokens:
-            metrics[f"mis_rs_{criterion.name}_masked_fraction"] = sum(map(sum, out)) / tokens
-            metrics[f"mis_rs_{criterion.name}_seq_masked_fraction"] = sum(map(any, out)) / sequences
-    if config.rejections and tokens:
-        metrics["mis_rs_masked_fraction"] = sum(map(sum, by_rs)) / tokens
-        metrics["mis_rs_seq_masked_fraction"] = sum(map(any, by_rs)) / sequences
+            metrics[name] = sum(map(sum, rejected)) / tokens
+        if tokens and of_sequences:
+            metrics[of_sequences] = sum(map(any, rejected)) / sequences
+
+    by_rs = [[False] * len(s.mask) for s in batch]
+    for criterion in config.rejections:
+        out, more = [out_of_bounds(criterion, s) for s in batch], {}
+        if criterion.adaptive:
+            out, more = out_of_adaptive_bounds(config, batch)
+        metrics |= more
+        by_rs = either(by_rs, out)
+        prefix = f"mis_rs_{criterion.name}_"
+        report(f"{prefix}masked_fraction", out, f"{prefix}seq_masked_fraction")
+    if config.rejections:
+        report("mis_rs_masked_fraction", by_rs, "mis_rs_seq_masked_fraction")
     rejected = by_rs
     if config.vetoes:
         floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
         ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
-        bad = [
-            [ok and not floor <= x <= ceiling for x, ok in zip(xs, v, strict=True)]
-            for xs, v in zip(ratios, valid, strict=True)
-        ]
-        rejected = [[any(b)] * len(r) if any(b) else r for b, r in zip(bad, rejected, strict=True)]
-        if tokens:
-            metrics["mis_catastrophic_token_fraction"] = sum(map(sum, bad)) / tokens
-            metrics["mis_catastrophic_seq_fraction"] = sum(map(any, bad)) / sequences
+        bad = [[ok and not floor <= d <= ceiling for d, ok in zip(s.delta, s.valid, strict=True)] for s in batch]
+        rejected = either(rejected, [[any(row)] * len(row) for row in bad])
+        report("mis_catastrophic_token_fraction", bad, "mis_catastrophic_seq_fraction")
     if config.rs_second_moment_bound is not None:
-        squares = [x * x for xs, v in zip(ratios, valid, strict=True) for x, ok in zip(xs, v, strict=True) if ok]
-        limit = second_moment_limit(squares, config.rs_second_moment_bound)
-        large = [
-            [ok and x * x >= limit for x, ok in zip(xs, v, strict=True)] for xs, v in zip(ratios, valid, strict=True)
-        ]
-        rejected = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(large, rejected, strict=True)]
-        if tokens:
-            metrics["mis_second_moment_masked_fraction"] = sum(map(sum, large)) / tokens
+        limit = second_moment_limit([d * d for s in batch for d in s.deltas], config.rs_second_moment_bound)
+        large = [[ok and d * d >= limit for d, ok in zip(s.delta, s.valid, strict=True)] for s in batch]
+        rejected = either(rejected, large)
+        report("mis_second_moment_masked_fraction", large)
     return rejected, metrics
+
+
+def either(first: Masks, second: Masks) -> Masks:
+    return [[a or b for a, b in zip(*rows, strict=True)] for rows in zip(first, second, strict=True)]
 
 
 def second_moment_limit(squares: list[float], bound: float) -> float:
@@ -303,49 +281,36 @@ def second_moment_limit(squares: list[float], bound: float) -> float:
     return math.inf
 
 
-def _mismatch(
-    train: Sequences,
-    ratios: Sequences,
-    valid: list[list[bool]],
-    masks: list[list[bool]],
-    pairs: list[tuple[list[float], list[bool], int]],
-) -> dict[str, float]:
-    total = sum(map(sum, masks))
-    metrics = {"nonfinite_token_fraction": sum(p[2] for p in pairs) / total} if total else {}
-    deltas = [x for xs, v in zip(ratios, valid, strict=True) for x, ok in zip(xs, v, strict=True) if ok]
+def mismatch(batch: list[Sequence]) -> dict[str, float]:
+    total = sum(sum(s.mask) for s in batch)
+    lost = total - sum(sum(s.finite) for s in batch)
+    metrics = {"nonfinite_token_fraction": lost / total} if total else {}
+    deltas = [d for s in batch for d in s.deltas]
     if not deltas:
         return metrics
-    present = [s for s, v in enumerate(valid) if any(v)]
-    finite = [sum(mask) - p[2] for mask, p in zip(masks, pairs, strict=True)]
-    measured = [s for s, n in enumerate(finite) if n]
-    training = [-math.fsum(train[s]) / finite[s] for s in measured]
-    difference = [-math.fsum(ratios[s]) / finite[s] for s in measured]
-    rollout = [a - b for a, b in zip(training, difference, strict=True)]
-
-    def mean(values: list[float]) -> float:
-        return math.fsum(values) / len(values)
-
-    def ratio(delta: float) -> float:
-        return math.exp(min(max(delta, -20.0), 20.0))
-
+    sums = [math.fsum(s.delta) for s in batch if any(s.valid)]
     metrics |= {
         "mismatch_kl": -mean(deltas),
-        "mismatch_k3_kl": mean([ratio(x) - 1 - x for x in deltas]),
-        "mismatch_chi2_token": mean([ratio(x) ** 2 - 1 for x in deltas]),
-        "mismatch_chi2_seq": mean([ratio(math.fsum(ratios[s])) ** 2 - 1 for s in present]),
-        "effective_sequence_share": ess_share([math.fsum(ratios[s]) for s in present]),
-        "train_rollout_logprob_abs_diff": mean([abs(x) for x in deltas]),
+        "mismatch_k3_kl": mean([exp(d) - 1 - d for d in deltas]),
+        "mismatch_chi2_token": mean([exp(d) ** 2 - 1 for d in deltas]),
+        "mismatch_chi2_seq": mean([exp(total) ** 2 - 1 for total in sums]),
+        "effective_sequence_share": ess_share(sums),
+        "train_rollout_logprob_abs_diff": mean([abs(d) for d in deltas]),
     }
+    measured = [s for s in batch if any(s.finite)]
     if not measured:
         return metrics
+    training = [-math.fsum(s.train) / sum(s.finite) for s in measured]
+    difference = [-math.fsum(s.delta) / sum(s.finite) for s in measured]
+    rollout = [a - b for a, b in zip(training, difference, strict=True)]
     return metrics | {
         "mismatch_training_log_ppl": mean(training),
-        "mismatch_training_ppl": mean([math.exp(min(x, 80.0)) for x in training]),
+        "mismatch_training_ppl": mean([exp(x, 80.0) for x in training]),
         "mismatch_rollout_log_ppl": mean(rollout),
-        "mismatch_rollout_ppl": mean([math.exp(min(x, 80.0)) for x in rollout]),
+        "mismatch_rollout_ppl": mean([exp(x, 80.0) for x in rollout]),
         "mismatch_log_ppl_diff": mean(difference),
         "mismatch_log_ppl_abs_diff": mean([abs(x) for x in difference]),
         "mismatch_log_ppl_diff_max": max(difference),
         "mismatch_log_ppl_diff_min": min(difference),
-        "mismatch_ppl_ratio": mean([math.exp(min(x, 80.0)) for x in difference]),
+        "mismatch_ppl_ratio": mean([exp(x, 80.0) for x in difference]),
     }
