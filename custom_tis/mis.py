@@ -135,7 +135,13 @@ def _metrics(
 ) -> dict[str, Tensor]:
     """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
     loss_masks = inputs[2]
-    spread = _spread_over_tokens(loss_masks)
+    counts = torch.tensor([len(mask) for mask in loss_masks]).to(loss_masks[0].device, non_blocking=True)
+    size = sum(map(len, loss_masks))
+
+    def spread(values_S: Tensor) -> Tensor:
+        """One value per sequence, at each of its tokens on this rank."""
+        return values_S.to(torch.float32).repeat_interleave(counts, output_size=size)
+
     log_ratio = _log_ratio(*inputs)
     metrics = _mismatch_metrics(found.sequence_sums, log_ratio, spread)
     if config.use_tis:
@@ -155,17 +161,10 @@ def _metrics(
         trimmed = log_ratio.square() >= found.global_batch.second_moment_limit
         metrics["second_moment_masked_fraction"] = trimmed.float()
     if config.use_tis:
-        metrics |= _final_metrics(found, loss_masks, context, spread)
+        metrics |= _final_metrics(found, loss_masks, counts, context, spread)
         if factor is not None:
             metrics["batch_norm_factor"] = factor.to(torch.float32).expand_as(log_ratio)
     return metrics
-
-
-def _spread_over_tokens(loss_masks: Sequence[Tensor]) -> Spread:
-    """A function from one value per sequence to that value at each of its tokens on this rank."""
-    lengths = [len(mask) for mask in loss_masks]
-    counts = torch.tensor(lengths).to(loss_masks[0].device, non_blocking=True)
-    return lambda values_S: values_S.to(torch.float32).repeat_interleave(counts, output_size=sum(lengths))
 
 
 def _log_ratio(
@@ -208,12 +207,12 @@ def _weight_metrics(
 def _final_metrics(
     found: Correction[list[Tensor]],
     loss_masks: Sequence[Tensor],
+    counts: Tensor,
     context: ContextParallel,
     spread: Spread,
 ) -> dict[str, Tensor]:
     """Mean, minimum and maximum of each whole sequence's weights as applied; 0 where it has no valid token."""
     weights, valid = torch.cat(found.weights), torch.cat(list(loss_masks)).bool()
-    counts = torch.tensor([len(mask) for mask in loss_masks]).to(weights.device, non_blocking=True)
     # unsafe omits a check of the lengths for which a GPU's host would wait
     total = torch.segment_reduce(weights.to(torch.float64), "sum", lengths=counts, unsafe=True, initial=0)
     lowest = torch.segment_reduce(

@@ -194,7 +194,12 @@ def correct(
     layout = as_layout(inputs, lengths)
     levels = whole_sequence_levels(config)
     if ranks.context is not None and levels:
-        slices = _required_slices(ranks, levels[0])
+        slices = ranks.slices
+        if slices is None:
+            raise ValueError(
+                f"{levels[0]} needs whole sequences, but they are sliced over context-parallel ranks; "
+                f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
+            )
         whole = gather_slices(layout, slices, ranks)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
         result = correct(config, **whole, lengths=slices.lengths, global_batch=known, token_pass=token_pass)
@@ -203,7 +208,9 @@ def correct(
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
-            limit = second_moment_limit(_squares(tokens, layout.device), config.rs_second_moment_bound, ranks)
+            squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
+            squares_N = torch.cat([torch.zeros(0, device=layout.device), *squares])
+            limit = second_moment_limit(squares_N, config.rs_second_moment_bound, ranks)
             global_batch = replace(global_batch, second_moment_limit=limit)
         tokens = [trim(config, part, limit) for part in tokens]
     columns = sequence_columns(config)
@@ -236,15 +243,6 @@ def correct(
     )
 
 
-def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
-    if ranks.slices is None:
-        raise ValueError(
-            f"{level} needs whole sequences, but they are sliced over context-parallel ranks; "
-            f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
-        )
-    return ranks.slices
-
-
 def _policy_inputs(config: RolloutCorrectionConfig, **inputs: LogProbs | None) -> dict[str, LogProbs]:
     """The inputs of a divergence mask, or of bounds by the sign of the advantage, that are given.
 
@@ -264,12 +262,6 @@ def _sliced(whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks
     weights, mask = (local.shaped(slices.slice_flat(values)) for values in (whole.weights, whole.mask))
     global_batch = replace(whole.global_batch, ranks=ranks)
     return replace(whole, weights=weights, mask=mask, lengths=slices.local_lengths, global_batch=global_batch)
-
-
-def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
-    """Δ² of all chunks, [N]; +inf at invalid tokens."""
-    squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
-    return torch.cat([torch.zeros(0, device=device), *squares])
 
 
 def _flat(values: Tensor | list[Tensor]) -> Tensor:

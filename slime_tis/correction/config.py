@@ -1,7 +1,7 @@
 """Options of the rollout correction: one frozen dataclass, validated when it is made, and its presets."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, get_args
@@ -128,88 +128,76 @@ class RolloutCorrectionConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_combinations()
+        for problem in self._problems():
+            raise ValueError(problem)
 
-    def _check_combinations(self) -> None:
+    def _problems(self) -> Iterator[str]:
         for sign, (lower, upper) in {"": self.is_bounds, "-negative": self.is_bounds_negative}.items():
             is_constant = lower == upper and self.signs_bounds and self.tis_mode == "clip"  # TOPR
             has_lower = self.mode.has_lower_bound or self.tis_lower_bound is not None
             if self.use_tis and has_lower and lower >= upper and not is_constant:
-                raise ValueError(
-                    f"--tis-lower-bound{sign} {lower} is not below --tis-upper-bound{sign} {upper}; lower it or raise "
-                    "the upper bound."
-                )
+                bounds = f"--tis-lower-bound{sign} {lower} is not below --tis-upper-bound{sign} {upper}"
+                yield f"{bounds}; lower it or raise the upper bound."
         if self.use_tis and self.tis_lower_bound_negative is not None and not self.mode.has_lower_bound:
-            raise ValueError(
-                f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use clip or mask."
-            )
-        self._check_adaptive()
+            yield f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use clip or mask."
+        yield from self._problems_of_adaptive_bounds()
         for criterion in self.rejections:
             if criterion.lower is not None and criterion.lower >= criterion.upper:
                 option = "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
-                raise ValueError(
-                    f"{option}: the lower bound {criterion.lower} of {criterion.name} is not below "
-                    f"its upper bound {criterion.upper}; lower it or raise the upper bound."
-                )
+                bounds = f"the lower bound {criterion.lower} of {criterion.name} is not below {criterion.upper}"
+                yield f"{option}: {bounds}; lower it or raise the upper bound."
         if self.use_tis and self.use_rollout_logprobs and self.policy_loss in RATIO_LOSSES:
-            raise ValueError(
+            yield (
                 f"--use-rollout-logprobs with --use-tis applies the correction twice under --policy-loss "
                 f"{self.policy_loss}, whose ratio already is the importance weight; drop one of them or use "
                 f"--policy-loss reinforce."
             )
         if self.policy_loss == "vespo" and self.use_tis:
-            raise ValueError(
+            yield (
                 "--policy-loss vespo weights whole sequences itself; drop --use-tis, and add --use-rollout-logprobs to "
                 "weight by the ratio to the rollout policy."
             )
-        self._check_divergence_mask()
+        if self.divergence_mask is not None:
+            yield from self._problems_of_divergence_mask()
         if self.policy_loss in ("clip_cov", "kl_cov") and self.old_logprobs == "interpolate":
-            raise ValueError(
+            yield (
                 f"--policy-loss {self.policy_loss} selects tokens by the old policy before training, which "
                 "--old-logprobs interpolate does not have yet; drop one of them."
             )
         if self.use_rollout_logprobs and self.old_logprobs == "interpolate":
-            raise ValueError(
+            yield (
                 "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes the "
                 "rollout log-probs as the old ones; drop one of them."
             )
 
-    def _check_divergence_mask(self) -> None:
-        if self.divergence_mask is None:
-            return
+    def _problems_of_divergence_mask(self) -> Iterator[str]:
+        is_directed, is_sequence = self.divergence_mask_direction == "away", self.divergence_mask_level == "sequence"
         if self.divergence_mask == "binary_tv" and max(self.divergence_bounds) >= 1:
-            raise ValueError("--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use 0.2.")
-        if self.divergence_mask_direction == "both" and self.divergence_mask_bound_negative is not None:
-            raise ValueError("--divergence-mask-bound-negative needs --divergence-mask-direction away; drop it.")
-        if self.divergence_mask_level == "sequence" and self.divergence_mask_direction == "away":
-            raise ValueError(
-                "--divergence-mask-level sequence has no direction, because tokens of a sequence move both ways; add "
-                "--divergence-mask-direction both."
-            )
+            yield "--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use 0.2."
+        if not is_directed and self.divergence_mask_bound_negative is not None:
+            yield "--divergence-mask-bound-negative needs --divergence-mask-direction away; drop it."
+        if is_sequence and is_directed:
+            yield "tokens of a sequence move both ways: --divergence-mask-level needs --divergence-mask-direction both."
         if self.divergence_mask_anchor == "old" and self.use_rollout_logprobs:
-            raise ValueError(
-                "--divergence-mask-anchor old is the rollout policy under --use-rollout-logprobs; drop one of them."
-            )
+            yield "--divergence-mask-anchor old is the rollout policy under --use-rollout-logprobs; drop one of them."
 
-    def _check_adaptive(self) -> None:
-        adaptive = [name for name in ADAPTIVE_BOUNDS if getattr(self, name) is not None]
+    def _problems_of_adaptive_bounds(self) -> Iterator[str]:
+        adaptive, fixed = (
+            [flag(name) for name in names if getattr(self, name) is not None]
+            for names in (ADAPTIVE_BOUNDS, FIXED_BOUNDS)
+        )
         if not adaptive:
             return
+        option = adaptive[0]
         if len(adaptive) > 1:
-            raise ValueError("--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them.")
-        option = flag(adaptive[0])
-        fixed = [name for name in FIXED_BOUNDS if getattr(self, name) is not None]
+            yield "--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them."
         if fixed:
-            raise ValueError(f"{option} replaces fixed bounds; drop {' and '.join(map(flag, fixed))}, or {option}.")
+            yield f"{option} replaces fixed bounds; drop {' and '.join(fixed)}, or {option}."
         if not self.use_rs:
-            raise ValueError(
-                f"{option} acts on the rejection of --use-rs, which is off; add --use-rs, or drop {option}."
-            )
+            yield f"{option} acts on the rejection of --use-rs, which is off; add --use-rs, or drop {option}."
         if self.rs_level not in SEQUENCE_LEVELS:
-            raise ValueError(
-                f"{option} judges whole sequences but --rs-level is {self.rs_level}; "
-                f"choose --rs-level {' or '.join(SEQUENCE_LEVELS)}."
-            )
+            levels = " or ".join(SEQUENCE_LEVELS)
+            yield f"{option} judges whole sequences but --rs-level is {self.rs_level}; choose --rs-level {levels}."
 
     @property
     def mode(self) -> Mode:

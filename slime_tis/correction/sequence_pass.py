@@ -14,13 +14,14 @@ from slime_tis.correction.modes import LEVELS
 from slime_tis.correction.ratio import LOG_RATIO_BOUND, indicator, safe_exp, sequence_log_weights, weight_bounds
 from slime_tis.correction.rules import AdaptiveBounds, sequence_accepted
 from slime_tis.correction.sums import (
+    BOUNDS,
     BatchSums,
-    BoundSums,
     Counts,
     Extremes,
     PerplexitySums,
     SequenceSums,
     WeightSums,
+    named,
     stacked,
 )
 
@@ -72,7 +73,10 @@ def sequence_pass(
     if weight_S is not None and config.mode.rejects:
         accept_S = accept_S * indicator(torch.gt, weight_S, 0.0)
     accepted_S = accept_S * sums_S.accepted
-    perplexity = perplexities(sums_S)
+    perplexity, bound_terms = perplexities(sums_S), None
+    if bounds is not None:
+        values = (bounds.k3, bounds.z_score, *bounds.log_bounds(config.rs_level))
+        bound_terms = named(BOUNDS, [value * nonempty_S for value in values])
     ratio_of_sequence_S = _ratio(sums_S.log_ratio, SQUARED_EXPONENT) * nonempty_S
     terms_S = BatchSums(
         sequences=nonempty_S,
@@ -93,7 +97,7 @@ def sequence_pass(
         mean_weights=mean_weights,
         rejected=rejected,
         rejected_by=rejected_by,
-        bounds=None if bounds is None else _bound_terms(config, bounds, nonempty_S),
+        bounds=bound_terms,
         veto=None if sums_S.catastrophic is None else _counts(sums_S.catastrophic),
         trimmed_tokens=sums_S.trimmed,
     )
@@ -187,16 +191,6 @@ def _rejection(
             rejected_S = (1 - accepted_S) * sums_S.valid
         rejected_by[criterion.name] = _counts(rejected_S)
     return accept_S, rejected_by
-
-
-def _bound_terms(config: RolloutCorrectionConfig, bounds: AdaptiveBounds, nonempty_S: Tensor) -> BoundSums[Tensor]:
-    log_lower, log_upper = bounds.log_bounds(config.rs_level)
-    return BoundSums(
-        k3=bounds.k3 * nonempty_S,
-        z_score=bounds.z_score * nonempty_S,
-        log_lower=log_lower * nonempty_S,
-        log_upper=log_upper * nonempty_S,
-    )
 
 
 def _present(x_S: Tensor | None, present_S: Tensor) -> Tensor:

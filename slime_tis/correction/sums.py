@@ -216,6 +216,7 @@ def _blank(cls: type[SumsT], **parts: Any) -> SumsT:
 
 EXTREMES: Extremes[Any] = _blank(Extremes)
 """The fields of the extremes, which every configuration has."""
+BOUNDS: BoundSums[Any] = _blank(BoundSums)
 _VALUES = (Tensor, float, int)
 
 

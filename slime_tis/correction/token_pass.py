@@ -98,11 +98,13 @@ def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> To
         trimmed=torch.zeros_like(valid_R) if trims else None,
         advantage=advantage_R,
     )
+    table_R = stacked(sums_R).to(torch.float64)
+    table_S = torch.zeros(chunk.count, table_R.shape[1], dtype=torch.float64, device=table_R.device)
     return TokenPass(
         weight_RK=weight,
         accepted_RK=accepted.bool(),
         squares_RK=torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf) if trims else None,
-        table_S=_add_rows(stacked(sums_R), chunk),
+        table_S=table_S.index_add_(0, chunk.sequence_R, table_R),
         extremes=extremes,
         sequence_R=chunk.sequence_R,
     )
@@ -175,9 +177,3 @@ def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tup
 def _sum_of_squares(x_RK: Tensor) -> Tensor:
     norm_R: Tensor = torch.linalg.vector_norm(x_RK, dim=-1)
     return norm_R.square_()
-
-
-def _add_rows(table_R: Tensor, chunk: Chunk) -> Tensor:
-    """Rows added into sequences, in float64."""
-    table_S = torch.zeros(chunk.count, table_R.shape[1], dtype=torch.float64, device=table_R.device)
-    return table_S.index_add_(0, chunk.sequence_R, table_R.to(torch.float64))

@@ -194,13 +194,16 @@ def correct_trajectories(
         ValueError: if the shapes differ or are neither [B, T] nor [B], naming both.
     """
     check_shapes(STEPS, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
-    train, rollout = (_as_sequences(x, latent_dims) for x in (train_log_probs, rollout_log_probs))
+    shape = train_log_probs.shape
+    train, rollout = (
+        at_least_float32(x.detach()).view(*shape, *[1] * (2 - x.dim())) * latent_dims
+        for x in (train_log_probs, rollout_log_probs)
+    )
     every_step = torch.ones_like(train, dtype=torch.bool)
     acting = correct(config, train, rollout, every_step, global_batch=global_batch)
     reported: Correction[Tensor] | None = None
     if config.use_rollout_logprobs and not config.use_tis:  # the ratio of the loss is the weight
         reported = correct(weight_report(config), train, rollout, every_step)
-    shape = train_log_probs.shape
     steps = None if timesteps is None else _as_steps(timesteps, shape)
     return TrajectoryCorrection(
         weights=acting.weights.view(shape),
@@ -208,12 +211,6 @@ def correct_trajectories(
         statistics=step_statistics(acting, reported, train, rollout, steps),
         global_batch=acting.global_batch,
     )
-
-
-def _as_sequences(log_probs_BT: Tensor, latent_dims: int) -> Tensor:
-    """[B, T], detached, in float32 at least, as sums over latent dimensions."""
-    log_probs = at_least_float32(log_probs_BT.detach())
-    return (log_probs if log_probs.dim() == 2 else log_probs[:, None]) * latent_dims
 
 
 def _as_steps(timesteps: Tensor, shape: torch.Size) -> Tensor:

@@ -100,7 +100,8 @@ def compute_rollout_correction_and_rejection_mask(
         mask, found = _reject(config, log_ratio, response_mask, verl_compat)
         metrics |= found
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    return _proto(weights), mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    proto = None if weights is None else _proto({"rollout_is_weights": weights})
+    return proto, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def compute_rollout_correction_weights(
@@ -113,7 +114,9 @@ def compute_rollout_correction_weights(
     """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
     options = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
     config = Config(**config_fields({**options, "rollout_is_batch_normalize": rollout_is_batch_normalize}))
-    ranks = _default_ranks() if rollout_is_batch_normalize else Ranks()
+    ranks, distributed = Ranks(), torch.distributed
+    if rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
+        ranks = Ranks.from_groups(data=distributed.group.WORLD)  # verl's ranks are data-parallel
     known = GlobalBatch(ranks=ranks)
     found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, global_batch=known)
     metrics = verl_metrics.weight_metrics(config, log_ratio, response_mask)
@@ -211,11 +214,14 @@ def _open(config: object) -> AbstractContextManager[object]:
 def _reject(
     config: Config, log_ratio: Tensor, response_mask: Tensor, inverted: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    acting = _with_inverted_bounds(config) if inverted else config
+    criteria, acting = parse_criteria(config.rollout_rs, config.rollout_rs_threshold), config
+    if inverted:  # k1 bounds as verl reads them: on π_rollout/π_train
+        specs = [str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}" for c in criteria]
+        acting = replace(config, rollout_rs_threshold=",".join(specs) or None)
     found = correct(acting, log_ratio, torch.zeros_like(log_ratio), response_mask)
     values = found.statistics.metrics()
     metrics: dict[str, float] = {}
-    for criterion in parse_criteria(config.rollout_rs, config.rollout_rs_threshold):
+    for criterion in criteria:
         metrics |= verl_metrics.criterion_metrics(criterion, log_ratio, response_mask, inverted)
     for prefix in ["rs_", *(f"rs_{criterion.name}_" for criterion in config.rejections)] if config.rejections else []:
         for name in (f"{prefix}masked_fraction", f"{prefix}seq_masked_fraction"):
@@ -226,15 +232,6 @@ def _reject(
     return found.mask.to(response_mask.dtype), metrics
 
 
-def _with_inverted_bounds(config: Config) -> Config:
-    """k1 bounds as verl reads them: on π_rollout/π_train."""
-    specs = [
-        str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}"
-        for c in parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
-    ]
-    return replace(config, rollout_rs_threshold=",".join(specs) or None)
-
-
 def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
     if not response_mask.any():
         raise ValueError("response_mask must contain at least one valid token (1).")
@@ -243,16 +240,7 @@ def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
             raise ValueError(f"old_log_prob shape {old_log_prob.shape} does not match {name} shape {x.shape}.")
 
 
-def _proto(weights: Tensor | None) -> Any:
+def _proto(tensors: dict[str, Tensor]) -> Any:
     """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
-    if weights is None:
-        return None
-    protocol, tensors = sys.modules.get("verl.protocol"), {"rollout_is_weights": weights}
+    protocol = sys.modules.get("verl.protocol")
     return WeightsProto(tensors) if protocol is None else protocol.DataProto.from_dict(tensors=tensors)
-
-
-def _default_ranks() -> Ranks:
-    """All ranks of torch.distributed as data-parallel ones, as verl normalises; one rank without torch.distributed."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return Ranks()
-    return Ranks.from_groups(data=torch.distributed.group.WORLD)

@@ -220,35 +220,6 @@ def test_the_weight_of_the_whole_trajectory_is_unbiased(reduction: str, dims: in
     torch.testing.assert_close(found, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
 
 
-def test_without_weights_there_is_a_bias_and_means_hide_it() -> None:
-    """The ratio of means is the D-th root of the step's: it takes away a part of the bias only."""
-    exact = WORLD.pathwise_gradient(THETA)
-    none = WORLD.estimate(replace(UNBOUNDED, use_tis=False), THETA, ROLLOUT, "sum", 1)
-    means = WORLD.estimate(UNBOUNDED, THETA, ROLLOUT, "mean", 1)
-    biases = [(found - exact).norm().item() for found in (none, means)]
-    assert biases[0] > biases[1] > 0.02, "ten thousand times what the weight of the whole trajectory leaves"
-
-
-def test_the_clipped_loss_has_the_policy_gradient_at_the_old_policy() -> None:
-    """On-policy, decoupled or bypass: the first step's gradient is the pathwise one."""
-    for config in (OFF, RolloutCorrectionConfig(use_rollout_logprobs=True)):
-        found = WORLD.estimate(config, THETA, THETA, "sum", 1)
-        torch.testing.assert_close(found, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
-
-
-def test_decoupled_weights_lead_back_to_the_old_policy() -> None:
-    """Three policies: samples of the rollout, weighted to π_old, clipped loss at π_θ = π_old."""
-    config = RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_upper_bound=1e9)
-    xs = WORLD.sample(ROLLOUT)
-    theta = THETA.clone().requires_grad_()
-    log_probs, of_rollout = WORLD.log_probs(theta, xs, "sum"), WORLD.log_probs(ROLLOUT, xs, "sum")
-    weights = correct_trajectories(config, log_probs.detach(), of_rollout).folded
-    advantages = WORLD.probability * WORLD.reward(xs)
-    found = diffusion_loss(config, log_probs, log_probs.detach(), advantages, weights=weights)
-    (gradient,) = torch.autograd.grad(found.numerator, theta)
-    torch.testing.assert_close(-gradient, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
-
-
 ZERO, FOUR = torch.zeros(4, 3), torch.zeros(4)
 REFUSED = {
     "old log-probs": (OFF, (torch.zeros(4, 2), FOUR), {}, r"old_log_probs \(4, 2\)"),
