@@ -76,10 +76,15 @@ CURRENT = [-1.0, -1.0, -1.0, -1.0, -1.5, -0.5]
 ADVANTAGES = [[1.0] * 4, [-2.0] * 2]
 
 
+def batch(**values: Sequence[Sequence[float]]) -> ResponseTokens:
+    """`make` of the constants above, with these values instead or in addition."""
+    return make(MASKS, **{"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES, **values})
+
+
 def test_the_loss_decays_with_the_age_of_the_weights() -> None:
     """Versions 5 (trained), 3, 4 and unknown: factors 1, 0.25, 0.5 and 1; masked tokens and the divisor as before."""
     versions = {"weight_versions": [[5, 3, 3, 4], [-1, 7]]}
-    tokens = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, **versions)
+    tokens = batch(**versions)
     step = build({"calculate_per_token_loss": True}, use_tis=True)
     _, plain, _ = loss_of(replace(step, version=5), tokens, CURRENT)
     decayed = replace(step, version=5, policy=replace(step.policy, staleness_decay=0.5))
@@ -88,14 +93,14 @@ def test_the_loss_decays_with_the_age_of_the_weights() -> None:
 
 
 def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_over_sequences() -> None:
-    _, grad, _ = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    _, grad, _ = loss_of(build(), batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
 def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominator() -> None:
     # Ratios: 1, e, (masked), e^−0.5 | 1, e^−0.25. Rejection keeps [0.5, 2], so the second token goes.
     step = build(use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
-    _, grad, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    _, grad, sums = loss_of(step, batch(), CURRENT)
     quarter = 0.7788008
     torch.testing.assert_close(grad, torch.tensor([-1 / 2, 0, 0, 0, 2 / 4, 2 / 4 * quarter]))
     assert counts(sums) == [2, 2, 3, 5]
@@ -103,20 +108,20 @@ def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominat
 
 def test_the_original_denominator_keeps_counting_what_was_rejected() -> None:
     step = build(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0, rejection_normalizer="original")
-    _, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    _, grad, _ = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, 0, 2 / 4, 2 / 4]))
 
 
 def test_a_rejected_sequence_does_not_count() -> None:
     step = build(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=1.2)
-    _, grad, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    _, grad, sums = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
     assert counts(sums) == [1, 2, 2, 5]
 
 
 def test_bypass_clips_against_the_rollout_policy() -> None:
     step = build(use_rollout_logprobs=True)
-    _, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    _, grad, _ = loss_of(step, batch(), CURRENT)
     # A > 0: ratio e > 1.2 is clipped, e^−0.5 is not; A < 0: ratio e^−0.25 < 0.8 is clipped.
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, -0.60653066 / 6, 2 / 4, 0]))
 
@@ -125,8 +130,7 @@ def test_bypass_clips_against_the_rollout_policy() -> None:
 def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_them(loss: str) -> None:
     # Weights π_θ/π_rollout: 1, e, (masked), e^−0.5 | 1, e^−0.25; the second is above the bound of 2.
     step = build(use_rollout_logprobs=True, policy_loss=loss)
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, grad, sums = loss_of(step, batch, CURRENT)
+    _, grad, sums = loss_of(step, batch(), CURRENT)
     found = step_metrics(sums, step.correction, step.policy)
     expected = {
         "mis_mean_is_weight_before_clip": 1.2207226,
@@ -142,7 +146,7 @@ def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_th
 
 def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
     step = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
-    loss, grad, _ = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    loss, grad, _ = loss_of(step, batch(), CURRENT)
     weights = torch.tensor([1.0, 2.0, 0.0, 0.60653066, 1.0, 0.7788008])
     expected = weights * torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4])
     torch.testing.assert_close(grad, expected)
@@ -151,9 +155,9 @@ def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
 
 def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_policy() -> None:
     old = [[-1.0, -1.1, -9.0, -2.0], [-1.5, -0.4]]
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
-    _, grad, sums = loss_of(build(recompute_old=True), batch, CURRENT)
-    ratio = (torch.tensor(CURRENT) - batch.old_log_probs_L).exp()
+    tokens = batch(old_log_probs=old)
+    _, grad, sums = loss_of(build(recompute_old=True), tokens, CURRENT)
+    ratio = (torch.tensor(CURRENT) - tokens.old_log_probs_L).exp()
     scale = torch.tensor([-1 / 6, -1 / 6, 0, 0, 2 / 4, 2 / 4])  # the fourth ratio, e, is clipped
     torch.testing.assert_close(grad, ratio * scale)
     metrics = step_metrics(sums, RolloutCorrectionConfig(), PolicyConfig())
@@ -162,9 +166,9 @@ def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_poli
 
 def test_interpolated_old_log_probs_follow_the_versions() -> None:
     versions = [[0, 1, 2, 3], [3, 3]]
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=[[1.0] * 4, [1.0] * 2], weight_versions=versions)
+    tokens = batch(advantages=[[1.0] * 4, [1.0] * 2], weight_versions=versions)
     step = replace(build({"eps_clip": 0.9, "eps_clip_high": 9.0}, old_logprobs="interpolate"), version=3)
-    _, grad, _ = loss_of(step, batch, CURRENT)
+    _, grad, _ = loss_of(step, tokens, CURRENT)
     # α = (d − 1) / d for a staleness of d steps: 2/3 and 1/2 for 3 and 2, 0 for 1 and 0.
     # log π_θ − log π_old = (1 − α) Δ.
     ratio = torch.tensor([0.0, 1.0 / 2, 0.0, -0.5, 0.0, -0.25]).exp()
@@ -174,9 +178,8 @@ def test_interpolated_old_log_probs_follow_the_versions() -> None:
 def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
     # log π_old − log π_θ: 0.1 on average in both; only the second sequence has a negative advantage.
     old = [[-0.9, -0.9, -9.0, -0.9], [-1.4, -0.4]]
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, old_log_probs=old)
     step = build({"use_opsm": True, "opsm_policy": "old", "opsm_delta": 0.05}, recompute_old=True)
-    _, grad, sums = loss_of(step, batch, CURRENT)
+    _, grad, sums = loss_of(step, batch(old_log_probs=old), CURRENT)
     ratio = 2.718281828**-0.1
     torch.testing.assert_close(grad, torch.tensor([-ratio / 3, -ratio / 3, 0, -ratio / 3, 0, 0]))
     assert counts(sums) == [1, 2, 3, 5]
@@ -188,9 +191,8 @@ def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
 @pytest.mark.parametrize(("delta", "accepted"), [(0.1, False), (0.2, True)])
 def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float, accepted: bool) -> None:
     # log π_rollout − log π_θ: −0.17 on average in the first, and 0.125 in the second, of a negative advantage.
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     step = build({"use_opsm": True, "opsm_delta": delta})
-    _, grad, sums = loss_of(step, batch, CURRENT)
+    _, grad, sums = loss_of(step, batch(), CURRENT)
     second = [2 / 4, 2 / 4] if accepted else [0.0, 0.0]
     first = -1 / 6 if accepted else -1 / 3
     torch.testing.assert_close(grad, torch.tensor([first, first, 0, first, *second]))
@@ -204,7 +206,7 @@ def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, bypass: bool) -> None:
     options: dict[str, Any] = {"use_rollout_logprobs": True} if bypass else {"use_tis": True}
-    poisoned = make(MASKS, rollout_log_probs=[[-1.0, bad, bad, -0.5], ROLLOUT[1]], advantages=ADVANTAGES)
+    poisoned = batch(rollout_log_probs=[[-1.0, bad, bad, -0.5], ROLLOUT[1]])
     masked = make([[1, 0, 0, 1], [1, 1]], rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     _, grad, sums = loss_of(build(**options), poisoned, CURRENT)
     _, expected, _ = loss_of(build(**options), masked, CURRENT)
@@ -215,9 +217,9 @@ def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, b
 
 
 def test_a_neutral_token_has_ratio_one_in_bypass_mode() -> None:
-    batch = make(MASKS, rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]], advantages=ADVANTAGES)
+    tokens = batch(rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]])
     step = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
-    _, grad, _ = loss_of(step, batch, CURRENT)
+    _, grad, _ = loss_of(step, tokens, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
@@ -237,11 +239,11 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
     "options", [{}, {"use_rollout_logprobs": True}, {"old_logprobs": "interpolate"}, {"use_rs": True}], ids=str
 )
 def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: dict[str, Any]) -> None:
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    tokens = batch()
     measured = build(get_mismatch_metrics=True, **options)
-    metrics = step_metrics(loss_of(measured, batch, CURRENT)[2], measured.correction, PolicyConfig())
+    metrics = step_metrics(loss_of(measured, tokens, CURRENT)[2], measured.correction, PolicyConfig())
     assert metrics["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 5)
-    _, _, sums = loss_of(measured, batch, [NAN, *CURRENT[1:]])
+    _, _, sums = loss_of(measured, tokens, [NAN, *CURRENT[1:]])
     metrics = step_metrics(sums, measured.correction, PolicyConfig())
     assert metrics["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 4)
 
@@ -249,8 +251,7 @@ def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: 
 def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
     # Δ: 0, 1, (masked), −0.5 at versions 3, 3, 3, 2 | 0, −0.25 at versions 1, 0; the policy is at version 3.
     versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES, weight_versions=versions)
-    sums = loss_of(replace(build(), version=3), batch, CURRENT)[2]
+    sums = loss_of(replace(build(), version=3), batch(weight_versions=versions), CURRENT)[2]
     found = metrics_by(STALENESS, sums.merge(sums).staleness)
     assert found["mismatch_kl_staleness_0"] == pytest.approx(-0.5)
     assert found["mismatch_kl_staleness_1"] == pytest.approx(0.5)
@@ -258,15 +259,15 @@ def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
     assert found["mismatch_k3_kl_staleness_3_to_4"] == pytest.approx(math.exp(-0.25) - 1 + 0.25)
     assert found["token_fraction_staleness_0"] == pytest.approx(0.4)
     assert found["train_rollout_logprob_abs_diff_staleness_3_to_4"] == pytest.approx(0.25)
-    fresh = loss_of(build(), make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)[2]
+    fresh = loss_of(build(), batch(), CURRENT)[2]
     assert metrics_by(STALENESS, fresh.staleness) == {}
 
 
 def test_kl_and_entropy_enter_the_loss() -> None:
     step = build({"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coef": 0.1, "calculate_per_token_loss": True})
-    batch = make([[1, 1]], rollout_log_probs=[[-1.0, -1.0]], ref_log_probs=[[-1.5, -1.0]], advantages=[[1.0, 1.0]])
+    tokens = make([[1, 1]], rollout_log_probs=[[-1.0, -1.0]], ref_log_probs=[[-1.5, -1.0]], advantages=[[1.0, 1.0]])
     leaf, entropy = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.3, 0.5], requires_grad=True)
-    numerator, denominator, sums = evaluate(step, batch, leaf, entropy)
+    numerator, denominator, sums = evaluate(step, tokens, leaf, entropy)
     (numerator / denominator).backward()
     torch.testing.assert_close(leaf.grad, torch.tensor([-0.5 + 0.25, -0.5 + 0.25]))
     torch.testing.assert_close(entropy.grad, torch.tensor([-0.05, -0.05]))
@@ -276,7 +277,7 @@ def test_kl_and_entropy_enter_the_loss() -> None:
 
 def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_metrics() -> None:
     step = build(use_tis=True, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
-    whole = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    whole = batch()
     _, expected, sums = loss_of(step, whole, CURRENT)
     leaf = torch.tensor(CURRENT, requires_grad=True)
     first = evaluate(
@@ -296,7 +297,7 @@ def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_metrics() ->
 def test_trimming_takes_the_limit_that_it_is_given() -> None:
     # Δ²: 0, 1, (masked), 0.25 | 0, 0.0625: over all five the mean of all but the 1 is 0.078.
     options = {"rs_second_moment_bound": 0.1}
-    whole = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    whole = batch()
     _, grad, sums = loss_of(build(**options), whole, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 4, 0, 0, -1 / 4, 2 / 4, 2 / 4]))
     first = make(MASKS[:1], rollout_log_probs=ROLLOUT[:1], advantages=ADVANTAGES[:1])
@@ -306,6 +307,18 @@ def test_trimming_takes_the_limit_that_it_is_given() -> None:
             replace(build(**options), global_batch=GlobalBatch(second_moment_limit=known)), first, CURRENT[:4]
         )
         assert counts(sums) == [1, 1, accepted, 3]
+
+
+class Observer:
+    """A user function that keeps its arguments and changes nothing."""
+
+    def __init__(self, metrics: Callable[[int], dict[str, Tensor]] = lambda call: {}) -> None:
+        self.metrics = metrics
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **kwargs: Any) -> Any:
+        self.calls.append({"loss_masks": loss_masks, "random": torch.rand(()).item(), **kwargs})
+        return pg_loss, loss_masks, self.metrics(len(self.calls))
 
 
 def custom(function: Callable[..., Any], seed: int = 0, **correction: Any) -> LossStep:
@@ -322,7 +335,7 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
         return pg_loss / 2, masks, {"flat": torch.arange(6.0)}
 
     step = custom(halve, use_tis=True)
-    _, grad, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    _, grad, sums = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([0, -1 / 8, 0, -1 / 8, 1 / 4, 1 / 4]))
     assert [len(values) for values in seen["train_log_probs"]] == [4, 2]
     assert seen["total_lengths"] == [6, 4] and seen["response_lengths"] == [4, 2]
@@ -334,32 +347,23 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
 
 
 def test_a_custom_function_gets_whole_masks_without_a_collective_of_its_own() -> None:
-    seen: list[list[float]] = []
-    reduced: list[int] = []
-
-    def watch(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
-        seen.extend(mask.tolist() for mask in loss_masks)
-        return pg_loss, loss_masks, {}
+    watch, reduced = Observer(), list[int]()
 
     def of_one_rank(table: Tensor, op: ReduceOp) -> Tensor:
         reduced.append(table.shape[0])
         return table
 
     # 8 tokens on 2 ranks, the response from token 3: rank 0 has its last token alone.
-    batch = make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [[-1.0] * 5], [[0] * 5], 0, 2).with_advantages([1.0]).responses
+    tokens = make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [[-1.0] * 5], [[0] * 5], 0, 2).with_advantages([1.0]).responses
     step = replace(custom(watch, use_tis=True), global_batch=GlobalBatch(ranks=Ranks(context=of_one_rank)))
-    loss_of(step, batch, [-1.0])
-    assert seen == [[1, 1, 0, 1, 1]]
+    loss_of(step, tokens, [-1.0])
+    assert [mask.tolist() for mask in watch.calls[0]["loss_masks"]] == [[1, 1, 0, 1, 1]]
     assert reduced == [1]  # the correction's table alone, of one sequence
 
 
 def test_a_custom_function_replaces_veto_and_trimming_too() -> None:
-    def keep(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
-        return pg_loss, loss_masks, {}
-
-    step = custom(keep, use_tis=True, rs_second_moment_bound=0.1, rs_veto_upper_threshold=2.0)
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    _, grad, sums = loss_of(step, batch, CURRENT)
+    step = custom(Observer(), use_tis=True, rs_second_moment_bound=0.1, rs_veto_upper_threshold=2.0)
+    _, grad, sums = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
     metrics = step_metrics(sums, step.correction, step.policy)
     assert not any("second_moment" in name or "catastrophic" in name for name in metrics)
@@ -376,34 +380,28 @@ def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
 
     values = {"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES, "old_log_probs": ROLLOUT}
     plain_loss, plain, plain_sums = loss_of(build(get_mismatch_metrics=True), make(MASKS, **values), CURRENT)
-    batch = make(MASKS, **values)
-    before = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    loss, grad, sums = loss_of(custom(careless, get_mismatch_metrics=True), batch, CURRENT)
+    tokens = make(MASKS, **values)
+    before = {name: value.clone() for name, value in vars(tokens).items() if isinstance(value, Tensor)}
+    loss, grad, sums = loss_of(custom(careless, get_mismatch_metrics=True), tokens, CURRENT)
     assert loss == plain_loss and torch.equal(grad, plain)
     assert torch.equal(sums.terms.stack(), plain_sums.terms.stack())
     for name, value in before.items():
-        assert torch.equal(getattr(batch, name), value), name
+        assert torch.equal(getattr(tokens, name), value), name
 
 
 def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_that_is_missing_is_nan() -> None:
-    seen: list[Tensor] = []
-
-    def watch(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], rollout_log_probs: Any, **_: Any) -> Any:
-        seen.extend(rollout_log_probs)
-        return pg_loss, loss_masks, {}
-
-    batch = make(MASKS, rollout_log_probs=[[-1.0, NAN, NAN, -0.5], ROLLOUT[1]], advantages=ADVANTAGES)
-    loss_of(custom(watch, use_tis=True), batch, CURRENT)
+    watch = Observer()
+    tokens = batch(rollout_log_probs=[[-1.0, NAN, NAN, -0.5], ROLLOUT[1]])
+    loss_of(custom(watch, use_tis=True), tokens, CURRENT)
+    seen = watch.calls[0]["rollout_log_probs"]
     assert seen[0].nan_to_num(9.0).tolist() == [-1.0, 9.0, 0.0, -0.5] and seen[1].tolist() == ROLLOUT[1]
 
 
 def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
-    def greedy(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
-        names = ("loss", "grad_norm", "custom_loss", "mine", "opsm_clipfrac")
-        return pg_loss, loss_masks, {name: torch.full((6,), 99.0) for name in names}
-
+    names = ("loss", "grad_norm", "custom_loss", "mine", "opsm_clipfrac")
+    greedy = Observer(lambda call: dict.fromkeys(names, torch.full((6,), 99.0)))
     step = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
-    loss, _, sums = loss_of(step, make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES), CURRENT)
+    loss, _, sums = loss_of(step, batch(), CURRENT)
     metrics = step_metrics(sums, step.correction, step.policy)
     assert metrics["loss"] == pytest.approx(loss) and "grad_norm" not in metrics and metrics["opsm_clipfrac"] == 0
     names = ("custom_loss", "custom_custom_loss", "custom_grad_norm", "mine", "custom_opsm_clipfrac")
@@ -411,33 +409,23 @@ def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
 
 
 def test_metrics_of_other_names_in_another_micro_batch_are_refused() -> None:
-    calls: list[int] = []
-
-    def moody(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
-        calls.append(1)
-        return pg_loss, loss_masks, {("a", "b")[len(calls) - 1]: pg_loss.detach()}
-
-    step = custom(moody, use_tis=True)
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
-    loss_of(step, batch, CURRENT)
-    message = r"moody \(.*, line \d+\) returned metric 'a' for one micro-batch and not for another"
+    step = custom(Observer(lambda call: {("a", "b")[call - 1]: torch.zeros(6)}), use_tis=True)
+    tokens = batch()
+    loss_of(step, tokens, CURRENT)
+    message = r"Observer \(.*, line \d+\) returned metric 'a' for one micro-batch and not for another"
     with pytest.raises(CustomFunctionError, match=message):
-        loss_of(step, batch, CURRENT)
+        loss_of(step, tokens, CURRENT)
 
 
 def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() -> None:
-    drawn: list[float] = []
-
-    def lottery(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **_: Any) -> Any:
-        drawn.append(torch.rand(()).item())
-        return pg_loss, loss_masks, {}
-
-    batch = make(MASKS, rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
+    lottery = Observer()
+    tokens = batch()
     before = torch.get_rng_state()
     for seed in (5, 5, 6):
         step = custom(lottery, seed, use_tis=True)
-        loss_of(step, batch, CURRENT)
-        loss_of(step, batch, CURRENT)
+        loss_of(step, tokens, CURRENT)
+        loss_of(step, tokens, CURRENT)
+    drawn = [call["random"] for call in lottery.calls]
     assert drawn[:2] == drawn[2:4] != drawn[4:] and drawn[0] != drawn[1]
     assert torch.equal(torch.get_rng_state(), before)
 
