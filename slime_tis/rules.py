@@ -136,6 +136,10 @@ def _at_bound_rule(fraction: str) -> Rule:
     )
 
 
+def _positive_rule(cause: str, metric: str, message: str, fix: str) -> Rule:
+    return Rule(cause=cause, metric=metric, condition=lambda value, *_: value > 0, message=message, fix=fix)
+
+
 def _zero_gradient_rule(holds: Callable[[Values], bool], message: str, fix: str) -> Rule:
     return Rule(
         cause="zero_gradient",
@@ -188,13 +192,11 @@ _STEP_RULES = (
         message="the gradient was NaN or infinite and the step was skipped",
         fix="lower --lr, and check rewards, --kl-loss-coef and --entropy-coef.",
     ),
-    Rule(
-        cause="nonfinite_log_probs",
-        metric="train/nonfinite_token_fraction",
-        condition=lambda value, *_: value > 0,
-        message="log-probs of the rollout or training engine are NaN, infinite or missing",
-        fix="check the rollout engine's numerics; --nonfinite-policy {correction.nonfinite_policy} handles these "
-        "tokens.",
+    _positive_rule(
+        "nonfinite_log_probs",
+        "train/nonfinite_token_fraction",
+        "log-probs of the rollout or training engine are NaN, infinite or missing",
+        "check the rollout engine's numerics; --nonfinite-policy {correction.nonfinite_policy} handles these tokens.",
     ),
     Rule(
         cause="no_variance",
@@ -240,19 +242,17 @@ _STEP_RULES = (
         fix="restart the server, and compare its version, flags and weights with the others'.",
         after=3,
     ),
-    Rule(
-        cause="retokenized",
-        metric="rollout/retokenized",
-        condition=lambda value, *_: value > 0,
-        message="the generate function returned trained tokens that the engine did not sample",
-        fix="return the sampled token ids instead of text (docs/agents.md).",
+    _positive_rule(
+        "retokenized",
+        "rollout/retokenized",
+        "the generate function returned trained tokens that the engine did not sample",
+        "return the sampled token ids instead of text (docs/agents.md).",
     ),
-    Rule(
-        cause="routing_replay",
-        metric="train/routing_replay_missing",
-        condition=lambda value, *_: value > 0,
-        message="this number of samples has no recorded experts, so training routes their tokens itself",
-        fix="generate with --use-rollout-routing-replay and an engine that records experts (docs/moe.md).",
+    _positive_rule(
+        "routing_replay",
+        "train/routing_replay_missing",
+        "this number of samples has no recorded experts, so training routes their tokens itself",
+        "generate with --use-rollout-routing-replay and an engine that records experts (docs/moe.md).",
     ),
     Rule(
         cause="absorbed_updates",

@@ -54,8 +54,6 @@ class Chunk:
     """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come first."""
     first: int
     """Number of the chunk's first sequence in the batch."""
-    count: int
-    """Number of sequences in the chunk."""
     current_RK: Tensor | None = None
     """Log-probs of the current policy, if it is not the training policy."""
     advantage_RK: Tensor | None = None
@@ -98,7 +96,6 @@ class PackedChunk:
             sequence_R=rows.owner_R,
             offset_R=rows.offset_R,
             first=self.first,
-            count=rows.end_S.numel(),
             current_RK=None if self.current_N is None else rows.to_blocks(self.current_N).to(working),
             advantage_RK=None if self.advantage_N is None else rows.to_blocks(self.advantage_N).to(working),
         )

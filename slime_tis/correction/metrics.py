@@ -15,7 +15,6 @@ from slime_tis.correction.sums import (
     EXTREMES,
     BatchSums,
     BoundSums,
-    Counts,
     Extremes,
     PerplexitySums,
     WeightSums,
@@ -134,8 +133,10 @@ def correction_metrics(
         metrics |= _weight_metrics(config, sums.weights, count, mins, maxs)
     if sums.mean_weights is not None:
         metrics |= _mean_weight_metrics(sums.mean_weights, sums.sequences, mins, maxs)
-    if sums.rejected is not None:
-        metrics |= _rejection_metrics(sums, {"": sums.rejected, **sums.rejected_by})
+    for name, counts in sums.rejected.items():
+        prefix = f"mis_rs_{name}_" if name else "mis_rs_"
+        metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
+        metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
     if sums.bounds is not None:
         metrics |= _bound_metrics(sums.bounds, sums.sequences)
     if sums.veto is not None:
@@ -143,16 +144,6 @@ def correction_metrics(
         metrics["mis_catastrophic_seq_fraction"] = sums.veto.sequences / sums.sequences
     if sums.trimmed_tokens is not None:
         metrics["mis_second_moment_masked_fraction"] = sums.trimmed_tokens / sums.tokens
-    return metrics
-
-
-def _rejection_metrics(sums: BatchSums[float], rejected: dict[str, Counts[float]]) -> dict[str, float]:
-    """Rejected shares of the valid tokens and of the sequences with one, by criterion; "" is any criterion."""
-    metrics = {}
-    for name, counts in rejected.items():
-        prefix = f"mis_rs_{name}_" if name else "mis_rs_"
-        metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
-        metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
     return metrics
 
 

@@ -66,8 +66,7 @@ def sequence_pass(
         aggregation = LEVELS[config.tis_level].aggregation
         log_weight_S = sequence_log_weights(aggregation, sums_S.log_ratio, sums_S.valid)
         weight_S, weights = _sequence_weights(config, sums_S, log_weight_S, nonempty_S)
-    accept_S, rejected_by = _rejection(config, sums_S, bounds)
-    rejected = _counts(sums_S.valid - accept_S * sums_S.rs_accepted) if rejected_by else None
+    accept_S, rejected = _rejection(config, sums_S, bounds)
     if sums_S.catastrophic is not None:
         accept_S = accept_S * (sums_S.catastrophic == 0)
     if weight_S is not None and config.mode.rejects:
@@ -84,19 +83,16 @@ def sequence_pass(
         masked_in_tokens=sums_S.masked_in,
         tokens=sums_S.valid,
         nonfinite_tokens=sums_S.nonfinite,
-        accepted_tokens=accepted_S,
-        log_ratio=sums_S.log_ratio,
-        abs_log_ratio=sums_S.abs_log_ratio,
-        ratio_minus_1=sums_S.ratio_minus_1,
+        **{name: getattr(sums_S, name) for name in ("log_ratio", "abs_log_ratio", "ratio_minus_1")},
         ratio_squared_minus_1=sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1,
         sequence_ratio_squared_minus_1=torch.expm1(2 * sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
+        accepted_tokens=accepted_S,
         sequence_weight=ratio_of_sequence_S,
         sequence_weight_squared=ratio_of_sequence_S.square(),
         perplexity=perplexity,
         weights=weights,
         mean_weights=mean_weights,
         rejected=rejected,
-        rejected_by=rejected_by,
         bounds=bound_terms,
         veto=None if sums_S.catastrophic is None else _counts(sums_S.catastrophic),
         trimmed_tokens=sums_S.trimmed,
@@ -180,8 +176,8 @@ def _token_weights(
 def _rejection(
     config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], bounds: AdaptiveBounds | None
 ) -> tuple[Tensor, dict[str, Counts[Tensor]]]:
-    """1.0 where all sequence-wide criteria accept the sequence, and the tokens that each criterion rejects."""
-    accept_S, rejected_by = torch.ones_like(sums_S.valid), {}
+    """1.0 where all sequence-wide criteria accept the sequence; the tokens that any ("") and each criterion rejects."""
+    accept_S, rejected = torch.ones_like(sums_S.valid), {}
     for criterion in config.rejections:
         if criterion.per_token:
             rejected_S = sums_S.criteria[criterion.name]
@@ -189,8 +185,10 @@ def _rejection(
             accepted_S = sequence_accepted(criterion, sums_S, bounds)
             accept_S = accept_S * accepted_S
             rejected_S = (1 - accepted_S) * sums_S.valid
-        rejected_by[criterion.name] = _counts(rejected_S)
-    return accept_S, rejected_by
+        rejected[criterion.name] = _counts(rejected_S)
+    if rejected:
+        rejected = {"": _counts(sums_S.valid - accept_S * sums_S.rs_accepted), **rejected}
+    return accept_S, rejected
 
 
 def _present(x_S: Tensor | None, present_S: Tensor) -> Tensor:

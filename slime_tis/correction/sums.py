@@ -134,10 +134,8 @@ class BatchSums(Generic[V]):
     """Under `use_tis`, over tokens if weights differ from token to token, else over sequences."""
     mean_weights: WeightSums[V] | None
     """Over sequences, of the mean weight of their tokens, if weights differ from token to token."""
-    rejected: Counts[V] | None
-    """By any rejection criterion, where there is one."""
-    rejected_by: dict[str, Counts[V]]
-    """By the name of the criterion."""
+    rejected: dict[str, Counts[V]]
+    """By the name of the criterion; "" is any criterion. Empty without criteria."""
     bounds: BoundSums[V] | None
     """Under adaptive bounds."""
     veto: Counts[V] | None
@@ -195,14 +193,13 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
 @lru_cache(maxsize=64)
 def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
     """The parts that the sums of a batch have under a configuration; the values of the fields mean nothing."""
-    counts = _blank(Counts)
+    counts, rejections = _blank(Counts), config.rejections
     return _blank(
         BatchSums,
         perplexity=_blank(PerplexitySums),
         weights=_blank(WeightSums) if config.use_tis else None,
         mean_weights=_blank(WeightSums, before_minus_1=None, total=None) if config.has_token_weights else None,
-        rejected=counts if config.rejections else None,
-        rejected_by={criterion.name: counts for criterion in config.rejections},
+        rejected=dict.fromkeys(["", *(criterion.name for criterion in rejections)] if rejections else [], counts),
         bounds=_blank(BoundSums) if config.adaptive else None,
         veto=counts if config.vetoes else None,
         trimmed_tokens=0.0 if config.rs_second_moment_bound is not None else None,

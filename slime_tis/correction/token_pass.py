@@ -99,7 +99,7 @@ def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> To
         advantage=advantage_R,
     )
     table_R = stacked(sums_R).to(torch.float64)
-    table_S = torch.zeros(chunk.count, table_R.shape[1], dtype=torch.float64, device=table_R.device)
+    table_S = torch.zeros(packed.rows.end_S.numel(), table_R.shape[1], dtype=torch.float64, device=table_R.device)
     return TokenPass(
         weight_RK=weight,
         accepted_RK=accepted.bool(),

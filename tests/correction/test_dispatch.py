@@ -19,12 +19,10 @@ from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 
 SYNCHRONISING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "unique", "bincount")
-EVERYTHING = RolloutCorrectionConfig(
-    use_tis=True,
+EVERYTHING = RolloutCorrectionConfig.preset(
+    "decoupled_geo_rs_token_tis",
     tis_mode="mask",
     tis_batch_normalize=True,
-    use_rs=True,
-    rs_level="geometric",
     rs_veto_threshold=1e-4,
     rs_veto_upper_threshold=100.0,
     rollout_rs="token_k1,token_k3,seq_sum_k2,seq_mean_k3,seq_max_k2",
