@@ -25,27 +25,26 @@ class Diagnostics:
         self._steps = 0
         self._rejecting = Alarm(LASTING)
         self._at_bound = Alarm(LASTING)
-        self._reported: set[str] = set()
+        self._reported: set[object] = set()
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
         """The warnings after a step."""
         found = {name.removeprefix(self._prefix): value for name, value in metrics.items()}
         self._steps += 1
-        rejected = found.get("rejected_sequence_fraction", 0.0)
-        rejecting = self._rejecting.observe(rejected > REJECTED_SHARE)
-        mode = self._config.mode  # one that rejects has no weight at its bound
-        at_bound = self._at_bound.observe(not mode.rejects and found.get(f"mis_{mode.high_fraction}", 0.0) > 0.0)
-        wanted = {"rejected": _about_rejection(self._config, found) if rejecting else ""}
-        if self._steps <= FIRST_STEPS:
-            gap = found.get("mismatch_log_ppl_abs_diff", 0.0)
-            wanted["gap"] = _about_gap(gap, self._steps) if gap > LARGEST_LOG_PPL_GAP else ""
-            wanted["at_bound"] = _about_bound(self._config) if at_bound else ""
-        new = {name: message for name, message in wanted.items() if message and name not in self._reported}
-        self._reported |= set(new)
-        return list(new.values())
+        is_first, mode = self._steps <= FIRST_STEPS, self._config.mode
+        rejects_many = found.get("rejected_sequence_fraction", 0.0) > REJECTED_SHARE
+        at_bound = not mode.rejects and found.get(f"mis_{mode.high_fraction}", 0.0) > 0.0  # one that rejects has none
+        problems = {
+            _about_rejection: self._rejecting.observe(rejects_many),
+            _about_gap: is_first and found.get("mismatch_log_ppl_abs_diff", 0.0) > LARGEST_LOG_PPL_GAP,
+            _about_bound: self._at_bound.observe(at_bound) and is_first,
+        }
+        new = [about for about, holds in problems.items() if holds and about not in self._reported]
+        self._reported.update(new)
+        return [about(self._config, found, self._steps) for about in new]
 
 
-def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]) -> str:
+def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float], _: int) -> str:
     message = (
         f"{found['rejected_sequence_fraction']:.1%} of the sequences lost a step to rejection, and more than "
         f"{REJECTED_SHARE:.0%} did in each of the last {LASTING} steps: training is on a selected set. Bring the "
@@ -61,7 +60,8 @@ def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float]
     return message
 
 
-def _about_gap(gap: float, step: int) -> str:
+def _about_gap(_: RolloutCorrectionConfig, found: Mapping[str, float], step: int) -> str:
+    gap = found["mismatch_log_ppl_abs_diff"]
     return (
         f"mismatch_log_ppl_abs_diff is {gap:.2f} nats at step {step}, above {LARGEST_LOG_PPL_GAP:g}: rollout and "
         f"training disagree about a step by more than precision explains. Compare their timesteps, noise level and "
@@ -70,7 +70,7 @@ def _about_gap(gap: float, step: int) -> str:
     )
 
 
-def _about_bound(config: RolloutCorrectionConfig) -> str:
+def _about_bound(config: RolloutCorrectionConfig, _: Mapping[str, float], __: int) -> str:
     return (
         f"The largest weight was at its bound --tis-upper-bound {config.tis_upper_bound:g} in each of the last "
         f"{LASTING} steps: the bound is doing the work. Bring the rollout closer (newer weights, higher precision), or "

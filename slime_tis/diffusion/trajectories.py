@@ -73,33 +73,6 @@ class StepStatistics:
         return {prefix_of(config) + name: value for name, value in found.items()}
 
 
-def step_statistics(
-    correction: Correction[Tensor],
-    reported: Correction[Tensor] | None,
-    train_BT: Tensor,
-    rollout_BT: Tensor,
-    timesteps_BT: Tensor | None,
-) -> StepStatistics:
-    """Everything that is measured of one batch, with the weights of `reported`, which do not act."""
-    difference = (train_BT - rollout_BT).abs().to(torch.float64)
-    finite = difference < LOG_RATIO_LIMIT
-    size = torch.where(finite, difference, 0.0)
-    lost = correction.accepted_per_sequence < correction.masked_in_per_sequence
-    by_timestep = size.new_zeros(0, 3)
-    if timesteps_BT is not None:
-        timesteps, index = timesteps_BT.to(torch.float64).flatten().unique(return_inverse=True)
-        columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
-        sums = columns.new_zeros(len(timesteps), 2).index_add_(0, index, columns)
-        by_timestep = torch.cat([timesteps[:, None], sums], 1)
-    return StepStatistics(
-        core=correction.statistics,
-        weights=None if reported is None else reported.statistics,
-        sequences=torch.stack([torch.ones_like(lost), lost]).sum(1, dtype=torch.float64),
-        highest=torch.cat([size.flatten(), size.new_zeros(1)]).amax(),
-        by_timestep=by_timestep,
-    )
-
-
 def prefix_of(config: RolloutCorrectionConfig) -> str:
     """Prefix of a correction's metrics: in bypass mode they are the actor's, which corrects in its loss."""
     return "actor/rollout_corr/" if config.use_rollout_logprobs else "rollout_corr/"
@@ -204,13 +177,25 @@ def correct_trajectories(
     reported: Correction[Tensor] | None = None
     if config.use_rollout_logprobs and not config.use_tis:  # the ratio of the loss is the weight
         reported = correct(weight_report(config), train, rollout, every_step)
-    steps = None if timesteps is None else _as_steps(timesteps, shape)
-    return TrajectoryCorrection(
-        weights=acting.weights.view(shape),
-        mask=acting.mask.view(shape),
-        statistics=step_statistics(acting, reported, train, rollout, steps),
-        global_batch=acting.global_batch,
+    difference = (train - rollout).abs().to(torch.float64)
+    finite = difference < LOG_RATIO_LIMIT
+    size = torch.where(finite, difference, 0.0)
+    by_timestep = size.new_zeros(0, 3)
+    if timesteps is not None:
+        distinct, index = _as_steps(timesteps, shape).to(torch.float64).flatten().unique(return_inverse=True)
+        columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
+        sums = columns.new_zeros(len(distinct), 2).index_add_(0, index, columns)
+        by_timestep = torch.cat([distinct[:, None], sums], 1)
+    lost = acting.accepted_per_sequence < acting.masked_in_per_sequence
+    statistics = StepStatistics(
+        core=acting.statistics,
+        weights=None if reported is None else reported.statistics,
+        sequences=torch.stack([torch.ones_like(lost), lost]).sum(1, dtype=torch.float64),
+        highest=torch.cat([size.flatten(), size.new_zeros(1)]).amax(),
+        by_timestep=by_timestep,
     )
+    weights, mask = acting.weights.view(shape), acting.mask.view(shape)
+    return TrajectoryCorrection(weights, mask, statistics, acting.global_batch)
 
 
 def _as_steps(timesteps: Tensor, shape: torch.Size) -> Tensor:

@@ -176,7 +176,10 @@ class RolloutCorrectionMixin:
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
         size, process = len(batch["completion_ids"]), self.accelerator.process_index
-        rewards = self._rewards_of(process * size, size)
+        rewards: list[float | None] = [None] * size
+        if self._rewards is not None:
+            totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
+            rewards = totals[process * size : (process + 1) * size].tolist()
         columns = {**values, "rollout": batch["sampling_per_token_logps"], "token": batch["completion_ids"]}
         rows = {name: x.float().cpu().numpy() for name, x in columns.items() if x is not None}
         lengths = batch["completion_mask"].sum(1).tolist()
@@ -212,13 +215,6 @@ class RolloutCorrectionMixin:
         mask_N = torch.cat([torch.from_numpy(accepted[i, :length]) for i, length in enumerate(lengths)]).numpy()
         table = TokenTable.from_parts(parts, metadata)
         return annotated(table, config, accepted=mask_N, global_batch=correction.global_batch)
-
-    def _rewards_of(self, first: int, size: int) -> list[float | None]:
-        if self._rewards is None:
-            return [None] * size
-        weights = self.reward_weights.to(self._rewards.device)
-        rewards: list[float | None] = (self._rewards * weights).nansum(1)[first : first + size].tolist()
-        return rewards
 
 
 class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore[misc]  # GRPOTrainer is Any without TRL

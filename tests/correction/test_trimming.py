@@ -43,18 +43,6 @@ def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
     return over_ranks(parts, lambda part, ranks: second_moment_limit(part, bound, ranks))
 
 
-def test_trimming_by_hand() -> None:
-    """Δ² = 0.01, 0.04, 0.25, 1: the mean of the first three is 0.1, of all 0.325."""
-    config = RolloutCorrectionConfig(rs_second_moment_bound=0.11)
-    delta = [torch.tensor([0.1, 1.0, 5.0]), torch.tensor([-0.5, 0.2])]
-    masks = [torch.tensor([1, 1, 0]), torch.ones(2)]
-    found = correct(config, delta, [torch.zeros(3), torch.zeros(2)], masks)
-    assert [m.tolist() for m in found.mask] == [[True, False, False], [True, True]]
-    assert found.accepted_per_sequence.tolist() == [1, 2]
-    values = found.statistics.metrics()
-    assert values["mis_second_moment_masked_fraction"] == 0.25 and values["gradient_kept_fraction"] == 0.75
-
-
 BY_HAND = {
     # Δ², bound → the smallest that leaves
     "the mean of three is 0.5, of four 0.75": ([1.5, 0.25, 0.5, 0.75], 0.5, 1.5),
