@@ -33,7 +33,7 @@ def penalty(tokens: Tokens) -> Finding | None:
         return None
     places = {"in the response": tokens.repeats > 0}
     if tokens.in_prompt is not None:
-        places["in the prompt or the response"] = (tokens.repeats > 0) | tokens.in_prompt
+        places["in the prompt or the response"] = tokens.repeats + tokens.in_prompt > 0
     confidence, place, sign = max(
         (_opposite_signs(sign * tokens.log_ratio, seen), place, sign)
         for place, seen in places.items()

@@ -141,16 +141,6 @@ def _tokenizer(directory: str) -> Any:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    """The causes, then the other hypotheses."""
-
-    causes: Sequence[Explanation] = ()
-    others: Sequence[Explanation] = ()
-    rivals: Sequence[str] = ()
-    is_noise: bool = False
-
-
 @dataclass(frozen=True)
 class _Case:
     """A search, and the answer that follows from it."""
@@ -179,29 +169,25 @@ class _Case:
             if not is_noise or search.share(both[-1]) >= PROVEN > search.share(causes[0]):
                 causes, others, is_noise = both, rest, False
         rivals = [each.name for each in others if causes and self._is_rival(each, causes[-1])]
-        names = [each.name for each in causes] + rivals
-        result = _Result(
-            causes=[self._explanation(each) for each in causes],
-            others=[self._explanation(each) for each in others],
-            rivals=rivals,
-            is_noise=is_noise,
-        )
-        kinds = tuple(dict.fromkeys(search.table[name].cause for name in names))
-        last = result.causes[-1] if causes else None
-        agrees = {search.table[name].cause for name in rivals} <= {
-            search.table[each.name].cause for each in causes[-1:]
-        }
-        enough = len(search.held_out) >= MIN_HELD_OUT
-        return replace(
+        kinds = [search.table[name].cause for name in (*(each.name for each in causes), *rivals)]
+        explanations = tuple(self._explanation(each) for each in (*causes, *others[:3]))
+        proof = replace(
             empty,
-            sentence=self._sentence(result),
-            causes=kinds,
-            explained=last.share if last else 0.0,
-            is_proven=last is not None and last.interval[0] >= PROVEN and enough and agrees,
+            causes=tuple(dict.fromkeys(kinds)),
             is_noise=is_noise,
-            explanations=(*result.causes, *result.others[:3]),
+            explanations=explanations,
             rivals=tuple(rivals),
             hypotheses=len(search.table),
+        )
+        if not causes:
+            return replace(proof, sentence=self._unexplained(explanations[0]))
+        last = explanations[len(causes) - 1]
+        agrees = len({*kinds[len(causes) - 1 :]}) == 1
+        return replace(
+            proof,
+            sentence=self._sentence(proof, len(causes)),
+            explained=last.share,
+            is_proven=last.interval[0] >= PROVEN and len(search.held_out) >= MIN_HELD_OUT and agrees,
         )
 
     def _with_second(self, first: Measured, others: list[Measured]) -> tuple[list[Measured], list[Measured]]:
@@ -274,20 +260,23 @@ class _Case:
         difference = self._shares(best) - self._shares(other)
         return float(np.quantile(difference, 0.025)) <= 0 and self.search.share(other) >= PARTIAL
 
-    def _sentence(self, result: _Result) -> str:
-        search = self.search
-        engine = {"rollout": "The rollout engine", "training": "Training"}[self.rescored.engine]
-        if not result.causes:
-            best = result.others[0]
-            return (
-                f"{engine} is wrong, but the mismatch is not explained by any of these {len(search.table)} hypotheses "
-                f"(the best, {best.name}, removes {max(best.share, 0):.0%}). {self._facts()}"
-            )
-        claims = " and ".join(search.table[each.name].claim.format(value=each.value) for each in result.causes)
-        last, held_out = result.causes[-1], len(search.held_out)
+    @property
+    def _engine(self) -> str:
+        return {"rollout": "The rollout engine", "training": "Training"}[self.rescored.engine]
+
+    def _unexplained(self, best: Explanation) -> str:
+        return (
+            f"{self._engine} is wrong, but the mismatch is not explained by any of these {len(self.search.table)} "
+            f"hypotheses (the best, {best.name}, removes {max(best.share, 0):.0%}). {self._facts()}"
+        )
+
+    def _sentence(self, proof: Proof, causes: int) -> str:
+        search, explained = self.search, proof.explanations[:causes]
+        claims = " and ".join(search.table[each.name].claim.format(value=each.value) for each in explained)
+        last, held_out = explained[-1], len(search.held_out)
         low, high = last.interval
         verdict = "."
-        if result.is_noise:
+        if proof.is_noise:
             verdict = ", and the noise of this precision has the size of the mismatch."
         elif last.share < PROVEN:
             verdict = ", so it explains a part only."
@@ -295,10 +284,10 @@ class _Case:
             verdict = f". A proof needs {MIN_HELD_OUT} held-out samples."
         elif low < PROVEN:
             verdict = f". A proof needs more samples: the interval goes below {PROVEN:.0%}."
-        tie = f" Cannot be told apart: {' or '.join((last.name, *result.rivals))}." if result.rivals else ""
+        tie = f" Cannot be told apart: {' or '.join((last.name, *proof.rivals))}." if proof.rivals else ""
         return (
-            f"{engine} {claims}: with it {last.share:.1%} of the mismatch disappears on {held_out} held-out samples "
-            f"(95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
+            f"{self._engine} {claims}: with it {last.share:.1%} of the mismatch disappears on {held_out} held-out "
+            f"samples (95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
         )
 
     def _facts(self) -> str:

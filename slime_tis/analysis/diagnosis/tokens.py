@@ -41,17 +41,17 @@ class Tokens:
     """Token ids."""
     repeats: Integers | None = None
     """How often the token came before in its response; None without token ids."""
-    in_prompt: Mask | None = None
-    """Whether the prompt has the token; None without prompts."""
+    in_prompt: Integers | None = None
+    """1 if the prompt has the token; None without prompts."""
     context: Integers | None = None
     """Hash of the prompt and the response up to the token; None without prompts."""
     entropy: Floats | None
     """Entropy of the training engine's distribution, nats."""
-    version: Integers | None
+    version: Integers | None = None
     """Optimizer steps made before the sampling weights."""
-    step: Integers | None
+    step: Integers | None = None
     """Optimizer steps made before the step that trained on the token."""
-    worker: Integers | None
+    worker: Integers | None = None
     """Index in `workers` of the rollout server that sampled the token."""
     workers: tuple[str, ...]
     """Names of the rollout servers; empty if unknown."""
@@ -107,31 +107,32 @@ def tokens_of(table: TokenTable) -> Tokens:
     table = table.sampled(MAX_TOKENS)
     chosen = table.loss_mask > 0
     version, entropy, metadata = table.weight_version, table.entropy, table.metadata
-    repeats, in_prompt, context = _contexts(table)
+    versions = None if version is None or (version[chosen] < 0).any() else version
+    columns = {
+        "token": table.token,
+        "version": versions,
+        "step": None if table.step is None else table.step[table.sample],
+        "worker": table.rollout_worker,
+        **_contexts(table),
+    }
     return Tokens(
         train=table.policy_log_prob.astype(np.float64)[chosen],
         rollout=table.rollout_log_prob.astype(np.float64)[chosen],
         sample=table.sample.astype(np.int64)[chosen],
         position=table.position.astype(np.int64)[chosen],
-        token=None if table.token is None else table.token.astype(np.int64)[chosen],
-        repeats=None if repeats is None else repeats[chosen],
-        in_prompt=None if in_prompt is None else in_prompt[chosen],
-        context=None if context is None else context[chosen],
         entropy=None if entropy is None or not np.isfinite(entropy[chosen]).any() else entropy[chosen].astype(float),
-        version=None if version is None or (version[chosen] < 0).any() else version[chosen].astype(np.int64),
-        step=None if table.step is None else table.step.astype(np.int64)[table.sample][chosen],
-        worker=None if table.rollout_worker is None else table.rollout_worker.astype(np.int64)[chosen],
         workers=tuple(map(str, metadata.get("workers") or ())),
         has_experts=not metadata.get("replays_experts")
         and (table.experts is not None or bool(metadata.get("num_experts"))),
         precisions=(metadata.get("precision") or "", metadata.get("rollout_precision") or ""),
+        **{name: column.astype(np.int64)[chosen] for name, column in columns.items() if column is not None},
     )
 
 
-def _contexts(table: TokenTable) -> tuple[Integers | None, Mask | None, Integers | None]:
-    """How often each token came before, whether its prompt has it, and a hash of all tokens up to it."""
+def _contexts(table: TokenTable) -> dict[str, Integers]:
+    """The columns repeats, in_prompt and context, where token ids and prompts are known."""
     if table.token is None:
-        return None, None, None
+        return {}
     sample = table.sample.astype(np.int64)
     key = (sample << 32) + table.token
     order = np.argsort(key, kind="stable")
@@ -139,7 +140,7 @@ def _contexts(table: TokenTable) -> tuple[Integers | None, Mask | None, Integers
     repeats = np.empty(len(key), np.int64)
     repeats[order] = np.arange(len(key)) - np.repeat(starts, np.diff(np.append(starts, len(key))))
     if table.prompt is None:
-        return repeats, None, None
+        return {"repeats": repeats}
     lengths = np.array([len(prompt) for prompt in table.prompt], np.int64)
     prompts = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
     owner = np.repeat(np.arange(len(table)), lengths)
@@ -149,7 +150,8 @@ def _contexts(table: TokenTable) -> tuple[Integers | None, Mask | None, Integers
     np.add.at(of_prompt, owner, _mixed(prompts, place))
     sums = np.cumsum(_mixed(table.token.astype(np.int64), table.position.astype(np.int64)))
     before = np.concatenate([[0], sums])[table.offsets[:-1]]
-    return repeats, in_prompt, sums + (of_prompt - before)[sample]
+    context = sums + (of_prompt - before)[sample]
+    return {"repeats": repeats, "in_prompt": in_prompt.astype(np.int64), "context": context}
 
 
 def _mixed(token: Integers, position: Integers) -> Integers:
