@@ -199,16 +199,16 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
 def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
     """The diagnosis with what scoring again has shown: alone if that settles it, else before the rules' findings.
 
-    A single fault would explain all of the mismatch, so the confidence of a part falls twice as fast as its share. Below
-    MIN_NAMED_CONFIDENCE, causes and patterns that no hypothesis repeats are candidates after `unexplained`.
+    A cause that explains less than MIN_NAMED_CONFIDENCE of the mismatch, and patterns that no hypothesis repeats, are
+    candidates after `unexplained`.
     """
     if not proof.hypotheses and not proof.causes:
         return diagnosis
     share = min(proof.explained, 1.0)
     is_settled = proof.is_proven or proof.is_noise
-    confidence = 1.0 if proof.is_proven else 0.9 if is_settled else max(2 * share - 1, 0.0)
+    confidence = 1.0 if proof.is_proven else 0.9 if is_settled else share
     shown = [Finding(cause, (proof.sentence,), confidence, share) for cause in proof.causes]
-    if confidence < MIN_NAMED_CONFIDENCE:
+    if not is_settled and share < MIN_NAMED_CONFIDENCE:
         shown.insert(0, Finding("unexplained", (proof.sentence,), MIN_CERTAIN_CONFIDENCE, 1 - share))
     servers = [each for each in diagnosis.findings if each.cause == "worker"]
     known = {"worker", "unexplained", "healthy", *proof.causes}
