@@ -16,6 +16,7 @@ from slime_tis.trainer.cli.command_line import (
     merge_sources,
     naming_sources,
     read_flags,
+    split_words,
     unmet_needs,
 )
 from slime_tis.trainer.cli.options import declare_options
@@ -144,7 +145,7 @@ def configure(argv: Sequence[str]) -> Arguments:
         description="Trains a flow model of handwritten digits to draw the digit that it is asked for, with the "
         "mismatch between rollout and training log-probs measured and corrected.",
     )
-    options = merge_sources(COMMAND_LINE, read_flags(COMMAND_LINE, parser, argv))
+    options = merge_sources(COMMAND_LINE, read_flags(COMMAND_LINE, *split_words(parser, argv)))
     with naming_sources(options):
         correction = build(RolloutCorrectionConfig, options)
     if correction.policy_loss not in ("ppo", "reinforce"):

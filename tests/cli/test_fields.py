@@ -5,15 +5,15 @@ import json
 import pytest
 
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import build_parser, effective_config
+from slime_tis.trainer.cli.arguments import effective_config
 from slime_tis.trainer.cli.command_line import read_flags
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
 from slime_tis.trainer.cli.yaml_options import read_yaml
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
+from slime_tis.trainer.options.words import flags_of
 from tests.cli.conftest import configured
 
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "
-PARSER = build_parser()
 SAMPLES = {bool: ("true", True), int: ("7", 7), float: ("2e-1", 0.2), str: ("word", "word")}
 
 
@@ -23,7 +23,7 @@ def test_every_option_is_read_from_its_flag_and_from_yaml(name, tmp_path):
     option = OPTIONS[name]
     text, value = (option.type.choices[-1],) * 2 if option.type.choices else SAMPLES[option.type.item]
     value = (value,) if option.type.is_list else value
-    flags = read_flags(COMMAND_LINE, PARSER, [flag(name), text])
+    flags = read_flags(COMMAND_LINE, flags_of([flag(name), text]), {})
     assert flags.given[name].value == value and type(flags.given[name].value) is type(value)
     (tmp_path / "run.yaml").write_text(f"{name}: {text}\n")
     assert read_yaml(tmp_path / "run.yaml", {}, OPTIONS, ALIASES)[name].value == value

@@ -14,7 +14,7 @@ REFUSALS = [
     ("--use-tis --tis-upper-bound 0", "--tis-upper-bound is 0.0 but must be above 0"),
     ("--tis-upper-bound nan", "'nan' but must be a number"),
     ("--lr 0.5_2", "'0.5_2' but must be a number"),
-    ("--lr", "expected one argument"),
+    ("--lr", "--lr has no value"),
     ("--use-tis=maybe", "must be true or false"),
     ("--no-use-tis=true", "takes no value"),
     ("--eps-clip-high -1", "above 0 and at most 1000000, or inf"),

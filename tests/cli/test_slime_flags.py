@@ -7,15 +7,8 @@ import pytest
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.options import similar
 from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
-from slime_tis.trainer.cli.slime_flags import (
-    ADVICE,
-    FIXED,
-    RENAMED,
-    RESTATED,
-    advice_for,
-    refusal,
-    split_unknown_flags,
-)
+from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED, advice_for, refusal
+from slime_tis.trainer.options.words import flags_of
 from tests.cli.conftest import configured
 from tests.cli.conftest import refusal as refusal_of
 
@@ -67,14 +60,8 @@ GLM45 = {
 }
 
 
-def unknown(line):
-    rest, flags = split_unknown_flags(shlex.split(line), FLAGS)
-    assert rest == []
-    return flags
-
-
 def said(line, model=None):
-    return refusal(unknown(line), KNOWN, model)
+    return refusal(flags_of(shlex.split(line))[1:], KNOWN, model)
 
 
 def test_all_unknown_flags_are_one_message_in_groups():

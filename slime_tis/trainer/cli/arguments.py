@@ -21,20 +21,21 @@ from slime_tis.trainer.cli.command_line import (
     merge_sources,
     naming_sources,
     read_flags,
+    split_words,
     unmet_needs,
 )
 from slime_tis.trainer.cli.options import Given, Source
 from slime_tis.trainer.cli.output_paths import check_outputs, check_resumption
 from slime_tis.trainer.cli.preflight import check_files, check_model, check_weights
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
-from slime_tis.trainer.cli.slime_flags import RENAMED, UnknownFlag, refusal, split_unknown_flags
-from slime_tis.trainer.cli.verl_options import is_override
+from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
 from slime_tis.trainer.megatron.environment import read_environment
 from slime_tis.trainer.options.loop import MOST_SAMPLES, CodeConfig, LoopConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.options.sglang import SGLangConfig, split_server_flags
+from slime_tis.trainer.options.sglang import PREFIX, SGLangConfig, check_server_args
+from slime_tis.trainer.options.words import Flag
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
@@ -157,17 +158,24 @@ def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
     )
 
 
-def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[UnknownFlag]]:
+def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag]]:
     """Returns the values of the flags, and the flags to compare with config.json."""
-    argv = sorted(argv, key=lambda word: not is_override(word))  # else they would pass for values of unknown flags
-    names = {token.split("=")[0] for token in argv}
-    rest, server_args = list(argv), list[str]()
-    if names & {"--sglang-launch", "--custom-config-path"}:
-        rest, server_args = split_server_flags(argv, FLAGS | set(RENAMED))
-    rest, unknown = split_unknown_flags(rest, FLAGS)
-    _refuse_unknown(unknown, _peek_at_model(rest))
-    flags = read_flags(COMMAND_LINE, build_parser(prog), rest)
-    if server_args and {"sglang_launch", "custom_config_path"}.isdisjoint(flags.given):
+    words, overrides = split_words(build_parser(prog), argv)
+    names = {one.name for one in words}
+    is_launching = not names.isdisjoint(("--sglang-launch", "--custom-config-path"))
+    known, unknown, server_args = list[Flag](), list[Flag](), list[str]()
+    for one in words:
+        if one.name in FLAGS or not one.name:
+            known.append(one)
+        elif is_launching and one.name.startswith(PREFIX) and one.name not in RENAMED:
+            server_args += [f"--{one.word.removeprefix(PREFIX)}", *one.following]
+        else:
+            unknown.append(one)
+    _refuse_unknown(unknown, _peek_at_model(known))
+    if server_args:
+        check_server_args(server_args)
+    flags = read_flags(COMMAND_LINE, known, overrides)
+    if server_args and flags.given.keys().isdisjoint(("sglang_launch", "custom_config_path")):
         raise ValueError(
             f"{quoted('--sglang-' + server_args[0][2:])[1:-1]} is a flag of servers; add --sglang-launch N."
         )
@@ -177,19 +185,18 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Unkn
     return flags, unknown
 
 
-def _refuse_unknown(unknown: Sequence[UnknownFlag], model: Mapping[str, Any] | None) -> None:
+def _refuse_unknown(unknown: Sequence[Flag], model: Mapping[str, Any] | None) -> None:
     message = refusal(unknown, list(map(flag, (*OPTIONS, *ALIASES))), model)
     if message:
         raise ValueError(message)
 
 
-def _peek_at_model(argv: Sequence[str]) -> dict[str, Any] | None:
+def _peek_at_model(flags: Sequence[Flag]) -> dict[str, Any] | None:
     """The config.json of --hf-checkpoint, so that one message can also say what differs from it; None without one."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--hf-checkpoint", default=os.devnull)
+    directories = [one.values[0] for one in flags if one.name == "--hf-checkpoint" and one.values]
     try:
-        return read_model_config(parser.parse_known_args(list(argv))[0].hf_checkpoint)
-    except (argparse.ArgumentError, ValueError):
+        return read_model_config(directories[-1]) if directories else None
+    except ValueError:
         return None
 
 
@@ -243,7 +250,7 @@ def read_correction(
     """
     optional = {name: option for name, option in OPTIONS.items() if option.default is not dataclasses.MISSING}
     line = dataclasses.replace(COMMAND_LINE, options=optional)
-    flags = read_flags(COMMAND_LINE, build_parser("slime-tis what-if"), argv)
+    flags = read_flags(COMMAND_LINE, *split_words(build_parser("slime-tis what-if"), argv))
     for name in flags.given:
         if OPTIONS[name].group != "rollout correction" and name not in WHAT_IF_LOSS_OPTIONS:
             raise ValueError(f"{flag(name)} is not a flag of a correction; remove it.")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from slime_tis import limits
 from slime_tis.correction.config import PRESETS, preset_values
@@ -19,6 +19,7 @@ from slime_tis.errors import quoted
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
 from slime_tis.trainer.cli.verl_options import CORRECTION, split_overrides
+from slime_tis.trainer.options.words import Flag, flags_of
 
 correction_option = partial(limits.option, group="rollout correction")
 
@@ -43,6 +44,14 @@ class CommandLine:
 
     options: Mapping[str, Option]
     aliases: Mapping[str, str]
+
+    @property
+    def spellings(self) -> dict[str, tuple[Option, bool]]:
+        """Every flag with its option, and whether it turns the option off."""
+        names = {**{name: name for name in self.options}, **self.aliases}
+        found = {flag(name): (self.options[option], False) for name, option in names.items()}
+        switches = [name for name, option in names.items() if self.options[option].type.kind is bool]
+        return found | {flag(f"no_{name}"): (self.options[names[name]], True) for name in switches}
 
     @property
     def groups(self) -> dict[str, list[Option]]:
@@ -91,32 +100,24 @@ CORRECTION_SWITCHES = (
 """Options that make the correction act on the loss."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        words, _, value = message.removeprefix("argument ").replace(": ", " ", 1).partition("ignored explicit argument")
-        raise ValueError(f"{words}takes no value." if value else f"{words}.")
-
-
 class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        values = "" if action.nargs in (0, "?") else f" {action.metavar}"
+        values = "" if action.nargs == 0 else f" {action.metavar}"
         return ", ".join(action.option_strings) + values
 
 
 def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a command line: titled groups of flags, whose values it keeps as text."""
-    parser = _Parser(
+    """The --help of a command line, in titled groups of flags."""
+    parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
         description=description,
         epilog="Every switch has a --no- form, and the value none takes an option back to its default, so that the "
         f"command line can undo what YAML or a preset says. Presets: {', '.join(PRESETS)}.",
         formatter_class=_HelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     for title, options in line.groups.items():
         group = parser.add_argument_group(title)
@@ -130,12 +131,10 @@ def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option)
     text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
     if option.type.kind is bool:  # the help shows the form that differs from the default
         shown, hidden = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)
-        group.add_argument(*map(flag, names), dest=option.name, nargs="?", const="true", help=shown)
-        negative = (flag(f"no_{name}") for name in names)
-        group.add_argument(*negative, dest=option.name, action="store_const", const="false", help=hidden)
+        group.add_argument(*map(flag, names), action="store_true", help=shown)
+        group.add_argument(*(flag(f"no_{name}") for name in names), action="store_true", help=hidden)
         return
-    nargs = "+" if option.type.is_list else None
-    group.add_argument(*map(flag, names), dest=option.name, nargs=nargs, metavar=_metavar(option), help=text)
+    group.add_argument(*map(flag, names), dest=option.name, metavar=_metavar(option), help=text)
 
 
 def help_notes(line: CommandLine, option: Option) -> list[str]:
@@ -151,32 +150,44 @@ def _metavar(option: Option) -> str:
     return option.metavar or ("X" if option.type.kind in (float, str) else "N")
 
 
-def read_flags(line: CommandLine, parser: argparse.ArgumentParser, argv: Sequence[str]) -> Flags:
-    """Reads values of flags, and Hydra overrides of verl's options; refuses wrong ones with a ValueError."""
+def split_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[Flag], dict[str, str]]:
+    """Returns flags with their words, and Hydra overrides of verl's options; --help prints the help and exits."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        parser.print_help()
+        raise SystemExit(0)
     words, overrides = split_overrides(argv)
-    if sum(word.split("=")[0] == "--custom-config-path" for word in words) > 1:
-        raise ValueError("--custom-config-path is given twice; merge the two files into one.")
-    if "--" in words:  # argparse would take everything after it for values
-        raise ValueError(_not_a_flag(line, "--"))
-    _check_names(line, words)
-    known, unknown = parser.parse_known_args(words)
-    if unknown:
-        names = [word for word in unknown if word.startswith("-")] or unknown
-        raise ValueError("\n".join(_not_a_flag(line, word) for word in names))
-    values = {
-        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
-        for name, text in vars(known).items()
+    return flags_of(words), overrides
+
+
+def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str, str]) -> Flags:
+    """Reads values of flags; refuses wrong ones with a ValueError."""
+    spellings, first = line.spellings, dict[str, str]()
+    texts: dict[str, Any] = {}
+    strays: list[str] = []
+    for one in flags:
+        if one.name not in spellings:
+            strays += [one.name] if one.name else one.values
+            continue
+        option, is_off = spellings[one.name]
+        if not is_off and first.setdefault(option.name, one.name) != one.name:  # the precedence would be arbitrary
+            raise ValueError(f"{first[option.name]} and {one.name} are one option; remove one of the two.")
+        if option.name == "custom_config_path" and option.name in texts:
+            raise ValueError("--custom-config-path is given twice; merge the two files into one.")
+        if is_off and "=" in one.word:
+            raise ValueError(f"{one.name} takes no value.")
+        values = one.values
+        if option.type.kind is bool:
+            values = ("false", *values) if is_off else values or ("true",)
+        if not values:
+            raise ValueError(f"{one.name} has no value; add {one.name} {_metavar(option)}.")
+        texts[option.name] = list(values) if option.type.is_list else values[0]
+        strays += () if option.type.is_list else values[1:]
+    if strays:
+        raise ValueError("\n".join(_not_a_flag(line, word) for word in strays))
+    given = {
+        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE) for name, text in texts.items()
     }
-    return Flags(given=values, overrides=overrides)
-
-
-def _check_names(line: CommandLine, words: Sequence[str]) -> None:
-    """Refuses an option under two names, because the precedence would be arbitrary."""
-    spellings = {flag(name): name for name in line.options} | {flag(old): new for old, new in line.aliases.items()}
-    used: dict[str, str] = {}
-    for spelling in (word.split("=")[0] for word in words):
-        if spelling in spellings and used.setdefault(spellings[spelling], spelling) != spelling:
-            raise ValueError(f"{used[spellings[spelling]]} and {spelling} are one option; remove one of the two.")
+    return Flags(given=given, overrides=dict(overrides))
 
 
 def _not_a_flag(line: CommandLine, word: str) -> str:

@@ -6,7 +6,7 @@ The comments list what was changed, renamed, added and dropped, and why. Nothing
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.launch_script import END, NAME, OUTPUT, UNSET, Launch, legible, read_launch
 from slime_tis.trainer.cli.options import read_value
 from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
-from slime_tis.trainer.cli.slime_flags import RENAMED, UnknownFlag, advice_for, disagreement
+from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for, disagreement, is_checked
+from slime_tis.trainer.options.words import Flag, flags_of
 
 PLACEMENT = (
     *("--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node", "--colocate", "--rollout-num-gpus"),
@@ -66,7 +67,7 @@ TODO, CHANGED, RENAMES, ADDED, RESTATES, NO_OPS, UNSUPPORTED, UNKNOWN, REFUSED =
     "on this machine train.py says",
 )
 
-Given = Mapping[str, UnknownFlag]
+Given = Mapping[str, Flag]
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Ported:
         """Adds a comment."""
         self.notes.setdefault(title, []).append(text)
 
-    def replace(self, flag: UnknownFlag, new: str, reason: str = "") -> bool:
+    def replace(self, flag: Flag, new: str, reason: str = "") -> bool:
         """Replaces a flag by others, given as words with blanks between; returns true."""
         for words in re.split(r" (?=--)", new) if new else ():
             name, *values = words.split(" ")
@@ -121,7 +122,7 @@ def port(launch: Launch) -> Ported:
     given = _flags_of(launch.words, ported)
     if "--eval-top-k" in given and given["--eval-top-k"].values == ("1",):
         ported.note(CHANGED, "--eval-top-k 1 becomes --eval-temperature 0: evaluation is greedy.")
-        given["--eval-temperature"] = UnknownFlag("--eval-temperature", ("0",))
+        given["--eval-temperature"] = Flag("--eval-temperature", ("0",))
         del given["--eval-top-k"]
     try:
         model = read_model_config(" ".join(given["--hf-checkpoint"].values))
@@ -157,32 +158,24 @@ def _drop_no_ops(ported: Ported) -> str:
             ported.note(NO_OPS, str(error))
 
 
-def _flags_of(words: tuple[str, ...], ported: Ported) -> dict[str, UnknownFlag]:
+def _flags_of(words: Sequence[str], ported: Ported) -> dict[str, Flag]:
     """Flags with their values; of a repeated flag the last, as in argparse."""
-    found: dict[str, list[str]] = {}
-    repeated: dict[str, None] = {}
-    values: list[str] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not re.fullmatch(r"--[A-Za-z0-9][A-Za-z0-9_-]*", name):
-            values.append(word)
-            continue
-        if name in found:
-            repeated[name] = None
-        values = found[name] = [value] if equals else []
-    for name in repeated:
-        ported.note(CHANGED, f"{name[:80]} is given more than once; the last value counts.")
-    return {name: UnknownFlag(name, tuple(values)) for name, values in found.items()}
+    flags: dict[str, Flag] = {}
+    for flag in flags_of(words)[1:]:
+        if flag.name in flags:
+            ported.note(CHANGED, f"{flag.name[:80]} is given more than once; the last value counts.")
+        flags[flag.name] = flag
+    return flags
 
 
-def _port_flag(flag: UnknownFlag, given: Given, model: Mapping[str, Any] | None, ported: Ported) -> None:
+def _port_flag(flag: Flag, given: Given, model: Mapping[str, Any] | None, ported: Ported) -> None:
     """Keeps, changes or drops a flag, and adds the comment."""
     is_unknown = any(OUTPUT in value or not (value.isprintable() or UNSET in value) for value in flag.values)
     is_open = any(UNSET in value for value in flag.values)
     advice, shown = advice_for(flag.name), _shown(flag)
     if flag.name in PLACEMENT:
         return  # _assign_gpus reads them together
-    if flag.is_checked:
+    if is_checked(flag.name):
         difference = "" if is_open or is_unknown else disagreement(flag, model)
         ported.note(TODO if difference else RESTATES, difference or shown)
     elif advice is not None:
@@ -205,7 +198,7 @@ def _port_flag(flag: UnknownFlag, given: Given, model: Mapping[str, Any] | None,
             ported.flags[flag.name] = flag.values
 
 
-def _port_changed(flag: UnknownFlag, given: Given, ported: Ported) -> bool:
+def _port_changed(flag: Flag, given: Given, ported: Ported) -> bool:
     """Replaces a flag whose value means something else here; returns whether it did."""
     value = " ".join(flag.values)
     match flag.name:
@@ -235,7 +228,7 @@ def _option_of(flag: str) -> str:
     return ALIASES.get(name, name)
 
 
-def _problem(flag: UnknownFlag) -> str:
+def _problem(flag: Flag) -> str:
     """Why the option refuses the flag's values; empty if it accepts them."""
     option = OPTIONS.get(_option_of(flag.name))
     if option is None:  # a flag of SGLang servers
@@ -339,7 +332,7 @@ FORMS: Mapping[str, Callable[[str], str]] = {
 """Conversions of the values of renamed flags."""
 
 
-def _shown(flag: UnknownFlag) -> str:
+def _shown(flag: Flag) -> str:
     return " ".join([flag.name[:80], *(legible(value)[:160] for value in flag.values[:8])])
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
-from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.command_line import CommandLine, SourceConfig
 from slime_tis.trainer.cli.options import declare_options
@@ -76,7 +75,7 @@ OPTIONS = dict(sorted(declare_options(CONFIGS).items(), key=lambda item: TITLES.
 ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 """Old names of options and the name each one has now; both are read on the command line and in YAML."""
 
-FLAGS = {flag(prefix + name) for name in (*OPTIONS, *ALIASES) for prefix in ("", "no_")} | {"--help"}
-"""Every flag that is read here, --no- forms included."""
-
 COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)
+
+FLAGS = {*COMMAND_LINE.spellings, "--help"}
+"""Every flag that is read here, --no- forms included."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import FAMILIES
 from slime_tis.trainer.cli.options import SWITCHES, nearest, similar
+from slime_tis.trainer.options.words import Flag
 
 MAX_FLAGS = 200
 """Unknown flags that one message examines."""
@@ -216,38 +217,12 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-@dataclass(frozen=True)
-class UnknownFlag:
-    """A flag that this program does not define, with the words that follow it."""
-
-    name: str
-    values: tuple[str, ...]
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether the flag repeats config.json or a fixed setting."""
-        return self.name in RESTATED or self.name in FIXED
+def is_checked(name: str) -> bool:
+    """Returns whether a flag repeats config.json or a fixed setting."""
+    return name in RESTATED or name in FIXED
 
 
-def split_unknown_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[UnknownFlag]]:
-    """Separates flags that are not `known`, with the values that follow each, from the other words."""
-    rest: list[str] = []
-    unknown: list[tuple[str, list[str]]] = []
-    current = rest
-    for token in argv:
-        name, equals, value = token.partition("=")
-        if not token.startswith("--") or token == "--":
-            current.append(token)
-        elif name in known:
-            current = rest
-            rest.append(token)
-        else:
-            current = [value] if equals else []
-            unknown.append((name, current))
-    return rest, [UnknownFlag(name, tuple(values)) for name, values in unknown]
-
-
-def refusal(unknown: Sequence[UnknownFlag], known: Collection[str], model: Mapping[str, Any] | None = None) -> str:
+def refusal(unknown: Sequence[Flag], known: Collection[str], model: Mapping[str, Any] | None = None) -> str:
     """Returns one message about all refused flags, or an empty text; `known` are the flags of this program."""
     messages = sorted(filter(None, (_judge(flag, known, model) for flag in unknown[:MAX_FLAGS])))
     if len(messages) < 2:
@@ -257,9 +232,9 @@ def refusal(unknown: Sequence[UnknownFlag], known: Collection[str], model: Mappi
     return "\n".join([*lines, *(f"  {text}" for _, text in messages)])
 
 
-def _judge(flag: UnknownFlag, known: Collection[str], model: Mapping[str, Any] | None) -> tuple[int, str] | None:
+def _judge(flag: Flag, known: Collection[str], model: Mapping[str, Any] | None) -> tuple[int, str] | None:
     """Returns the rank of a refusal's group and its text, or None for an accepted flag."""
-    if flag.is_checked:
+    if is_checked(flag.name):
         text = disagreement(flag, model)
         return (0, text) if text else None
     if flag.name in RENAMED:
@@ -273,7 +248,7 @@ def _judge(flag: UnknownFlag, known: Collection[str], model: Mapping[str, Any] |
     return 3, f"{quoted(flag.name)[1:-1]} is not a flag; {nearest(flag.name, known)}"
 
 
-def disagreement(flag: UnknownFlag, model: Mapping[str, Any] | None) -> str:
+def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
     """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value; empty if it agrees."""
     shown = repr(" ".join(flag.values)[:80]) if flag.values else "without a value"
     is_on = SWITCHES.get(flag.values[0].lower()) if len(flag.values) == 1 else not flag.values or None

@@ -21,11 +21,6 @@ LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 """The option that verl's correction asks for; here rollouts always have log-probs."""
 
 
-def is_override(word: str) -> bool:
-    """Whether a word of a command line is a Hydra override of verl's blocks."""
-    return OVERRIDE.fullmatch(word) is not None
-
-
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Returns a command line without Hydra overrides of verl's blocks, and their text by dotted key."""
     matches = [(word, OVERRIDE.fullmatch(word)) for word in argv]

@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, flag, option
+from slime_tis.trainer.options.words import flags_of
 
 sglang_option = partial(option, group="SGLang servers", needs=("--rollout-engine=sglang",))
 
@@ -115,7 +116,7 @@ class SGLangConfig:
                 f"--sglang-sync-address is {quoted(self.sglang_sync_address)} but must be an address that servers "
                 "reach."
             )
-        _check_server_args(self.sglang_server_args or ())
+        check_server_args(self.sglang_server_args or ())
         for name in ("sglang_api_key_env", "sglang_admin_api_key_env"):
             if not getattr(self, name).isidentifier():  # maybe the key itself: it is not repeated
                 raise ValueError(
@@ -156,40 +157,6 @@ class SGLangConfig:
                 "--rollout-engine is sglang but no server is named; add --sglang-url URL, --sglang-router-ip with "
                 "--sglang-router-port, or --sglang-launch N."
             )
-
-
-def split_server_flags(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Separates server flags, `--sglang-NAME VALUE` not in `known`, from a command line; returns them as `--NAME`."""
-    rest: list[str] = []
-    passed: list[str] = []
-    current = rest
-    for token, following in zip(argv, [*argv[1:], ""], strict=True):
-        if token.startswith("--"):
-            flag, equals, value = token.partition("=")
-            current = passed if flag.startswith(PREFIX) and flag not in known else rest
-        if current is passed and token.startswith("--"):
-            name = flag.removeprefix(PREFIX)
-            if name in OWN_FLAGS:
-                raise ValueError(f"{flag} is not passed through to the servers; {OWN_FLAGS[name]}.")
-            check_server_flag(f"{flag} is given", name, value if equals else following)
-            token = f"--{token.removeprefix(PREFIX)}"
-        current.append(token)
-    return rest, passed
-
-
-def check_server_flag(given: str, name: str, value: str) -> None:
-    """Refuses a secret as the value of a server's flag, and an unset environment variable; never shows the value."""
-    spelled = name.replace("_", "-").lower()
-    if SECRET_FLAG.fullmatch(spelled) and spelled not in OWN_FLAGS:
-        raise ValueError(
-            f"{given}, but a secret would be seen in the list of processes, in config.yaml and in reports; put it into "
-            f"an environment variable and name that: --sglang-{spelled}{VARIABLE} VARIABLE."
-        )
-    if spelled.endswith(VARIABLE) and SECRET_FLAG.fullmatch(spelled.removesuffix(VARIABLE)):
-        if not value.isidentifier():
-            raise ValueError(f"{given}, but what follows is not the name of an environment variable; give its name.")
-        if not os.environ.get(value):
-            raise ValueError(f"{given}, but the environment variable {value} is not set; set it to the secret.")
 
 
 def normalized_url(url: str, flag: str = "--sglang-url") -> str:
@@ -263,17 +230,30 @@ def _check_sources(config: SGLangConfig) -> None:
         raise ValueError(f"--sglang-router-ip is {quoted(shown_url(ip))} but must be an address or a host name.")
 
 
-def _check_server_args(args: Sequence[str]) -> None:
+def check_server_args(args: Sequence[str]) -> None:
     """Refuses flags that the run sets itself, in any spelling that argparse takes, and secrets, unseen."""
-    for place, (name, equals, value) in enumerate(arg.partition("=") for arg in args):
-        if not name.startswith("--"):
-            continue
-        variable = value if equals else next(iter(args[place + 1 : place + 2]), "")
-        check_server_flag(f"--sglang-server-args has {name}", name[2:], variable)
-        for own, instead in OWN_FLAGS.items():
-            if own.startswith(name[2:]) and len(name) > 3:
-                raise ValueError(f"--sglang-server-args has {name}, which the run sets itself; {instead}.")
-    if args and not args[0].startswith("-"):
+    beginning, *flags = flags_of(args)
+    if beginning.values:
         raise ValueError(
             f"--sglang-server-args begins with {quoted(args[0])} but must begin with a flag, such as --tp-size."
         )
+    for one in flags:
+        _check_secret(f"--sglang-server-args has {one.name}", one.name[2:].replace("_", "-").lower(), one.values)
+        for own, instead in OWN_FLAGS.items():
+            if own.startswith(one.name[2:]) and len(one.name) > 3:
+                raise ValueError(f"--sglang-server-args has {one.name}, which the run sets itself; {instead}.")
+
+
+def _check_secret(given: str, name: str, values: Sequence[str]) -> None:
+    """Refuses a secret as the value of a server's flag, and an unset environment variable; never shows the value."""
+    if SECRET_FLAG.fullmatch(name) and name not in OWN_FLAGS:
+        raise ValueError(
+            f"{given}, but a secret would be seen in the list of processes, in config.yaml and in reports; put it into "
+            f"an environment variable and name that: --sglang-{name}{VARIABLE} VARIABLE."
+        )
+    if name.endswith(VARIABLE) and SECRET_FLAG.fullmatch(name.removesuffix(VARIABLE)):
+        variable = "".join(values[:1])
+        if not variable.isidentifier():
+            raise ValueError(f"{given}, but what follows is not the name of an environment variable; give its name.")
+        if not os.environ.get(variable):
+            raise ValueError(f"{given}, but the environment variable {variable} is not set; set it to the secret.")
