@@ -133,6 +133,10 @@ def test_a_script_in_slimes_form_is_ported_explained_and_accepted(run_sh):
     assert "on this machine train.py says" not in printed
 
 
+def test_a_value_that_train_py_refuses_is_kept_with_its_message(run_sh):
+    assert "--lr is 'fast' but must be a number" in comments_of(add_flags(run_sh, "--lr fast"))
+
+
 def test_a_flag_that_contradicts_config_json_is_noted(run_sh):
     (run_sh.parent / "models" / "tiny.sh").write_text("MODEL_ARGS=(--num-layers 28)")
     assert "--num-layers is '28' but" in comments_of(port_script(str(run_sh)))
@@ -215,7 +219,6 @@ VALUES = [
     ("--check-weight-update-equal", "--check-weight-sync"),
     ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator reinforce_plus_plus_baseline"),
     ("--load /ckpt", ""),
-    ("--lr fast", ""),
     ("--lr 1 --lr 2", "--lr 2"),
     ("--seed=7", "--seed 7"),
     (

@@ -2,7 +2,7 @@
 
 import os
 import random
-import shlex
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,9 @@ def harmful(printed: str) -> str | None:
         return f"printed {len(lines)} commands: {lines[:3]!r}"
     if any(not (letter.isprintable() or letter == "\n") for letter in printed):
         return "printed control characters"
-    quoted = shlex.shlex(lines[0], posix=True, punctuation_chars=True)
-    quoted.whitespace_split = True
-    operators = [word for word in quoted if word in (";", "|", "&", "&&", "||", "<", ">", "(", ")")]
-    unquoted = "".join(part for part in lines[0].split("'")[::2])
-    if "$(" in unquoted.replace("\\$(", "") or "`" in unquoted.replace("\\`", "") or operators:
+    quoted = re.compile(r"'[^']*'|\\.|\"(?:\\.|[^\"\\])*\"")
+    inside = "".join(part for part in quoted.findall(lines[0]) if part[0] == '"')  # where bash still runs $(…)
+    if re.search(r"[;|&<>()`]", quoted.sub("", lines[0])) or re.search(r"\$\(|`", re.sub(r"\\.", "", inside)):
         return f"printed code: {lines[0][:300]!r}"
     return None
 

@@ -5,6 +5,7 @@ tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `so
 become marks in the word. An assignment in a block counts if the variable has no other value, and a note names it.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,18 +18,17 @@ from tree_sitter import Language, Node, Parser
 MAX_SCRIPT_BYTES = 1 << 18
 MAX_EXPANDED_CHARACTERS = 1 << 22
 """Characters that all variables of a script expand to, together."""
-MAX_FILES, MAX_SOURCE_DEPTH = 16, 4
+MAX_FILES = 16
 PROGRAMS = ("train.py", "train_async.py")
 
-UNSET, END, DOUBT = "\ue000", "\ue001", "\ue002"
-"""Marks in expanded words: UNSET NAME END for a variable without a value, DOUBT NAME END before a doubtful value."""
+UNSET, END = "\ue000", "\ue001"
+"""Marks in expanded words: UNSET NAME END for a variable without a value."""
 OUTPUT = UNSET + END
 """Mark in expanded words for the output of a command."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 PARAMETER = re.compile(rf"({NAME})(\[[@*]\])?(?:(:?[-=+?]).*)?", re.DOTALL)
 WHOLE_VARIABLE = re.compile(rf'"\$\{{?({NAME})(\[@\])?\}}?"')
-DOUBTS = re.compile(f"{DOUBT}([^{END}]*){END}")
 OWN_DIRECTORY = re.compile(r"cd (?:-- )?(.*?)(?: *&>/dev/null)? *&& pwd", re.DOTALL)
 SCRIPT_ITSELF = re.compile(r"\bBASH_SOURCE\b|\$0|\$\{0\}")
 PYTHON_PATH = re.compile(
@@ -59,27 +59,18 @@ def read_launch(path: str | Path) -> Launch:
         raise ValueError(f"{str(path)!r} is a Python program; write `python train.py FLAGS` into a file for port.")
     reader = _Reader(path.parent.absolute(), files={path.resolve()})
     try:
-        reader.read(_text_of(path), depth=0)
+        reader.read(_text_of(path))
     except RecursionError:
         raise ValueError(f"{str(path)!r} nests its commands too deeply to be read.") from None
-    if not reader.launches:
+    if reader.launch is None:
         broken = "".join(f" ({note})" for note in reader.notes)[:200]
         raise ValueError(
             f"{str(path)!r} has no command that runs {' or '.join(PROGRAMS)}{broken}; give slime's script."
         )
-    if len(reader.launches) > 1:
-        reader.notes.append(f"the script runs training {len(reader.launches)} times; this is the last command")
-    program, words = reader.launches[-1]
-    doubtful = {name for word in words for name in DOUBTS.findall(word)}
-    reader.notes += [text for name, text in reader.doubts.items() if name in doubtful]
-    sure = [DOUBTS.sub("", word) for word in words]
-    words = [new for word, new in zip(words, sure, strict=True) if new or not word]
-    entries = [
-        each
-        for each in dict.fromkeys(reader.python_path.split(":"))
-        if each not in ("", f"{UNSET}PYTHONPATH{END}") and "Megatron-LM" not in each
-    ]
-    return Launch(program, tuple(words), tuple(reader.notes), tuple(entries))
+    paths = dict.fromkeys(reader.python_path.split(":"))
+    own = [each for each in paths if each not in ("", f"{UNSET}PYTHONPATH{END}") and "Megatron-LM" not in each]
+    notes = (*reader.notes, *reader.launch.notes)
+    return dataclasses.replace(reader.launch, notes=notes, python_path=tuple(own))
 
 
 def legible(word: str) -> str:
@@ -95,7 +86,7 @@ def _text_of(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\ufffd" in text:
         raise ValueError(f"{str(path)!r} is not text in UTF-8; give a slime launch script.")
-    return re.sub(f"[{UNSET}{END}{DOUBT}\0]", "?", text)
+    return re.sub(f"[{UNSET}{END}\0]", "?", text)
 
 
 @dataclass
@@ -107,32 +98,34 @@ class _Reader:
     files: set[Path]
     variables: dict[str, list[str]] = field(default_factory=dict)
     """Words by variable; one word for a variable that is not an array."""
-    doubts: dict[str, str] = field(default_factory=dict)
-    """Notes on variables, for which a mark in their words asks."""
+    doubts: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Notes on uncertain variables, by each variable whose words depend on them."""
+    met: dict[str, None] = field(default_factory=dict)
+    """Notes on the variables of the words that were expanded last."""
     notes: list[str] = field(default_factory=list)
-    launches: list[tuple[str, list[str]]] = field(default_factory=list)
+    launch: Launch | None = None
     python_path: str = ""
     expanded: int = 0
 
-    def read(self, text: str, depth: int) -> None:
+    def read(self, text: str) -> None:
         """Follows assignments, sourced files and training commands."""
         root = BASH.parse(text.encode()).root_node
         if root.has_error:
             self.notes.append(f"line {_error_row(root) + 1} and what follows it are not understood")
-        self._follow(root, depth)
+        self._follow(root)
         for match in PYTHON_PATH.finditer(text):
             self.python_path = self._value(_in_quotes(match[1].encode()))
 
-    def _follow(self, node: Node, depth: int, conditional: bool = False) -> None:
+    def _follow(self, node: Node, conditional: bool = False) -> None:
         if node.type == "variable_assignment":
             self._assign(node, conditional)
         elif node.type == "command" or (node.type == "redirected_statement" and node.children[0].type == "command"):
-            self._run(node, depth, conditional)
+            self._run(node, conditional)
         elif node.type not in ("string", "command_substitution"):
             for child in node.named_children:
-                self._follow(child, depth, conditional or node.type in BLOCKS)
+                self._follow(child, conditional or node.type in BLOCKS)
 
-    def _run(self, node: Node, depth: int, conditional: bool) -> None:
+    def _run(self, node: Node, conditional: bool) -> None:
         """Reads a sourced file, or keeps the words after train.py."""
         command = node if node.type == "command" else node.children[0]
         assignments = [child for child in command.named_children if child.type == "variable_assignment"]
@@ -145,29 +138,29 @@ class _Reader:
             if words[0].text in (b"source", b".") or assignment.end_point.row < words[0].start_point.row:
                 self._assign(assignment, conditional)
         if words[0].text in (b"source", b"."):
-            self._source(self._value(words[1]) if words[1:] else "", depth)
+            self._source(self._value(words[1]) if words[1:] else "")
         elif b"train" in _bytes(command).lower():
-            self._note_launch(words, depth)
+            self._note_launch(words)
 
-    def _note_launch(self, command: Sequence[Node], depth: int) -> None:
+    def _note_launch(self, command: Sequence[Node]) -> None:
         """Keeps the words after train.py; reads a command inside a word, as in `bash -c`."""
-        program, words = "", list[str]()
-        for node in _joined(command):
-            for word in self._expand(node):
-                name = DOUBTS.sub("", word).rpartition("/")[2]
-                if program:
-                    words.append(word)
-                elif name in PROGRAMS:
-                    program = name
-                elif any(f"{each} " in word for each in PROGRAMS) and depth < MAX_SOURCE_DEPTH:
-                    self.read(word, depth + 1)
-                    return
-        if program:
-            self.launches.append((program, words))
+        self.met = {}
+        words = [word for node in _joined(command) for word in self._expand(node)]
+        for index, word in enumerate(words):
+            name = word.rpartition("/")[2]
+            if name in PROGRAMS:
+                if self.launch is not None:
+                    self.notes.append("the script runs training more than once; this is the last command")
+                self.launch = Launch(name, tuple(words[index + 1 :]), tuple(self.met))
+                return
+            if any(f"{each} " in word for each in PROGRAMS):
+                self.read(word)
+                return
 
     def _assign(self, node: Node, conditional: bool) -> None:
         name, value = _text(node.child_by_field_name("name")), node.child_by_field_name("value")
         append, is_array = b"+=" in [child.text for child in node.children], value is not None and value.type == "array"
+        self.met = {}
         if value is None:
             words = [""]
         elif is_array:
@@ -177,27 +170,26 @@ class _Reader:
             words = ["".join(self._expand(value, split=False))]
         known = self.variables.get(name)
         if conditional:
-            is_certain = known is not None and not any(UNSET in each or DOUBT in each for each in known)
+            is_certain = known is not None and not _is_open(known) and not self.doubts[name]
             if (is_certain and not append) or (known is not None and _is_open(words)):
                 return
-            taken = DOUBTS.sub("", legible(" ".join(words)))[:80]
-            self.doubts[name] = f"{name} is set under a condition; {taken!r} is taken"
-            words = [f"{DOUBT}{name}{END}{word}" for word in words[:1]] + words[1:]
+            self.met = {f"{name} is set under a condition; {legible(' '.join(words))[:80]!r} is taken": None}
         if append and known is not None:
             words = [*known, *words] if is_array else ["".join(known + words)]
-        self.variables[name] = words
+            self.met |= self.doubts[name]
+        self.variables[name], self.doubts[name] = words, self.met
 
-    def _source(self, name: str, depth: int) -> None:
+    def _source(self, name: str) -> None:
         path = self._find(name)
         if path is None:
             self.notes.append(f"the sourced file {legible(name)[:80]!r} is not found; what it sets is missing")
         elif path.resolve() not in self.files:
-            if depth >= MAX_SOURCE_DEPTH or len(self.files) > MAX_FILES:
-                raise ValueError(f"the script sources more than {MAX_FILES} files, or deeper than {MAX_SOURCE_DEPTH}.")
+            if len(self.files) > MAX_FILES:
+                raise ValueError(f"the script sources more than {MAX_FILES} files.")
             self.files.add(path.resolve())
             text, directory = _text_of(path), self.directory
             self.directory = path.parent
-            self.read(text, depth + 1)
+            self.read(text)
             self.directory = directory
 
     def _find(self, name: str) -> Path | None:
@@ -211,7 +203,7 @@ class _Reader:
 
     def _value(self, node: Node) -> str:
         """The text that a word expands to."""
-        return DOUBTS.sub("", "".join(self._expand(node, split=False)))
+        return "".join(self._expand(node, split=False))
 
     def _expand(self, node: Node, *, split: bool = True) -> list[str]:
         """The words that bash makes of a node; none for an unquoted variable that is empty."""
@@ -284,13 +276,14 @@ class _Reader:
         return self._look_up(name, every=index is not None)
 
     def _look_up(self, name: str, *, every: bool = False) -> list[str]:
-        """The words of a variable, or without `every` its first word. An unset array is a doubt and no word."""
-        if name not in self.variables and (every or name.endswith("ARGS")):
-            self.doubts[name] = f"{name} is unset and expands to nothing"
-            return [f"{DOUBT}{name}{END}"]
+        """The words of a variable, or without `every` its first word. An unset array is uncertain and no word."""
         if name not in self.variables:
-            return [f"{UNSET}{name}{END}"]
-        values = self.variables.get(name, [])[: None if every else 1]
+            if not every and not name.endswith("ARGS"):
+                return [f"{UNSET}{name}{END}"]
+            self.met[f"{name} is unset and expands to nothing"] = None
+            return []
+        self.met |= self.doubts[name]
+        values = self.variables[name][: None if every else 1]
         self.expanded += sum(map(len, values)) + len(values)
         if self.expanded > MAX_EXPANDED_CHARACTERS:
             raise ValueError(f"the script's variables expand to more than {MAX_EXPANDED_CHARACTERS} characters.")

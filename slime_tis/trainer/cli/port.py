@@ -14,7 +14,6 @@ from typing import Any
 from slime_tis.hf_directory import read_model_config
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.launch_script import END, NAME, OUTPUT, UNSET, Launch, legible, read_launch
-from slime_tis.trainer.cli.options import read_value
 from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
 from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for, disagreement, is_checked
 from slime_tis.trainer.options.words import Flag, flags_of
@@ -189,13 +188,9 @@ def _port_flag(flag: Flag, given: Given, model: Mapping[str, Any] | None, ported
     elif flag.name not in FLAGS and not flag.name.startswith("--sglang-"):
         ported.note(UNKNOWN, f"{shown}: neither train.py nor slime is known to have this flag.")
     elif not _port_changed(flag, given, ported):
-        problem = "" if is_open else _problem(flag)
         if is_open:
             ported.note(TODO, f"{shown}: the script does not set the variable; set it, or write the value.")
-        if problem:
-            ported.note(TODO, f"{problem} It is dropped.")
-        else:
-            ported.flags[flag.name] = flag.values
+        ported.flags[flag.name] = flag.values
 
 
 def _port_changed(flag: Flag, given: Given, ported: Ported) -> bool:
@@ -226,20 +221,6 @@ def _option_of(flag: str) -> str:
     name = flag[2:].replace("-", "_")
     name = name if name in OPTIONS or name in ALIASES else name.removeprefix("no_")
     return ALIASES.get(name, name)
-
-
-def _problem(flag: Flag) -> str:
-    """Why the option refuses the flag's values; empty if it accepts them."""
-    option = OPTIONS.get(_option_of(flag.name))
-    if option is None:  # a flag of SGLang servers
-        return ""
-    if option.type.kind is bool:
-        return f"{_shown(flag)}: it is a switch." if flag.values else ""
-    try:
-        read_value(flag.name, option, list(flag.values) if option.type.is_list else " ".join(flag.values))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _assign_gpus(given: Given, ported: Ported) -> None:
