@@ -55,7 +55,7 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
     from transformers import AutoConfig, GenerationConfig
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, side_files, write_hf_checkpoint
+    from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, write_hf_checkpoint
 
     path, target = Path(file), Path(directory).resolve()
     exports.check_target(target, f"OUT_DIR is {quoted_path(directory)}", "import")
@@ -76,7 +76,7 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
             sources = named_sources(tensors, config)
         except Exception as error:  # numbers and texts of the file reach transformers, tokenizers and gguf
             raise ValueError(f"{quoted_path(path)} cannot be converted: {first_line(error)}.") from error
-        unfinished = exports.begin(target, [side.name for side in side_files(Path(scratch))])
+        unfinished = exports.begin(target)
         try:
             weights = dequantized(sources, config, dtype)
             write_hf_checkpoint(unfinished, weights, like=Path(scratch), shard_bytes=SHARD_BYTES)

@@ -1,26 +1,12 @@
-"""The comparison study: its grid, and its statistics on results that are computed by hand."""
+"""The statistics of the comparison study on results that are computed by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from examples.collapse_study.cases import Grid
 from examples.collapse_study.results import Row, read_table
 from examples.comparison_study.compare import STUDY, columns, relative_accuracy, table, tie_margin
-from slime_tis.trainer.cli.arguments import configure
-from tests.checkpoints import make_checkpoint, make_task
-from tests.runs import ROOT
-
-
-def test_every_case_is_a_command_line_that_train_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for task in ("sort_digits", "sort_digits_moe", "tool_agent"):
-        make_task(tmp_path / "data" / task)
-    make_checkpoint(tmp_path / "data" / "sort_digits_moe" / "checkpoint", "qwen3_moe")
-    monkeypatch.chdir(tmp_path)
-    for case in Grid.load(STUDY).cases([0]):
-        configure(case.command(Path("runs/x")), {})
 
 
 def test_relative_accuracy_and_ties() -> None:

@@ -1,53 +1,20 @@
-"""The study on a pretrained model: its grid, what is omitted of it, its page, and the mismatch with intervals."""
+"""The study on a pretrained model: the runs that its page lists as missing, and the mismatch with intervals."""
 
-import json
 import math
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.collapse_study import report, run
+from examples.collapse_study import report
 from examples.collapse_study.cases import Grid, Study
-from examples.collapse_study.results import Row, read_table, summarize
+from examples.collapse_study.results import Row, summarize
 from examples.real_model_study import mismatch
 from examples.tables import read_rows, write_rows
-from slime_tis.trainer.cli.arguments import configure
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
 STUDY = Study(ROOT / "examples" / "real_model_study")
-
-
-@pytest.fixture
-def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The paths that train.yaml names, in a checkout that has not made them."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    prompts = tmp_path / "data" / "smollm2" / "study_prompts"
-    prompts.mkdir(parents=True)
-    for name in ("checkpoint", "checkpoint_bf16"):
-        checkpoint = tmp_path / "data" / "smollm2" / name
-        checkpoint.mkdir()
-        (checkpoint / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    for name in ("train.jsonl", "eval.jsonl"):
-        (prompts / name).write_text('{"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}\n')
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("data")
-def test_every_case_is_a_command_line_that_train_accepts() -> None:
-    cases = Grid.load(STUDY).cases([3])
-    found = {(case.scenario, case.correction): configure(case.command(STUDY.runs / case.name), {}) for case in cases}
-    assert len(found) == 25
-    of_both = {name: got.correction for (scenario, name), got in found.items() if scenario == "both"}
-    assert of_both["sequence TIS"].tis_level == "sequence"
-    assert of_both["geometric RS by z-score"].rs_z_score == 3
-    assert of_both["bypass PPO"].use_rollout_logprobs
-    assert {got.megatron.seed for got in found.values()} == {3}
-    rounding = Study(ROOT / "examples" / "rounding_study")
-    assert all(configure(case.command(rounding.runs / case.name), {}) for case in Grid.load(rounding).cases([3]))
 
 
 def row_of(scenario: str, correction: str, seed: int, flags: str = "") -> Row:
@@ -69,30 +36,10 @@ def test_what_was_not_run_is_listed() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["real_model_study", "rounding_study", "tool_agent_study"])
-def test_the_page_of_a_study_shows_its_table(name: str) -> None:
-    study = Study(ROOT / "examples" / name)
-    rows, page = read_table(study.results), study.page.read_text(encoding="utf-8")
-    cases = {case.key: " ".join(case.flags) for case in Grid.load(study).cases(report.SEEDS)}
-    assert {key: row.flags for key, row in rows.items()}.items() <= cases.items(), "grid.yaml has other flags"
-    shown = report.table(rows.values()) + report.not_run(rows.values(), Grid.load(study))
-    assert f"{report.begin('results')}{shown}\n{report.END}" in page, "run `make docs`"
-
-
 def test_the_page_shows_the_measured_mismatch() -> None:
     page = STUDY.page.read_text(encoding="utf-8")
     measured = mismatch.table(read_rows(mismatch.RESULTS, mismatch.Row))
     assert f"{report.begin('mismatch')}{measured}\n{report.END}" in page, "run `make docs`"
-
-
-@pytest.mark.usefixtures("data")
-def test_the_commands_shown_are_accepted() -> None:
-    text = (STUDY.directory / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"^python -m examples\.collapse_study\.run (?:.*\\\n)*.*$", text, re.M)
-    options = run.parse(shlex.split(shown.replace("\\\n", " "))[3:])
-    cases = Grid.load(options.study).chosen(options.scenarios, options.corrections).cases([0], options.more)
-    assert [case.correction for case in cases] == ["standard PPO", "token TIS"] and options.missing
-    assert all(configure(case.command(options.runs), {}).loop.num_rollout == 4 for case in cases)
 
 
 def test_estimates_by_hand() -> None:

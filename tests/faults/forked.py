@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,6 @@ class Outcome:
     """Exit status, negative for a signal; None after a timeout."""
     output: str
     error: str
-    seconds: float
 
     @property
     def traceback(self) -> bool:
@@ -30,23 +29,9 @@ class ForkedRun:
     """A run of train.py in a forked process with its own process group."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        directory: Path,
-        *,
-        environ: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        before: Callable[[], None] = lambda: None,
+        self, argv: Sequence[str], directory: Path, *, cwd: Path | None = None, before: Callable[[], object] = int
     ) -> None:
-        """Starts the run.
-
-        Args:
-            argv: The command line without the program's name.
-            directory: Directory of the output; made if missing.
-            environ: Variables added to the environment.
-            cwd: Working directory of the run.
-            before: Called in the child before the run, for example to limit its resources.
-        """
+        """Starts the run with its output in `directory`; `before` is called in the child, to limit its resources."""
         import slime_tis.trainer.train  # noqa: F401  before the fork, so that children have it
         from slime_tis.main import train
 
@@ -56,17 +41,8 @@ class ForkedRun:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
-        if self.pid == 0:
-            self._child(train, argv, environ or {}, cwd, before)
-
-    def _child(
-        self,
-        main: Callable[[], int],
-        argv: Sequence[str],
-        environ: Mapping[str, str],
-        cwd: Path | None,
-        before: Callable[[], None],
-    ) -> None:
+        if self.pid:
+            return
         status = 1
         try:
             os.setpgid(0, 0)
@@ -76,12 +52,10 @@ class ForkedRun:
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), descriptor)
             sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8")
             sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8")
-            os.environ.update(environ)
-            if cwd is not None:
-                os.chdir(cwd)
+            os.chdir(cwd or ".")
             sys.argv[1:] = argv  # as in `python train.py`
             before()
-            status = main()
+            status = train()
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1
         except BaseException:
@@ -100,23 +74,15 @@ class ForkedRun:
     def wait(self, timeout: float) -> Outcome:
         """Waits until the run ends; kills its group after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        status: int | None = None
-        while True:
-            pid, code = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                status = os.waitstatus_to_exitcode(code)
-                break
-            if time.monotonic() > deadline:
-                os.killpg(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                break
+        pid, code = os.waitpid(self.pid, os.WNOHANG)
+        while not pid and time.monotonic() < deadline:
             time.sleep(0.01)
-        return Outcome(
-            status=status,
-            output=self.stdout.read_text(errors="replace") if self.stdout.exists() else "",
-            error=self.stderr.read_text(errors="replace") if self.stderr.exists() else "",
-            seconds=time.monotonic() - self.started,
-        )
+            pid, code = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        output, error = (path.read_text(errors="replace") for path in (self.stdout, self.stderr))
+        return Outcome(status=os.waitstatus_to_exitcode(code) if pid else None, output=output, error=error)
 
 
 def run_forked(
@@ -124,12 +90,11 @@ def run_forked(
     directory: Path,
     *,
     timeout: float = 60,
-    environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[], object] = int,
 ) -> Outcome:
     """Runs train.py in a forked child until it ends."""
-    return ForkedRun(argv, directory, environ=environ, cwd=cwd, before=before).wait(timeout)
+    return ForkedRun(argv, directory, cwd=cwd, before=before).wait(timeout)
 
 
 def group_is_empty(group: int) -> bool:

@@ -10,7 +10,7 @@ from tests.storage.killed import killed_at_each_operation
 
 def export(target: Path, content: str) -> None:
     exports.check_target(target, "--save-hf is 'hf'", "export")
-    unfinished = exports.begin(target, ["config.json"])
+    unfinished = exports.begin(target)
     (unfinished / "config.json").write_text(content)
     (unfinished / "part-0.safetensors").write_text(content)
     (unfinished / "part-0.safetensors").rename(unfinished / "model.safetensors")
@@ -47,7 +47,7 @@ def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the
     "make",
     [
         lambda left: (left / "thesis.txt").write_text("mine"),
-        lambda left: [(left / name).write_text("") for name in (exports.PARTIAL_MARKER, "thesis.txt")],
+        lambda left: [(left / name).write_text("") for name in ("config.json", "thesis.txt")],
         lambda left: (left.rmdir(), left.write_text("mine")),
         lambda left: (left.rmdir(), left.symlink_to("elsewhere")),
     ],

@@ -31,16 +31,11 @@ CHARACTERS_PER_TOKEN = 1000
 MAX_LISTED_KEYS = 20
 Row = tuple[str, dict[str, Any]]
 """File and line for messages, and the row."""
-FORMATS = {
-    b"\x1f\x8b": "is compressed with gzip; unpack it",
-    b"PK\x03\x04": "is a zip archive; unpack it",
-    b"BZh": "is compressed with bzip2; unpack it",
-    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it",
-    b"\xfd7zXZ": "is compressed with xz; unpack it",
-    b"PAR1": "is parquet; let its name end in .parquet",
-    codecs.BOM_UTF16_LE: "is UTF-16; save it as UTF-8",
-    codecs.BOM_UTF16_BE: "is UTF-16; save it as UTF-8",
-}
+NOT_JSONL = (
+    *(b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PAR1"),
+    *(codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+)
+"""First bytes of gzip, zip, bzip2, zstd, xz, parquet and UTF-16."""
 HEAD = 4096
 """Bytes that are checked before anything is built."""
 
@@ -188,20 +183,12 @@ def _drop_long(prompts: list[Prompt], rows: int, max_prompt_len: int | None, pat
         return prompts
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len]
     if not kept:
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        shortest = f"has {min(lengths)} tokens" if lengths else "is far longer"
         raise ValueError(
-            f"--rollout-max-prompt-len is {max_prompt_len}, but the shortest prompt of {str(path)!r} {shortest}; "
-            "raise it."
+            f"--rollout-max-prompt-len is {max_prompt_len}, but all prompts of {path} are longer; raise it."
         )
     if len(kept) < rows:
-        logger.warning(
-            "%d of %d prompts of %s are longer than --rollout-max-prompt-len %d and are omitted.",
-            rows - len(kept),
-            rows,
-            path,
-            max_prompt_len,
-        )
+        omitted = f"{rows - len(kept)} of {rows} prompts of {path}"
+        logger.warning("%s are longer than --rollout-max-prompt-len %d and are omitted.", omitted, max_prompt_len)
     return kept
 
 
@@ -289,11 +276,11 @@ def check_is_text(path: Path) -> None:
         if not head.startswith(b"PAR1"):
             raise ValueError(f"{path} is not a parquet file despite its name; JSONL files end in .jsonl.")
         return
-    for magic, advice in FORMATS.items():
-        if head.startswith(magic):
-            raise ValueError(f"{path} {advice}.")
-    if b"\0" in head:
-        raise ValueError(f"{path} is binary, but must hold a JSON object on each line, or be parquet.")
+    if head.startswith(NOT_JSONL) or b"\0" in head:
+        raise ValueError(
+            f"{path} is compressed, UTF-16 or binary, but must hold a JSON object on each line in UTF-8, or be parquet "
+            "with a name that ends in .parquet."
+        )
 
 
 def rows_of(path: Path) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from slime_tis.trainer.collectives import on_every_rank
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.storage import checkpoints as files
 from slime_tis.trainer.storage import exports
-from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, side_files, write_hf_checkpoint
+from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, write_hf_checkpoint
 
 SET_BY_STATE = ("params", "step", "lr", "weight_decay")
 """Entries of an optimizer's parameter groups that are not options: parameters, and values that the scheduler sets."""
@@ -173,7 +173,7 @@ def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
     final, like = Path(directory).resolve(), Path(engine.config.hf_checkpoint)
     unfinished = None
     try:
-        unfinished = exports.begin(final, [file.name for file in side_files(like)])
+        unfinished = exports.begin(final)
         write_hf_checkpoint(unfinished, tensors, like=like, shard_bytes=SHARD_BYTES)
         return exports.finish(unfinished, final)
     except OSError as error:

@@ -6,20 +6,14 @@ An export lists its files in `.slime_tis_export.json`; other files are never rem
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from slime_tis.errors import quoted_path
-from slime_tis.files import write_atomically
-from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
+from slime_tis.trainer.storage.directories import exchange, remove_files
 
-MARKER, PARTIAL_MARKER = ".slime_tis_export.json", ".slime_tis_export.json.partial"
-"""List of an export's files, and its temporary name (`files.atomic_path`)."""
-WEIGHTS = re.compile(
-    rf"part-[0-9]+\.safetensors|model(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors(\.index\.json)?|{SAFETENSORS_PARTIAL}"
-)
-"""Names of weight files, which are not known before they are written."""
+MARKER = ".slime_tis_export.json"
+"""List of an export's files."""
 
 
 def check_target(directory: Path, subject: str, kind: str) -> None:
@@ -28,7 +22,8 @@ def check_target(directory: Path, subject: str, kind: str) -> None:
     if problem is not None:
         raise ValueError(f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
     left = _unfinished(directory)
-    if os.path.lexists(left) and not _is_own_unfinished(left):
+    is_own = left.is_dir() and not left.is_symlink() and ((left / MARKER).is_file() or not os.listdir(left))
+    if os.path.lexists(left) and not is_own:
         raise ValueError(f"{subject} but {quoted_path(left)} is in its way; move that or give another.")
 
 
@@ -52,23 +47,19 @@ def replaceable(directory: Path) -> str | None:
     return None
 
 
-def begin(directory: Path, names: Iterable[str]) -> Path:
-    """Makes the directory of an unfinished export, replacing a killed run's; `names` are its files except weights."""
+def begin(directory: Path) -> Path:
+    """Makes the directory of an unfinished export, replacing a killed run's."""
     unfinished = _unfinished(directory)
     discard(unfinished)
-    unfinished.mkdir(parents=True)
-    _write_marker(unfinished, names)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    _write_marker(unfinished, [])
     return unfinished
 
 
 def discard(unfinished: Path) -> None:
-    """Removes only the own files of an unfinished export, if it exists."""
-    if unfinished.is_dir() and not unfinished.is_symlink():
-        own = [PARTIAL_MARKER]
-        if (unfinished / MARKER).is_file():
-            weights = [path.name for path in unfinished.iterdir() if WEIGHTS.fullmatch(path.name)]
-            own = [*_listed(unfinished), *weights, PARTIAL_MARKER, MARKER]
-        remove_files(unfinished, own)
+    """Removes an unfinished export with its marker last, if it exists."""
+    if (unfinished / MARKER).is_file() and not unfinished.is_symlink():
+        remove_files(unfinished, sorted(os.listdir(unfinished), key=lambda name: name == MARKER))
 
 
 def finish(unfinished: Path, directory: Path) -> Path:
@@ -93,12 +84,6 @@ def _unfinished(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.unfinished")
 
 
-def _is_own_unfinished(unfinished: Path) -> bool:
-    if unfinished.is_symlink() or not unfinished.is_dir():
-        return False
-    return (unfinished / MARKER).is_file() or set(os.listdir(unfinished)) <= {PARTIAL_MARKER}
-
-
 def _listed(directory: Path) -> set[str]:
     """Returns the file names in the marker of an export; none without a valid marker."""
     try:
@@ -111,4 +96,4 @@ def _listed(directory: Path) -> set[str]:
 
 def _write_marker(directory: Path, names: Iterable[str]) -> None:
     marker = {"written_by": "slime_tis", "files": sorted(names)}
-    write_atomically(directory / MARKER, json.dumps(marker, indent=2) + "\n")
+    (directory / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
