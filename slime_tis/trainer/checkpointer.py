@@ -11,7 +11,7 @@ from typing import Any
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation
+from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation, is_due
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoints import checkpoints
@@ -158,10 +158,7 @@ class Checkpointer:
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
         """Returns whether a checkpoint is due after this number of rollouts; never without --save."""
-        interval = self.config.save_interval
-        if self.config.save is None:
-            return False
-        return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
+        return self.config.save is not None and is_due(self.config.save_interval, rollout_id, num_rollout)
 
     def save_before_stopping(self) -> str:
         """Saves the position, unless it is saved already; returns a message that names the directory."""

@@ -32,6 +32,11 @@ EVALUATION_OPTIONS = (
 """Options that decide what a held-out accuracy means."""
 
 
+def is_due(interval: int | None, rollout_id: int, num_rollout: int) -> bool:
+    """Returns whether something is due after a number of rollouts: every `interval` rollouts and after the last one."""
+    return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
+
+
 @dataclass(kw_only=True)
 class Evaluation:
     """Evaluates the policy on the held-out prompt sets and stores the first and the last accuracy."""
@@ -55,11 +60,6 @@ class Evaluation:
     is_overdue: bool = False
     """Whether a signal ended an evaluation, which a resumed run makes."""
     _answers: RolloutEngine | None = field(default=None, init=False)
-
-    def is_due(self, rollout_id: int, num_rollout: int) -> bool:
-        """Returns whether an evaluation is due after this number of rollouts."""
-        interval = self.config.eval_interval
-        return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
 
     def is_due_first(self, rollout_id: int) -> bool:
         """Returns whether the loop starts with an evaluation: before training, or to repeat an interrupted one."""

@@ -6,7 +6,7 @@ user functions → checkpoint to resume → data → learner → rollout engine 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,11 +131,10 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.state.run
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
-    learner = build_learner(process, functions, data, run_id)
+    learner = build_learner(process, functions, data)
     weights = PolicyWeights(learner=learner, config=arguments.rollout, megatron=arguments.megatron)
     sampler = build_sampler(process, data, weights)
-    if learner.dump is not None:
-        learner.dump.name_workers(sampler.workers)
+    learner.dump = open_dump(process, run_id, sampler.workers)
     weights.connect(sampler, data.dataset.prompts, data.sizes.context_len)
     generate = build_generate_function(
         arguments.rollout,
@@ -244,7 +243,7 @@ def check_rewards(
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
 
-def build_learner(process: Process, functions: UserFunctions, data: Data, run_id: str) -> Learner:
+def build_learner(process: Process, functions: UserFunctions, data: Data) -> Learner:
     """Builds the training engine and the learner."""
     arguments, parallel = process.arguments, process.parallel
     rollout, steps = arguments.rollout, steps_per_rollout(arguments)
@@ -260,9 +259,6 @@ def build_learner(process: Process, functions: UserFunctions, data: Data, run_id
         # one rank of several cannot stop alone
         check_interrupts=process.interrupts.check if parallel.size == 1 else lambda: None,
     )
-    dump = open_dump(arguments, parallel, run_id)
-    if dump is not None:
-        process.close_at_end(dump)
     return Learner(
         engine=engine,
         correction=arguments.correction,
@@ -271,13 +267,13 @@ def build_learner(process: Process, functions: UserFunctions, data: Data, run_id
         rollout=rollout,
         custom_tis=functions.custom_tis,
         functions=functions.objective,
-        dump=dump,
         after_step=process.interrupts.keep,
     )
 
 
-def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDump | None:
+def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDump | None:
     """Returns the writer of --save-debug-train-data; None without the flag."""
+    arguments, parallel = process.arguments, process.parallel
     pattern = arguments.loop.save_debug_train_data
     if pattern is None:
         return None
@@ -289,6 +285,7 @@ def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDum
         metadata={
             "source": "slime_tis",
             "run": run_id,
+            "workers": list(workers),
             "old_policy": old_policy_name(arguments.correction, steps_per_rollout(arguments)),
             "flags": changed_fields(arguments.correction),
             "policy": changed_fields(arguments.policy),
@@ -306,7 +303,9 @@ def open_dump(arguments: Arguments, parallel: Parallel, run_id: str) -> TrainDum
             f"--save-debug-train-data is {quoted_path(pattern)}, one file for {parallel.data_size} data-parallel "
             "ranks; add {rank} to the name."
         )
-    return TrainDump(settings, parallel.rank)
+    dump = TrainDump(settings, parallel.rank)
+    process.close_at_end(dump)
+    return dump
 
 
 def steps_per_rollout(arguments: Arguments) -> int:

@@ -34,6 +34,7 @@ from slime_tis.trainer.cli.output_paths import held_outputs
 from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.engine_check import show
 from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.evaluation import is_due
 from slime_tis.trainer.exit_status import exit_status, message_of, report_error
 from slime_tis.trainer.interrupt import Interrupted, Interrupts
 from slime_tis.trainer.megatron.checkpoint import save_hf
@@ -83,7 +84,7 @@ def learn(run: Run, rollout: Rollout) -> list[dict[str, float]]:
 
 def evaluate_when_due(run: Run) -> dict[str, float]:
     """Returns held-out metrics if an evaluation is due after this rollout; otherwise an empty dictionary."""
-    if not run.evaluation.is_due(run.rollout_id, run.num_rollout):
+    if not is_due(run.arguments.rollout.eval_interval, run.rollout_id, run.num_rollout):
         return {}
     try:
         with run.interrupts.abandonable():

@@ -90,11 +90,6 @@ class TrainDump:
         self._thread = ThreadPoolExecutor(1, "train dump")
         self._writes: list[Future[None]] = []
 
-    def name_workers(self, workers: Sequence[str]) -> None:
-        """Adds the names of the rollout servers to the metadata of all files."""
-        metadata = {**self._settings.metadata, "workers": list(workers)}
-        self._settings = replace(self._settings, metadata=metadata)
-
     def add(self, step: StepDump) -> None:
         """Adds a step of the current rollout."""
         self._steps.append(step)

@@ -24,7 +24,7 @@ from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, WeightRounder, coarser
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.learner import Learner
-from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
@@ -65,10 +65,6 @@ class SyncCheck:
     """Log-probs [L] of the probe by the training engine at the previous check."""
     received_L: dict[str, Tensor] = field(default_factory=dict)
     """Log-probs [L] of the probe by each copy of the rollout engine's weights at the previous check."""
-
-    def bound_in(self, precision: Precision | None) -> float:
-        """Returns the bound for a rollout engine of this precision; None counts as fp8."""
-        return self.bound if self.bound is not None else max_gap(self.trains_in, precision, len(self.probe) - 1)
 
 
 def max_gap(trains_in: Precision, samples_in: Precision | None, tokens: int) -> float:
@@ -161,12 +157,13 @@ def check_weight_sync(
             first = f" (first: {names[0]!r})" if names else ""
             raise ValueError(f"{after} {count} tensors of {copy} differ from the sent tensors{first}.")
     precision, share = _expectation(engine, updates, check.trains_in)
-    bound = check.bound_in(precision)
+    bound = max_gap(check.trains_in, precision, len(check.probe) - 1) if check.bound is None else check.bound
     trained_L: Tensor | None = None
     received_L: dict[str, Tensor] = {}
     comparisons: list[Comparison] = []
     for copy, log_probs in sampler.prompt_log_probs(check.probe).items():
-        batch = _probe_batch(engine.parallel, check.probe, log_probs)
+        count, context = len(log_probs), (engine.parallel.context_rank, engine.parallel.context_size)
+        batch = make_batch([check.probe], [[1] * count], [log_probs], [[0] * count], *context)
         if trained_L is None:
             with engine.at_temperature(1.0):
                 trained_L = engine.log_probs(batch, [[0]])
@@ -207,13 +204,6 @@ def _expectation(
     level = engine.parallel.largest(level)
     share = engine.parallel.largest(round(1000 * min(max(received, 0.0), 1.0))) / 1000
     return (COARSENESS[level - 1] if level else None), share
-
-
-def _probe_batch(parallel: Parallel, token_ids: Sequence[int], log_probs: Sequence[float]) -> TrainingBatch:
-    """Returns this rank's slice of the probe as a batch: the first token is the prompt, the others the response."""
-    count = len(token_ids) - 1
-    context = parallel.context_rank, parallel.context_size
-    return make_batch([token_ids], [[1] * count], [log_probs], [[0] * count], *context)
 
 
 def compare(

@@ -10,6 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,17 +102,15 @@ class RewardServer:
                     break
         if response.status_code >= 500 or response.status_code in BUSY:
             raise Busy(f"HTTP status {response.status_code}")
-        if response.status_code != 200:
-            raise self._refused(f"answered with HTTP status {response.status_code}: {quoted(bytes(body[:200]))}")
-        if len(body) > MAX_ANSWER_BYTES:
-            raise self._refused(f"answered with more than {MAX_ANSWER_BYTES} bytes: {quoted(bytes(body[:200]))}")
-        try:
-            return json.loads(body.decode())
-        except (ValueError, RecursionError):
-            raise self._refused(f"answered with what is not JSON: {quoted(bytes(body[:200]))}") from None
-
-    def _refused(self, what: str) -> RolloutUnavailable:
-        return RolloutUnavailable(
-            f"the reward server {self.url} (--rm-url) {what}; it must answer with a number, or an object of numbers, "
-            "as JSON."
+        said, problem = quoted(bytes(body[:200])), f"answered with HTTP status {response.status_code}"
+        if response.status_code == 200:
+            problem = "answered with what is not JSON"
+            if len(body) > MAX_ANSWER_BYTES:
+                problem = f"answered with more than {MAX_ANSWER_BYTES} bytes"
+            else:
+                with suppress(ValueError, RecursionError):
+                    return json.loads(body.decode())
+        raise RolloutUnavailable(
+            f"the reward server {self.url} (--rm-url) {problem}: {said}; it must answer with a number, or an object of "
+            "numbers, as JSON."
         )

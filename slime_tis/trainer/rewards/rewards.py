@@ -138,8 +138,7 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
             raise ValueError(f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url.")
         if name != config.rm_type:
             check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
-        if prompt.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
-            raise ValueError(f"prompt {prompt.index} has no label, which --rm-type {name} needs; set {flags}.")
+        _check_label(prompt.index, prompt.label, name, flags)
 
 
 def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> None:
@@ -156,15 +155,17 @@ def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:
     return metadata.get("rm_type") or default
 
 
+def _check_label(index: int, label: Any, name: str, flags: str) -> None:
+    if label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
+        raise ValueError(f"prompt {index} has no label, which --rm-type {name} needs; set {flags}.")
+
+
 def _builtin_reward(
     default: str, key: RewardKey, check_interrupts: Callable[[], None], server: RewardServer | None
 ) -> ScoreGroups:
     def name_of(sample: Sample) -> str:
         name = str(_rm_type(default, sample.metadata))
-        if sample.label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
-            raise ValueError(
-                f"prompt {sample.prompt_index} has no label, which --rm-type {name} needs; set --label-key."
-            )
+        _check_label(sample.prompt_index, sample.label, name, "--label-key")
         return name
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:

@@ -37,14 +37,8 @@ async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs:
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
-def extract_answer(passage: str) -> str | None:
-    r"""Returns the contents of the last \boxed{}; None without one."""
-    return last_boxed(passage)
-
-
-def grade_answer_verl(solution_str: str, ground_truth: str) -> bool:
-    r"""Returns whether the last \boxed{} answer of a solution equals the ground truth, which may be boxed, too."""
-    return same_boxed_answer(solution_str, ground_truth)
+extract_answer, grade_answer_verl = last_boxed, same_boxed_answer
+"""slime's names."""
 
 
 def compute_score(
