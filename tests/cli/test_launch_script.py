@@ -112,8 +112,6 @@ def test_pythonpath(script, line):
 REFUSED = {
     "an open quote": ("echo\necho 'open\npython train.py", "line 2 and what follows it are not understood"),
     "no training": ("echo hello", "no command that runs train.py"),
-    "nested too deeply": ("a && " * 5000, "too deeply"),
-    "long variables": ("A=aa\n" + "A=$A$A\n" * 64 + "python train.py $A", "expand to more than"),
 }
 
 
@@ -122,14 +120,6 @@ def test_unreadable_scripts_are_refused(script, text, message):
     with pytest.raises(ValueError) as refusal:
         read_launch(script(text))
     assert message in str(refusal.value)
-
-
-def test_nothing_is_executed(script, tmp_path):
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    path = script(f"$(rm -rf {victim})\nrm -rf {victim}\n`rm -rf {victim}`\npython train.py --a $(rm -rf {victim}) --b")
-    assert words_of(path) == ["--a", OUTPUT, "--b"]
-    assert victim.exists()
 
 
 def test_other_files_are_refused(script, tmp_path):

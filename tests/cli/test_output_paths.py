@@ -33,9 +33,18 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         Path(model, "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     for name in ("train", "eval"):
         Path(f"data/{name}.jsonl").write_text('{"input": "1"}\n')
-    Path("project/thesis.txt").write_text("mine")
+    for name in (
+        "project/thesis.txt",
+        "deep/er/thesis.txt",
+        "hidden/.env",
+        ".taken.unfinished/thesis.txt",
+        "edited/mine",
+    ):
+        Path(name).parent.mkdir(exist_ok=True, parents=True)
+        Path(name).write_text("mine")
     Path("export/config.json").write_text("{}")
-    Path("export/.slime_tis_export.json").write_text('{"files": ["config.json"]}')
+    for directory, file in (("export", "config.json"), ("edited", "config.json"), ("hidden", "../file")):
+        Path(directory, ".slime_tis_export.json").write_text(json.dumps({"files": [file]}))
     Path("link").symlink_to("data")
     Path("lost").symlink_to("nowhere")
     os.mkfifo("pipe.pt")
@@ -60,6 +69,16 @@ REFUSED = {
     "--output-dir r --save-hf r": "the same as --output-dir",
     "--output-dir r --save-hf r/tensorboard/hf": "the run itself uses",
     "--save-hf project": "'thesis.txt'",
+    "--save-hf deep": "'er'",
+    "--save-hf hidden": "'.env'",
+    "--save-hf edited": "'mine'",
+    "--save-hf taken": "in its way",
+    "--save-hf lost": "broken link",
+    "--save-hf data": "above --hf-checkpoint",
+    "--save-hf .": "above",
+    "--save-hf data/../data/model/": "the same as --hf-checkpoint",
+    f"--save-hf {'x' * 300}": "File name too long",
+    "--save-hf data/train.jsonl/hf": "is a file",
     "--save-hf data/train.jsonl": "that is a file",
     "--save-hf /proc": "mount point",
     "--output-dir data/train.jsonl": "that is a file",
@@ -119,14 +138,6 @@ def test_a_file_with_the_name_of_a_report_is_not_overwritten(base: list[str]) ->
     Path("project/config.yaml").write_text("mine: 1\n")
     with pytest.raises(ValueError, match=r"--output-dir is 'project' but its config\.yaml is of no run"):
         configure([*base, "--output-dir", "project"], {})
-
-
-def test_what_is_in_the_way_of_an_unfinished_export_is_named(base: list[str]) -> None:
-    Path(".hf.unfinished").mkdir()
-    configure([*base, "--save-hf", "hf"], {})
-    Path(".hf.unfinished/thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"--save-hf is 'hf' but '.*/\.hf\.unfinished' is in its way"):
-        configure([*base, "--save-hf", "hf"], {})
 
 
 def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base: list[str]) -> None:

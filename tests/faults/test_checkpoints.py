@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from slime_tis.errors import quoted_path
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
@@ -189,40 +188,6 @@ def test_changed_options_take_effect(flags: tuple[str, ...], task: list[str], tr
     assert len(rows) == 4 and rows[-1]["train/lr"] == pytest.approx(lr)
     (report,) = [line for line in outcome.output.splitlines() if line.startswith("options changed since then: ")]
     assert words in report
-
-
-TARGETS = (
-    *(".", "/", "..", "data", "data/", "data/model", "data/model/sub", "link/model", "data/../data/model"),
-    *("save", "save/hf", "run", "run/tensorboard", "project", "deep", "hidden", "taken", "file", "file/hf"),
-    *("edited", "marked", "gone", "data/train.jsonl", "/proc", "/dev/null", "x" * 300),
-)
-
-
-def test_no_export_replaces_other_files(task: list[str], trained: Path, tmp_path: Path, tally: Any) -> None:
-    exports = tally("--save-hf over something: it survives")
-    shutil.copytree(task[task.index("--hf-checkpoint") + 1], tmp_path / "data" / "model")
-    shutil.copy(task[task.index("--prompt-data") + 1], tmp_path / "data" / "train.jsonl")
-    copy(trained, tmp_path, "save")
-    shutil.copytree(trained / "hf", tmp_path / "edited")
-    (tmp_path / "link").symlink_to("data")
-    (tmp_path / "gone").symlink_to("nowhere")
-    for name in ("project/thesis.txt", "deep/er/thesis.txt", "hidden/.env", ".taken.unfinished/thesis.txt", "file"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    for folder in ("run", "marked"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "edited" / "README.md").write_text("mine")
-    (tmp_path / "marked" / ".slime_tis_export.json").write_text('{"files": ["../file"]}')
-    (tmp_path / "marked" / "thesis.txt").write_text("mine")
-    before = tree(tmp_path)
-    flags = [*task, "--hf-checkpoint", "data/model", "--prompt-data", "data/train.jsonl", "--num-rollout", "1"]
-    flags += ["--output-dir", "run", "--load", "save"]
-    for target in TARGETS:
-        log = tmp_path.parent / "export_log"
-        outcome = run_forked([*flags, "--save-hf", target], log, cwd=tmp_path, timeout=TIMEOUT)
-        failure = refusal(outcome, 2, f"--save-hf is {quoted_path(target)}")
-        exports.record(target[:40], failure or (None if tree(tmp_path) == before else "changed"))
-    exports.check(at_least=26)
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:

@@ -175,22 +175,33 @@ INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a negative version": ("/model_info", lambda good: {**good, "weight_version": "-3"}),
     "an error with the key": ("/model_info", ERRORS["an error with the key"]),
     "an error that steers": ("/health", ERRORS["an error that steers the terminal"]),
+    "a router's bomb": ("/workers", GENERATE["gzip bomb"]),
+    "a router's nested arrays": ("/workers", lambda good: nested(100_000)),
+    "a router's URL with the key": (
+        "/workers",
+        lambda good: {"workers": [{"url": f"http://127.0.0.1:1/{KEY}?k={KEY}"}]},
+    ),
+    "a router's error with the key": ("/workers", ERRORS["an error with the key"]),
 }
 
 
-def test_what_a_hostile_server_says_of_itself_is_not_believed(
+def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(
     tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    t = tally("hostile /model_info, /server_info and /health at the start")
+    t = tally("hostile /model_info, /server_info, /health and /workers at the start")
 
     def start(path: str, spoil: Callable[[Any], Any]) -> str | None:
         with hostiles(1) as (server,):
-            server.answers[path] = spoil
+            server.workers, server.answers[path] = [server], spoil
+            where = urlsplit(server.url)
+            router = {"sglang_url": None, "sglang_router_ip": where.hostname, "sglang_router_port": where.port}
             try:
-                with engine_on([server], checkpoint, sglang_startup_timeout=0.3):
+                with engine_on(
+                    [server], checkpoint, sglang_startup_timeout=0.3, **router if path == "/workers" else {}
+                ):
                     return "was believed"
-            except RolloutUnavailable as error:
-                return seen_in(str(error)) if server.url in str(error) else str(error)
+            except (ValueError, RolloutUnavailable) as error:
+                return seen_in(str(error)) if path == "/workers" or server.url in str(error) else str(error)
 
     for name, (path, spoil) in INFO.items():
         t.record(name, judged(lambda p=path, s=spoil: start(p, s), caplog))
@@ -223,32 +234,4 @@ def test_updates_that_hostile_servers_spoil(tally: Any, checkpoint: Path, caplog
 
     for name, (path, spoil) in UPDATES.items():
         t.record(name, judged(lambda p=path, s=spoil: update(p, s), caplog))
-    t.check()
-
-
-WORKERS: dict[str, Callable[[Any], Any]] = {
-    "a bomb": GENERATE["gzip bomb"],
-    "nested arrays": lambda good: nested(100_000),
-    "the key in a URL": lambda good: {"workers": [{"url": f"http://127.0.0.1:1/{KEY}?key={KEY}"}]},
-    "an error with the key": ERRORS["an error with the key"],
-}
-
-
-def test_hostile_routers(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    t = tally("hostile routers")
-
-    def start(spoil: Callable[[Any], Any]) -> str | None:
-        with hostiles(1) as (router,):
-            router.workers = [router]
-            router.answers["/workers"] = spoil
-            where = urlsplit(router.url)
-            ip = {"sglang_url": None, "sglang_router_ip": where.hostname, "sglang_router_port": where.port}
-            try:
-                with engine_on([router], checkpoint, sglang_startup_timeout=0.3, **ip):
-                    return "was believed"
-            except (ValueError, RolloutUnavailable) as error:
-                return seen_in(str(error))
-
-    for name, spoil in WORKERS.items():
-        t.record(name, judged(lambda s=spoil: start(s), caplog))
     t.check()

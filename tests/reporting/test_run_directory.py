@@ -51,14 +51,6 @@ def test_a_resumed_run_does_not_mix_its_metrics_with_another_ones(tmp_path):
     assert [(path / "metrics.jsonl").read_text() for path in (first, second)] == ['{"step": 1}\n', '{"step": 2}\n']
 
 
-def test_a_file_that_no_run_wrote_is_found(tmp_path):
-    assert foreign_file(tmp_path) is None
-    (tmp_path / "config.yaml").write_text("mine: 1\n")
-    assert foreign_file(tmp_path) == "config.yaml"
-    (tmp_path / "metrics.jsonl").write_text("")  # of an earlier version's run
-    assert foreign_file(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     "line",
     [b"[1]", b'{"loss": 1}', b'{"step": 1, "x": "\xff"}', b'{"step": 1', b"[" * 100_000],
