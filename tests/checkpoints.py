@@ -94,12 +94,6 @@ def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: An
 
     Weights are ten times larger than the families' initialization, so that the next-token distribution is far from
     uniform. Norm weights and biases differ from 1 and 0, so that a converter that swaps them fails.
-
-    Args:
-        path: directory to write.
-        family: a key of `FAMILIES`.
-        seed: of the weights.
-        **sizes: fields of the family's configuration that override `SIZES`.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(

@@ -40,13 +40,8 @@ def write_gguf(
 ) -> PreTrainedModel:
     """Writes `source` and `model.gguf` as llama.cpp does; returns the model that the GGUF file contains.
 
-    Args:
-        directory: where both are written.
-        family: llama, qwen2 or qwen3.
-        kind: GGUF's type of the matrices; vectors are F32.
-        drop: name of a tensor to omit.
-        tied: whether the output layer is the embedding.
-        metadata: additional keys, with `__` for the dots; None removes a key.
+    Matrices have the type `kind`. The tensor `drop` is omitted. `metadata` has further keys, with `__` for the dots;
+    None removes a key.
     """
     source = make_source(directory / "source", family, hidden_size=64, head_dim=16, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -85,12 +85,7 @@ def attempt(argv: Sequence[str]) -> tuple[int | None, str]:
 
 
 def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
-    """What is wrong with how a command line is taken; None where nothing is.
-
-    Args:
-        argv: the command line.
-        refused: whether it has to be refused, or accepted; None where either will do.
-    """
+    """What is wrong with how a command line is taken, or None; it may be refused or not where `refused` is None."""
     started = time.process_time()
     status, said = attempt(argv)
     seconds = time.process_time() - started
