@@ -27,7 +27,8 @@ from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.errors import first_line
 from slime_tis.trainer.collectives import on_rank_zero
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.engines.build import training_sampling
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.parallel import Parallel
@@ -79,10 +80,6 @@ class EngineCheck:
     learner: Learner
     sampler: RolloutEngine
     prompts: Sequence[Prompt]
-    sampling: Sampling
-    seed: int
-    """--rollout-seed."""
-    hf_checkpoint: Path
     path: Path
     """Dump of the answers if the engines disagree."""
     repeats: bool
@@ -118,8 +115,9 @@ class EngineCheck:
         layer = ""
         parallel = self.learner.parallel
         if fault.is_in_training and parallel.pipeline_size * parallel.context_size == 1:
-            layer = first_different_layer(self.learner, samples[0], str(self.hf_checkpoint))
-        command = f"`slime-tis diagnose {self.path} --hf-checkpoint {self.hf_checkpoint}` scores the answers again."
+            layer = first_different_layer(self.learner, samples[0])
+        checkpoint = self.learner.engine.config.hf_checkpoint
+        command = f"`slime-tis diagnose {self.path} --hf-checkpoint {checkpoint}` scores the answers again."
         message = f"the engines disagree before the first step: {size}. {fault.sentence}{layer} {command}"
         return self._alarm(message, stops=fault.is_certain)
 
@@ -145,12 +143,10 @@ class EngineCheck:
 
     def _compare(self) -> tuple[list[Sample], TokenTable, float] | None:
         """The rollout engine's answers, both engines' log-probs, and mean |Δ|; None without answers; a collective."""
-        sampling = replace(
-            self.sampling,
-            n_samples=SAMPLES_PER_PROMPT,
-            max_response_len=min(RESPONSE_TOKENS, self.sampling.max_response_len),
-        )
-        groups = self.sampler.generate(self.prompts, sampling, (self.seed << 32) + SEED)
+        options = self.learner.rollout
+        length = min(RESPONSE_TOKENS, options.rollout_max_response_len)
+        sampling = replace(training_sampling(options), n_samples=SAMPLES_PER_PROMPT, max_response_len=length)
+        groups = self.sampler.generate(self.prompts, sampling, (options.rollout_seed << 32) + SEED)
         samples = [sample for group in groups for sample in group if sample.response_length]
         if not samples:
             return None
@@ -174,7 +170,7 @@ class EngineCheck:
             )
             for sample, row in zip(samples, rows, strict=True)
         ]
-        metadata = {"source": "slime_tis", "temperature": self.sampling.temperature}
+        metadata = {"source": "slime_tis", "temperature": sampling.temperature}
         table = TokenTable.from_parts(parts, {**metadata, "workers": list(self.sampler.workers)})
         return samples, table, comparison.gap
 
@@ -186,10 +182,11 @@ class EngineCheck:
         if not (is_large or is_named):
             return None
         sentence, is_proven, engine = f"The likely cause: {finding.title}.", False, ""
-        if sum(file.stat().st_size for file in self.hf_checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
+        checkpoint = Path(self.learner.engine.config.hf_checkpoint)
+        if sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
             try:
                 own = table.of_worker(diagnosis.server) if diagnosis.server else table
-                _, proof = prove(own, str(self.hf_checkpoint))
+                _, proof = prove(own, str(checkpoint))
             except Exception as error:  # a check that fails does not end the run
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"
             else:
@@ -221,7 +218,7 @@ def outputs_of(modules: Iterable[Module]) -> Iterator[list[Tensor]]:
 
 
 @torch.no_grad()
-def first_different_layer(learner: Learner, sample: Sample, hf_checkpoint: str) -> str:
+def first_different_layer(learner: Learner, sample: Sample) -> str:
     """Names the first hidden states of a sample that differ between training and transformers; a collective.
 
     Every rank has all layers, and whole sequences unless sequence parallelism splits them.
@@ -233,7 +230,7 @@ def first_different_layer(learner: Learner, sample: Sample, hf_checkpoint: str) 
         learner.score([sample])
 
     def reference() -> list[Tensor]:
-        model = load_model(hf_checkpoint)
+        model = load_model(engine.hf_checkpoint)
         with outputs_of([model.get_input_embeddings(), *model.model.layers]) as outputs:
             model(torch.tensor([sample.tokens]))
         return outputs

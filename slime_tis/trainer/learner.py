@@ -77,10 +77,6 @@ class Learner:
         """The parallel layout."""
         return self.engine.parallel
 
-    @property
-    def _uses_rollout_routing(self) -> bool:
-        return self.rollout.use_rollout_routing_replay or self.rollout.measure_routing_mismatch is not None
-
     def train(
         self, groups: Sequence[Sequence[Sample]], user_advantages: Sequence[float] | None = None
     ) -> list[dict[str, float]]:
@@ -237,7 +233,7 @@ class Learner:
 
     def _with_routing(self, samples: Sequence[Sample], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
         batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
-        if not self._uses_rollout_routing or sizes is None:
+        if not self.rollout.records_routed_experts or sizes is None:
             return batch, 0
         replays_weights = self.rollout.routing_replay_weights
         is_usable = [
@@ -322,7 +318,7 @@ class Learner:
         self._dump(step, advantages, recorded, known)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()
-            if self._uses_rollout_routing:
+            if self.rollout.records_routed_experts:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if isinstance(loss, MeasuredLoss):
                 trained = WITH_REPLAY if self.rollout.use_rollout_routing_replay else WITHOUT_REPLAY

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -91,10 +90,6 @@ class SampleSource:
             measured["rollout/raw_reward"] = sum(shaped.raw) / len(shaped.raw)
         measured |= self.sampler.metrics() | self.unfinished.metrics()
         return Rollout(groups=groups, metrics=measured, advantages=None if shaped is None else shaped.advantages)
-
-    def state(self) -> dict[str, Any]:
-        """State of the prompts before those in flight, which a resumed run samples again."""
-        return self.prefetcher.state_dict()
 
     def _load(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
         loop, rollout = self.arguments.loop, self.arguments.rollout

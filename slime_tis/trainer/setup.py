@@ -342,9 +342,6 @@ def build_engine_check(
         learner=weights.learner,
         sampler=weights.sampler,
         prompts=data.dataset.prompts,
-        sampling=training_sampling(rollout),
-        seed=rollout.rollout_seed,
-        hf_checkpoint=Path(arguments.megatron.hf_checkpoint),
         path=Path(arguments.reporting.output_dir) / "engine_check.pt",
         repeats=rollout.rollout_engine == "sglang",
     )

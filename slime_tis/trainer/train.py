@@ -118,7 +118,7 @@ def position(run: Run) -> Position:
     return Position(
         step=run.learner.step,
         rollout_id=run.rollout_id,
-        dataset=run.samples.state(),
+        dataset=run.samples.prefetcher.state_dict(),
         unfinished=run.samples.unfinished.groups(),
     )
 

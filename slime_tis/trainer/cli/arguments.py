@@ -16,6 +16,7 @@ from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, warnings_of
 from slime_tis.trainer.cli.command_line import (
     Flags,
+    SourceConfig,
     build,
     make_parser,
     merge_sources,
@@ -30,7 +31,7 @@ from slime_tis.trainer.cli.preflight import check_files, check_model, check_weig
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
 from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
 from slime_tis.trainer.megatron.environment import read_environment
-from slime_tis.trainer.options.loop import MOST_SAMPLES, CodeConfig, LoopConfig
+from slime_tis.trainer.options.loop import MOST_SAMPLES, LoopConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
@@ -70,7 +71,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
             sglang=build(SGLangConfig, options),
             loop=_resolve_steps(rollout, build(LoopConfig, options).with_dump_patterns()),
             reporting=build(ReportingConfig, options),
-            custom_tis_function_path=build(CodeConfig, options).custom_tis_function_path,
+            custom_tis_function_path=build(SourceConfig, options).custom_tis_function_path,
             namespace=argparse.Namespace(),
             user_options=user_options(options),
         )
@@ -258,7 +259,7 @@ def read_correction(
     given = {name: values[name].value for name in flags.given if name in PolicyConfig.__dataclass_fields__}
     policy = dataclasses.replace(policy, **given)
     correction = build(RolloutCorrectionConfig, values)
-    path = build(CodeConfig, values).custom_tis_function_path
+    path = build(SourceConfig, values).custom_tis_function_path
     if path and not correction.corrects:
         raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
     known = dataclasses.asdict(policy) | dataclasses.asdict(correction)

@@ -11,7 +11,7 @@ from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.command_line import CommandLine, SourceConfig
 from slime_tis.trainer.cli.options import declare_options
-from slime_tis.trainer.options.loop import CodeConfig, LoopConfig
+from slime_tis.trainer.options.loop import LoopConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
@@ -42,7 +42,6 @@ class Arguments:
 CONFIGS = (
     SourceConfig,
     RolloutCorrectionConfig,
-    CodeConfig,
     PolicyConfig,
     MegatronConfig,
     RolloutConfig,

@@ -33,17 +33,13 @@ def _adapter(option: str) -> TypeAdapter[Any]:
     return TypeAdapter(USER_FUNCTIONS[option].returns, config=ConfigDict(arbitrary_types_allowed=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleSnapshot:
-    """The fields of a sample before a user function gets it."""
+SampleSnapshot = tuple[tuple[Any, ...], list[int]]
+"""Fields of a sample that a user function may not change, and its loss mask, before the function gets it."""
 
-    fixed: tuple[Any, ...]
-    loss_mask: list[int]
 
-    @classmethod
-    def of(cls, sample: Sample) -> SampleSnapshot:
-        """Copies the fields."""
-        return cls(fixed=_fixed(sample), loss_mask=list(sample.loss_mask))
+def snapshot(sample: Sample) -> SampleSnapshot:
+    """Copies the fields."""
+    return _fixed(sample), list(sample.loss_mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +53,9 @@ class SampleEdits:
     @classmethod
     def since(cls, before: SampleSnapshot, sample: Sample, function: str) -> SampleEdits:
         """Returns the edits since a snapshot; raises CustomFunctionError for an edit that is not allowed."""
-        mask = sample.loss_mask
-        is_mask = isinstance(mask, list) and len(mask) == len(before.loss_mask) and set(mask) <= {0, 1}
-        if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != before.fixed:
+        (fixed, old_mask), mask = before, sample.loss_mask
+        is_mask = isinstance(mask, list) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
+        if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != fixed:
             raise CustomFunctionError(
                 f"{function} changed a sample of prompt {sample.prompt_index}; it may set metadata (a dict), loss_mask "
                 "(0 or 1 for each response token) and remove_sample, nothing else."
@@ -67,7 +63,7 @@ class SampleEdits:
         metadata = json_object(sample.metadata, "its metadata")
         return cls(
             metadata=None if metadata == getattr(sample.prompt_row, "metadata", None) else metadata,
-            loss_mask=None if mask == before.loss_mask else [int(value) for value in mask],
+            loss_mask=None if mask == old_mask else [int(value) for value in mask],
             remove_sample=bool(sample.remove_sample),
         )
 

@@ -1,4 +1,4 @@
-"""Options of the training loop and of user code."""
+"""Options of the training loop."""
 
 import dataclasses
 import string
@@ -10,8 +10,6 @@ from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, option
 
 loop_option = partial(option, group="training loop")
-
-correction_option = partial(option, group="rollout correction")
 
 debug_option = partial(option, group="debugging")
 
@@ -58,19 +56,16 @@ class LoopConfig:
             raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
         if self.num_rollout is not None and self.num_epoch is not None:
             raise ValueError("--num-rollout and --num-epoch are both given; remove one of the two.")
-        _check_pattern("--save-debug-rollout-data", saved, ("rollout_id",))
-        _check_pattern("--load-debug-rollout-data", self.load_debug_rollout_data, ("rollout_id",))
-        _check_pattern("--save-debug-train-data", trained, ("rollout_id", "rank"))
         for name, pattern in (("--save-debug-rollout-data", saved), ("--save-debug-train-data", trained)):
+            _check_pattern(name, pattern, ("rollout_id", "rank") if pattern is trained else ("rollout_id",))
             first, second = ((pattern or "").format(rollout_id=number, rank=0) for number in (0, 1))
             if pattern is not None and self.num_rollout != 1 and first == second:
                 raise ValueError(f"{name} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into it.")
         if trained is not None and trained == saved:
             raise ValueError(f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(trained)}.")
-        for name, pattern in (
-            ("--load-debug-rollout-data", self.load_debug_rollout_data),
-            ("--save-debug-train-data", trained),
-        ):
+        loaded = self.load_debug_rollout_data
+        _check_pattern("--load-debug-rollout-data", loaded, ("rollout_id",))
+        for name, pattern in (("--load-debug-rollout-data", loaded), ("--save-debug-train-data", trained)):
             if self.debug_rollout_only and pattern is not None:
                 raise ValueError(f"{name} has no effect with --debug-rollout-only, which does not train; remove one.")
 
@@ -99,11 +94,3 @@ def _check_pattern(flag: str, pattern: str | None, names: tuple[str, ...]) -> No
     if any(field not in [(name, "", None) for name in names] for field in fields):
         allowed = " and ".join(f"{{{name}}}" for name in names)
         raise ValueError(f"{flag} is {quoted(pattern)} but may have no field besides {allowed}; double other braces.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodeConfig:
-    """User code."""
-
-    custom_tis_function_path: str | None = correction_option(None, metavar="FUNCTION")
-    """User function for the correction."""

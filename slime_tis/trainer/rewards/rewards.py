@@ -15,7 +15,7 @@ from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot
+from slime_tis.trainer.data.user_values import SampleEdits, snapshot
 from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rm_types import BOXED, check_rm_type, is_remote, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
@@ -203,7 +203,7 @@ def _custom_reward(
             return await returned if inspect.isawaitable(returned) else returned
 
     async def score(group: list[Sample]) -> list[Score]:
-        before = [SampleSnapshot.of(sample) for sample in group]
+        before = [snapshot(sample) for sample in group]
         rewards = await call(list(group)) if takes_groups else await asyncio.gather(*map(call, group))
         rewards, name = rewards.tolist() if hasattr(rewards, "tolist") else rewards, describe(function)
         if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
@@ -213,8 +213,8 @@ def _custom_reward(
             )
         scores = []
         with calling(function):
-            for reward, sample, snapshot in zip(rewards, group, before, strict=True):
-                edits = SampleEdits.since(snapshot, sample, name)
+            for reward, sample, earlier in zip(rewards, group, before, strict=True):
+                edits = SampleEdits.since(earlier, sample, name)
                 value, parts = key.score(reward, name, sample.prompt_index)
                 scores.append(Score(value=value, parts=parts, edits=edits))
         return scores

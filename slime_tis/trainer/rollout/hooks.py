@@ -11,7 +11,7 @@ from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Sample, SampleStatus
-from slime_tis.trainer.data.user_values import SampleEdits, SampleSnapshot, typed_value
+from slime_tis.trainer.data.user_values import SampleEdits, snapshot, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.prefetch import Choose
@@ -144,12 +144,12 @@ class RolloutHooks:
         samples = [sample for group in groups for sample in group]
 
         def on_this_rank() -> tuple[Result, list[SampleEdits]]:
-            before = [(SampleSnapshot.of(sample), sample.reward) for sample in samples]
+            before = [(snapshot(sample), sample.reward) for sample in samples]
             edits = []
             with calling(function):
                 result = call(function)
-                for sample, (snapshot, reward) in zip(samples, before, strict=True):
-                    edits.append(SampleEdits.since(snapshot, sample, describe(function)))
+                for sample, (earlier, reward) in zip(samples, before, strict=True):
+                    edits.append(SampleEdits.since(earlier, sample, describe(function)))
                     if sample.reward is not reward:
                         raise CustomFunctionError(
                             f"{describe(function)} changed the reward of a sample of prompt {sample.prompt_index}; "
