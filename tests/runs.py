@@ -8,11 +8,14 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import random
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,6 +48,25 @@ def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes
         "--no-summary-plot",  # it takes longer than the rest of such a run
         *("--num-threads", "1"),  # the same sums in the same order, in this process and in others
     ]
+
+
+def with_sglang(flags: Sequence[str]) -> list[str]:
+    """The flags of a task with SGLang servers, which get weights over the disk, instead of the local engine."""
+    place = flags.index("--rollout-precision")
+    return [*flags[:place], *flags[place + 2 :], "--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writes beyond a size fail in this process and those forked meanwhile, as on a full disk."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:

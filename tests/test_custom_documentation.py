@@ -12,7 +12,7 @@ from slime_tis.trainer.data.dump import load_samples
 from slime_tis.user_functions import USER_FUNCTIONS, load_function
 from tests.conftest import Run
 from tests.rollout.sglang.fake_sglang import fake_servers
-from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics
+from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics, with_sglang
 
 PAGE = (ROOT / "docs" / "custom_functions.md").read_text()
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+\.py): (.*?)^```$", PAGE, re.M | re.S))
@@ -64,9 +64,14 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(
 
 
 def test_the_buffer_filter_shown_runs(task: list[str], tmp_path: Path) -> None:
-    precision = task.index("--rollout-precision")  # of the local engine
-    flags = [*task[:precision], *task[precision + 2 :], "--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
-    flags += ["--partial-rollout", "--over-sampling-batch-size", "8", "--rollout-max-response-len", "60"]
+    flags = [
+        *with_sglang(task),
+        "--partial-rollout",
+        "--over-sampling-batch-size",
+        "8",
+        "--rollout-max-response-len",
+        "60",
+    ]
     flags += ["--buffer-filter-path", "my_buffer.py:most_complete", "--num-rollout", "4"]
     with fake_servers(1) as (server,):
         server.pace = 0.01  # so that all requests are under way before the first of them ends

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from slime_tis.main import train
-from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
-from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.conftest import Run
 
 EXACT = 1e-5
@@ -95,19 +93,3 @@ def change(path: Path, edit: Any) -> None:
     for row in rows:
         edit(row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_evaluation_records_no_sets() -> None:
-    config = RolloutConfig(
-        prompt_data="x",
-        rollout_batch_size=1,
-        rollout_max_response_len=1,
-        rm_type="random",
-        rollout_top_p=0.9,
-        eval_prompt_data=("y",),
-        eval_temperature=1.0,
-        eval_top_p=0.7,
-    )
-    assert training_sampling(config).return_sampling_mask
-    assert not evaluation_sampling(config).return_sampling_mask
-    assert evaluation_sampling(config).top_p == 0.7

@@ -94,6 +94,13 @@ def test_routing_options_land_where_the_model_has_experts(base, tmp_path):
     assert not evaluation_sampling(got.rollout).records_routing
 
 
+def test_evaluation_records_no_sets(base):
+    line = "--rollout-top-p 0.9 --eval-prompt-data eval.jsonl --eval-temperature 1 --eval-top-p 0.7"
+    config = configured(base + line).rollout
+    assert training_sampling(config).return_sampling_mask
+    assert (evaluation_sampling(config).return_sampling_mask, evaluation_sampling(config).top_p) == (False, 0.7)
+
+
 @pytest.mark.parametrize(("old", "new"), ALIASES.items())
 def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
     value = {"tis_mode": "clip", "tis_level": "geometric", "save_retain": "3"}.get(new, "0.25")

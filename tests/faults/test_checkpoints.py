@@ -6,12 +6,10 @@ Each ends in one message and loses nothing, and resumed runs are bitwise identic
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE, checksums, files_of, write_manifest
 from tests.faults.forked import ForkedRun, Outcome, run_forked
-from tests.runs import make_task, read_metrics, spawn, training_metrics
+from tests.runs import largest_file, make_task, read_metrics, spawn, training_metrics
 
 TIMEOUT = 120.0
 
@@ -250,17 +248,6 @@ def test_two_runs_do_not_share_a_directory(task: list[str], tmp_path: Path) -> N
     assert outcome.status == 0, outcome.error  # the lock ended with the process
     assert read_metrics(tmp_path / "run")[-1]["step"] == trained + 1
     assert refusal(run(*own, "--num-rollout", "1"), 2, "--load", "another --save") is None
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Writes beyond a size fail in processes forked meanwhile, as on a full disk."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 @pytest.mark.parametrize("size", [10_000, 120_000, 200_000])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.forked import ForkedRun, Outcome, group_is_empty, run_forked
 from tests.rollout.sglang.fake_sglang import fake_servers
-from tests.runs import make_task, read_metrics, training_metrics
+from tests.runs import make_task, read_metrics, training_metrics, with_sglang
 
 STEPS = 12
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -142,9 +142,7 @@ def test_a_run_interrupted_at_random_moments_resumes_bitwise(
 
 def test_a_signal_while_sglang_is_waited_for(flags: list[str], tmp_path: Path) -> None:
     """Requests hang in a server; the run saves and ends, and resumption gives the same metrics."""
-    place = flags.index("--rollout-precision")
-    sglang = [*flags[:place], *flags[place + 2 :], "--num-rollout", "4", "--update-weights-interval", "1"]
-    sglang += ["--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
+    sglang = [*with_sglang(flags), "--num-rollout", "4", "--update-weights-interval", "1"]
 
     def line(name: str, url: str) -> list[str]:
         places = {"--save": "save", "--load": "save", "--output-dir": "run", "--sglang-weight-dir": "weights"}
@@ -197,10 +195,8 @@ def test_the_first_signal_stops_a_run_whose_tools_hang(
     (tmp_path / "agents.py").write_text(HUNG_TOOLS)
     with fake_servers(1) as (server,):
         if engine == "sglang":
-            place = flags.index("--rollout-precision")
-            flags = [*flags[:place], *flags[place + 2 :], "--rollout-engine", "sglang", "--sglang-url", server.url]
-            flags += ["--sglang-weight-sync", "disk", "--sglang-weight-dir", str(tmp_path / "weights")]
-            flags += ["--update-weights-interval", "1"]
+            flags = [*with_sglang(flags), "--sglang-url", server.url, "--update-weights-interval", "1"]
+            flags += ["--sglang-weight-dir", str(tmp_path / "weights")]
         arguments = [*flags, "--save", str(tmp_path / "save"), "--skip-eval-before-train"]
         arguments += ["--custom-generate-function-path", f"{tmp_path / 'agents.py'}:{agent}"]
         run = ForkedRun([*arguments, "--output-dir", str(tmp_path / "run")], tmp_path / "log")

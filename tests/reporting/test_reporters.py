@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
@@ -15,7 +14,7 @@ from slime_tis.trainer.cli.output_paths import held_outputs
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
-from tests.runs import free_port
+from tests.runs import free_port, largest_file
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
@@ -45,13 +44,11 @@ def test_jsonl_is_one_valid_object_a_step_at_once(tmp_path):
 
 def test_jsonl_on_a_full_disk_names_the_file_and_the_step(tmp_path):
     reporter = JsonLines(tmp_path / "metrics.jsonl")
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
-    try:
-        with pytest.raises(OSError, match=r"^could not write the metrics of step 7 to .*jsonl: File too large"):
-            reporter.log({f"train/{number}": 0.5 for number in range(20)}, 7)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    with (
+        largest_file(100),
+        pytest.raises(OSError, match=r"^could not write the metrics of step 7 to .*jsonl: File too large"),
+    ):
+        reporter.log({f"train/{number}": 0.5 for number in range(20)}, 7)
     reporter.close()
 
 

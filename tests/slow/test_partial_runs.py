@@ -13,7 +13,7 @@ from slime_tis.trainer.data.dump import from_dict, load_samples
 from slime_tis.trainer.data.sample import Sample
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.rollout.sglang.test_experts import assert_experts
-from tests.runs import make_task, read_metrics
+from tests.runs import make_task, read_metrics, with_sglang
 
 REWARD = """
 import os, signal
@@ -35,12 +35,10 @@ def reward(args, sample):
 def task(tmp_path: Path) -> list[str]:
     """Flags of a run that the reward interrupts in its third rollout, once."""
     flags = make_task(tmp_path, "qwen3_moe", prompts=32)
-    precision = flags.index("--rollout-precision")  # of the local engine
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "interrupt").touch()
-    flags = [*flags[:precision], *flags[precision + 2 :], "--rollout-max-response-len", "60", "--num-rollout", "5"]
     return [
-        *(*flags, "--rollout-engine", "sglang", "--sglang-weight-sync", "disk"),
+        *(*with_sglang(flags), "--rollout-max-response-len", "60", "--num-rollout", "5"),
         *("--partial-rollout", "--over-sampling-batch-size", "8"),
         *("--use-rollout-routing-replay", "--measure-routing-mismatch", "1", "--save", str(tmp_path / "checkpoints")),
         *("--save-debug-rollout-data", str(tmp_path / "rollout_{rollout_id}.jsonl")),

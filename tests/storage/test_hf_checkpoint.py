@@ -1,8 +1,6 @@
 """Checkpoints that are written: shards, index, configuration; what is copied, and what a failure leaves."""
 
 import json
-import resource
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
+from tests.runs import largest_file
 
 
 @pytest.fixture
@@ -86,14 +85,7 @@ def test_a_full_disk_is_an_error_of_the_system_and_the_rest_is_left_to_iterate(d
             yield f"w{i}", torch.zeros(100_000, dtype=torch.uint8)
 
     stream = weights()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_hf_checkpoint(directory, stream, like=like, shard_bytes=100_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
+    with largest_file(50_000), pytest.raises(OSError, match="File too large"):
+        write_hf_checkpoint(directory, stream, like=like, shard_bytes=100_000)
     assert given == [0, 1]
     assert [name for name, _ in stream] == ["w2", "w3"]
