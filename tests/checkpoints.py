@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     GenerationConfig,
     Glm4MoeConfig,
@@ -22,6 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from slime_tis.trainer import sort_digits
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -73,20 +74,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     transformers loads byte-level BPE identically for every family, except that qwen2's post-processor adds no `<bos>`.
     """
     characters = ["Ġ" if character == " " else character for character in CHARACTERS]  # byte-level space
-    vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        padding_side="left",
-        model_max_length=128,
-        chat_template=CHAT_TEMPLATE,
-    )
+    tokenizer = sort_digits.make_tokenizer(128, characters, ("<pad>", "<bos>", "<eos>"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: Any) -> Path:

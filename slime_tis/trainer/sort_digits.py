@@ -116,21 +116,18 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
     return rows[: example.train_prompts], rows[example.train_prompts :]
 
 
-def make_tokenizer(max_length: int, characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    max_length: int, characters: Sequence[str] = CHARACTERS, special: Sequence[str] = SPECIAL_TOKENS
+) -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE without merges: every character is a token, and `<bos>` precedes each text."""
-    vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    vocab = {token: index for index, token in enumerate([*special, *characters])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>" if "<unk>" in special else None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    names = {f"{token[1:-1]}_token": token for token in special}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=max_length,
+        tokenizer_object=tokenizer, padding_side="left", model_max_length=max_length, **names
     )
 
 

@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,3 +107,10 @@ def group_is_empty(group: int) -> bool:
         if int(fields[2]) == group and fields[0] != "Z":
             return False
     return True
+
+
+def check(tried: Mapping[str, str | None], at_least: int = 1) -> None:
+    """Fails with the first failures of a number of tries, by try, or if fewer than `at_least` were made."""
+    failures = {attempt: failure for attempt, failure in tried.items() if failure is not None}
+    assert not failures, f"{len(failures)} of {len(tried)} failed:\n{dict(list(failures.items())[:20])}"
+    assert len(tried) >= at_least

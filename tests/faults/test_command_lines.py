@@ -21,8 +21,7 @@ from slime_tis.trainer.cli.command_line import needs_of
 from slime_tis.trainer.cli.options import MAX_TEXT, Option
 from slime_tis.trainer.cli.run_options import COMMAND_LINE, OPTIONS
 from tests.checkpoints import make_checkpoint
-from tests.faults.conftest import Tally
-from tests.faults.forked import run_forked
+from tests.faults.forked import check, run_forked
 from tests.runs import make_task
 
 SECONDS = 2.0
@@ -136,28 +135,28 @@ def wrong_values(option: Option) -> Iterator[str]:
         yield from (str(number) for number in numbers if not option.type.limits.allow(number))
 
 
-def test_every_option_with_every_wrong_value(base: list[str], tally: Any) -> None:
-    tries: Tally = tally("wrong values on the command line")
+def test_every_option_with_every_wrong_value(base: list[str]) -> None:
+    tries: dict[str, str | None] = {}
     for name, option in OPTIONS.items():
         for value in wrong_values(option):
             line = [*base, *context(name), f"{flag(name)}={value}"]
-            tries.record(f"{flag(name)} {value!r:.60}", fault(line))
-    tries.check(at_least=700)
+            tries[f"{flag(name)} {value!r:.60}"] = fault(line)
+    check(tries, at_least=700)
 
 
-def test_every_option_with_every_wrong_value_in_yaml(base: list[str], tally: Any) -> None:
-    tries: Tally = tally("wrong values in YAML")
+def test_every_option_with_every_wrong_value_in_yaml(base: list[str]) -> None:
+    tries: dict[str, str | None] = {}
     for name, option in OPTIONS.items():
         if name == "custom_config_path":
             continue
         for value in list(wrong_values(option))[::2]:
             Path("run.yaml").write_text(f"{name}: {json.dumps(value)}\n", encoding="utf-8")
             line = [word for word in base if name not in BASE or word not in (flag(name), BASE[name])]
-            tries.record(f"{name}: {value!r:.60}", fault([*line, *context(name), "--custom-config-path", "run.yaml"]))
+            tries[f"{name}: {value!r:.60}"] = fault([*line, *context(name), "--custom-config-path", "run.yaml"])
         for text in ("[[1]]", "{a: {b: c}}", "{}"):
             Path("run.yaml").write_text(f"{name}: {text}\n")
-            tries.record(f"{name}: {text}", fault([*base, *context(name), "--custom-config-path", "run.yaml"]))
-    tries.check(at_least=500)
+            tries[f"{name}: {text}"] = fault([*base, *context(name), "--custom-config-path", "run.yaml"])
+    check(tries, at_least=500)
 
 
 def sample(option: Option) -> str:
@@ -172,8 +171,8 @@ def sample(option: Option) -> str:
     )
 
 
-def test_every_option_without_what_it_needs(base: list[str], tally: Any) -> None:
-    tries: Tally = tally("options without effect")
+def test_every_option_without_what_it_needs(base: list[str]) -> None:
+    tries: dict[str, str | None] = {}
     unlike = {"policy-loss": ["--use-rollout-logprobs", "--policy-loss", "reinforce"]}
     unlike["advantage-estimator"] = ["--advantage-estimator", "rloo"]
     unlike["rollout-engine"] = ["--rollout-engine", "sglang", "--sglang-url", "http://a:1"]
@@ -184,8 +183,8 @@ def test_every_option_without_what_it_needs(base: list[str], tally: Any) -> None
         line = [*base, *words, f"{flag(name)}={sample(OPTIONS[name])}"]
         status, said = attempt(line)
         wrong = fault(line) or (None if "has no effect without" in said else f"said {said!r}")
-        tries.record(f"{flag(name)} ({status})", wrong)
-    tries.check(at_least=50)
+        tries[f"{flag(name)} ({status})"] = wrong
+    check(tries, at_least=50)
 
 
 def _needs(name: str) -> str:
@@ -230,16 +229,14 @@ WORDS = [
 @pytest.mark.parametrize(
     "environ", [{}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "9" * 5000}], ids=["alone", "none", "many"]
 )
-def test_malformed_command_lines(
-    base: list[str], tally: Any, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_malformed_command_lines(base: list[str], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    tries: Tally = tally("malformed command lines")
+    tries: dict[str, str | None] = {}
     for words in WORDS:
-        tries.record(f"{words!r:.80}", fault([*base, *words]))
-        tries.record(f"{words!r:.80} first", fault([*words, *base], refused=None))
-    tries.check(at_least=50)
+        tries[f"{words!r:.80}"] = fault([*base, *words])
+        tries[f"{words!r:.80} first"] = fault([*words, *base], refused=None)
+    check(tries, at_least=50)
 
 
 def bomb(levels: int, width: int = 9) -> str:
@@ -293,17 +290,17 @@ BYTES = [
 ]
 
 
-def test_malformed_yaml(base: list[str], tally: Any) -> None:
-    tries: Tally = tally("malformed YAML files")
+def test_malformed_yaml(base: list[str]) -> None:
+    tries: dict[str, str | None] = {}
     for number, text in enumerate([*(text.encode("utf-8") for text in YAML), *BYTES]):
         Path("run.yaml").write_bytes(text)
-        tries.record(f"{number}: {text!r:.80}", fault([*base, "--custom-config-path", "run.yaml"]))
+        tries[f"{number}: {text!r:.80}"] = fault([*base, "--custom-config-path", "run.yaml"])
     os.mkfifo("pipe.yaml")
     Path("loop.yaml").symlink_to("loop.yaml")
     Path("cut.yaml").symlink_to("gone")
     for path in ("pipe.yaml", "loop.yaml", "cut.yaml", ".", "/proc/self/mem", "run.yaml/x", "\udc80"):
-        tries.record(path, fault([*base, "--custom-config-path", path]))
-    tries.check(at_least=40)
+        tries[path] = fault([*base, "--custom-config-path", path])
+    check(tries, at_least=40)
 
 
 ABSURD = [
@@ -337,8 +334,8 @@ ABSURD = [
 ]
 
 
-def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path, tally: Any) -> None:
-    tries: Tally = tally("absurd values, one rollout each")
+def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path) -> None:
+    tries: dict[str, str | None] = {}
     task = make_task(tmp_path / "task", prompts=16)
     for number, line in enumerate(ABSURD):
         words = line.format(
@@ -347,8 +344,8 @@ def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path, ta
         first = [] if "--num-rollout" in words else ["--num-rollout", "1"]
         output = ["--output-dir", str(tmp_path / f"run ü{number}")]
         ended = run_forked([*task, *first, *output, *words], tmp_path / f"log{number}", timeout=60)
-        tries.record(line, verdict(ended.status, ended.error, ended.traceback))
-    tries.check(at_least=25)
+        tries[line] = verdict(ended.status, ended.error, ended.traceback)
+    check(tries, at_least=25)
 
 
 def verdict(status: int | None, error: str, traceback: bool) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_tis.trainer import setup
-from tests.faults.forked import Outcome, run_forked
+from tests.faults.forked import Outcome, check, run_forked
 from tests.runs import make_task, run_apart
 
 HEAD = "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw):\n    "
@@ -61,25 +61,25 @@ def _wrong_end(outcome: Outcome, expected: str) -> str | None:
 
 
 @pytest.mark.parametrize("part", range(2))  # two parts, for the two workers of pytest-xdist
-def test_a_failure_while_training_is_one_message(part: int, tally: Any, task: list[str], tmp_path: Path) -> None:
-    tried = tally("user functions that go wrong while training")
+def test_a_failure_while_training_is_one_message(part: int, task: list[str], tmp_path: Path) -> None:
+    tried: dict[str, str | None] = {}
     for number, (name, (flags, code, expected)) in list(enumerate(GOES_WRONG.items()))[part::2]:
         outcome = _run(task, tmp_path / str(number), code, *flags)
         wrong = _wrong_end(outcome, expected)
         if wrong is None and "fn (" not in outcome.error and "beside" not in outcome.error:
             wrong = f"does not name the function: {outcome.error}"
-        tried.record(name, wrong)
-    tried.check(at_least=len(GOES_WRONG) // 2)
+        tried[name] = wrong
+    check(tried, at_least=len(GOES_WRONG) // 2)
 
 
 def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
-    tally: Any, task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*args: Any, **kwargs: Any) -> None:
         raise OSError("a model is being built")
 
     monkeypatch.setattr(setup, "TrainingEngine", build)  # runs are forks of this process
-    tried = tally("custom functions refused at the start")
+    tried: dict[str, str | None] = {}
     (tmp_path / "broken.py").write_text("def fn(:\n")
     (tmp_path / "narrow.py").write_text("def fn(args): pass\n")
     tis, rm = "--custom-tis-function-path", "--custom-rm-path"
@@ -89,10 +89,10 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
         (["--rs-second-moment-bound", "0.1", tis, "custom_tis.template.soft_tis"], "goes by the global batch"),
         ([rm, "narrow.py:fn"], "cannot be called as fn"),
     ):
-        directory = tmp_path / f"log_{tried.tries}"
+        directory = tmp_path / f"log_{len(tried)}"
         outcome = run_forked([*task, *flags, "--output-dir", str(directory / "run")], directory, cwd=tmp_path)
-        tried.record(" ".join(flags), _wrong_end(outcome, expected))
-    tried.check()
+        tried[" ".join(flags)] = _wrong_end(outcome, expected)
+    check(tried)
 
 
 def test_ranks_that_return_other_metrics_are_refused(task: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from slime_tis.trainer.storage.checkpoints import check, checkpoints, read_manifest
 from tests.faults.forked import ForkedRun, group_is_empty, run_forked
+from tests.faults.forked import check as check_tries
 from tests.runs import make_task, read_metrics, training_metrics
 
 STEPS = 10
@@ -82,13 +83,13 @@ def damage(save: Path) -> str | None:
     return None
 
 
-def test_a_killed_run_resumes_bitwise(flags: list[str], tmp_path: Path, tally: Callable[[str], Any]) -> None:
+def test_a_killed_run_resumes_bitwise(flags: list[str], tmp_path: Path) -> None:
     whole = run_forked(own(flags, tmp_path / "whole", resumes=False), tmp_path / "whole", timeout=TIMEOUT)
     assert whole.status == 0, whole.error
     chance = random.Random(0)
-    kills = {kind: tally(f"SIGKILL: {kind}") for kind in ENOUGH}
+    kills: dict[str, dict[str, str | None]] = {kind: {} for kind in ENOUGH}
     for chain in range(3 * CHAINS):
-        if chain >= CHAINS and all(kills[kind].tries >= enough for kind, enough in ENOUGH.items()):
+        if chain >= CHAINS and all(len(kills[kind]) >= enough for kind, enough in ENOUGH.items()):
             break  # a run that ended before the kill does not count
         directory = tmp_path / str(chain)
         save = directory / "save"
@@ -101,10 +102,10 @@ def test_a_killed_run_resumes_bitwise(flags: list[str], tmp_path: Path, tally: C
             ][number % 3]
             if kill(run, moment, chance.uniform(0, delay)):
                 failure = damage(save) if group_is_empty(run.pid) else "left a process running"
-                kills[kind].record(f"run {chain}, kill {number}", failure)
+                kills[kind][f"run {chain}, kill {number}"] = failure
         outcome = run_forked(own(flags, directory), directory / "last", timeout=TIMEOUT)
         assert outcome.status == 0, outcome.error
         assert results(directory) == results(tmp_path / "whole")
         assert len(list(save.iterdir())) == 2
     for kind, enough in ENOUGH.items():
-        kills[kind].check(at_least=enough)
+        check_tries(kills[kind], at_least=enough)

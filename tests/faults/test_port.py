@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slime_tis.main import main
+from tests.faults.forked import check
 
 TRAIN = "python train.py --lr 1e-6 "
 
@@ -105,13 +106,10 @@ def harmful(printed: str) -> str | None:
     return None
 
 
-def test_scripts(folder: Path, capsys: Any, tally: Any, monkeypatch: Any) -> None:
+def test_scripts(folder: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(folder)
-    count = tally("launch scripts")
-    for name, text in BAD_SCRIPTS.items():
-        count.record(name, try_script(text, folder, capsys, (2,)))
-    for name, text in GOOD_SCRIPTS.items():
-        count.record(name, try_script(text, folder, capsys, (0,)))
+    tried = {name: try_script(text, folder, capsys, (2,)) for name, text in BAD_SCRIPTS.items()}
+    tried |= {name: try_script(text, folder, capsys, (0,)) for name, text in GOOD_SCRIPTS.items()}
     for number, text in enumerate(mutations(seed=7, count=300)):
-        count.record(f"mutation {number}", try_script(text, folder, capsys, (0, 2)))
-    count.check(at_least=300)
+        tried[f"mutation {number}"] = try_script(text, folder, capsys, (0, 2))
+    check(tried, at_least=300)

@@ -20,6 +20,7 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.checkpoints import make_checkpoint
+from tests.faults.forked import check
 from tests.faults.hostile import (
     ADMIN_KEY,
     ERRORS,
@@ -120,10 +121,8 @@ def lost(engine: SGLangEngine, url: str, work: Callable[[], Any]) -> str | None:
     return seen_in(message)
 
 
-def test_hostile_answers_are_asked_for_elsewhere(
-    tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    t = tally("hostile answers beside a good server")
+def test_hostile_answers_are_asked_for_elsewhere(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tried: dict[str, str | None] = {}
     with hostiles(2) as both, engine_on(both, checkpoint, sglang_max_retries=20) as engine:
         hostile = both[0]
         counted = dict.fromkeys(GENERATE, 1) | dict.fromkeys({**PROTOCOL, **ERRORS}, 0)
@@ -143,14 +142,12 @@ def test_hostile_answers_are_asked_for_elsewhere(
             return None if done else f"{retries} retries, {malformed} malformed"
 
         for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
-            t.record(name, judged(lambda n=name, s=spoil: ask(n, s), caplog))
-    t.check()
+            tried[name] = judged(lambda n=name, s=spoil: ask(n, s), caplog)
+    check(tried)
 
 
-def test_a_hostile_server_alone_ends_in_a_message(
-    tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    t = tally("hostile answers without another server")
+def test_a_hostile_server_alone_ends_in_a_message(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tried: dict[str, str | None] = {}
     with hostiles(1) as (server,), engine_on([server], checkpoint, sglang_max_retries=0) as engine:
 
         def ask(spoil: Callable[[Any], Any]) -> str | None:
@@ -160,8 +157,8 @@ def test_a_hostile_server_alone_ends_in_a_message(
             return lost(engine, server.url, lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0))
 
         for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
-            t.record(name, judged(lambda s=spoil: ask(s), caplog))
-    t.check()
+            tried[name] = judged(lambda s=spoil: ask(s), caplog)
+    check(tried)
 
 
 INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -186,9 +183,9 @@ INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(
-    tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    t = tally("hostile /model_info, /server_info, /health and /workers at the start")
+    tried: dict[str, str | None] = {}
 
     def start(path: str, spoil: Callable[[Any], Any]) -> str | None:
         with hostiles(1) as (server,):
@@ -204,8 +201,8 @@ def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(
                 return seen_in(str(error)) if path == "/workers" or server.url in str(error) else str(error)
 
     for name, (path, spoil) in INFO.items():
-        t.record(name, judged(lambda p=path, s=spoil: start(p, s), caplog))
-    t.check()
+        tried[name] = judged(lambda p=path, s=spoil: start(p, s), caplog)
+    check(tried)
 
 
 UPDATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -217,8 +214,8 @@ UPDATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def test_updates_that_hostile_servers_spoil(tally: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    t = tally("hostile answers to an update of the weights")
+def test_updates_that_hostile_servers_spoil(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tried: dict[str, str | None] = {}
 
     def update(path: str, spoil: Callable[[Any], Any]) -> str | None:
         with hostiles(2) as both, engine_on(both, checkpoint, sglang_weight_sync="disk") as engine:
@@ -233,5 +230,5 @@ def test_updates_that_hostile_servers_spoil(tally: Any, checkpoint: Path, caplog
             return None
 
     for name, (path, spoil) in UPDATES.items():
-        t.record(name, judged(lambda p=path, s=spoil: update(p, s), caplog))
-    t.check()
+        tried[name] = judged(lambda p=path, s=spoil: update(p, s), caplog)
+    check(tried)

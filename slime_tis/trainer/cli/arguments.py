@@ -92,15 +92,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
 
 def effective_config(arguments: Arguments) -> dict[str, Any]:
     """Returns options with presets, aliases and derived sizes resolved, in the order of the groups."""
-    configs = (
-        arguments.correction,
-        arguments.policy,
-        arguments.megatron,
-        arguments.rollout,
-        arguments.sglang,
-        arguments.loop,
-        arguments.reporting,
-    )
+    configs = [config for config in vars(arguments).values() if dataclasses.is_dataclass(config)]
     values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
     ordered = [name for name in OPTIONS if name in values]
