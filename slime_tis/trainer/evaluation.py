@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_failed_samples
-from slime_tis.trainer.data.prompts import load_prompts
+from slime_tis.trainer.data.prompts import load_prompts, prompt_options
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.engines.build import evaluation_sampling
 from slime_tis.trainer.engines.engine import RolloutEngine
@@ -109,19 +109,9 @@ def load_evaluation_prompts(
     config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes | None = None
 ) -> dict[str, list[Prompt]]:
     """Returns the held-out prompt sets by name; see `load_prompts`."""
-    return {
-        name: load_prompts(
-            path,
-            tokenizer,
-            input_key=config.eval_input_key or config.input_key,
-            label_key=config.eval_label_key or config.label_key,
-            metadata_key=config.metadata_key,
-            apply_chat_template=config.apply_chat_template,
-            max_prompt_len=config.rollout_max_prompt_len,
-            sizes=sizes,
-        )
-        for name, path in config.eval_prompt_sets
-    }
+    keys = {"input_key": config.eval_input_key, "label_key": config.eval_label_key}
+    options = prompt_options(config) | {name: key for name, key in keys.items() if key is not None}
+    return {name: load_prompts(path, tokenizer, sizes=sizes, **options) for name, path in config.eval_prompt_sets}
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -50,16 +50,7 @@ class PromptDataset:
         config: RolloutConfig,
         sizes: ModelSizes | None = None,
     ) -> None:
-        self.prompts = load_prompts(
-            path,
-            tokenizer,
-            input_key=config.input_key,
-            label_key=config.label_key,
-            metadata_key=config.metadata_key,
-            apply_chat_template=config.apply_chat_template,
-            max_prompt_len=config.rollout_max_prompt_len,
-            sizes=sizes,
-        )
+        self.prompts = load_prompts(path, tokenizer, sizes=sizes, **prompt_options(config))
         self._digest = _digest(self.prompts)
         self._seed = config.rollout_seed if config.rollout_shuffle else None
         self._epoch = 0
@@ -110,6 +101,17 @@ def epoch_order(size: int, seed: int | None, epoch: int) -> Sequence[int]:
         return range(size)
     order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(size).tolist()
     return order
+
+
+def prompt_options(config: RolloutConfig) -> dict[str, Any]:
+    """Returns the options of `load_prompts` for training prompts."""
+    return {
+        "input_key": config.input_key,
+        "label_key": config.label_key,
+        "metadata_key": config.metadata_key,
+        "apply_chat_template": config.apply_chat_template,
+        "max_prompt_len": config.rollout_max_prompt_len,
+    }
 
 
 def load_prompts(

@@ -24,21 +24,16 @@ BOXED = "boxed_"
 
 def check_rm_type(source: str, name: str) -> None:
     """Refuses an unknown reward, with or without `boxed_`; the message begins with `source`."""
-    if name.removeprefix(BOXED) not in RM_TYPES:
+    if base_name(name) not in RM_TYPES:
         raise ValueError(
             f"{source} is {quoted(name)} but must be one of {', '.join(RM_TYPES)}, each also as {BOXED}NAME; "
             "for another reward write a function for --custom-rm-path."
         )
 
 
-def is_remote(name: str) -> bool:
-    """Whether a server gives the reward of that name."""
-    return name.removeprefix(BOXED) == REMOTE
-
-
-def reward_keys(name: str) -> tuple[str, ...]:
-    """Returns the keys of a built-in reward's dictionary; () for a number."""
-    return RM_TYPES[name.removeprefix(BOXED)]
+def base_name(name: str) -> str:
+    """Returns the name of a reward without `boxed_`."""
+    return name.removeprefix(BOXED)
 
 
 def parse_weights(text: str) -> dict[str, float]:

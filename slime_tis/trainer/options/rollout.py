@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, option
-from slime_tis.trainer.options.rm_types import check_rm_type, is_remote, parse_weights, reward_keys
+from slime_tis.trainer.options.rm_types import REMOTE, RM_TYPES, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.options.sglang import normalized_url
 
 data_option = partial(option, group="model and data")
@@ -300,14 +300,14 @@ def _check_reward(config: RolloutConfig) -> None:
     if name is None:
         return
     check_rm_type("--rm-type", name)
-    if not is_remote(name):
+    if base_name(name) != REMOTE:
         _check_reward_keys(config, name, [*weights])
     elif config.rm_url is None:
         raise ValueError(f"--rm-type is {name} but --rm-url is unset; add the URL of the reward server.")
 
 
 def _check_reward_keys(config: RolloutConfig, name: str, weighted: list[str]) -> None:
-    keys = reward_keys(name)
+    keys = RM_TYPES[base_name(name)]
     gives = f"--rm-type {name} gives {' and '.join(keys) or 'a number'}"
     named = [("--reward-key", config.reward_key), ("--eval-reward-key", config.eval_reward_key)]
     for flag, key in [*named, *(("--reward-weights", key) for key in weighted)]:

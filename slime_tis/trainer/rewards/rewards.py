@@ -17,7 +17,7 @@ from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, snapshot
 from slime_tis.trainer.engines.tasks import run
-from slime_tis.trainer.options.rm_types import BOXED, check_rm_type, is_remote, parse_weights
+from slime_tis.trainer.options.rm_types import BOXED, REMOTE, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.trainer.rewards.remote_reward import RewardServer, reward_request
 from slime_tis.user_functions import calling, describe, load_user_function
@@ -134,7 +134,7 @@ def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str =
         name = _rm_type(config.rm_type, prompt.metadata)
         if not isinstance(name, str):
             raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is not text: {quoted(name)}.")
-        if is_remote(name) and config.rm_url is None:
+        if base_name(name) == REMOTE and config.rm_url is None:
             raise ValueError(f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url.")
         if name != config.rm_type:
             check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
@@ -145,7 +145,7 @@ def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> Non
     """Checks that --rm-url has a use; raises ValueError if no prompt is scored by a server."""
     if config.rm_url is None or config.rm_type is None:
         return
-    if not any(is_remote(str(_rm_type(config.rm_type, prompt.metadata))) for prompt in prompts):
+    if not any(base_name(str(_rm_type(config.rm_type, prompt.metadata))) == REMOTE for prompt in prompts):
         raise ValueError(
             "--rm-url is given, but no prompt has a remote rm_type; add --rm-type remote_rm, or remove --rm-url."
         )
@@ -156,7 +156,7 @@ def _rm_type(default: str, metadata: Mapping[str, Any]) -> Any:
 
 
 def _check_label(index: int, label: Any, name: str, flags: str) -> None:
-    if label is None and name.removeprefix(BOXED) not in WITHOUT_LABEL:
+    if label is None and base_name(name) not in WITHOUT_LABEL:
         raise ValueError(f"prompt {index} has no label, which --rm-type {name} needs; set {flags}.")
 
 
@@ -170,13 +170,14 @@ def _builtin_reward(
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         samples = [(sample, name_of(sample)) for group in groups for sample in group]
-        requests = [reward_request(sample, boxed=name.startswith(BOXED)) for sample, name in samples if is_remote(name)]
+        remote = [(sample, name.startswith(BOXED)) for sample, name in samples if base_name(name) == REMOTE]
+        requests = [reward_request(sample, boxed=boxed) for sample, boxed in remote]
         answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
 
         def score(sample: Sample) -> Score:
             check_interrupts()
             name = name_of(sample)
-            if server is not None and is_remote(name):
+            if server is not None and base_name(name) == REMOTE:
                 reward, source = next(answers), f"the reward server {server.url}"
             else:
                 reward, source = builtin_reward(name, sample), f"--rm-type {name}"

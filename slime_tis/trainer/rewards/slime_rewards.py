@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.options.rm_types import is_remote
+from slime_tis.trainer.options.rm_types import REMOTE, base_name
 from slime_tis.trainer.rewards.answers import last_boxed, same_boxed_answer
 from slime_tis.trainer.rewards.builtin_rewards import builtin_reward, dapo, dapo_answer
 from slime_tis.user_functions import load_function
@@ -24,7 +24,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         reward = load_function(args.custom_rm_path)(args, sample, **kwargs)
         return await reward if inspect.isawaitable(reward) else reward
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
-    if not name or is_remote(name):
+    if not name or base_name(name) == REMOTE:
         raise ValueError(f"async_rm supports --custom-rm-path and local values of --rm-type, not {name!r}.")
     return builtin_reward(name, sample)
 
