@@ -64,7 +64,7 @@ BAD = {
     "no prompt": ('{"input": "1"}\n', {}, "line 1 has no key 'prompt'; its keys are 'input'"),
     "no label": ('{"prompt": "1"}\n', {}, "line 1 has no key 'label'"),
     "messages without a template": ('{"prompt": [], "label": "1"}\n', {}, "line 1 has a prompt of type list"),
-    "all too long": ('{"prompt": "12345", "label": "1"}\n', {"max_prompt_len": 3}, "has 6 tokens; raise it"),
+    "all too long": ('{"prompt": "12345", "label": "1"}\n', {"max_prompt_len": 3}, "are longer; raise it"),
     "another template": ('{"prompt": "1"}\n{"prompt": [{"role": "user"}]}\n', CHAT, "line 2 does not fit the chat"),
 }
 
