@@ -24,7 +24,7 @@ from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagno
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.rescore import load_model
 from slime_tis.analysis.dumps.files import check_replaceable, write
-from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Prompt, Sample
@@ -32,6 +32,7 @@ from slime_tis.trainer.engines.build import training_sampling
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.train_dump import sample_parts
 from slime_tis.trainer.weight_sync import compare, max_gap
 
 PROMPTS, SAMPLES_PER_PROMPT, RESPONSE_TOKENS = 16, 2, 32
@@ -158,18 +159,7 @@ class EngineCheck:
             log_probs_N = parallel.ranks.over_context(tokens.slices.scatter(log_probs_L))
             rows = [row.tolist() for row in log_probs_N.split([sample.response_length for sample in samples])]
         rows = parallel.broadcast_from_last_stage(rows)
-        parts = [
-            SampleParts(
-                train_log_prob=row,
-                rollout_log_prob=sample.rollout_log_probs,
-                token=sample.response_ids,
-                prompt=sample.prompt_ids,
-                weight_version=sample.weight_versions,
-                rollout_worker=sample.worker_of_each,
-                group=sample.group_index,
-            )
-            for sample, row in zip(samples, rows, strict=True)
-        ]
+        parts = [sample_parts(sample, row) for sample, row in zip(samples, rows, strict=True)]
         metadata = {"source": "slime_tis", "temperature": sampling.temperature}
         table = TokenTable.from_parts(parts, {**metadata, "workers": list(self.sampler.workers)})
         return samples, table, comparison.gap

@@ -66,13 +66,11 @@ class StepDump:
 
 @dataclass(frozen=True, kw_only=True)
 class DumpSettings:
-    """Settings of all dumps of a run."""
+    """Settings of all dumps of a run: files by {rollout_id} and {rank}, and whether a user function corrects."""
 
     pattern: str
-    """File name with {rollout_id} and {rank}."""
     correction: RolloutCorrectionConfig
     has_custom_function: bool
-    """Whether a user-defined function replaces the correction."""
     metadata: Mapping[str, Any]
     """As in `TokenTable.metadata`."""
 
@@ -141,23 +139,32 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     return replace(table, rejected=rejected, bounded_weight=None, metadata=metadata)
 
 
-def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> SampleParts:
+def sample_parts(sample: Sample, train_log_prob: Any, **columns: Any) -> SampleParts:
+    """Returns training's log-probs of a sample with what the rollout engine returned, and further columns."""
     return SampleParts(
-        train_log_prob=record.log_probs_L.numpy(),
-        old_log_prob=record.old_log_probs_L.numpy(),
+        train_log_prob=train_log_prob,
         rollout_log_prob=sample.rollout_log_probs,
-        loss_mask=sample.loss_mask,
         token=sample.response_ids,
+        prompt=sample.prompt_ids,
+        weight_version=sample.weight_versions,
+        rollout_worker=sample.worker_of_each,
+        group=sample.group_index,
+        **columns,
+    )
+
+
+def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> SampleParts:
+    return sample_parts(
+        sample,
+        record.log_probs_L.numpy(),
+        old_log_prob=record.old_log_probs_L.numpy(),
+        loss_mask=sample.loss_mask,
         bounded_weight=record.weights_L.numpy(),
         advantage=np.full(sample.response_length, advantage, np.float32),
         entropy=record.entropy_L.numpy(),
-        weight_version=sample.weight_versions,
-        rollout_worker=sample.worker_of_each,
         experts=_experts(sample),
-        prompt=sample.prompt_ids,
         step=step,
         sample_index=sample.index,
-        group=sample.group_index,
         reward=sample.reward,
         truncated=sample.status is SampleStatus.TRUNCATED,
         text=sample.response,

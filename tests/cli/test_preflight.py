@@ -10,20 +10,6 @@ def test_empty_prompt_file_is_refused(base, tmp_path):
     assert "the file is empty" in refusal(base)
 
 
-CONFIGS = {
-    "another architecture": ('{"architectures": ["MambaForCausalLM"]}', "MambaForCausalLM"),
-    "latent attention": ('{"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}', "DeepseekV3ForCausalLM"),
-    "a list": ("[]", "type list"),
-    "cut JSON": ("{", "not JSON"),
-}
-
-
-@pytest.mark.parametrize(("config", "part"), CONFIGS.values(), ids=CONFIGS)
-def test_unusable_checkpoint_is_refused(base, tmp_path, config, part):
-    (tmp_path / "model" / "config.json").write_text(config)
-    assert part in refusal(base)
-
-
 @pytest.mark.parametrize(("layers", "message"), [(2, None), (3, "must divide the 2 layers"), (99, "must divide the 2")])
 def test_recomputation_in_chunks_that_do_not_divide_the_layers_is_refused(base, layers, message):
     line = f"{base}--recompute-granularity full --recompute-num-layers {layers} --recompute-method "

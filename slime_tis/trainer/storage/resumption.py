@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_tis.errors import quoted
 from slime_tis.limits import flag
 from slime_tis.trainer.storage.checkpoints import TRAINER_STATE
 
@@ -24,9 +25,6 @@ UNREPORTED_OPTIONS = {
 }
 """Options whose change is not reported."""
 
-MAX_VALUE_LENGTH = 80
-"""Longest value in a message, in characters."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
@@ -35,9 +33,8 @@ class TrainerState:
     run: str
     """Identity of the run, the same in its checkpoints, dumps and run directories."""
     step: int
-    """Optimizer steps made."""
     rollout_id: int
-    """Rollouts trained on."""
+    """Optimizer steps made, and rollouts trained on."""
     dataset: dict[str, Any]
     """Position in the data."""
     unfinished: list[list[dict[str, Any]]]
@@ -78,23 +75,17 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         fixed["n_samples_per_prompt"] = "unfinished groups have this number of samples"
     for name in changed(saved, now, fixed):
         raise ValueError(
-            f"{flag(name)} is {shown(now[name])} but the run that --load resumes has {shown(saved[name])}, "
-            f"and {fixed[name]}; set it back to {shown(saved[name])} or start afresh with another --save."
+            f"{flag(name)} is {quoted(now[name])} but the run that --load resumes has {quoted(saved[name])}, "
+            f"and {fixed[name]}; set it back to {quoted(saved[name])} or start afresh with another --save."
         )
 
 
 def changed_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the changed options in one line, `--lr 0.0001 → 5e-05, …`, or an empty string."""
     names = changed(saved, now, [name for name in now if name not in UNREPORTED_OPTIONS])
-    return ", ".join(f"{flag(name)} {shown(saved[name])} → {shown(now[name])}" for name in names)
+    return ", ".join(f"{flag(name)} {quoted(saved[name])} → {quoted(now[name])}" for name in names)
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Returns the names of options whose values differ from the checkpoint's."""
     return [name for name in names if name in saved and saved[name] != now[name]]
-
-
-def shown(value: Any) -> str:
-    """Returns the repr of a value for messages, at most `MAX_VALUE_LENGTH` characters."""
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 1]}…"
