@@ -104,10 +104,7 @@ class Data:
 class Run:
     """The parts of a run, and its progress."""
 
-    arguments: Arguments
-    parallel: Parallel
-    interrupts: Interrupts
-    timer: Timer
+    process: Process
     samples: SampleSource
     learner: Learner
     weights: PolicyWeights
@@ -164,10 +161,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     process.timer.take()
     report_settings(process, learner.engine)
     return Run(
-        arguments=arguments,
-        parallel=parallel,
-        interrupts=interrupts,
-        timer=process.timer,
+        process=process,
         samples=samples,
         learner=learner,
         weights=weights,

@@ -47,21 +47,21 @@ def train(run: Run) -> None:
     """Trains on every remaining rollout, then exports the policy."""
     run.checkpointer.position = position(run)
     if run.evaluation.is_due_first(run.rollout_id):
-        with run.interrupts.abandonable():
+        with run.process.interrupts.abandonable():
             run.reporters.log(run.evaluation(run.learner.step, run.rollout_id), run.learner.step)
-        run.timer.take()
+        run.process.timer.take()
     while run.rollout_id < run.num_rollout:
         check_interrupts(run)
         run.checkpointer.position = position(run)
-        with run.interrupts.abandonable():  # until the first optimizer step
+        with run.process.interrupts.abandonable():  # until the first optimizer step
             rollout = run.samples.next(run.rollout_id, run.learner.step)
             check_interrupts(run)
             run.unreported = learn(run, rollout)
         run.rollout_id += 1
         run.checkpointer.position = position(run)
-        if run.rollout_id % run.arguments.rollout.update_weights_interval == 0:
+        if run.rollout_id % run.process.arguments.rollout.update_weights_interval == 0:
             rollout.metrics |= run.weights.send()
-            show(run.parallel, run.engine_check.after_update())
+            show(run.process.parallel, run.engine_check.after_update())
         run.unreported[-1] |= rollout.metrics | evaluate_when_due(run)
         if run.checkpointer.is_due(run.rollout_id, run.num_rollout):
             run.checkpointer.save(before_it_counts=partial(report_rollout, run))
@@ -72,22 +72,22 @@ def train(run: Run) -> None:
 
 def learn(run: Run, rollout: Rollout) -> list[dict[str, float]]:
     """Makes the optimizer steps of one rollout and returns their metrics; a refused step is dumped, too."""
-    if run.arguments.loop.debug_rollout_only:
+    if run.process.arguments.loop.debug_rollout_only:
         return [{}]
     try:
         return run.learner.train(rollout.groups, rollout.advantages)
     finally:
         if run.learner.dump is not None:
-            with run.timer("train_dump"):
+            with run.process.timer("train_dump"):
                 run.learner.dump.end_rollout(run.rollout_id)
 
 
 def evaluate_when_due(run: Run) -> dict[str, float]:
     """Returns held-out metrics if an evaluation is due after this rollout; otherwise an empty dictionary."""
-    if not is_due(run.arguments.rollout.eval_interval, run.rollout_id, run.num_rollout):
+    if not is_due(run.process.arguments.rollout.eval_interval, run.rollout_id, run.num_rollout):
         return {}
     try:
-        with run.interrupts.abandonable():
+        with run.process.interrupts.abandonable():
             return run.evaluation(run.learner.step, run.rollout_id)
     except Interrupted:  # the run stops at the next safe point; the resumed run evaluates
         run.evaluation.is_overdue = True
@@ -96,7 +96,7 @@ def evaluate_when_due(run: Run) -> dict[str, float]:
 
 def report_rollout(run: Run) -> None:
     """Logs the steps of the last rollout. A checkpoint that is complete before would lose them to a kill."""
-    times = run.timer.take()
+    times = run.process.timer.take()
     if "perf/forward_time" in times:
         times["perf/backward_time"] = times["perf/forward_backward_time"] - times["perf/forward_time"]
     run.unreported[-1] |= times
@@ -109,7 +109,7 @@ def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
     for step, row in enumerate(rows, start=last_step - len(rows) + 1):
         health = run.health.check(row)
         run.reporters.log(row | health.metrics, step)
-        for message in health.messages if run.parallel.is_main else ():
+        for message in health.messages if run.process.parallel.is_main else ():
             tqdm.write(f"warning: step {step}: {message}", file=sys.stderr)
 
 
@@ -125,17 +125,17 @@ def position(run: Run) -> Position:
 
 def check_interrupts(run: Run) -> None:
     """Raises Interrupted if any rank received a signal; a collective."""
-    number = run.parallel.largest(run.interrupts.number)
+    number = run.process.parallel.largest(run.process.interrupts.number)
     if number:
         raise Interrupted(signal.Signals(number).name)
 
 
 def finish(run: Run) -> None:
     """Exports the policy as a Hugging Face directory and prints the held-out accuracy before and after training."""
-    if run.arguments.megatron.save is not None:
+    if run.process.arguments.megatron.save is not None:
         check_interrupts(run)  # a resumed run exports
-    directory = run.arguments.megatron.save_hf
-    if directory is not None and not run.arguments.loop.debug_rollout_only:
+    directory = run.process.arguments.megatron.save_hf
+    if directory is not None and not run.process.arguments.loop.debug_rollout_only:
         run.checkpointer.check_weights()
         written = save_hf(directory, run.learner.engine)
         if written is not None and written != Path(directory).resolve():
@@ -145,7 +145,7 @@ def finish(run: Run) -> None:
         check_interrupts(run)
     if math.isnan(evaluation.last_accuracy):
         evaluation(run.learner.step, run.rollout_id)  # resumed after the last rollout
-    if run.parallel.is_main and evaluation.prompts:
+    if run.process.parallel.is_main and evaluation.prompts:
         print(evaluation.summary, flush=True)
 
 

@@ -28,10 +28,9 @@ UNREPORTED_OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Content of `trainer_state.json`."""
+    """Content of `trainer_state.json`; `run` is the identity of the run, also in its dumps and run directories."""
 
     run: str
-    """Identity of the run, the same in its checkpoints, dumps and run directories."""
     step: int
     rollout_id: int
     """Optimizer steps made, and rollouts trained on."""
