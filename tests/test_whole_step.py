@@ -55,9 +55,7 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     assert [row["memory_times_trl"] for row in rows[:2]] == ["1.000", "0.500"]
     assert [rows[0][name] for name in ("task", "clock", "response_len")] == ["sort_digits", "wall", "11.5"]
     benchmark.report(runs, setting(benchmark))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split("  ") == ["", ours, "0.250", "(0.300 0.200 0.250)", "× 0.50"]
-    assert lines[-1] == f"  {ours}  generate 62.5, rest 187.5"
+    assert "× 0.50" in capsys.readouterr().out.splitlines()[2]
 
 
 @pytest.mark.parametrize("name", ["sort_digits", "smollm2"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_tis.trainer import setup
-from tests.faults.forked import Outcome, check, run_forked
+from tests.faults.forked import Outcome, run_forked
 from tests.runs import make_task, run_apart
 
 HEAD = "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw):\n    "
@@ -51,48 +51,43 @@ def _run(task: list[str], directory: Path, code: str, *flags: str) -> Outcome:
     return run_forked([*task, *path], directory / "log")
 
 
-def _wrong_end(outcome: Outcome, expected: str) -> str | None:
-    """What is wrong with the end of a run that had to be refused, or None."""
-    errors = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
-    if outcome.status != 2 or outcome.traceback or len(errors) != 1:
-        return f"status {outcome.status}, {outcome.error[-1500:]}"
-    is_readable = len(errors[0]) < 900 and errors[0].isprintable()
-    return None if expected in errors[0] and is_readable else f"said {errors[0][:2000]!r}"
+def assert_refused(outcome: Outcome, expected: str) -> None:
+    """The run ends with status 2 and one readable line."""
+    assert (outcome.status, outcome.traceback) == (2, False), outcome.error[-1500:]
+    (error,) = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
+    assert expected in error and len(error) < 900 and error.isprintable()
 
 
-@pytest.mark.parametrize("part", range(2))  # two parts, for the two workers of pytest-xdist
-def test_a_failure_while_training_is_one_message(part: int, task: list[str], tmp_path: Path) -> None:
-    tried: dict[str, str | None] = {}
-    for number, (name, (flags, code, expected)) in list(enumerate(GOES_WRONG.items()))[part::2]:
-        outcome = _run(task, tmp_path / str(number), code, *flags)
-        wrong = _wrong_end(outcome, expected)
-        if wrong is None and "fn (" not in outcome.error and "beside" not in outcome.error:
-            wrong = f"does not name the function: {outcome.error}"
-        tried[name] = wrong
-    check(tried, at_least=len(GOES_WRONG) // 2)
+@pytest.mark.parametrize(("flags", "code", "expected"), GOES_WRONG.values(), ids=GOES_WRONG)
+def test_a_failure_while_training_is_one_message(
+    flags: tuple[str, ...], code: str, expected: str, task: list[str], tmp_path: Path
+) -> None:
+    outcome = _run(task, tmp_path / "run", code, *flags)
+    assert_refused(outcome, expected)
+    assert "fn (" in outcome.error or "beside" in outcome.error  # the function is named
 
 
+TIS_PATH = "--custom-tis-function-path"
+UNUSABLE = {
+    "nowhere": (["--use-tis", TIS_PATH, "nowhere.py:fn"], "there is no file nowhere.py"),
+    "broken": (["--use-tis", TIS_PATH, "broken.py:fn"], "SyntaxError"),
+    "options": (["--rs-second-moment-bound", "0.1", TIS_PATH, "custom_tis.template.soft_tis"], "by the global batch"),
+    "narrow": (["--custom-rm-path", "narrow.py:fn"], "cannot be called as fn"),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), UNUSABLE.values(), ids=UNUSABLE)
 def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
-    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], expected: str, task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*args: Any, **kwargs: Any) -> None:
         raise OSError("a model is being built")
 
     monkeypatch.setattr(setup, "TrainingEngine", build)  # runs are forks of this process
-    tried: dict[str, str | None] = {}
     (tmp_path / "broken.py").write_text("def fn(:\n")
     (tmp_path / "narrow.py").write_text("def fn(args): pass\n")
-    tis, rm = "--custom-tis-function-path", "--custom-rm-path"
-    for flags, expected in (
-        (["--use-tis", tis, "nowhere.py:fn"], "there is no file nowhere.py"),
-        (["--use-tis", tis, "broken.py:fn"], "SyntaxError"),
-        (["--rs-second-moment-bound", "0.1", tis, "custom_tis.template.soft_tis"], "goes by the global batch"),
-        ([rm, "narrow.py:fn"], "cannot be called as fn"),
-    ):
-        directory = tmp_path / f"log_{len(tried)}"
-        outcome = run_forked([*task, *flags, "--output-dir", str(directory / "run")], directory, cwd=tmp_path)
-        tried[" ".join(flags)] = _wrong_end(outcome, expected)
-    check(tried)
+    argv = [*task, *flags, "--output-dir", str(tmp_path / "run")]
+    assert_refused(run_forked(argv, tmp_path / "log", cwd=tmp_path), expected)
 
 
 def test_ranks_that_return_other_metrics_are_refused(task: list[str], tmp_path: Path) -> None:
