@@ -125,6 +125,9 @@ def planted(name: str) -> TokenTable:
             rollout = model.noisy(0.01)
         case "fp8":
             rollout = model.noisy(0.2)
+        case "fp8, certain first token":
+            rollout = model.noisy(0.2)
+            rollout[:, 0] = model.train[:, 0] = -0.001
         case "NaN":
             rollout[3, 4] = np.nan
         case "-30 nats":
@@ -164,6 +167,7 @@ PLANTED = {
     "never updated": "weights_not_updated",
     "bf16": "rounding",
     "fp8": "rounding",
+    "fp8, certain first token": "rounding",
     "NaN": "broken_tokens",
     "-30 nats": "broken_tokens",
     "position": "position_drift",
@@ -177,7 +181,7 @@ PLANTED = {
 @pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
 def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     found = diagnose(planted(name))
-    is_candidate = name in ("never updated", "bf16", "fp8", "position", "prompt")  # other causes make this pattern, too
+    is_candidate = name.split(",")[0] in ("never updated", "bf16", "fp8", "position", "prompt")  # or other causes
     assert (found.cause == "unexplained") == is_candidate
     first = found.findings[is_candidate]
     assert first.cause == cause, [(finding.cause, finding.score, finding.evidence) for finding in found.findings]

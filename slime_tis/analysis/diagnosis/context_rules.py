@@ -138,12 +138,13 @@ def _mean(tokens: Tokens, values: Floats) -> tuple[float, float]:
 
 def decoding(tokens: Tokens) -> Finding | None:
     """The first token of the responses agrees exactly, and later ones do not: reading the prompt is not the problem."""
+    tokens = tokens.only(tokens.uncertainty > 0.05)  # a certain first token, such as a tag, always agrees
     first = tokens.position == 0
     is_penalized = (found := penalty(tokens)) is not None and found.confidence > 0  # the first token has no penalty
     if is_penalized or first.sum() < 10 or (~first).sum() < 10 * MIN_TOKENS:
         return None
     at_first = float(np.abs(tokens.log_ratio[first]).mean())
-    later = float(np.median(np.abs(tokens.log_ratio[~first & (tokens.uncertainty > 0.05)])))
+    later = float(np.median(np.abs(tokens.log_ratio[~first])))
     if not later > NEGLIGIBLE_DIFFERENCE:
         return None
     evidence = (

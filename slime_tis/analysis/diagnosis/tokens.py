@@ -139,7 +139,7 @@ def _contexts(table: TokenTable) -> dict[str, Integers]:
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
     repeats = np.empty(len(key), np.int64)
     repeats[order] = np.arange(len(key)) - np.repeat(starts, np.diff(np.append(starts, len(key))))
-    if table.prompt is None:
+    if table.prompt is None or not all(map(len, table.prompt)):
         return {"repeats": repeats}
     lengths = np.array([len(prompt) for prompt in table.prompt], np.int64)
     prompts = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
