@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
@@ -142,27 +142,21 @@ def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
     assert_same_samples(expected, engine.generate(make_prompts(old, TEXTS), sampling, seed=0))
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (
-            lambda w: {**w, "model.layers.9.mlp.up_proj.weight": torch.zeros(2)},
-            "has 'model.layers.9.mlp.up_proj.weight'",
-        ),
-        (lambda w: {**w, "model.norm.weight": torch.zeros(5)}, "'model.norm.weight' of shape (5,)"),
-        (lambda w: {name: tensor for name, tensor in w.items() if "q_norm" not in name}, "lacks 2 parameters"),
-    ],
-    ids=["unknown tensor", "another shape", "two missing"],
-)
-def test_an_update_that_does_not_fit_is_refused(checkpoints, edit, message):
+def test_an_update_that_does_not_fit_is_refused(checkpoints):
     path = checkpoints["qwen3", 0]
-    engine = make_engine(path)
-    with pytest.raises(ValueError) as refusal:
-        engine.update_weights(edit(dict(weights(path))).items, version=3)
-    assert message in str(refusal.value) and engine.weight_version == 0
+    engine, held = make_engine(path), dict(weights(path))
+    wrong = {
+        "has 'model.layers.9.mlp.up_proj.weight'": {**held, "model.layers.9.mlp.up_proj.weight": torch.zeros(2)},
+        r"'model\.norm\.weight' of shape \(5,\)": {**held, "model.norm.weight": torch.zeros(5)},
+        "lacks 2 parameters": {name: tensor for name, tensor in held.items() if "q_norm" not in name},
+    }
+    for message, tensors in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights(tensors.items, version=3)
+        assert engine.weight_version == 0
 
 
-def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoints):
+def test_the_context_bounds_responses(checkpoints):
     path = checkpoints["llama", 0]
     engine, prompts = make_engine(path), make_prompts(path, TEXTS)
     sampling = Sampling(max_response_len=50, max_context_len=16, stop_token_ids=())
@@ -171,8 +165,3 @@ def test_the_context_bounds_responses_and_refuses_prompts_that_fill_it(checkpoin
     whole = engine.generate(prompts, Sampling(max_response_len=50), seed=2)
     for cut, sample in zip(flat(groups), flat(whole), strict=True):
         assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]
-    full = Prompt(index=4, text="", token_ids=(5,) * 128)
-    with pytest.raises(ValueError, match="prompt 4 has 128 tokens, which leaves no tokens"):
-        engine.generate([full], Sampling(max_response_len=1), seed=0)
-    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
-        engine.generate([Prompt(index=4, text="", token_ids=())], Sampling(max_response_len=1), seed=0)

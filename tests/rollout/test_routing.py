@@ -108,19 +108,18 @@ def test_experts_of_every_token_but_the_last_are_usable():
         assert has_usable_experts(sample_with(experts), sizes(top_k=1))
 
 
-@pytest.mark.parametrize(
-    "experts",
-    [
-        None,
-        GOOD[:-1],
-        GOOD[:, :1],
-        changed((0, 0, 0), 8),
-        changed((2, 1), [3, 3]),
-        -GOOD.short() - 1,
-        GOOD.float(),
-    ],
-    ids=["none", "a row too few", "a layer too few", "an unknown expert", "an expert twice", "negative", "floats"],
-)
+UNUSABLE = {
+    "none": None,
+    "a row too few": GOOD[:-1],
+    "a layer too few": GOOD[:, :1],
+    "an unknown expert": changed((0, 0, 0), 8),
+    "an expert twice": changed((2, 1), [3, 3]),
+    "negative": -GOOD.short() - 1,
+    "floats": GOOD.float(),
+}
+
+
+@pytest.mark.parametrize("experts", UNUSABLE.values(), ids=UNUSABLE)
 def test_experts_that_cannot_be_replayed_are_not_usable(experts):
     assert not has_usable_experts(sample_with(experts), sizes())
 

@@ -45,21 +45,15 @@ def checkpoint(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def other_checkpoint(directory: Path) -> Path:
-    """The same model with other weights."""
-    return make_checkpoint(directory / "other", "qwen3", seed=1, **SIZES)
-
-
-@pytest.fixture(scope="session")
 def reference(checkpoint: Path) -> Reference:
     """What log-probs of `checkpoint` ought to be."""
     return Reference(checkpoint)
 
 
 @pytest.fixture(scope="session")
-def other_reference(other_checkpoint: Path) -> Reference:
-    """What log-probs of `other_checkpoint` ought to be."""
-    return Reference(other_checkpoint)
+def other_reference(directory: Path) -> Reference:
+    """What log-probs of the same model with other weights ought to be."""
+    return Reference(make_checkpoint(directory / "other", "qwen3", seed=1, **SIZES))
 
 
 @pytest.fixture(scope="session")

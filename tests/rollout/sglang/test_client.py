@@ -174,16 +174,12 @@ def test_a_router_that_names_no_servers_is_refused(fake: FakeSGLang, status: int
         ask(fake, Server.worker_urls)
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("key 0123456789!", "key ***!"),
-        ("01234567 and 23456789", "*** and ***"),
-        ("01234567890123456789", "***"),
-        ("0123456 is too short", "0123456 is too short"),
-        ("MDEyMzQ1Njc4OQ==", "***=="),
-    ],
-    ids=["whole", "parts", "twice", "seven characters", "base64"],
-)
-def test_keys_are_redacted_whole_and_in_part(text: str, shown: str) -> None:
-    assert Keys("0123456789").redacted(text) == shown
+def test_keys_are_redacted_whole_and_in_part() -> None:
+    shown = {
+        "key 0123456789!": "key ***!",
+        "01234567 and 23456789": "*** and ***",
+        "01234567890123456789": "***",
+        "0123456 is too short": "0123456 is too short",
+        "MDEyMzQ1Njc4OQ==": "***==",
+    }
+    assert {text: Keys("0123456789").redacted(text) for text in shown} == shown

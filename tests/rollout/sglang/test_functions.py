@@ -21,16 +21,9 @@ ROUTED = {"x-smg-routing-key"}
 async def two_turns(sample, engine):
     """An answer, an observation, and another answer; an aborted sample continues where it was."""
     for turn in range(sample.loss_mask.count(0) // 2 if sample.loss_mask else 0, 2):
-        answer = await engine.generate(sample.tokens)
-        sample.append_response_tokens(
-            tokens=answer.token_ids,
-            log_probs=answer.log_probs,
-            meta_info={
-                "weight_versions": [
-                    {"version": v, "start": i, "end": i + 1} for i, v in enumerate(answer.weight_versions)
-                ]
-            },
-        )
+        answer, versions = await engine.generate(sample.tokens), sample.weight_versions
+        sample.append_response_tokens(tokens=answer.token_ids, log_probs=answer.log_probs)
+        sample.weight_versions = [*versions, *answer.weight_versions]
         sample.status = STATUS[answer.finish_reason]
         if answer.finish_reason == "abort":
             return [sample]

@@ -127,13 +127,13 @@ def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(
     long = Prompt(index=4, text="", token_ids=(3,) * 128)
     messages = []
     for engine in (run.engine, LocalEngine(checkpoint, load_tokenizer(checkpoint))):
-        with pytest.raises(ValueError, match="prompt 4 has 128 tokens") as caught:
+        with pytest.raises(ValueError, match="prompt 4 has 128 tokens, which leaves no tokens") as caught:
             engine.generate([PROMPTS[0], long], SAMPLING, seed=0)
         messages.append(str(caught.value))
+        with pytest.raises(ValueError, match="prompt 4 has no tokens"):
+            engine.generate([Prompt(index=4, text="", token_ids=())], SAMPLING, seed=0)
     assert messages[0] == messages[1]
     with pytest.raises(ValueError, match="prompt 4 has token 64"):
         run.engine.generate([PROMPTS[0], Prompt(index=4, text="", token_ids=(1, 64))], SAMPLING, seed=0)
-    with pytest.raises(ValueError, match="prompt 4 has no tokens"):
-        run.engine.generate([Prompt(index=4, text="", token_ids=())], SAMPLING, seed=0)
     assert run.requests == []
     assert_exact(run.engine.generate([], SAMPLING, seed=0), [])

@@ -14,7 +14,7 @@ from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest, InvalidAnswer, max_answer_bytes, parse_generation
 from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run
-from tests.samples import flat
+from tests.samples import flat, make_sample
 
 TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
 Start = Callable[..., Run]
@@ -137,13 +137,7 @@ def test_sets_of_a_partial_rollout_are_those_of_both_requests(start: Start, reco
 def first_tokens(sample: Sample, count: int, with_sampling_mask: bool) -> Sample:
     """The sample as it was when it was aborted after so many tokens."""
     assert sample.sampling_mask is not None
-    return dataclasses.replace(
-        sample,
-        tokens=sample.tokens[: len(sample.prompt_ids) + count],
-        response_length=count,
-        rollout_log_probs=sample.rollout_log_probs[:count],
-        loss_mask=sample.loss_mask[:count],
-        weight_versions=sample.weight_versions[:count],
-        sampling_mask=sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None,
-        status=Sample.Status.ABORTED,
-    )
+    mask = sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None
+    log_probs, status = sample.rollout_log_probs[:count], Sample.Status.ABORTED
+    fields = {"rollout_log_probs": log_probs, "sampling_mask": mask, "status": status}
+    return make_sample(sample.row, sample.response_ids[:count], **fields)
