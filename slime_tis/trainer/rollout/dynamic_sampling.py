@@ -40,7 +40,12 @@ def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *
     reasons: Counter[str] = Counter()
     accepted = dropped = 0
     for number, batch in enumerate(batches, start=1):
-        renumber(batch, rollout.sampled)
+        earlier_samples = sum(map(len, rollout.sampled))
+        for sample in (sample for group in batch for sample in group):  # continues the numbers of earlier batches
+            sample.group_index = (sample.group_index or 0) + len(rollout.sampled)
+            sample.index = (sample.index or 0) + earlier_samples
+            if sample.rollout_id is not None:
+                sample.rollout_id += earlier_samples
         rollout.sampled += batch
         kept = accepted_groups(batch, judge(batch), size - accepted, reasons)
         accepted, dropped = accepted + len(kept), dropped + len(batch) - len(kept)
@@ -83,14 +88,3 @@ def accepted_groups(
             known = output.reason in reasons or len(reasons) < MAX_REASONS
             reasons[output.reason if known else OTHER] += 1
     return kept
-
-
-def renumber(batch: Sequence[Sequence[Sample]], earlier: Sequence[Sequence[Sample]]) -> None:
-    """Continues the numbers of groups and samples from the earlier batches of the rollout."""
-    groups, samples = len(earlier), sum(map(len, earlier))
-    for group in batch:
-        for sample in group:
-            sample.group_index = (sample.group_index or 0) + groups
-            sample.index = (sample.index or 0) + samples
-            if sample.rollout_id is not None:
-                sample.rollout_id += samples

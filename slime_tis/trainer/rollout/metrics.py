@@ -30,13 +30,12 @@ def rollout_metrics(
     metrics |= {f"reward/{key}": value for key, value in mean_parts(samples).items()}
     are_episodes |= any(one.turns != 1 or 0 in one.loss_mask or one.failure for group in groups for one in group)
     if are_episodes:
-        metrics |= episode_metrics(rollouts)
+        metrics |= episode_metrics(rollouts, made)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
-def episode_metrics(rollouts: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Returns outcomes of the calls of a generate function, and means over the successful calls."""
-    made = [rollout for rollout in rollouts if not rollout[0].failure]
+def episode_metrics(rollouts: Sequence[Sequence[Sample]], made: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Returns outcomes of the calls of a generate function, and means over the successful calls `made`."""
     reasons = Counter(rollout[0].failure for rollout in rollouts if rollout[0].failure)
     tokens = sum(sample.effective_response_length for rollout in made for sample in rollout)
     retokenized = [sum(sample.retokenized for sample in rollout) for rollout in made]

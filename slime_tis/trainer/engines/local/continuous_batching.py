@@ -223,7 +223,7 @@ class ContinuousBatching:
             least = best[1] + 1 if slot.session == session else max(best[1] + 1, MIN_SHARED)
             if least > most or not slot.may_share(tokens, least):
                 continue
-            shared = min(common_prefix(tokens, slot.cached_soon), most)
+            shared = min(common_prefix(tokens, slot.tokens + slot.pending), most)
             if shared >= least:
                 best = slot, shared
         return best
@@ -395,7 +395,12 @@ class ContinuousBatching:
                 works[row].pending = [token]
                 works[row].token_ids.append(token)
                 works[row].log_probs.append(log_prob)
-            self._record_sets([works[row] for row in rows], drawn_from_BV)
+            if any(works[row].request.options.sampling.return_sampling_mask for row in rows):
+                allowed_BV = drawn_from_BV > -torch.inf
+                allowed_BV &= ~allowed_BV.all(-1, keepdim=True)  # an empty set means the whole vocabulary
+                sets = allowed_BV.nonzero()[:, 1].to(torch.int32).cpu().split(allowed_BV.sum(-1).tolist())
+                for row, allowed in zip(rows, sets, strict=True):
+                    works[row].sets.append(allowed)
         finished = False
         for slot, work in zip(slots, works, strict=True):
             slot.logits = None
@@ -405,16 +410,6 @@ class ContinuousBatching:
                 self._finish(slot, work, "length")
             finished = finished or slot.work is None
         return finished
-
-    def _record_sets(self, works: Sequence[Work], drawn_from_BV: Tensor) -> None:
-        """Records the candidate tokens; an empty set means the whole vocabulary."""
-        if not any(work.request.options.sampling.return_sampling_mask for work in works):
-            return
-        allowed_BV = drawn_from_BV > -torch.inf
-        allowed_BV &= ~allowed_BV.all(-1, keepdim=True)
-        sets = allowed_BV.nonzero()[:, 1].to(torch.int32).cpu().split(allowed_BV.sum(-1).tolist())
-        for work, allowed in zip(works, sets, strict=True):
-            work.sets.append(allowed)
 
     def _finish(self, slot: Slot, work: Work, finish_reason: FinishReason) -> None:
         experts, weights = self._cache.routing(slot.row, len(slot.tokens)) if self._recorder else (None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,9 +31,7 @@ class RoutingRecorder:
         self._hooks = [module.register_forward_pre_hook(self._record) for module in self._experts]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

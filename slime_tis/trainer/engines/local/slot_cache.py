@@ -76,11 +76,6 @@ class Slot:
         """The tokens of the request that are not in the cache."""
         return self.work.pending if self.work else []
 
-    @property
-    def cached_soon(self) -> list[int]:
-        """The tokens in the cache after the prefill."""
-        return self.tokens + self.pending
-
     def may_share(self, tokens: Sequence[int], count: int) -> bool:
         """Whether the slot may share the first `count` tokens: the last of them is equal."""
         last = count - 1

@@ -23,7 +23,7 @@ from slime_tis.trainer.engines.generation import Generation, RolloutFunction
 from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, RolloutTask
+from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, RolloutTask, seed_of
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
 from slime_tis.trainer.engines.tasks import CANCELLED
 from slime_tis.trainer.engines.weight_rounding import Precision
@@ -116,7 +116,7 @@ class SGLangEngine:
                     prompt_ids=list(call.prompt.token_ids),
                     answer=Generation.of(call.first_sample()),
                     max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
-                    seed=_seed(f"{seed} {call.group_index} {call.key.sample}"),
+                    seed=seed_of(hashlib.sha256(f"{seed} {call.group_index} {call.key.sample}".encode()).digest()),
                 )
                 for call in chain(*calls)
                 if not call.complete
@@ -272,7 +272,3 @@ class SGLangRollout:
         if self.groups is None:
             self.groups = self.engine.collect(self)
         return self.groups
-
-
-def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

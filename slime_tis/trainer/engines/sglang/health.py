@@ -82,15 +82,14 @@ class HealthMonitor:
     def __init__(
         self,
         servers: Sequence[Server],
-        router: Server | None = None,
-        timeouts: Timeouts | None = None,
-        *,
-        on_return: Callable[[Server], None] = lambda server: None,
+        router: Server | None,
+        timeouts: Timeouts,
+        on_return: Callable[[Server], None],
     ) -> None:
         """Begins with all servers down; calls `on_return` with a server that returns without the current weights."""
         self.states = {server: ServerState(server, index=index) for index, server in enumerate(servers)}
         self.router = None if router is None else ServerState(router, holds_weights=False)
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts, self._on_return = timeouts, on_return
         self.on_change: Callable[[], None] = lambda: None
         """Called when a server becomes available, or no server is left."""
         self.version = 0
@@ -105,7 +104,6 @@ class HealthMonitor:
         """Cleared during weight updates."""
         self.not_updating.set()
         self._updates = 0
-        self._on_return = on_return
         self._all_down_since: float | None = None
         self._tasks = BackgroundTasks()
 

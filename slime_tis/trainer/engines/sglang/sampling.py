@@ -234,7 +234,7 @@ class RolloutTask:
         response = PendingSample(
             prompt_ids=request.token_ids,
             max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
-            seed=int.from_bytes(request.key[:8], "big") >> 1,
+            seed=seed_of(request.key),
             session=hashlib.blake2b(repr(request.session).encode(), digest_size=8).hexdigest(),  # a header is ASCII
         )
         try:
@@ -322,6 +322,11 @@ class RolloutTask:
             self.health.note_missing_experts(server, f"{problem}, as if it were not recorded")
         if not completion.token_ids and not self.stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")
+
+
+def seed_of(key: bytes) -> int:
+    """The seed of a request, below 2^63."""
+    return int.from_bytes(key[:8], "big") >> 1
 
 
 async def _abort_all(in_flight: Callable[[], Iterable[tuple[Server, str]]]) -> None:

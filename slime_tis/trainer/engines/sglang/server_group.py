@@ -126,7 +126,7 @@ class ServerGroup:
                 servers,
                 router,
                 self._settings.timeouts or Timeouts(recovery=config.sglang_recovery_timeout),
-                on_return=lambda returned: self._tasks.start(self._restore(returned)),
+                lambda returned: self._tasks.start(self._restore(returned)),
             )
             stack.push_async_callback(self.health.close)
             self.dispatcher = Dispatcher(

@@ -6,13 +6,12 @@ import asyncio
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
@@ -67,11 +66,8 @@ class DiskSync:
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync; generation pauses while servers read, not while files are written."""
-
-        def write() -> Path:
-            return write_checkpoint(self.directory, source(), version, Path(self.hf_checkpoint), self.bucket_bytes)
-
-        written = await asyncio.get_running_loop().run_in_executor(self._weights_thread, write)
+        loop = asyncio.get_running_loop()
+        written = await loop.run_in_executor(self._weights_thread, self._write, source, version)
         self._current = written, version
         failed = await self._hand_out(servers)
         _remove_own(self.directory, but=written)
@@ -92,6 +88,26 @@ class DiskSync:
             _remove_own(self.directory)
         self._lock.close()
 
+    def _write(self, source: WeightSource, version: int) -> Path:
+        """Writes a checkpoint into a new subdirectory, which gets its final name when complete."""
+        name = f"{version:08d}_{secrets.token_hex(4)}"
+        unfinished, finished = self.directory / f"{UNFINISHED}{name}", self.directory / f"{FINISHED}{name}"
+        weights = iter(source())
+        try:
+            unfinished.mkdir()
+            write_hf_checkpoint(unfinished, weights, like=Path(self.hf_checkpoint), shard_bytes=self.bucket_bytes)
+            unfinished.rename(finished)
+        except OSError as error:
+            for _ in weights:  # a collective: other ranks iterate too
+                pass
+            raise RolloutUnavailable(
+                f"the weights of version {version} could not be written to {self.directory} ({error}); free space or "
+                "choose another --sglang-weight-dir."
+            ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return finished
+
     async def _hand_out(self, servers: Sequence[Server]) -> dict[Server, str]:
         failed: dict[Server, str] = {}
         await on_all_servers(servers, self._load, failed)
@@ -106,29 +122,6 @@ class DiskSync:
         await pause(server)
         await server.post("/update_weights_from_disk", body, timeout=self.timeout)
         await resume(server, version)
-
-
-def write_checkpoint(
-    directory: Path, weights: Iterable[tuple[str, Tensor]], version: int, hf_checkpoint: Path, shard_bytes: int
-) -> Path:
-    """Writes a checkpoint into a new subdirectory, which gets its final name when complete."""
-    name = f"{version:08d}_{secrets.token_hex(4)}"
-    unfinished, finished = directory / f"{UNFINISHED}{name}", directory / f"{FINISHED}{name}"
-    weights = iter(weights)
-    try:
-        unfinished.mkdir()
-        write_hf_checkpoint(unfinished, weights, like=hf_checkpoint, shard_bytes=shard_bytes)
-        unfinished.rename(finished)
-    except OSError as error:
-        for _ in weights:  # a collective: other ranks iterate too
-            pass
-        raise RolloutUnavailable(
-            f"the weights of version {version} could not be written to {directory} ({error}); free space or choose "
-            "another --sglang-weight-dir."
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return finished
 
 
 def _remove_own(directory: Path, but: Path | None = None) -> None:
