@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import os
 import pkgutil
 import resource
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import ServerError
@@ -296,29 +294,6 @@ def test_closing_ends_a_join_under_way(address: str) -> None:
 def directories(path: Path) -> list[str]:
     """Names without the random part."""
     return sorted(each.name.rsplit("_", 1)[0] for each in (path / "weights").iterdir() if each.is_dir())
-
-
-def test_transformers_reads_the_files(tmp_path: Path, checkpoint: Path) -> None:
-    named = {
-        name: tensor + 0.125 for name, tensor in AutoModelForCausalLM.from_pretrained(checkpoint).state_dict().items()
-    }
-    weights = on_disk(tmp_path, checkpoint)(bucket_bytes=20_000)
-    assert asyncio.run(weights.push([], named.items, 3)) == {}
-    (written,) = (tmp_path / "weights").glob("weights_*")
-    loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
-    assert {name: tensor.dtype for name, tensor in loaded.items()} == dict.fromkeys(named, torch.float32)
-    assert all(torch.equal(tensor, named[name]) for name, tensor in loaded.items())
-    prompt = "sort 312>"
-    assert AutoTokenizer.from_pretrained(written)(prompt) == AutoTokenizer.from_pretrained(checkpoint)(prompt)
-    index = json.loads((written / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in named.values())
-    files = sorted(set(index["weight_map"].values()))
-    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    for file in files:
-        with safe_open(str(written / file), "pt") as tensors:
-            assert set(tensors.keys()) == {name for name, of in index["weight_map"].items() if of == file}
-            size = sum(named[name].nbytes for name in tensors.keys())  # noqa: SIM118
-            assert size <= 20_000 or len(tensors.keys()) == 1
 
 
 def test_a_server_that_comes_back_reads_the_newest(servers: Servers, tmp_path: Path, checkpoint: Path) -> None:
