@@ -168,14 +168,8 @@ class GenerateFunction:
             raise NoSample(reason, f"{describe(self.function)} {text} (prompt {fresh.prompt_index}).") from error
 
     def _checked(self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]) -> Sample:
-        tokens, length = fields.tokens, fields.response_length
+        tokens, length, given = fields.tokens, fields.response_length, fields.rollout_log_probs
         mask = [1] * length if fields.loss_mask is None else [int(value) for value in fields.loss_mask]
-        log_probs = None
-        if fields.rollout_log_probs is not None:
-            log_probs = [math.nan if value is None else value for value in fields.rollout_log_probs]
-            log_probs[: len(mask)] = [
-                value if trained else 0.0 for value, trained in zip(log_probs, mask, strict=False)
-            ]
         response, last_id = f"a response_length of {length}", self.vocab_size - 1
         checks = (
             ("tokens", 0 < length < len(tokens), f"{len(tokens)} tokens with {response}; give prompt and response"),
@@ -184,16 +178,18 @@ class GenerateFunction:
             ("loss_mask", len(mask) == length, f"a loss_mask of {len(mask)} entries for {response}"),
             (
                 "rollout_log_probs",
-                log_probs is None or len(log_probs) == length,
-                f"{len(log_probs or ())} rollout_log_probs for {response}; give 0.0 for observations",
+                given is None or len(given) == length,
+                f"{len(given or ())} rollout_log_probs for {response}; give 0.0 for observations",
             ),
         )
         for reason, is_satisfied, text in checks:
             if not is_satisfied:
                 raise NoSample(reason, f"gave {text}")
-        for index, (value, trained) in enumerate(zip(log_probs or (), mask, strict=False)):
-            if trained and not -math.inf < value <= MAX_LOG_PROB:
-                text = f"gave the log-prob {value} for response token {index}, which is trained on"
+        log_probs = [math.nan] * length
+        for index, (value, trained) in enumerate(zip(given or (), mask, strict=False)):
+            log_probs[index] = 0.0 if not trained else math.nan if value is None else value
+            if not -math.inf < log_probs[index] <= MAX_LOG_PROB:
+                text = f"gave the log-prob {log_probs[index]} for response token {index}, which is trained on"
                 raise NoSample("rollout_log_probs", text)
         result = Sample(
             prompt=_prompt(sample, fresh),
@@ -203,7 +199,7 @@ class GenerateFunction:
             response_length=length,
             label=fresh.label if sample.label is None else sample.label,
             loss_mask=mask,
-            rollout_log_probs=log_probs or [math.nan] * length,
+            rollout_log_probs=log_probs,
             weight_versions=self._versions(fields, length),
             sampling_mask=sample.sampling_mask if _covers(sample, length) else None,
             remove_sample=bool(sample.remove_sample),
@@ -216,7 +212,7 @@ class GenerateFunction:
         result.reward, result.reward_parts = self._reward(fields.reward)
         if requests:
             where = provenance(tokens, length, requests)
-            if log_probs is not None:
+            if given is not None:
                 _check_log_probs(log_probs, mask, where, requests)
             copy_engine_records(result, where, requests)
             self._handle_retokenized(result, where)

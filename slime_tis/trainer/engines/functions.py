@@ -187,15 +187,6 @@ def calls_over_ranks(
     return numbered(groups)
 
 
-def divided_calls(
-    groups: Sequence[Sequence[FunctionCall]], num_groups: int | None
-) -> tuple[list[list[Sample]], list[list[Sample]]]:
-    """Returns the samples of the first complete groups, and the samples of the groups to resume."""
-    complete = list(filter(is_complete, groups))[:num_groups]
-    taken = set(map(id, complete))
-    return numbered(complete), numbered([group for group in groups if id(group) not in taken])
-
-
 def numbered(groups: Sequence[Sequence[FunctionCall]]) -> list[list[Sample]]:
     """Returns the samples of each group, numbered from 0; a missing call has one sample without a response."""
     numbered_groups, number = [], 0

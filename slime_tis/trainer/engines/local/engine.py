@@ -28,11 +28,10 @@ from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatchi
 from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
-from slime_tis.trainer.engines.weight_rounding import COARSENESS, DTYPES, ROUNDINGS, Precision, round_bits
+from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
 from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
 
-COMPUTE_DTYPES = {precision: DTYPES.get(precision, torch.float32) for precision in COARSENESS}
 NAME = "the local engine"
 
 
@@ -97,7 +96,7 @@ class LocalEngine:
         self._is_asked = False
         self._tokenizer, self._check_interrupts = tokenizer, check_interrupts
         self._max_batch, self._max_batch_tokens = max_batch, max_batch_tokens
-        self._model = load_model(hf_checkpoint, COMPUTE_DTYPES[precision]).to(device)
+        self._model = load_model(hf_checkpoint, DTYPES.get(precision, torch.float32)).to(device)
         check_config(self._model.config)
         self._weights = weights_by_file_name(self._model)
         self._precision: Precision = precision

@@ -18,7 +18,7 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import model_sizes, read_model_config
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
-from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, divided_calls, resumed_groups
+from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, is_complete, numbered, resumed_groups
 from slime_tis.trainer.engines.generation import Generation, RolloutFunction
 from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
@@ -216,7 +216,10 @@ class SGLangEngine:
         def wait(weights: WeightSource) -> tuple[Groups, Groups]:
             assert rollout.future is not None
             self._wait(rollout.future, weights)
-            groups, unfinished = divided_calls(rollout.calls, rollout.num_groups)
+            complete = list(filter(is_complete, rollout.calls))[: rollout.num_groups]
+            taken = set(map(id, complete))
+            groups = numbered(complete)
+            unfinished = numbered([group for group in rollout.calls if id(group) not in taken])
             if not rollout.makes_segments:
                 for sample in (sample for group in (*groups, *unfinished) for sample in group):
                     sample.rollout_id = None
