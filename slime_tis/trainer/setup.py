@@ -20,7 +20,7 @@ from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_siz
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
-from slime_tis.trainer.agents.rollout_function import build_rollout_function
+from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
 from slime_tis.trainer.checkpointer import Checkpointer, ResumePoint, find_resume_point, model_hash
 from slime_tis.trainer.cli.arguments import effective_config, options_in_force
@@ -366,6 +366,15 @@ def build_samples(
         size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
         return size - unfinished.take(size)
 
+    checks = build_generate_function(
+        rollout,
+        arguments.namespace,
+        data.tokenizer,
+        sizes=data.sizes,
+        version=lambda: sampler.weight_version,
+        address=sampler.http_address,
+        option="rollout_function_path",
+    )
     return SampleSource(
         arguments=arguments,
         is_main=process.parallel.is_main,
@@ -376,15 +385,7 @@ def build_samples(
             dataset, submit, prompts=new_prompts, depth=rollout.rollout_lookahead, number=data.first_batch
         ),
         unfinished=unfinished,
-        custom_rollout=build_rollout_function(
-            rollout,
-            arguments.namespace,
-            data.tokenizer,
-            dataset,
-            sizes=data.sizes,
-            version=lambda: sampler.weight_version,
-            address=sampler.http_address,
-        ),
+        custom_rollout=None if checks is None else CustomRollout(checks=checks, dataset=dataset, config=rollout),
         reward=functions.reward,
         hooks=functions.hooks,
         data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,

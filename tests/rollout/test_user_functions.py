@@ -9,7 +9,8 @@ import pytest
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.agents.rollout_function import build_rollout_function
+from slime_tis.trainer.agents.custom_generate import build_generate_function
+from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
@@ -186,9 +187,9 @@ def make_rollout(tmp_path, tokenizer):
         config = make_config(**options, rollout_function_path=f"{tmp_path / 'own.py'}:fn")
         dataset = PromptDataset(tmp_path / "p.jsonl", tokenizer, config)
         sizes = ModelSizes(context_len=64, vocab_size=300)
-        return build_rollout_function(
-            config, Namespace(), tokenizer, dataset, sizes=sizes, version=lambda: 7, address=("host", 1)
-        )
+        values = {"sizes": sizes, "version": lambda: 7, "address": ("host", 1), "option": "rollout_function_path"}
+        checks = build_generate_function(config, Namespace(), tokenizer, **values)
+        return CustomRollout(checks=checks, dataset=dataset, config=config)
 
     return go
 

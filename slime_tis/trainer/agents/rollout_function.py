@@ -6,14 +6,11 @@ generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTr
 from __future__ import annotations
 
 import math
-from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_tis.errors import CustomFunctionError, quoted
-from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample, build_generate_function
+from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
@@ -22,9 +19,6 @@ from slime_tis.trainer.data.user_values import typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.user_functions import calling, describe
 from slime_tis.user_functions.tensors import check_metrics
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Groups = list[list[Sample]]
 OPTION, PREFIX = "rollout_function_path", "rollout/"
@@ -66,14 +60,14 @@ class CustomRollout:
     """Rollouts by the user's function."""
 
     checks: GenerateFunction
+    """The function of --rollout-function-path, and limits of its samples."""
     dataset: PromptDataset | CustomDataSource
-    rollout_batch_size: int
-    n_samples: int
+    config: RolloutConfig
 
     def __call__(self, rollout_id: int) -> tuple[Groups, dict[str, float]]:
         """Returns the groups of a rollout and the function's metrics; a collective."""
-        dataset, function = self.dataset, self.checks.function
-        source = PromptSource(dataset, self.n_samples) if isinstance(dataset, PromptDataset) else dataset.source
+        dataset, function, n_samples = self.dataset, self.checks.function, self.config.n_samples_per_prompt
+        source = PromptSource(dataset, n_samples) if isinstance(dataset, PromptDataset) else dataset.source
 
         def call() -> tuple[Groups, dict[str, float], dict[str, Any]]:
             with calling(function):
@@ -96,21 +90,20 @@ class CustomRollout:
         return groups, metrics
 
     def _groups(self, returned: list[list[Any]]) -> Groups:
-        name = describe(self.checks.function)
-        if len(returned) != self.rollout_batch_size:
-            raise CustomFunctionError(
-                f"{name} returned {len(returned)} groups; return {self.rollout_batch_size} (--rollout-batch-size)."
-            )
+        name, size = describe(self.checks.function), self.config.rollout_batch_size
+        n_samples = self.config.n_samples_per_prompt
+        if len(returned) != size:
+            raise CustomFunctionError(f"{name} returned {len(returned)} groups; return {size} (--rollout-batch-size).")
         groups: Groups = []
         for index, group in enumerate(returned):
             samples = [one for part in group for one in (part if isinstance(part, list) else [part])]
             rollouts = by_rollout([self._checked(sample) for sample in samples])
-            if len(rollouts) != self.n_samples:
+            if len(rollouts) != n_samples:
                 raise CustomFunctionError(
-                    f"{name} returned {len(rollouts)} samples in group {index}; return {self.n_samples} "
+                    f"{name} returned {len(rollouts)} samples in group {index}; return {n_samples} "
                     "(--n-samples-per-prompt), segments of one with the same rollout_id."
                 )
-            for number, rollout in enumerate(rollouts, start=index * self.n_samples):
+            for number, rollout in enumerate(rollouts, start=index * n_samples):
                 for sample in rollout:
                     sample.group_index, sample.index, sample.rollout_id = index, number, number
             groups.append([sample for rollout in rollouts for sample in rollout])
@@ -128,23 +121,3 @@ class CustomRollout:
         except NoSample as error:
             raise CustomFunctionError(str(error)) from None
         return replace(checked, rollout_id=sample.rollout_id)
-
-
-def build_rollout_function(
-    config: RolloutConfig,
-    args: Namespace,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: PromptDataset | CustomDataSource,
-    *,
-    sizes: ModelSizes,
-    version: Callable[[], int],
-    address: tuple[str, int] | None,
-) -> CustomRollout | None:
-    """Returns the function of --rollout-function-path; None without. See `build_generate_function`."""
-    checks = build_generate_function(
-        config, args, tokenizer, sizes=sizes, version=version, address=address, option=OPTION
-    )
-    if checks is None:
-        return None
-    size, n_samples = config.rollout_batch_size, config.n_samples_per_prompt
-    return CustomRollout(checks=checks, dataset=dataset, rollout_batch_size=size, n_samples=n_samples)

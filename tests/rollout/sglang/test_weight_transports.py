@@ -9,9 +9,9 @@ import signal
 import socket
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -42,8 +42,12 @@ def servers() -> Iterator[Servers]:
         yield servers
 
 
-OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 300, "timeout": 60.0}
-distributed = partial(DistributedSync, **OPTIONS)
+OPTIONS: dict[str, Any] = {"bucket_bytes": 300, "sglang_request_timeout": 60.0, "sglang_sync_address": None}
+
+
+def distributed(**options: Any) -> DistributedSync:
+    host = EngineHost(hf_checkpoint="", weights=dict, output_dir=Path())
+    return DistributedSync(SimpleNamespace(**{**OPTIONS, **options}), host, [])  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=WEIGHT_TRANSPORTS)
@@ -53,7 +57,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> Ma
 
 
 def on_disk(directory: Path, checkpoint: Path) -> Make:
-    return partial(DiskSync, directory=directory / "weights", hf_checkpoint=checkpoint, **OPTIONS)
+    host = EngineHost(hf_checkpoint=checkpoint, weights=dict, output_dir=directory)
+    fields = {**OPTIONS, "sglang_weight_dir": str(directory / "sglang_weights")}
+    return lambda **options: DiskSync(SimpleNamespace(**{**fields, **options}), host, [])  # type: ignore[arg-type]
 
 
 def some_weights(seed: int) -> dict[str, Tensor]:
@@ -225,7 +231,8 @@ def test_flush_is_asked_for_until_it_is_done(servers: Servers, status: int, monk
 
 @pytest.mark.parametrize("fault", ["die", "refuse", "hang"])
 def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers: Servers, fault: str) -> None:
-    weights, victim, names = distributed(timeout=2.0 if fault == "hang" else 60.0), servers[1], list[str]()
+    weights = distributed(sglang_request_timeout=2.0 if fault == "hang" else 60.0)
+    victim, names = servers[1], list[str]()
     victim.bucket_faults = {2: fault}
 
     def source() -> Iterator[tuple[str, Tensor]]:
@@ -293,7 +300,7 @@ def test_closing_ends_a_join_under_way(address: str) -> None:
 
 def directories(path: Path) -> list[str]:
     """Names without the random part."""
-    return sorted(each.name.rsplit("_", 1)[0] for each in (path / "weights").iterdir() if each.is_dir())
+    return sorted(each.name.rsplit("_", 1)[0] for each in (path / "sglang_weights").iterdir() if each.is_dir())
 
 
 def test_a_server_that_comes_back_reads_the_newest(servers: Servers, tmp_path: Path, checkpoint: Path) -> None:
@@ -370,11 +377,11 @@ def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: 
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert directories(tmp_path) == ["unfinished_00000002", "weights_00000001"]
-    (old,) = (tmp_path / "weights").glob("weights_*")
+    (old,) = (tmp_path / "sglang_weights").glob("weights_*")
     with safe_open(str(old / "model.safetensors"), "pt") as tensors:
         assert torch.equal(tensors.get_tensor("a"), torch.zeros(9))
     others = [
-        tmp_path / "weights" / name
+        tmp_path / "sglang_weights" / name
         for name in ("weights_of_mine", "weights_00000007_abcdef01", "weights_00000008_abcdef01")
     ]
     others[0].mkdir()
@@ -382,14 +389,14 @@ def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: 
     os.symlink(checkpoint, others[2])
     make = on_disk(tmp_path, checkpoint)
     weights = make()
-    assert sorted((tmp_path / "weights").iterdir()) == sorted([tmp_path / "weights/.lock", *others])
+    assert sorted((tmp_path / "sglang_weights").iterdir()) == sorted([tmp_path / "sglang_weights/.lock", *others])
     asyncio.run(weights.push([], some_weights(1).items, 1))
     asyncio.run(weights.close())
     assert "weights_00000001" in directories(tmp_path)  # servers may still be asked to read it
-    asyncio.run(make(is_temporary=True).close())
+    asyncio.run(make(sglang_weight_dir=None).close())
     assert "weights_00000001" not in directories(tmp_path)
     with pytest.raises(ValueError, match="cannot be written"):
-        make(directory=others[1] / "w")
+        make(sglang_weight_dir=str(others[1] / "w"))
 
 
 def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path: Path) -> None:
@@ -397,8 +404,8 @@ def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path: Pat
     host = EngineHost(hf_checkpoint=tmp_path, weights=dict, output_dir=tmp_path)
     disk = SGLangConfig(sglang_weight_sync="disk")
     with pytest.raises(ValueError, match="may not see"):
-        DiskSync.build(disk, host, [here, away])
+        DiskSync(disk, host, [here, away])
     shared = SGLangConfig(sglang_weight_sync="disk", sglang_weight_dir=str(tmp_path / "shared"))
     for config, urls in ((disk, [here]), (shared, [here, away])):
-        weights = pkgutil.resolve_name(WEIGHT_TRANSPORTS["disk"]).build(config, host, urls)
+        weights = pkgutil.resolve_name(WEIGHT_TRANSPORTS["disk"])(config, host, urls)
         asyncio.run(weights.close())

@@ -120,7 +120,7 @@ class ServerGroup:
             if router is not None:
                 router.workers = servers
             transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
-            self._sync: WeightSync = self._settings.weight_sync or transport.build(config, self._host, urls)
+            self._sync: WeightSync = self._settings.weight_sync or transport(config, self._host, urls)
             stack.push_async_callback(self._sync.close)
             self.health = HealthMonitor(
                 servers,

@@ -8,7 +8,6 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,44 +24,25 @@ OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 """Names of directories that this module writes and may remove."""
 
 
-@dataclass(eq=False, kw_only=True)
 class DiskSync:
-    """Writes weights as a Hugging Face checkpoint that the servers read.
+    """Writes weights as a Hugging Face checkpoint that the servers read; see WeightSync.
 
     Locks the directory, and removes the weights of earlier runs. Raises ValueError if another run uses the directory,
     or it is not writable.
     """
 
-    directory: Path
-    is_temporary: bool = False
-    hf_checkpoint: str | Path
-    device: torch.device | str
-    bucket_bytes: int
-    timeout: float
-
-    def __post_init__(self) -> None:
-        self.directory = self.directory.absolute()
-        self._lock = ExitStack()
-        self._lock.enter_context(held({self.directory / LOCK: "--sglang-weight-dir"}))
-        self._weights_thread = weights_thread(torch.device(self.device))
-        self._current: tuple[Path, int] | None = None
-        _remove_own(self.directory)
-
-    @classmethod
-    def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DiskSync:
-        """See WeightSync."""
+    def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
         directory, remote = config.sglang_weight_dir, [url for url in urls if not is_loopback(url)]
         if directory is None and remote:
             problem = f"{remote[0]} may not see the output directory; set --sglang-weight-dir"
             raise ValueError(f"--sglang-weight-sync is disk but {problem}.")
-        return cls(
-            directory=host.output_dir / "sglang_weights" if directory is None else Path(directory),
-            is_temporary=directory is None,
-            hf_checkpoint=host.hf_checkpoint,
-            device=host.device,
-            bucket_bytes=config.bucket_bytes,
-            timeout=config.sglang_request_timeout,
-        )
+        self._config, self._hf_checkpoint = config, Path(host.hf_checkpoint)
+        self._directory = Path(host.output_dir / "sglang_weights" if directory is None else directory).absolute()
+        self._lock = ExitStack()
+        self._lock.enter_context(held({self._directory / LOCK: "--sglang-weight-dir"}))
+        self._weights_thread = weights_thread(torch.device(host.device))
+        self._current: tuple[Path, int] | None = None
+        _remove_own(self._directory)
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync; generation pauses while servers read, not while files are written."""
@@ -70,7 +50,7 @@ class DiskSync:
         written = await loop.run_in_executor(self._weights_thread, self._write, source, version)
         self._current = written, version
         failed = await self._hand_out(servers)
-        _remove_own(self.directory, but=written)
+        _remove_own(self._directory, but=written)
         return failed
 
     async def restore(self, server: Server) -> bool:
@@ -84,24 +64,24 @@ class DiskSync:
     async def close(self) -> None:
         """Removes temporary weights; a user's directory keeps the newest ones."""
         self._weights_thread.shutdown(wait=False)
-        if self.is_temporary:
-            _remove_own(self.directory)
+        if self._config.sglang_weight_dir is None:
+            _remove_own(self._directory)
         self._lock.close()
 
     def _write(self, source: WeightSource, version: int) -> Path:
         """Writes a checkpoint into a new subdirectory, which gets its final name when complete."""
         name = f"{version:08d}_{secrets.token_hex(4)}"
-        unfinished, finished = self.directory / f"{UNFINISHED}{name}", self.directory / f"{FINISHED}{name}"
+        unfinished, finished = self._directory / f"{UNFINISHED}{name}", self._directory / f"{FINISHED}{name}"
         weights = iter(source())
         try:
             unfinished.mkdir()
-            write_hf_checkpoint(unfinished, weights, like=Path(self.hf_checkpoint), shard_bytes=self.bucket_bytes)
+            write_hf_checkpoint(unfinished, weights, like=self._hf_checkpoint, shard_bytes=self._config.bucket_bytes)
             unfinished.rename(finished)
         except OSError as error:
             for _ in weights:  # a collective: other ranks iterate too
                 pass
             raise RolloutUnavailable(
-                f"the weights of version {version} could not be written to {self.directory} ({error}); free space or "
+                f"the weights of version {version} could not be written to {self._directory} ({error}); free space or "
                 "choose another --sglang-weight-dir."
             ) from error
         finally:
@@ -120,7 +100,7 @@ class DiskSync:
         # The initial load format may be dummy; the pause emptied the cache.
         body = {"model_path": str(path), "weight_version": str(version), "load_format": "auto", "flush_cache": False}
         await pause(server)
-        await server.post("/update_weights_from_disk", body, timeout=self.timeout)
+        await server.post("/update_weights_from_disk", body, timeout=self._config.sglang_request_timeout)
         await resume(server, version)
 
 

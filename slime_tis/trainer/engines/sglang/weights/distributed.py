@@ -8,7 +8,6 @@ import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,38 +23,20 @@ from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 
 
-@dataclass(eq=False, kw_only=True)
 class DistributedSync:
-    """Broadcasts weights to the servers in buckets, over NCCL from a GPU and gloo from a CPU."""
+    """Broadcasts weights to the servers in buckets, over NCCL from a GPU and gloo from a CPU; see WeightSync."""
 
-    device: torch.device | str
-    """Sending device; tensors are moved to it one bucket at a time."""
-    bucket_bytes: int
-    timeout: float
-    """Longest wait for a server to join a group or take one bucket, in seconds."""
-    address: str | None = None
-    """Address at which servers reach this process; None finds it for each server."""
-    _groups: dict[Server, UpdateGroup] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._device = torch.device(self.device)
+    def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
+        self._config, self._device = config, torch.device(host.device)
+        self._timeout = config.sglang_request_timeout  # for a server to join a group or take one bucket
+        self._groups: dict[Server, UpdateGroup] = {}
         self._weights_thread = protocol.weights_thread(self._device)
-
-    @classmethod
-    def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> DistributedSync:
-        """See WeightSync."""
-        return cls(
-            device=host.device,
-            bucket_bytes=config.bucket_bytes,
-            timeout=config.sglang_request_timeout,
-            address=config.sglang_sync_address,
-        )
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """See WeightSync."""
         failed: dict[Server, str] = {}
         loop = asyncio.get_running_loop()
-        stream = protocol.buckets(source, self.bucket_bytes, self._place)
+        stream = protocol.buckets(source, self._config.bucket_bytes, self._place)
         try:
             live = await protocol.on_all_servers(servers, protocol.pause, failed)
             live = await protocol.on_all_servers(live, self._open, failed)
@@ -96,10 +77,10 @@ class DistributedSync:
                 f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and SGLang takes "
                 "distributed weights with 1 of each; use --sglang-weight-sync disk."
             )
-        address = self.address
+        address = self._config.sglang_sync_address  # None finds it for each server
         if address is None:
             address = await protocol.in_thread(partial(local_address, server.url))
-        group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self.timeout)
+        group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout)
         self._groups[server] = group
         body = {
             "master_address": address,
@@ -109,7 +90,7 @@ class DistributedSync:
             "group_name": group.name,
             "backend": "nccl" if self._device.type == "cuda" else "gloo",
         }
-        request = server.post("/init_weights_update_group", body, timeout=self.timeout)
+        request = server.post("/init_weights_update_group", body, timeout=self._timeout)
         await protocol.exchange(request, protocol.in_thread(group.join))
 
     async def _send(self, server: Server, *, bucket: protocol.Bucket, version: int) -> None:
@@ -123,7 +104,7 @@ class DistributedSync:
         }
         if bucket.last:
             body["weight_version"] = str(version)
-        request = server.post("/update_weights_from_distributed", body, timeout=self.timeout)
+        request = server.post("/update_weights_from_distributed", body, timeout=self._timeout)
         await protocol.exchange(request, protocol.in_thread(partial(group.broadcast, bucket.tensors)))
 
     async def _finish(self, server: Server, *, version: int) -> None:

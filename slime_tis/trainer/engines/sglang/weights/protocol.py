@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.trainer.engines.engine import EngineHost, WeightSource
+from slime_tis.trainer.engines.engine import WeightSource
 from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError
 from slime_tis.trainer.engines.tasks import THREADS
-from slime_tis.trainer.options.sglang import SGLangConfig
 
 Result = TypeVar("Result")
 
@@ -28,11 +27,11 @@ RELEASE_TIMEOUT = 5.0
 
 
 class WeightSync(Protocol):
-    """A weight transport; `WEIGHT_TRANSPORTS` lists them."""
+    """A weight transport; `WEIGHT_TRANSPORTS` lists their classes.
 
-    @classmethod
-    def build(cls, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> WeightSync:
-        """Builds the transport from the options; raises ValueError if servers at these URLs cannot use it."""
+    They are made of an SGLangConfig, an EngineHost and the servers' URLs, and raise ValueError if these servers cannot
+    use the transport.
+    """
 
     async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
         """Sends new weights under the name `version`; returns the servers that failed, and why.
