@@ -278,14 +278,3 @@ def test_tool_tokens_are_neither_trained_on_nor_measured(task: list[str], run: R
     assert found[0] == found[1] == found[2]
     assert found[0]["train/nonfinite_token_fraction"] == 0
     assert found[0]["train/gradient_kept_fraction"] > 0.5
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["custom_tis.tis.vanilla_tis", "custom_tis/mis.py:compute_mis_weights_with_cp", "custom_tis.icepop.icepop"],
-    ids=["tis", "mis", "icepop"],
-)
-def test_the_shipped_custom_functions_train(path: str, run: Run) -> None:
-    rows = run("--use-tis", "--custom-tis-function-path", path, "--num-rollout", "2")
-    assert all(row["train/grad_norm"] > 0 for row in rows)
-    assert all(row["train/train_rollout_logprob_abs_diff"] > 0 for row in rows)

@@ -17,7 +17,8 @@ sys.exit(main({argv!r}))
 """
 TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib", "tree_sitter")
 """Packages that the extra analysis does not bring along."""
-ALL = (*TRAIN, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
+OPTIONAL = ("sglang", "transformer_engine", "verl")
+ALL = (*TRAIN, *OPTIONAL, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
 """Packages that a base install does not bring along."""
 FLAGS = """
 --hf-checkpoint model --prompt-data rows.jsonl --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2
@@ -77,7 +78,7 @@ def test_the_library_works_without_any_other_package(tmp_path: Path) -> None:
     """NumPy is declared because torch warns without it; the library does not import it."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({(*ALL, 'numpy')!r}))\n"
-        "import torch, slime_tis\n"
+        "import torch, slime_tis, slime_tis.user_functions\n"
         "config = slime_tis.RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0)\n"
         "print(slime_tis.correct(config, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1)).weights.item())"
     )

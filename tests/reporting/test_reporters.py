@@ -126,19 +126,6 @@ def test_prometheus_reads_the_last_values(tmp_path):
     open_reporters(replace(config, output_dir=str(tmp_path / "third")), {}, total_steps=2).close()
 
 
-def test_a_run_leaves_its_files_and_prints_its_lines(tmp_path, capsys):
-    reporter = open_reporters(ReportingConfig(output_dir=str(tmp_path)), {"lr": 1e-4}, total_steps=3)
-    for step in (1, 2, 3):
-        reporter.log(METRICS, step)
-    reporter.close()
-    captured = capsys.readouterr()
-    assert [line[:9] for line in captured.out.splitlines()] == ["step 1/3 ", "step 2/3 ", "step 3/3 "]
-    assert captured.err == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("config.yaml", "metrics.jsonl", "run.json", "summary.png")
-    ]
-
-
 def test_wandb_that_is_not_installed_is_one_message(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ValueError, match="pip install wandb"):

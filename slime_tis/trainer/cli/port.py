@@ -6,7 +6,7 @@ The comments list what was changed, renamed, added and dropped, and why. Nothing
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def _port_flag(flag: Flag, given: Given, model: Mapping[str, Any] | None, ported
         ported.note(TODO, f"{shown}: the value is a command's output; add the flag with its value.")
     elif flag.name in RENAMED:
         new = RENAMED[flag.name]
-        ported.flags[new.name] = tuple(FORMS[new.form](value) for value in flag.values)
+        ported.flags[new.name] = tuple(new.convert(value) for value in flag.values)
         ported.note(RENAMES, f"{shown} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
     elif flag.name not in FLAGS and not flag.name.startswith("--sglang-"):
         ported.note(UNKNOWN, f"{shown}: neither train.py nor slime is known to have this flag.")
@@ -302,15 +302,6 @@ def _add_defaults(ported: Ported) -> None:
 def _count(given: Given, name: str, default: int) -> int:
     values = given[name].values if name in given else ()
     return int(values[0]) if len(values) == 1 and re.fullmatch(r"[0-9]{1,9}", values[0]) else default
-
-
-FORMS: Mapping[str, Callable[[str], str]] = {
-    "same": str,
-    "bytes to MiB": lambda text: str(max(1, int(text) >> 20)) if re.fullmatch(r"[0-9]{1,18}", text) else text,
-    "URL": lambda text: text if "://" in text else f"http://{text}",
-    "transport": lambda text: {"nccl": "distributed"}.get(text, text),
-}
-"""Conversions of the values of renamed flags."""
 
 
 def _shown(flag: Flag) -> str:

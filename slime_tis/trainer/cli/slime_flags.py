@@ -1,9 +1,10 @@
 """How `train.py` handles slime and Megatron flags that it does not define: four literal tables."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import FAMILIES
@@ -28,8 +29,12 @@ class Renamed:
     """The flag's name here, the conversion of its values, and the end of the message."""
 
     name: str
-    form: Literal["same", "bytes to MiB", "URL", "transport"] = "same"
+    convert: Callable[[str], str] = str
     note: str = ""
+
+
+def _mebibytes(text: str) -> str:
+    return str(max(1, int(text) >> 20)) if re.fullmatch(r"[0-9]{1,18}", text) else text
 
 
 RESTATED: Mapping[str, Restated] = {
@@ -101,9 +106,15 @@ RENAMED: Mapping[str, Renamed] = {
     "--rollout-num-gpus-per-engine": Renamed(
         "--sglang-tp-size", note="a flag of the servers that --sglang-launch starts"
     ),
-    "--rollout-external-engine-addrs": Renamed("--sglang-url", "URL", note="with http:// before each address"),
-    "--update-weight-buffer-size": Renamed("--sglang-bucket-mb", "bytes to MiB", note="in MiB, not bytes"),
-    "--update-weight-transport": Renamed("--sglang-weight-sync", "transport", note="nccl is distributed there"),
+    "--rollout-external-engine-addrs": Renamed(
+        "--sglang-url",
+        lambda text: text if "://" in text else f"http://{text}",
+        note="with http:// before each address",
+    ),
+    "--update-weight-buffer-size": Renamed("--sglang-bucket-mb", _mebibytes, note="in MiB, not bytes"),
+    "--update-weight-transport": Renamed(
+        "--sglang-weight-sync", lambda text: {"nccl": "distributed"}.get(text, text), note="nccl is distributed there"
+    ),
     "--update-weight-disk-dir": Renamed("--sglang-weight-dir"),
     "--check-weight-update-equal": Renamed("--check-weight-sync", note="which compares the engines' log-probs"),
 }
