@@ -65,7 +65,7 @@ def test_commands_name_targets_scripts_and_modules_that_are_there(page: Path) ->
 OTHER_PROGRAMS = """
 --index-url --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
 --enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
---compare --json --out --experts --prompts --steps --every --held-out --plant-at --engines
+--compare --json --out --seeds --without-checkpoint --experts --prompts --steps --every --held-out --plant-at --engines
 --device --stages --model --other-checkpoint --fail-on --demo
 --world-size --gpu-memory --bandwidth --master-port --master-addr --node-rank
 """
