@@ -99,16 +99,14 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
         )
     if config.nonfinite_policy == "raise" and bool((named(columns, table_S.unbind(1)).nonfinite > 0).any()):
         log_ratios(packed.blocks(), "raise")  # names the token
-    extremes = None
-    if config.has_token_weights:
-        extremes = torch.stack([extremes_PX[:, 0].amin(), extremes_PX[:, 1].amax(), extremes_PX[:, 2].amax()])
+    extremes = torch.stack([extremes_PX[:, 0].amin(), *extremes_PX[:, 1:].amax(0)])
     return TokenPass(
         weight_RK=weight_RK,
         accepted_RK=accepted_RK,
+        sequence_R=rows.owner_R,
         squares_RK=squares_RK,
         table_S=table_S,
-        extremes=extremes,
-        sequence_R=rows.owner_R,
+        extremes=extremes if config.has_token_weights else None,
     )
 
 

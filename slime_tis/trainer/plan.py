@@ -32,13 +32,44 @@ if TYPE_CHECKING:  # its import must follow that of slime_tis.trainer.megatron
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 GIB = 2**30
+MAX_RANKS = 65_536
 USABLE = 0.9
 """Share of a GPU's memory that tensors may take; the remainder is for libraries, communication and fragmentation."""
 MIN_TOKENS = 2048
 """Tokens that a recommended layout must fit into one micro-batch."""
 MAX_TENSOR_SIZE = 8
 """Ranks of a node: tensor parallelism over nodes is slow."""
-MAX_RANKS = 65_536
+
+
+class Weight(NamedTuple):
+    """A weight of the whole model, or a rank's shard of it; with `copies` experts, the weights with the same role."""
+
+    rows: int
+    size: int
+    """Number of values."""
+    copies: int
+    layer: int | None
+    """None for the embedding, the last norm and the output layer."""
+    is_embedding: bool
+    is_sharded: bool
+    """Whether tensor-parallel ranks divide it."""
+    is_expert: bool
+
+    @property
+    def values(self) -> int:
+        """Number of values of all copies."""
+        return self.size * self.copies
+
+
+def _backward_bytes(config: TransformerConfig) -> int:
+    """Bytes per token of the gradients that exist at once while one layer is differentiated.
+
+    The MLP has gradients of its product, gate and up (3 inner vectors), of its input, output and residual (3 hidden).
+    """
+    inner = config.ffn_hidden_size
+    if config.num_moe_experts is not None:
+        inner = max(inner if 0 in config.moe_layer_freq else 0, config.moe_router_topk * config.moe_ffn_hidden_size)
+    return int(config.params_dtype.itemsize * 3 * (inner / config.tensor_model_parallel_size + config.hidden_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +93,6 @@ class Stage:
     def tokens(self, memory: float) -> int:
         """Tokens of the largest micro-batch in this number of bytes."""
         return max(int(memory - self.fixed) // self.per_token, 0)
-
-
-class Weight(NamedTuple):
-    """A weight of the whole model, or a rank's shard of it; with `copies` experts, the weights with the same role."""
-
-    rows: int
-    size: int
-    """Number of values."""
-    copies: int
-    layer: int | None
-    """None for the embedding, the last norm and the output layer."""
-    is_embedding: bool
-    is_expert: bool
-    is_sharded: bool
-    """Whether tensor-parallel ranks divide it."""
-
-    @property
-    def values(self) -> int:
-        """Number of values of all copies."""
-        return self.size * self.copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +154,6 @@ class Census:
         )
 
 
-def _backward_bytes(config: TransformerConfig) -> int:
-    """Bytes per token of the gradients that exist at once while one layer is differentiated.
-
-    The MLP has gradients of its product, gate and up (3 inner vectors), of its input, output and residual (3 hidden).
-    """
-    inner = config.ffn_hidden_size
-    if config.num_moe_experts is not None:
-        inner = max(inner if 0 in config.moe_layer_freq else 0, config.moe_router_topk * config.moe_ffn_hidden_size)
-    return int(config.params_dtype.itemsize * 3 * (inner / config.tensor_model_parallel_size + config.hidden_size))
-
-
 @contextmanager
 def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterator[Parallel]:
     """One of `world_size` ranks, without the others; its collectives do nothing, its tensors have no memory."""
@@ -190,8 +190,8 @@ def census(config: MegatronConfig) -> Census:
                 copies=experts if is_expert else 1,
                 layer=int(name.split(".")[2]) if name.startswith("decoder.layers.") else None,
                 is_embedding=name.startswith("embedding."),
-                is_expert=is_expert,
                 is_sharded=getattr(parameter, "tensor_model_parallel", False),
+                is_expert=is_expert,
             )
             weights.append(weight)
         return Census(weights=tuple(weights), transformer=model.config, tied=bool(model.hf_config.tie_word_embeddings))

@@ -12,10 +12,10 @@ class Environment:
 
     rank: int = 0
     local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
     launched: bool = False
     """Whether RANK is set: the ranks meet at MASTER_ADDR and MASTER_PORT."""
+    world_size: int = 1
+    local_world_size: int = 1
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:

@@ -117,7 +117,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Row:
     split: RowSplit
     local_J: Tensor
@@ -141,16 +141,8 @@ class _Row:
         segment_T = torch.repeat_interleave(torch.arange(len(local_J)), local_J)
         start_J = local_J.cumsum(0) - local_J
         offset_T = torch.arange(len(segment_T)) - start_J[segment_T]
-        return cls(
-            split=split,
-            local_J=local_J,
-            start_J=start_J,
-            chunk_J=chunk_J,
-            segment_T=segment_T,
-            offset_T=offset_T,
-            sequence_T=sequence_J[segment_T],
-            position_T=begin_J[segment_T] + _positions(offset_T, chunk_J[segment_T], split),
-        )
+        position_T = begin_J[segment_T] + _positions(offset_T, chunk_J[segment_T], split)
+        return cls(split, local_J, start_J, chunk_J, segment_T, offset_T, sequence_J[segment_T], position_T)
 
 
 def pack(
