@@ -55,11 +55,6 @@ class Weight(NamedTuple):
     """Whether tensor-parallel ranks divide it."""
     is_expert: bool
 
-    @property
-    def values(self) -> int:
-        """Number of values of all copies."""
-        return self.size * self.copies
-
 
 def _backward_bytes(config: TransformerConfig) -> int:
     """Bytes per token of the gradients that exist at once while one layer is differentiated.
@@ -106,7 +101,7 @@ class Census:
     @property
     def total(self) -> int:
         """The number of parameters of the model."""
-        return sum(weight.values for weight in self.weights)
+        return sum(weight.size * weight.copies for weight in self.weights)
 
     def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
         """The memory of one rank of each pipeline stage."""
@@ -142,8 +137,8 @@ class Census:
             # context-parallel ranks share the optimizer state, too
             repeats = config.expert_parallel_size if weight.is_expert else config.tensor_model_parallel_size * stages
             ranks = world_size // repeats if config.use_distributed_optimizer else 1
-            optimizer += per_value * weight.values // ranks
-        parameters = sum(weight.values for weight in shard)
+            optimizer += per_value * weight.size * weight.copies // ranks
+        parameters = sum(weight.size * weight.copies for weight in shard)
         return Stage(
             parameters=parameters,
             weights=itemsize * parameters,
