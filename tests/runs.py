@@ -134,15 +134,20 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
     return start_apart(flags, output, ranks).wait(timeout)
 
 
-def start_apart(flags: Sequence[str], output: Path, ranks: int = 1) -> Started:
-    """Starts train.py as `run_apart` does. The logs are next to `output`: NAME.out, or NAME.RANK.out."""
+def start_apart(
+    flags: Sequence[str], output: Path, ranks: int = 1, prepare: Callable[[], None] | None = None
+) -> Started:
+    """Starts train.py as `run_apart` does. The logs are next to `output`: NAME.out, or NAME.RANK.out.
+
+    `prepare` is called in each process before the run.
+    """
     context, port, argv = fork_server(), free_port(), [*flags, "--output-dir", str(output)]
     output.parent.mkdir(parents=True, exist_ok=True)
     logs = [output] if ranks == 1 else [output.with_name(f"{output.name}.{rank}") for rank in range(ranks)]
     processes: list[BaseProcess] = []
     for rank, log in enumerate(logs):
         environment = {} if ranks == 1 else rank_environment(rank, ranks, port)
-        processes.append(context.Process(target=_run_rank, args=(argv, environment, str(log))))
+        processes.append(context.Process(target=_run_rank, args=(argv, environment, str(log), prepare)))
         processes[-1].start()
     return Started(processes, logs)
 
@@ -215,7 +220,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None:
+def _run_rank(argv: list[str], environment: Mapping[str, str], log: str, prepare: Callable[[], None] | None) -> None:
     """One rank of a run, in the process that was forked for it."""
     import torch
 
@@ -225,6 +230,8 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str) -> None
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
+    if prepare is not None:
+        prepare()
     os.chdir(ROOT)
     torch.set_num_threads(1)
     sys.exit(train(argv))

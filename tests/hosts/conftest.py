@@ -1,25 +1,40 @@
-"""Two hosts on this machine: network namespaces, joined by a pair of virtual interfaces."""
+"""Three hosts on this machine: network namespaces whose interfaces are ports of one switch, a bridge.
+
+Ranks of training run on the first two hosts, SGLang's test servers on the third.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import ROOT, Started, fork_server, start_apart
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-LINK = "slime0"
-"""Name of the interface of each host."""
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+LINK, SWITCH = "slime0", "switch0"
+"""Names of the interface of each host, and of the bridge."""
+SERVERS = 2
+"""The host of SGLang's servers."""
+EPHEMERAL = "32768-60999"
+"""Ports that the kernel assigns: those of torch's groups, but not of servers with a chosen port."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,21 +76,52 @@ class Job:
 
 @dataclass
 class Hosts:
-    """The hosts, and the jobs that run on them."""
+    """The hosts, and the jobs and servers that run on them."""
 
-    names: tuple[str, str]
+    names: tuple[str, ...]
+    """Namespaces of the hosts and, at last, of the switch."""
     jobs: list[Job] = field(default_factory=list)
+    processes: list[BaseProcess] = field(default_factory=list)
 
     def ip(self, host: int, *words: str) -> None:
         subprocess.run(["ip", "-n", self.names[host], *words], check=True)
 
-    def cut(self) -> None:
-        """Takes the link down."""
-        self.ip(0, "link", "set", LINK, "down")
+    def cut(self, host: int = 0) -> None:
+        """Takes the interface of a host down."""
+        self.ip(host, "link", "set", LINK, "down")
 
-    def join(self) -> None:
-        """Takes the link up."""
-        self.ip(0, "link", "set", LINK, "up")
+    def drop(self, host: int = 0) -> None:
+        """Drops all packets from and to a host, whose interface stays up."""
+        self.ip(-1, "link", "set", f"port{host}", "nomaster")
+
+    def firewall(self, host: int = 0) -> None:
+        """Drops connections of the servers' host to ephemeral ports of a host; answers of servers pass."""
+        self.ip(host, "rule", "add", "pref", "100", "lookup", "local")
+        self.ip(host, "rule", "del", "pref", "0")
+        ports = ["ipproto", "tcp", "sport", EPHEMERAL, "dport", EPHEMERAL]
+        self.ip(host, "rule", "add", "pref", "0", "from", ADDRESSES[SERVERS], "iif", LINK, *ports, "blackhole")
+
+    def join(self, host: int = 0) -> None:
+        """Ends `cut`, `drop` and `firewall`."""
+        self.ip(-1, "link", "set", f"port{host}", "master", SWITCH)
+        self.ip(host, "link", "set", LINK, "up")
+        with suppress(subprocess.CalledProcessError):
+            self.ip(host, "rule", "del", "pref", "0", "blackhole")
+
+    def serve(self, path: str, number: int) -> tuple[list[str], Connection]:
+        """Starts two test servers, which say and wait for a word before they answer the numbered POST to a path."""
+        context = fork_server()
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(self.names[SERVERS], path, number, there), daemon=True)
+        process.start()
+        self.processes.append(process)
+        return here.recv(), here
+
+    def fork(self, flags: Sequence[str], output: Path) -> Started:
+        """Starts two ranks, one on each host, without torchrun and its seconds of imports."""
+        run = start_apart(flags, output, ranks=2, prepare=partial(enter_as_rank, self.names))
+        self.processes += run.processes
+        return run
 
     def start(
         self, flags: Sequence[str], output: Path, *, port: int = 29500, interface: str = LINK, ranks: int = 2
@@ -113,6 +159,44 @@ class Hosts:
         kill_all(self.names[host])
 
 
+def enter(namespace: str) -> None:
+    """Moves this process into a network namespace; Python 3.11 has no `os.setns`."""
+    with open(f"/run/netns/{namespace}") as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+
+
+def enter_as_rank(names: Sequence[str]) -> None:
+    """Moves this process, a rank, to its host."""
+    enter(names[int(os.environ["RANK"])])
+    os.environ["MASTER_ADDR"] = ADDRESSES[0]
+
+
+def serve(namespace: str, path: str, number: int, connection: Connection) -> None:
+    """Two test servers on a host, until they are killed."""
+    from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
+
+    enter(namespace)
+    calls, ports = itertools.count(1), itertools.count(30000)
+
+    class OnHost(FakeSGLang):
+        address = ADDRESSES[SERVERS]
+
+        async def _listen(self) -> None:
+            self.port = self.port or next(ports)
+            await super()._listen()
+
+        async def _answer(self, method: str, called: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+            if called == path and next(calls) == number:
+                connection.send(path)
+                await asyncio.to_thread(connection.recv)
+            return await super()._answer(method, called, body, headers)
+
+    with servers_of(OnHost, 2) as servers:
+        connection.send([server.url for server in servers])
+        threading.Event().wait()
+
+
 def kill_all(name: str) -> None:
     """Kills every process in a network namespace."""
     pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
@@ -123,15 +207,17 @@ def kill_all(name: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    """Two joined hosts; their processes and namespaces are removed at the end."""
-    names = (f"slime-{os.getpid()}-a", f"slime-{os.getpid()}-b")
+    """Three hosts on a switch; their processes and namespaces are removed at the end."""
+    names = tuple(f"slime-{os.getpid()}-{name}" for name in ("a", "b", "servers", "switch"))
     made = Hosts(names)
     try:
         for name in names:
             subprocess.run(["ip", "netns", "add", name], check=True)
-        peer = ["peer", "name", LINK, "netns", names[1]]
-        subprocess.run(["ip", "-n", names[0], "link", "add", LINK, "type", "veth", *peer], check=True)
+        made.ip(-1, "link", "add", SWITCH, "type", "bridge")
+        made.ip(-1, "link", "set", SWITCH, "up")
         for host, address in enumerate(ADDRESSES):
+            made.ip(host, "link", "add", LINK, "type", "veth", "peer", "name", f"port{host}", "netns", names[-1])
+            made.ip(-1, "link", "set", f"port{host}", "master", SWITCH, "up")
             made.ip(host, "address", "add", f"{address}/24", "dev", LINK)
             made.ip(host, "link", "set", LINK, "up")
             made.ip(host, "link", "set", "lo", "up")
@@ -143,3 +229,5 @@ def hosts() -> Iterator[Hosts]:
         for job in made.jobs:
             for launcher in job.launchers:
                 launcher.wait()
+        for process in made.processes:
+            process.join()

@@ -1,27 +1,63 @@
-"""train.py on two hosts: layouts, cut links, a lost host, wrong addresses. Each case ends with progress or one message.
+"""train.py on two hosts, with SGLang's servers on a third: layouts, cut links, a lost host, wrong addresses.
+
+Each case ends with progress or one message.
 
 Processes of both hosts write to one file system, as on a cluster.
 """
 
+import os
 import re
+import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.hosts.conftest import Hosts, Job
-from tests.runs import make_task, metrics_of, read_metrics, training_metrics
+from tests import runs
+from tests.hosts.conftest import SERVERS, Hosts, Job
+from tests.rollout.sglang.fake_sglang import fake_servers
+from tests.runs import Completed, make_task, metrics_of, read_metrics
 
 SECONDS = 9.0
 TIMEOUT = ["--distributed-timeout-minutes", str(SECONDS / 60)]
 LIMIT = 60.0
 """Seconds after which no rank may still run; the message to other ranks and a busy machine take the rest."""
+SERVER_LIMIT = 120.0
+"""The same without servers: a request waits 4 s, then 20 s for its abort, possibly on both servers; then 6 s pass."""
 LAYOUTS = {
     "data": [],
     "tensor": ["--tensor-model-parallel-size", "2"],
     "pipeline": ["--pipeline-model-parallel-size", "2"],
 }
 LOST = "another rank ended without a message"
+
+
+def training_metrics(row: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a row that depend neither on the clock nor on failures of servers."""
+    return {name: value for name, value in runs.training_metrics(row).items() if "sglang" not in name}
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a run of two ranks with servers."""
+    flags = make_task(tmp_path_factory.mktemp("task"))
+    precision = flags.index("--rollout-precision")  # of the local engine
+    return [
+        *(*flags[:precision], *flags[precision + 2 :], "--rollout-engine", "sglang", "--num-rollout", "4"),
+        *("--sglang-request-timeout", "4", "--sglang-recovery-timeout", "6"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(sglang: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """Metrics of the run without faults, on one host."""
+    directory = tmp_path_factory.mktemp("whole")
+    with fake_servers(2) as servers:
+        flags = [*sglang, "--sglang-url", *(server.url for server in servers), "--save", str(directory / "save")]
+        return [training_metrics(row) for row in runs.metrics_of(flags, directory / "run", ranks=2)]
 
 
 @pytest.fixture
@@ -58,10 +94,13 @@ def test_a_link_that_is_down_for_two_seconds_delays_the_run(hosts: Hosts, flags:
     assert job.steps() == 30
 
 
-def test_a_cut_link_ends_every_rank(hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [Hosts.cut, Hosts.drop], ids=["cut", "dropped"])
+def test_a_lost_link_ends_every_rank(
+    fault: Callable[[Hosts], None], hosts: Hosts, flags: list[str], tmp_path: Path
+) -> None:
     job = hosts.start([*flags, "--num-rollout", "1000"], tmp_path / "run")
     job.until(lambda: job.steps() >= 2)
-    hosts.cut()
+    fault(hosts)
     for host in (0, 1):
         assert_one_message(job, host, LOST)
 
@@ -95,3 +134,90 @@ def test_two_runs_on_one_port(hosts: Hosts, flags: list[str], tmp_path: Path) ->
     second = hosts.start(flags, tmp_path / "second", ranks=1)
     assert second.launchers[0].wait(LIMIT) != 0 and "EADDRINUSE" in second.text(0)
     assert first.wait() == [0, 0], first.text(0)[-3000:]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to the host of the servers at a numbered request to a path."""
+
+    path: str
+    number: int
+    fault: Callable[[Hosts, int], None]
+    seconds: float | None = None
+    """The length of the fault; None for one that lasts until the run has ended."""
+
+
+UPDATE, ROLLOUT = "/update_weights_from_distributed", "/generate"
+FAULTS = {
+    "rollout, cut for 2 s": Fault(ROLLOUT, 20, Hosts.cut, seconds=2),
+    "rollout, dropped for 2 s": Fault(ROLLOUT, 20, Hosts.drop, seconds=2),
+    "weight update, cut for 2 s": Fault(UPDATE, 6, Hosts.cut, seconds=2),
+    "weight update, dropped for 2 s": Fault(UPDATE, 6, Hosts.drop, seconds=2),
+    "rollout, dropped": Fault(ROLLOUT, 70, Hosts.drop),
+    "weight update, cut": Fault(UPDATE, 6, Hosts.cut),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS.values(), ids=list(FAULTS))
+def test_servers_on_a_third_host(
+    case: Fault, sglang: list[str], expected: list[dict[str, float]], hosts: Hosts, tmp_path: Path
+) -> None:
+    urls, held = hosts.serve(case.path, case.number)
+    flags = [*sglang, "--sglang-url", *urls, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    run = hosts.fork(flags, tmp_path / "run")
+    assert held.poll(60), run.wait(1)
+    case.fault(hosts, SERVERS)
+    if case.seconds is None:
+        assert_stopped(run.wait(SERVER_LIMIT), "none came back within 6 s", "saved under")
+    else:
+        time.sleep(case.seconds)
+    hosts.join(SERVERS)
+    held.send("answer")
+    done = run.wait(120) if case.seconds else hosts.fork(flags, tmp_path / "run").wait(120)
+    assert done.statuses == [0, 0], done.stderr[-3000:]
+    assert [training_metrics(row) for row in read_metrics(tmp_path / "run")] == expected
+
+
+def assert_stopped(done: Completed, *words: str) -> None:
+    """Both ranks have ended with status 1, rank 0 with the only message."""
+    messages = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.statuses == [1, 1] and len(messages) == 1, done.stderr[-3000:]
+    assert all(word in messages[0] for word in words), messages
+
+
+def test_a_firewall_between_servers_and_rank_0(sglang: list[str], hosts: Hosts, tmp_path: Path) -> None:
+    """Requests pass; the servers cannot connect to the port that rank 0 opens for weights."""
+    urls, _ = hosts.serve("", 0)
+    hosts.firewall(0)
+    run = hosts.fork([*sglang, "--sglang-url", *urls], tmp_path / "run")
+    assert_stopped(run.wait(SERVER_LIMIT), "/init_weights_update_group did not answer within 4 s")
+
+
+def test_a_link_cut_while_a_checkpoint_is_written(hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
+    """Rank 1 is stopped during a save, so that the cut comes before its end."""
+    save = tmp_path / "save"
+    flags = [*flags, "--num-rollout", "6"]
+    saving = [*flags, "--save-interval", "1", "--save", str(save), "--load", str(save)]
+    run = hosts.fork(saving, tmp_path / "run")
+    rank = run.processes[1].pid
+    assert rank
+
+    def is_saving() -> bool:
+        if len(list(save.glob("iter_*"))) < 2 or not any(save.glob(".iter_*.unfinished")):
+            return False
+        os.kill(rank, signal.SIGSTOP)
+        if any(save.glob(".iter_*.unfinished")):
+            return True
+        os.kill(rank, signal.SIGCONT)
+        return False
+
+    run.until(is_saving)
+    hosts.cut(1)
+    os.kill(rank, signal.SIGCONT)
+    done = run.wait(LIMIT)
+    assert done.statuses == [1, 1] and done.stderr.count(LOST) == 2, done.stderr[-3000:]
+    hosts.join(1)
+    done = hosts.fork(saving, tmp_path / "run").wait(120)
+    assert done.statuses == [0, 0], done.stderr[-3000:]
+    whole = metrics_of(flags, tmp_path / "whole", ranks=2)
+    assert list(map(training_metrics, read_metrics(tmp_path / "run"))) == list(map(training_metrics, whole))

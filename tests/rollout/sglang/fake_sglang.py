@@ -78,6 +78,8 @@ def continuation(ids: list[int], limit: int) -> list[int]:
 class FakeSGLang:
     """One server. Fields may be set from the test at any time."""
 
+    address = "127.0.0.1"
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.weight_version = "default"
         self.version = 0
@@ -122,7 +124,7 @@ class FakeSGLang:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.address}:{self.port}"
 
     def die(self) -> None:
         """As with SIGKILL: connections break, nobody listens."""
@@ -149,7 +151,7 @@ class FakeSGLang:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._connected, self.address, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _die(self) -> None:
@@ -300,7 +302,8 @@ class FakeSGLang:
         await asyncio.gather(*(asyncio.to_thread(receive, *rank) for rank in zip(groups, self.tensors, strict=True)))
         if fault == "refuse":
             return REFUSED
-        self.weight_version = body.get("weight_version", self.weight_version)
+        if "weight_version" in body:  # of the last bucket
+            self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
         return 200, recorded("update_distributed")
 
     async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
