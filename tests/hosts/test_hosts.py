@@ -154,7 +154,6 @@ FAULTS = {
     "weight update, cut for 2 s": Fault(UPDATE, 6, Hosts.cut, seconds=2),
     "weight update, dropped for 2 s": Fault(UPDATE, 6, Hosts.drop, seconds=2),
     "rollout, dropped": Fault(ROLLOUT, 70, Hosts.drop),
-    "weight update, cut": Fault(UPDATE, 6, Hosts.cut),
 }
 
 
