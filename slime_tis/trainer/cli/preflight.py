@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_tis import limits
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import (
     FAMILIES,
@@ -23,6 +24,10 @@ from slime_tis.trainer.storage.directories import same_path
 
 TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes of config.json that tensor-parallel ranks divide."""
+EXPERT_OPTIONS = (
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "use_rollout_routing_replay", "use_routing_replay"),
+    *("measure_routing_mismatch", "rollout_router_bits"),
+)
 
 
 def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
@@ -115,16 +120,10 @@ def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, mo
 
 def _refuse_expert_options(megatron: MegatronConfig, rollout: RolloutConfig) -> None:
     """Refuses options of experts for a dense model."""
-    for flag, is_given in (
-        ("--expert-model-parallel-size", megatron.expert_model_parallel_size > 1),
-        ("--expert-tensor-parallel-size", (megatron.expert_tensor_parallel_size or 1) > 1),
-        ("--use-rollout-routing-replay", rollout.use_rollout_routing_replay),
-        ("--use-routing-replay", megatron.use_routing_replay),
-        ("--measure-routing-mismatch", rollout.measure_routing_mismatch is not None),
-        ("--rollout-router-bits", rollout.rollout_router_bits is not None),
-    ):
-        if is_given:
-            raise ValueError(f"{flag} is given but the model has no experts; remove it.")
+    values = {**vars(megatron), **vars(rollout)}
+    for name in EXPERT_OPTIONS:
+        if values[name] not in (None, False) and (values[name] != 1 or not name.startswith("expert")):
+            raise ValueError(f"{limits.flag(name)} is given but the model has no experts; remove it.")
 
 
 def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from slime_tis.limits import Limits, check_fields, option
+from slime_tis.limits import Limits, check_fields, flag, option
 
 reporting_option = partial(option, group="reporting")
 
@@ -53,16 +53,13 @@ class ReportingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for flag, name in (
-            ("--tb-project-name", self.tb_project_name),
-            ("--tb-experiment-name", self.tb_experiment_name),
-        ):
-            if name is not None and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
-                raise ValueError(f"{flag} is {name!r}, which leads out of the run directory; give a plain name.")
-        for flag, used, package in (
-            ("--use-tensorboard", self.use_tensorboard, "tensorboard"),
-            ("--use-wandb", self.use_wandb, "wandb"),
-            ("--prometheus-port", self.prometheus_port is not None, "prometheus_client"),
-        ):
-            if used and importlib.util.find_spec(package) is None:
-                raise ValueError(f"{flag} is on but {package} is not installed; run pip install {package}.")
+        for name in ("tb_project_name", "tb_experiment_name"):
+            path = PurePath(getattr(self, name) or "")
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(
+                    f"{flag(name)} is {str(path)!r}, which leads out of the run directory; give a plain name."
+                )
+        packages = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "prometheus_port": "prometheus_client"}
+        for name, package in packages.items():
+            if getattr(self, name) and importlib.util.find_spec(package) is None:
+                raise ValueError(f"{flag(name)} is on but {package} is not installed; run pip install {package}.")

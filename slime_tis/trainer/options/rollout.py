@@ -19,6 +19,8 @@ routing_option = partial(option, group="routing replay")
 Rounding = Literal["nearest", "stochastic", "error-compensated"]
 """How weights are rounded on their way to the rollout engine."""
 
+REDUCED = ("fp16", "bf16", "fp8", "int8", "int4")
+"""Precisions of the local engine to which weights are rounded."""
 GREEDY = "greedy samples of a group are identical and have no gradient"
 
 
@@ -50,14 +52,7 @@ class RolloutConfig:
 
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
-        needs=(
-            "--rollout-precision=fp16",
-            "--rollout-precision=bf16",
-            "--rollout-precision=fp8",
-            "--rollout-precision=int8",
-            "--rollout-precision=int4",
-            "--rollout-engine=sglang",
-        ),
+        needs=(*(f"--rollout-precision={name}" for name in REDUCED), "--rollout-engine=sglang"),
     )
     """Rounding to the rollout engine's precision; stochastic and error-compensated transmit small updates, too."""
 
