@@ -53,32 +53,27 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
 
 _AGENTS, _DATA, _REWARDS = "slime_tis.trainer.agents", "slime_tis.trainer.data", "slime_tis.trainer.rewards"
 _FILTERS = "slime_tis.trainer.rollout.filter_hub"
-MODULES: dict[str, dict[str, str]] = {
-    "slime.backends.megatron_utils.cp_utils": {"all_gather_with_cp": __name__, "slice_log_prob_with_cp": __name__},
-    "slime.backends.megatron_utils.loss": {"get_log_probs_and_entropy": "slime_tis.trainer.megatron.slime_loss"},
-    "slime.rollout.base_types": {"RolloutFnTrainOutput": f"{_AGENTS}.rollout_function"},
-    "slime.rollout.data_source": {"DataSource": f"{_DATA}.data_source"},
-    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": _FILTERS},
-    "slime.rollout.filter_hub.dynamic_sampling_filters": {
-        "check_reward_nonzero_std": _FILTERS,
-        "check_reward_nonzero_std_with_fallback": _FILTERS,
-    },
-    "slime.rollout.rm_hub": {
-        "async_rm": f"{_REWARDS}.slime_rewards",
-        "batched_async_rm": f"{_REWARDS}.slime_rewards",
-        "grade_answer_verl": f"{_REWARDS}.slime_rewards",
-    },
-    "slime.rollout.rm_hub.math_dapo_utils": {"compute_score": f"{_REWARDS}.slime_rewards"},
-    "slime.rollout.rm_hub.math_utils": {
-        "extract_answer": f"{_REWARDS}.slime_rewards",
-        "grade_answer_verl": f"{_REWARDS}.slime_rewards",
-    },
-    "slime.rollout.sglang_rollout": {"GenerateState": f"{_AGENTS}.slime_client"},
-    "slime.utils.http_utils": {"get": f"{_AGENTS}.slime_client", "post": f"{_AGENTS}.slime_client"},
-    "slime.utils.misc": {"load_function": "slime_tis.user_functions"},
-    "slime.utils.types": {"Sample": f"{_DATA}.sample"},
+_GRADERS, _CLIENT = f"{_REWARDS}.slime_rewards", f"{_AGENTS}.slime_client"
+MODULES: dict[str, tuple[str, ...]] = {
+    "slime.backends.megatron_utils.cp_utils": (__name__, "all_gather_with_cp", "slice_log_prob_with_cp"),
+    "slime.backends.megatron_utils.loss": ("slime_tis.trainer.megatron.slime_loss", "get_log_probs_and_entropy"),
+    "slime.rollout.base_types": (f"{_AGENTS}.rollout_function", "RolloutFnTrainOutput"),
+    "slime.rollout.data_source": (f"{_DATA}.data_source", "DataSource"),
+    "slime.rollout.filter_hub.base_types": (_FILTERS, "DynamicFilterOutput"),
+    "slime.rollout.filter_hub.dynamic_sampling_filters": (
+        _FILTERS,
+        "check_reward_nonzero_std",
+        "check_reward_nonzero_std_with_fallback",
+    ),
+    "slime.rollout.rm_hub": (_GRADERS, "async_rm", "batched_async_rm", "grade_answer_verl"),
+    "slime.rollout.rm_hub.math_dapo_utils": (_GRADERS, "compute_score"),
+    "slime.rollout.rm_hub.math_utils": (_GRADERS, "extract_answer", "grade_answer_verl"),
+    "slime.rollout.sglang_rollout": (_CLIENT, "GenerateState"),
+    "slime.utils.http_utils": (_CLIENT, "get", "post"),
+    "slime.utils.misc": ("slime_tis.user_functions", "load_function"),
+    "slime.utils.types": (f"{_DATA}.sample", "Sample"),
 }
-"""Module of slime → names that this program provides, and the module that defines each."""
+"""Module of slime → the module that defines its names here, and the names."""
 
 _PARENTS = {".".join(name.split(".")[:depth]) for name in MODULES for depth in range(1, name.count(".") + 1)}
 
@@ -104,7 +99,8 @@ class Finder(MetaPathFinder, Loader):
         """Fills a module with its names of `MODULES`."""
         assert module.__spec__ is not None
         installed: ModuleSpec | None = module.__spec__.loader_state
-        for name, source in MODULES.get(module.__name__, {}).items():
+        source, *names = MODULES.get(module.__name__, ("",))
+        for name in names:
             setattr(module, name, getattr(import_module(source), name))
         if installed is not None and installed.loader is not None:
             vars(module)["__getattr__"] = partial(_installed_attribute, installed)
@@ -145,6 +141,6 @@ def provide() -> None:
 
 def described(module: str) -> str:
     """Returns the available names of a module, or the available modules, for error messages."""
-    if names := MODULES.get(module):
-        return f"{', '.join(sorted(names))} of {module}"
+    if module in MODULES:
+        return f"{', '.join(sorted(MODULES[module][1:]))} of {module}"
     return ", ".join(sorted(MODULES))

@@ -1,6 +1,7 @@
 """Binary divergence masks against the peers' own code, exact fractions and the limits."""
 
 import math
+from collections.abc import Callable, Iterator
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
@@ -14,72 +15,60 @@ from slime_tis.correction.divergence import BINARY_DIVERGENCES, binary_kl, binar
 from tests.golden.methods import Case, cases
 
 
-def accepted(case: Case, divergence: str, policy: str, anchor: str, **options: Any) -> Tensor:
-    """The mask of `correct`, [B, T] bool."""
-    config = RolloutCorrectionConfig(
-        divergence_mask=divergence,  # type: ignore[arg-type]
-        **{f"divergence_mask_{name}": value for name, value in options.items()},
-    )
-    inputs = case.input(policy), case.input(anchor), case.input("mask")
-    return correct(config, *inputs, advantages=case.input("advantages")).mask
-
-
-def assert_equal_where_exact(case: Case, ours: Tensor, *, also_inexact: Tensor | None = None) -> None:
-    """Compares the decisions that are exact in the peer's arithmetic."""
-    theirs = case.output("kept").bool()
-    compared = case.input("mask").bool() & ~case.inexact("kept")
-    if also_inexact is not None:
-        compared &= ~also_inexact
-    assert torch.equal(ours[compared], theirs[compared]) and compared.any()
-
-
-@pytest.mark.parametrize("case", cases("prime_rl.default"))
-def test_directional_total_variation_equals_prime_rl(case: Case) -> None:
-    high, low = case.params["dppo_mask_high"], case.params["dppo_mask_low"]
-    ours = accepted(case, "binary_tv", "logp", "sampler", bound=high, bound_negative=low)
-    assert_equal_where_exact(case, ours, also_inexact=case.input("advantages") == 0)
-
-
-@pytest.mark.parametrize("case", cases("prime_rl.ipo"))
-def test_absolute_total_variation_equals_prime_rl(case: Case) -> None:
-    assert_equal_where_exact(
-        case, accepted(case, "binary_tv", "logp", "sampler", direction="both", bound=case.params["ipo_threshold"])
-    )
-
-
-@pytest.mark.parametrize("kind", ["tv", "kl"])
-@pytest.mark.parametrize("method", ["verl.dppo", "skyrl.dppo"])
-def test_directional_masks_equal_verl_and_skyrl(method: str, kind: str) -> None:
-    entries = cases(f"verl.dppo_{kind}") if method == "verl.dppo" else cases("skyrl.dppo")
-    for (case,) in (entry.values for entry in entries):
-        options = case.params.get("dppo", {"dppo_type": f"binary_{kind}"})
-        if options["dppo_type"] != f"binary_{kind}":
-            continue
+def masks_of_peers() -> Iterator[Any]:
+    """(case, divergence, current policy and anchor, options, where the peer's arithmetic is not exact) of each peer."""
+    for entry in cases("prime_rl.default"):
+        (case,) = entry.values
+        bounds = {"bound": case.params["dppo_mask_high"], "bound_negative": case.params["dppo_mask_low"]}
+        yield pytest.param(case, "binary_tv", ("logp", "sampler"), bounds, no_advantage, id=entry.id)
+    for entry in cases("prime_rl.ipo"):
+        (case,) = entry.values
+        options = {"direction": "both", "bound": case.params["ipo_threshold"]}
+        yield pytest.param(case, "binary_tv", ("logp", "sampler"), options, exact, id=entry.id)
+    for entry in [*cases("verl.dppo_tv"), *cases("verl.dppo_kl"), *cases("skyrl.dppo")]:
+        (case,) = entry.values
+        peer = case.params.get("dppo", {"dppo_type": f"binary_{entry.id[10:12]}"})  # verl.dppo_KIND-…
         bound = case.params.get("clip_ratio")
-        high = options.get("delta_high", case.params.get("clip_ratio_high", bound))
-        low = options.get("delta_low", case.params.get("clip_ratio_low", bound))
-        anchor = case.params.get("anchor", "sampler" if method == "skyrl.dppo" else "old")
-        ours = accepted(case, f"binary_{kind}", "logp", anchor, bound=high, bound_negative=low)
-        assert_equal_where_exact(case, ours, also_inexact=case.input("advantages") == 0)
+        high = peer.get("delta_high", case.params.get("clip_ratio_high", bound))
+        low = peer.get("delta_low", case.params.get("clip_ratio_low", bound))
+        anchor = case.params.get("anchor", "sampler" if "dppo" in case.params else "old")
+        bounds = {"bound": high, "bound_negative": low}
+        yield pytest.param(case, peer["dppo_type"], ("logp", anchor), bounds, no_advantage, id=entry.id)
+    for entry in cases("areal.rejection_sampling", metric="binary_kl"):
+        (case,) = entry.values
+        options = {"direction": "both", "level": case.params["level"], "bound": case.params["upper"]}
+        yield pytest.param(case, "binary_kl_max", ("old", "sampler"), options, infinite_in_areal, id=entry.id)
+    for entry in cases("openrlhf.policy_loss", is_correction_gating="binary_kl"):
+        (case,) = entry.values
+        level = {"token": "token", "seq": "sequence"}[case.params["is_correction_level"]]
+        options = {"direction": "both", "level": level, "bound": case.params["is_correction_threshold"][1]}
+        yield pytest.param(case, "binary_kl", ("old", "sampler"), options, exact, id=entry.id)
 
 
-@pytest.mark.parametrize("case", cases("areal.rejection_sampling", metric="binary_kl"))
-def test_symmetric_kl_equals_areal(case: Case) -> None:
-    mask = case.input("mask").bool()
-    level = case.params["level"]
-    ours = accepted(case, "binary_kl_max", "old", "sampler", direction="both", level=level, bound=case.params["upper"])
-    # AReaL drops a token if one policy's float32 log-prob is 0 and the other's is not: an infinite KL or NaN.
+def exact(case: Case) -> Tensor:
+    return torch.zeros_like(case.input("mask")).bool()
+
+
+def no_advantage(case: Case) -> Tensor:
+    return case.input("advantages") == 0
+
+
+def infinite_in_areal(case: Case) -> Tensor:
+    """AReaL drops a token if one policy's float32 log-prob is 0 and the other's is not: an infinite KL or NaN."""
     infinite = (case.input("old") == 0) != (case.input("sampler") == 0)
-    infinite = infinite.any(1, keepdim=True).expand_as(mask) if level == "sequence" else infinite
-    assert_equal_where_exact(case, ours, also_inexact=infinite)
+    return infinite.any(1, keepdim=True).expand_as(infinite) if case.params["level"] == "sequence" else infinite
 
 
-@pytest.mark.parametrize("case", cases("openrlhf.policy_loss", is_correction_gating="binary_kl"))
-def test_one_way_kl_equals_openrlhf(case: Case) -> None:
-    level = {"token": "token", "seq": "sequence"}[case.params["is_correction_level"]]
-    bound = case.params["is_correction_threshold"][1]
-    ours = accepted(case, "binary_kl", "old", "sampler", direction="both", level=level, bound=bound)
-    assert_equal_where_exact(case, ours)
+@pytest.mark.parametrize(("case", "divergence", "policies", "options", "inexact"), masks_of_peers())
+def test_masks_equal_the_peers_where_they_are_exact(
+    case: Case, divergence: Any, policies: tuple[str, str], options: dict[str, Any], inexact: Callable[[Case], Tensor]
+) -> None:
+    options = {f"divergence_mask_{name}": value for name, value in options.items()}
+    config = RolloutCorrectionConfig(divergence_mask=divergence, **options)
+    policy, anchor = map(case.input, policies)
+    ours = correct(config, policy, anchor, case.input("mask"), advantages=case.input("advantages")).mask
+    compared = case.input("mask").bool() & ~case.inexact("kept") & ~inexact(case)
+    assert torch.equal(ours[compared], case.output("kept").bool()[compared]) and compared.any()
 
 
 def exact_kl(p: Fraction, q: Fraction) -> float:
