@@ -113,38 +113,31 @@ class Statistics:
         values = iter(torch.cat([self.sums, self.mins, self.maxs]).tolist())
         sums = named(batch_columns(self.config), islice(values, len(self.sums)))
         mins, maxs = named(EXTREMES, islice(values, len(self.mins))), named(EXTREMES, values)
-        return correction_metrics(self.config, sums, mins, maxs)
-
-
-def correction_metrics(
-    config: RolloutCorrectionConfig, sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]
-) -> dict[str, float]:
-    """All metrics that apply to the configuration, by their names in the log; see `Statistics.metrics`."""
-    metrics = {}
-    if sums.masked_in_tokens:
-        metrics["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
-        if config.corrects:
-            metrics["gradient_kept_fraction"] = sums.accepted_tokens / sums.masked_in_tokens
-    if not sums.tokens:
+        config, metrics = self.config, dict[str, float]()
+        if sums.masked_in_tokens:
+            metrics["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
+            if config.corrects:
+                metrics["gradient_kept_fraction"] = sums.accepted_tokens / sums.masked_in_tokens
+        if not sums.tokens:
+            return metrics
+        metrics |= _mismatch_metrics(sums, mins, maxs)
+        if sums.weights is not None:
+            count = sums.tokens if config.has_token_weights else sums.sequences
+            metrics |= _weight_metrics(config, sums.weights, count, mins, maxs)
+        if sums.mean_weights is not None:
+            metrics |= _mean_weight_metrics(sums.mean_weights, sums.sequences, mins, maxs)
+        for name, counts in sums.rejected.items():
+            prefix = f"mis_rs_{name}_" if name else "mis_rs_"
+            metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
+            metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
+        if sums.bounds is not None:
+            metrics |= _bound_metrics(sums.bounds, sums.sequences)
+        if sums.veto is not None:
+            metrics["mis_catastrophic_token_fraction"] = sums.veto.tokens / sums.tokens
+            metrics["mis_catastrophic_seq_fraction"] = sums.veto.sequences / sums.sequences
+        if sums.trimmed_tokens is not None:
+            metrics["mis_second_moment_masked_fraction"] = sums.trimmed_tokens / sums.tokens
         return metrics
-    metrics |= _mismatch_metrics(sums, mins, maxs)
-    if sums.weights is not None:
-        count = sums.tokens if config.has_token_weights else sums.sequences
-        metrics |= _weight_metrics(config, sums.weights, count, mins, maxs)
-    if sums.mean_weights is not None:
-        metrics |= _mean_weight_metrics(sums.mean_weights, sums.sequences, mins, maxs)
-    for name, counts in sums.rejected.items():
-        prefix = f"mis_rs_{name}_" if name else "mis_rs_"
-        metrics[f"{prefix}masked_fraction"] = counts.tokens / sums.tokens
-        metrics[f"{prefix}seq_masked_fraction"] = counts.sequences / sums.sequences
-    if sums.bounds is not None:
-        metrics |= _bound_metrics(sums.bounds, sums.sequences)
-    if sums.veto is not None:
-        metrics["mis_catastrophic_token_fraction"] = sums.veto.tokens / sums.tokens
-        metrics["mis_catastrophic_seq_fraction"] = sums.veto.sequences / sums.sequences
-    if sums.trimmed_tokens is not None:
-        metrics["mis_second_moment_masked_fraction"] = sums.trimmed_tokens / sums.tokens
-    return metrics
 
 
 def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]) -> dict[str, float]:
