@@ -69,40 +69,6 @@ BEYOND_MISMATCH: dict[str, tuple[dict[str, object], dict[str, float]]] = {
             "mis_seq_weight_fraction_low": 0.5,
         },
     ),
-    # Weights 2 and 1/4, one per sequence; clipped to [1/2, 3/2]; mean 1.
-    "sequence weights": (
-        {"use_tis": True, "tis_level": "sequence", "tis_mode": "clip", "tis_lower_bound": 0.5, "tis_upper_bound": 1.5}
-        | {"tis_batch_normalize": True},
-        {
-            "gradient_kept_fraction": 1.0,
-            "mis_mean_is_weight_before_clip": 1.125,
-            "mis_weight_min_before_clip": 0.25,
-            "mis_weight_max_before_clip": 2.0,
-            "mis_ratio_mean_after_mis": 1.0,
-            "mis_weight_min": 0.5,
-            "mis_weight_max": 1.5,
-            "mis_weight_std": 0.5,
-            "mis_eff_sample_size": 0.8,
-            "mis_clip_fraction_low": 0.5,
-            "mis_clip_fraction_high": 0.5,
-            "mis_batch_norm_factor": 1.0,
-        },
-    ),
-    "rejection and veto": (
-        {"use_rs": True, "rs_upper_bound": 1.5, "rs_veto_threshold": 0.3}
-        | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.3},
-        {
-            "gradient_kept_fraction": 0.0,
-            "mis_rs_masked_fraction": 1.0,
-            "mis_rs_seq_masked_fraction": 1.0,
-            "mis_rs_token_masked_fraction": 2 / 3,
-            "mis_rs_token_seq_masked_fraction": 1.0,
-            "mis_rs_seq_mean_k1_masked_fraction": 1.0,
-            "mis_rs_seq_mean_k1_seq_masked_fraction": 1.0,
-            "mis_catastrophic_token_fraction": 1 / 3,
-            "mis_catastrophic_seq_fraction": 0.5,
-        },
-    ),
 }
 
 

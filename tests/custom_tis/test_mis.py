@@ -49,20 +49,6 @@ def test_golden(case: dict[str, Any]) -> None:
             assert sample_mean(metrics[name]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
 
 
-def test_rejection_without_weights_and_veto_without_rejection() -> None:
-    delta, zeros, ones = [torch.tensor([0.0, -12.0])], [torch.zeros(2)], [torch.ones(2)]
-    weights, masks, _ = compute_mis_weights(
-        Namespace(use_rs=True), train_log_probs=delta, rollout_log_probs=zeros, loss_masks=ones
-    )
-    assert weights is None and masks[0].tolist() == [1, 0]
-    _, masks, metrics = compute_mis_weights(
-        Namespace(rs_veto_threshold=1e-4), train_log_probs=delta, rollout_log_probs=zeros, loss_masks=ones
-    )
-    assert masks[0].tolist() == [0, 0]
-    assert metrics["rs_catastrophic_token_fraction"][0].tolist() == [0, 1]
-    assert metrics["rs_catastrophic_seq_fraction"][0].tolist() == [1, 1]
-
-
 def contract(**args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     pg_loss = torch.arange(1.0, 1.0 + sum(map(len, TRAIN)), requires_grad=True)
     return call_custom_tis(

@@ -1,5 +1,8 @@
 """Correction of trajectories against plain loops, over every combination of options; bypass; shapes."""
 
+import math
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from tests.correction.strategies import configurations
 from tests.diffusion.expected import expected_metrics, expected_trajectories
 from tests.diffusion.strategies import Rows, trajectories
 
+LN2 = math.log(2)
 TIMES = [900.0, 600.0, 300.0, 0.125]
 
 
@@ -65,7 +69,8 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
     ]
     torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights, rtol=1e-6, atol=1e-6)
     assert torch.equal(torch.cat([part.mask for part in parts]), whole.mask)
-    merged = parts[0].statistics.merge(parts[1].statistics).metrics()
+    sent = [pickle.loads(pickle.dumps(part.statistics)) for part in parts]  # as ranks send them
+    merged = sent[0].merge(sent[1]).metrics()
     assert merged == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
 
@@ -127,3 +132,25 @@ def test_shapes_that_disagree(shapes: tuple) -> None:
     train, rollout, timesteps = (*(torch.zeros(shape) for shape in shapes), None)[:3]
     with pytest.raises(ValueError, match=r"has shape .*; pass"):
         correct_trajectories(RolloutCorrectionConfig(use_tis=True), train, rollout, timesteps=timesteps)
+
+
+def test_decoupled_by_hand() -> None:
+    """Token weights 2, 1, 1/4, 4 bounded to 2; the veto takes the second trajectory."""
+    train = torch.tensor([[-1.0, -2.0], [-1.0, -3.0]], dtype=torch.float64)
+    rollout = train + torch.tensor([[-LN2, 0.0], [2 * LN2, -2 * LN2]], dtype=torch.float64)
+    config = RolloutCorrectionConfig(use_tis=True, rs_veto_threshold=0.3)
+    timesteps = torch.tensor([[900.0, 300.0], [900.0, 600.0]])
+    found = correct_trajectories(config, train, rollout, timesteps=timesteps).statistics.metrics()
+    expected = {
+        "gradient_kept_fraction": 0.5,
+        "mismatch_kl": -LN2 / 4,
+        "mis_ratio_mean_after_mis": 5.25 / 4,
+        "mis_catastrophic_seq_fraction": 0.5,
+        "logprob_abs_diff_mean": 5 * LN2 / 4,
+        "logprob_abs_diff_max": 2 * LN2,
+        "logprob_abs_diff/ts_300": 0.0,
+        "logprob_abs_diff/ts_600": 2 * LN2,
+        "logprob_abs_diff/ts_900": 1.5 * LN2,
+        "rejected_sequence_fraction": 0.5,
+    }
+    assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, abs=1e-7)

@@ -119,15 +119,6 @@ def test_unbiased_kl_equals_slime_and_miles(case: Case) -> None:
     check(case, kl, log_prob, "token-mean")
 
 
-@pytest.mark.parametrize("case", cases("trl.bias_corrected_kl"))
-def test_unbiased_kl_equals_trl(case: Case) -> None:
-    log_prob, old, advantage = policies(case)
-    ratio = (log_prob - old).exp() if case.params["use_bias_correction_kl"] else None
-    loss, _ = ppo_clip(log_prob, old, advantage)
-    kl = kl_estimate(log_prob, case.input("ref"), "k3", ratio)
-    check(case, loss + case.params["beta"] * kl, log_prob, "mean over all rows")
-
-
 @pytest.mark.parametrize("case", [*cases("slime.opsm"), *cases("miles.opsm"), *cases("trl.off_policy_mask")])
 def test_off_policy_sequence_mask_equals_the_peers(case: Case) -> None:
     mask, anchor = case.input("mask").bool(), case.input("sampler" if "loss_type" in case.params else "old")
