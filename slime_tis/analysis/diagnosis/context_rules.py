@@ -6,7 +6,7 @@ Each rule returns a finding with the share of these tokens' mismatch, or None. C
 import numpy as np
 
 from slime_tis.analysis.diagnosis.form_rules import temperature
-from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Mask, Tokens, ramp
+from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Mask, Tokens, mean_of, ramp
 from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
 MIN_CLASS = 0.03
@@ -78,15 +78,16 @@ def another_model(tokens: Tokens) -> Finding | None:
     With ρ = π_train/π_rollout, E[ρ] = 1 for tokens that were sampled from π_rollout. Here E[1/ρ] = 1 instead. Both are
     bounded, so that E ≤ 1.
     """
-    if len(tokens) < 10 * MIN_TOKENS or not follows_training(tokens):
+    gap, gap_error = mean_of(tokens, tokens.surprise)
+    if len(tokens) < 10 * MIN_TOKENS or abs(gap) > 3 * gap_error:  # NaN without entropy
         return None
     size = np.sort(tokens.size)
     is_few = size[: int(0.95 * len(size))].sum() < 0.2 * size.sum()  # broken tokens
     if is_few or temperature(tokens).confidence > 0:
         return None
-    ratio, error = _mean(tokens, _bounded(tokens.log_ratio))
-    inverse, inverse_error = _mean(tokens, _bounded(-tokens.log_ratio))
-    difference, difference_error = _mean(tokens, _bounded(tokens.log_ratio) - _bounded(-tokens.log_ratio))
+    ratio, error = mean_of(tokens, _bounded(tokens.log_ratio))
+    inverse, inverse_error = mean_of(tokens, _bounded(-tokens.log_ratio))
+    difference, difference_error = mean_of(tokens, _bounded(tokens.log_ratio) - _bounded(-tokens.log_ratio))
     is_larger = ratio - 1 > STANDARD_ERRORS * error and difference > STANDARD_ERRORS * difference_error
     if not is_larger or inverse - 1 > 3 * inverse_error:
         return None
@@ -99,22 +100,15 @@ def another_model(tokens: Tokens) -> Finding | None:
     return Finding("other_model", evidence, 0.9)
 
 
-def follows_training(tokens: Tokens) -> bool:
-    """Whether the tokens may be samples of training's distribution: E[log π_train + entropy] is 0; True if unknown."""
-    if tokens.entropy is None:
-        return True
-    gap, error = _mean(tokens, tokens.train + tokens.entropy)
-    return abs(gap) <= 3 * error
-
-
 def sampling(tokens: Tokens) -> str:
     """Which distribution the tokens are samples of, in words; empty if the tokens do not show it."""
     tokens = tokens.only(tokens.finite)
-    if len(tokens) < 10 * MIN_TOKENS or tokens.entropy is None:
+    gap, gap_error = mean_of(tokens, tokens.surprise)
+    if len(tokens) < 10 * MIN_TOKENS or not np.isfinite(gap):
         return ""
-    ratio, error = _mean(tokens, _bounded(tokens.log_ratio))
+    ratio, error = mean_of(tokens, _bounded(tokens.log_ratio))
     is_reported = ratio - 1 <= 3 * error
-    if is_reported == follows_training(tokens):  # both distributions are too close, or none fits
+    if is_reported == (abs(gap) <= 3 * gap_error):  # both distributions are too close, or none fits
         return ""
     mean = f"the mean of min(π_train/π_rollout, e²) is {ratio:.3f} ± {error:.3f}"
     if is_reported:
@@ -126,14 +120,6 @@ def _bounded(log_ratio: Floats) -> Floats:
     """min(ρ, e²), whose mean is at most 1 if the mean of ρ is 1, and which has no heavy tail."""
     bounded: Floats = np.exp(np.minimum(log_ratio, LARGEST_EXPONENT))
     return bounded
-
-
-def _mean(tokens: Tokens, values: Floats) -> tuple[float, float]:
-    """The mean of a value, and its standard error over samples."""
-    _, sample = np.unique(tokens.sample, return_inverse=True)
-    sums, counts = np.bincount(sample, values), np.bincount(sample)
-    mean = sums.sum() / counts.sum()
-    return float(mean), float(np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum())
 
 
 def decoding(tokens: Tokens) -> Finding | None:

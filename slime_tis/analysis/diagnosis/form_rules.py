@@ -5,7 +5,7 @@ Each rule returns a finding with the share of these tokens' mismatch, or None. C
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Tokens, ramp
+from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Tokens, mean_of, ramp
 from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
 
 MIN_LOG_MASS = -4.0
@@ -34,16 +34,13 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
 
 def sharper_sampling(tokens: Tokens) -> Finding | None:
     """E[log π_train + entropy] > 0: tokens are more likely than samples of the trained distribution."""
-    if tokens.entropy is None:
+    known = tokens.only(np.isfinite(tokens.surprise))
+    gap, error = mean_of(known, known.surprise)
+    if len(known) < MIN_TOKENS or gap < 0.01:
         return None
-    gap = (tokens.train + tokens.entropy)[tokens.finite & np.isfinite(tokens.entropy)]
-    if len(gap) < MIN_TOKENS:
-        return None
-    significance = gap.mean() / (gap.std() / np.sqrt(len(gap)) + 1e-9)
-    if gap.mean() < 0.01:
-        return None
+    significance = gap / (error + 1e-9)
     evidence = (
-        f"log π_train + entropy is {gap.mean():+.3f} on average instead of 0, a difference of {significance:.0f} "
+        f"log π_train + entropy is {gap:+.3f} on average instead of 0, a difference of {significance:.0f} "
         "standard errors: sampling is sharper than the trained distribution",
         "the reported log-probs do not show it: they were taken before truncation or before the temperature",
     )
@@ -57,21 +54,21 @@ def temperature(tokens: Tokens) -> Finding:
     The next term of the series, half of the variance of log p times (β − 1)², is positive at every token.
     """
     log_ratio, size = tokens.log_ratio, np.abs(tokens.log_ratio)
-    entropy = tokens.entropy if tokens.entropy is not None and np.isfinite(tokens.entropy).all() else None
-    surprise = tokens.train if entropy is None else tokens.train + entropy
-    design = np.stack([surprise, surprise**2, *([] if entropy is not None else [np.ones(len(tokens))])], axis=1)
+    has_entropy = bool(np.isfinite(tokens.surprise).all())
+    surprise = tokens.surprise if has_entropy else tokens.train
+    design = np.stack([surprise, surprise**2, *([] if has_entropy else [np.ones(len(tokens))])], axis=1)
     weight = 1 / np.sqrt(size.mean() + size)[:, None]  # limits the influence of a few large tokens
     solution, *_ = np.linalg.lstsq(design * weight, log_ratio * weight[:, 0], rcond=None)
     residual = (((log_ratio - design @ solution) * weight[:, 0]) ** 2).sum()
     explained = 1 - float(residual / ((log_ratio * weight[:, 0]) ** 2).sum())
     slope = float(solution[0])
     confidence = ramp(explained, 0.93, 0.97)
-    if entropy is not None:
+    if has_entropy:
         rest = log_ratio - slope * surprise
         negative = float(np.maximum(-rest, 0).sum() / max(np.abs(rest).sum(), 1e-12))
         confidence = max(confidence, ramp(explained, 0.75, 0.85) * ramp(negative, 0.3, 0.1))
     ratio = 1 / max(1 - slope, 0.05)
-    variable = "log p" if entropy is None else "log p + entropy"
+    variable = "log p + entropy" if has_entropy else "log p"
     evidence = (
         f"{explained:.0%} of the variance of Δ depends on {variable}, as with a different temperature",
         f"slope {slope:+.3f}: rollout temperature / training temperature is about {ratio:.2f}",

@@ -94,6 +94,11 @@ class Tokens:
         uncertainty: Floats = np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
         return uncertainty
 
+    @property
+    def surprise(self) -> Floats:
+        """[N] log π_train + entropy, whose mean over samples of π_train is 0; NaN without entropy."""
+        return self.train + (np.nan if self.entropy is None else self.entropy)
+
     def only(self, chosen: Mask) -> Tokens:
         """The chosen tokens."""
         columns: dict[str, Any] = {
@@ -161,6 +166,16 @@ def _mixed(token: Integers, position: Integers) -> Integers:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         return (x ^ (x >> np.uint64(31))).astype(np.int64)
+
+
+def mean_of(tokens: Tokens, values: Floats) -> tuple[float, float]:
+    """The mean of a value per token, and its standard error over samples; NaN without tokens."""
+    if not len(tokens):
+        return float("nan"), float("nan")
+    _, sample = np.unique(tokens.sample, return_inverse=True)
+    sums, counts = np.bincount(sample, values), np.bincount(sample)
+    mean = sums.sum() / counts.sum()
+    return float(mean), float(np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum())
 
 
 def ramp(value: float, low: float, high: float) -> float:
