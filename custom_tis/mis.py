@@ -113,7 +113,7 @@ def compute_mis_weights_with_cp(
         if getattr(known, GLOBAL_BATCH_OPTIONS[name]) is None:
             raise ValueError(
                 f"{name} is {getattr(config, name)} and goes by the global batch, but this trainer calls with "
-                "micro-batches; leave it out, or train with train.py."
+                "micro-batches; remove it, or train with train.py."
             )
     inputs = train_log_probs, rollout_log_probs, slices.slice_list(loss_masks)
     policy: dict[str, Any] = {"current_log_probs": kwargs.get("log_probs"), "advantages": kwargs.get("advantages")}

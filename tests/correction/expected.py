@@ -272,7 +272,7 @@ def either(first: Masks, second: Masks) -> Masks:
 
 
 def second_moment_limit(squares: list[float], bound: float) -> float:
-    """The first value, in rising order, with which the mean is above the bound; +inf if there is none."""
+    """The first value, in rising order, with which the mean is above the bound; +inf without such a value."""
     ordered, total = sorted(squares), Fraction(0)
     for count, value in enumerate(ordered, start=1):
         total += Fraction(value)
