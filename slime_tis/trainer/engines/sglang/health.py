@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError, UnexpectedWeights
 from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
+from slime_tis.trainer.engines.sglang.weights.protocol import release
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 
 logger = logging.getLogger(__name__)
@@ -290,6 +291,9 @@ class HealthMonitor:
     async def _look_for(self, state: ServerState) -> None:
         """Checks whether a server that is down answers, and with which weights."""
         error = await state.server.health_error()
+        if error is not None and state.holds_weights and self.not_updating.is_set():
+            # An update that lost its connection, or whose run was killed, leaves the server paused.
+            await release(state.server)
         name = None
         if error is None and state.holds_weights:
             try:
