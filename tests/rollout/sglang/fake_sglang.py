@@ -225,7 +225,7 @@ class FakeSGLang:
         if path == "/faults":
             self.faults.extend(body["faults"])
         elif path == "/abort_request":
-            self.aborted |= {"*"} if body.get("abort_all") else {body["rid"]}
+            self.aborted |= self.live if body.get("abort_all") else {body["rid"]}
         elif path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
             return 200, recorded(path[1:])
@@ -356,7 +356,7 @@ class FakeSGLang:
             waiting = True
             while waiting:
                 await asyncio.sleep(self.pace or (0.0005 if self.paused or self.stop_after is not None else 0))
-                if self.aborted & {"*", body["rid"]} and not self.deaf:
+                if body["rid"] in self.aborted and not self.deaf:
                     return self._formed(body, response, versions, {"type": "abort", "message": "Aborted"})
                 waiting = self.stop_after is not None and len(response) >= self.stop_after
                 if waiting:

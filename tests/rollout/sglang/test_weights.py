@@ -195,3 +195,8 @@ def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callab
         start(1, saying(None), rounding="stochastic")
     with pytest.raises(ValueError, match="compute in float32"):
         start(1, saying("float32"), rounding="error-compensated")
+
+
+def test_a_server_that_a_killed_run_left_paused_serves(start: Callable[..., Run]) -> None:
+    run = start(1, lambda servers: setattr(servers[0], "paused", True))
+    assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
