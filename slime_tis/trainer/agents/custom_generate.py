@@ -84,10 +84,7 @@ class GenerateFunction:
     vocab_size: float
     context_len: float
     """Longest prompt and response together, in tokens."""
-    timeout: float
-    """Longest time for one call, in seconds."""
-    retokenization: str
-    """Handling of tokens that differ from the sampled tokens: reject, keep-mask or error."""
+    config: RolloutConfig
     version: Callable[[], int]
 
     def bind(self, sampling: Sampling, *, evaluation: bool = False) -> RolloutFunction:
@@ -122,7 +119,7 @@ class GenerateFunction:
 
         task = asyncio.create_task(call())
         try:
-            await asyncio.wait({task}, timeout=self.timeout)
+            await asyncio.wait({task}, timeout=self.config.generate_timeout)
         finally:  # also if the rollout is cancelled
             if not task.done():
                 engine.is_closed = True
@@ -133,7 +130,7 @@ class GenerateFunction:
                 finally:
                     is_abandoned(task)
         if engine.is_closed:
-            raise NoSample("timeout", f"{describe(self.function)} took more than {self.timeout:g} s.")
+            raise NoSample("timeout", f"{describe(self.function)} took more than {self.config.generate_timeout:g} s.")
         try:
             return task.result()
         except CustomFunctionError as error:
@@ -245,7 +242,7 @@ class GenerateFunction:
         sample.retokenized = len(wrong)
         if not wrong:
             return
-        if self.retokenization == "error":
+        if self.config.retokenization == "error":
             token = sample.response_ids[wrong[0]]
             text = quoted(self.tokenizer.decode([token]), 40)
             raise CustomFunctionError(
@@ -253,7 +250,7 @@ class GenerateFunction:
                 f"prompt {sample.prompt_index}; the first is response token {wrong[0]}, {token} ({text}). Append the "
                 "ids of the engine's answer; --retokenization keep-mask trains on the others."
             )
-        if self.retokenization == "reject":
+        if self.config.retokenization == "reject":
             sample.remove_sample = True
         else:
             for index in wrong:
@@ -283,8 +280,7 @@ def build_generate_function(
         tokenizer=tokenizer,
         vocab_size=math.inf if sizes.vocab_size is None else sizes.vocab_size,
         context_len=min(limits, default=math.inf),
-        timeout=config.generate_timeout,
-        retokenization=config.retokenization,
+        config=config,
         version=version,
     )
 

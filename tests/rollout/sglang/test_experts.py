@@ -32,7 +32,6 @@ from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.rollout.sglang.fake_sglang import (
     EXPERTS,
     LAYERS,
-    FakeSGLang,
     chosen_experts,
     continuation,
     spoiled,
@@ -216,12 +215,9 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
 
 
 def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., Run]) -> None:
-    def prepare(servers: list[FakeSGLang]) -> None:
-        servers[1].info["enable_return_routed_experts"] = False
-
     flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
     with pytest.raises(ValueError, match=f"^{flags} is on"):
-        start(2, prepare)
+        start(2, lambda servers: servers[1].info.update(enable_return_routed_experts=False))
 
 
 def layout(**fields: Any) -> ExpertLayout:

@@ -11,7 +11,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, log_prob, spoiled, wait_until
+from tests.rollout.sglang.fake_sglang import continuation, log_prob, spoiled, wait_until
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
 from tests.samples import flat, make_sample
 
@@ -44,10 +44,7 @@ def begun(tokens: int) -> Sample:
 
 
 def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run]) -> None:
-    def short(servers: list[FakeSGLang]) -> None:
-        servers[0].info["max_req_input_len"] = 8
-
-    run = start(2, short)
+    run = start(2, lambda servers: servers[0].info.update(max_req_input_len=8))
     long = Prompt(index=4, text="", token_ids=(3,) * 8)
     with pytest.raises(ValueError, match="prompt 4 has 8 tokens"):
         run.engine.generate([long], SAMPLING, seed=0)
@@ -64,11 +61,7 @@ def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Call
         assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
         return [body["sampling_params"]["sampling_seed"] for body in sorted(run.requests, key=lambda body: body["rid"])]
 
-    def deterministic(servers: list[FakeSGLang]) -> None:
-        for server in servers:
-            server.info["enable_deterministic_inference"] = True
-
-    run = start(2, deterministic)
+    run = start(2, lambda servers: [each.info.update(enable_deterministic_inference=True) for each in servers])
     first = seeds(run, seed=5)
     assert len(set(first)) == 36 and 0 <= min(first) <= max(first) < 2**63
     assert seeds(run, seed=5) == first

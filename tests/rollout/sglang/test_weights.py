@@ -181,20 +181,19 @@ def test_the_precision_of_a_dtype() -> None:
 
 
 def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callable[..., Run]) -> None:
-    def saying(*dtypes: str | None, quantization: str | None = None) -> Callable[[list[FakeSGLang]], None]:
+    def precision(*dtypes: str | None, quantization: str | None = None, **options: Any) -> str | None:
         def say(servers: list[FakeSGLang]) -> None:
             for server, dtype in zip(servers, dtypes, strict=True):
                 server.info |= {"dtype": dtype, "quantization": quantization}
 
-        return say
+        return start(len(dtypes), say, **options).engine.weight_precision("w")
 
-    assert start(2, saying("bfloat16", "bfloat16"), rounding="stochastic").engine.weight_precision("w") == "bf16"
-    assert start(2, saying("bfloat16", "float16")).engine.weight_precision("w") is None
-    assert start(1, saying("bfloat16", quantization="fp8")).engine.weight_precision("w") is None
+    assert precision("bfloat16", "bfloat16", rounding="stochastic") == "bf16"
+    assert precision("bfloat16", "float16") is precision("bfloat16", quantization="fp8") is None
     with pytest.raises(ValueError, match="the same --dtype"):
-        start(1, saying(None), rounding="stochastic")
+        precision(None, rounding="stochastic")
     with pytest.raises(ValueError, match="compute in float32"):
-        start(1, saying("float32"), rounding="error-compensated")
+        precision("float32", rounding="error-compensated")
 
 
 def test_a_server_that_a_killed_run_left_paused_serves(start: Callable[..., Run]) -> None:

@@ -91,11 +91,11 @@ class Window:
     first: int
     slots: int
     """Number of contiguous slots, the rows of the pass."""
+    row_T: Tensor | None = None
+    """Row of each token in the pass; None if all sequences have the same length and there is no padding."""
     length: int
     """Tokens of the longest sequence, including this pass."""
     columns: int
-    row_T: Tensor | None = None
-    """Row of each token in the pass; None if all sequences have the same length and there is no padding."""
     column_T: Tensor | None = None
     position_T: Tensor | None = None
 

@@ -127,7 +127,6 @@ class SGLangEngine:
             servers = self._servers
             task = RolloutTask(
                 name=f"{self._run_id}-r{self._num_batches:08d}",
-                health=servers.health,
                 dispatcher=servers.dispatcher,
                 max_input_len=servers.max_input_len,  # may have changed with a restart of a server
                 tokenizer=self._tokenizer,

@@ -27,6 +27,7 @@ from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, Serv
 from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
 from slime_tis.trainer.engines.sglang.weights.protocol import release
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
+from slime_tis.trainer.options.sglang import SGLangConfig
 
 logger = logging.getLogger(__name__)
 
@@ -369,10 +370,10 @@ class Attempts:
 class Dispatcher:
     """Assigns servers to requests in order of arrival; with a router, requests go to the router."""
 
-    def __init__(self, health: HealthMonitor, *, concurrency: int, max_retries: int) -> None:
-        """Assigns nothing yet; `concurrency` limits requests per server, `max_retries` retries of a request."""
+    def __init__(self, health: HealthMonitor, config: SGLangConfig) -> None:
+        """Assigns nothing yet."""
         self.retries = 0
-        self._health, self._concurrency, self._max_retries = health, concurrency, max_retries
+        self.health, self._concurrency, self._max_retries = health, config.sglang_concurrency, config.sglang_max_retries
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         health.on_change = self._changed.set
 
@@ -398,7 +399,7 @@ class Dispatcher:
         except SGLangError as error:
             if isinstance(error, RequestRefused) and error.status not in SERVER_REFUSALS:
                 raise
-            self._health.note_failure(state, error)
+            self.health.note_failure(state, error)
             attempts.failures, attempts.failed_on = attempts.failures + 1, state
             if attempts.failures > self._max_retries:
                 raise RolloutUnavailable(
@@ -406,7 +407,7 @@ class Dispatcher:
                     "and resume with --load."
                 ) from None
             self.retries += 1
-            timeouts = self._health.timeouts
+            timeouts = self.health.timeouts
             longest = min(timeouts.first_retry * 2 ** (attempts.failures - 1), timeouts.max_retry)
             await asyncio.sleep(longest * random.uniform(0.5, 1.0))
         else:
@@ -417,8 +418,8 @@ class Dispatcher:
         """Waits for a server with room for one more request; the lock keeps the requests in order."""
         async with self._turn:
             while True:
-                if self._health.unavailable is not None:
-                    raise RolloutUnavailable(str(self._health.unavailable))
+                if self.health.unavailable is not None:
+                    raise RolloutUnavailable(str(self.health.unavailable))
                 state = self._least_busy(avoid)
                 if state is not None:
                     state.in_flight += 1
@@ -428,7 +429,7 @@ class Dispatcher:
 
     def _least_busy(self, avoid: ServerState | None) -> ServerState | None:
         """The least busy server; the last failed one only if there is no other."""
-        health, available = self._health, self._health.available()
+        health, available = self.health, self.health.available()
         if not health.not_updating.is_set():
             return None
         if (router := health.router) is not None:

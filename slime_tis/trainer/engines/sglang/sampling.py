@@ -24,7 +24,7 @@ from slime_tis.trainer.engines.generation import (
     sample_of,
 )
 from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
-from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, HealthMonitor, ServerState
+from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 
@@ -190,7 +190,6 @@ class RolloutTask:
 
     name: str
     """Unique prefix of its request ids, of equal width for all rollouts."""
-    health: HealthMonitor
     dispatcher: Dispatcher
     max_input_len: int | None
     tokenizer: PreTrainedTokenizerBase
@@ -294,7 +293,8 @@ class RolloutTask:
     async def _request(
         self, response: PendingSample, options: RequestOptions, state: ServerState, request_id: str
     ) -> None:
-        server, first_version = state.server, self.health.version_of(state)
+        server, health = state.server, self.dispatcher.health
+        first_version = health.version_of(state)
         self._interrupted.discard(response)
         response.num_requests += 1
         response.request = server, request_id
@@ -306,20 +306,20 @@ class RolloutTask:
                     max_new_tokens=response.remaining_tokens,
                     request_id=request_id,
                     session=f"{self.name}-{response.session}" if response.session else request_id.rpartition("-")[0],
-                    seed=response.seed if self.health.takes_seeds(state) else None,
+                    seed=response.seed if health.takes_seeds(state) else None,
                     first_experts=response.first_experts if self.records_experts else None,
                     stop=options.stop,
                 )
             )
         finally:
             response.request = None
-        self.health.check_versions(state, first_version, completion.weight_versions)
+        health.check_versions(state, first_version, completion.weight_versions)
         if problem is not None:
-            self.health.note_missing_experts(server, problem)
+            health.note_missing_experts(server, problem)
         response.append(replace(completion, workers=[state.index] * len(completion.token_ids)))
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
-            self.health.note_missing_experts(server, f"{problem}, as if it were not recorded")
+            health.note_missing_experts(server, f"{problem}, as if it were not recorded")
         if not completion.token_ids and not self.stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")
 

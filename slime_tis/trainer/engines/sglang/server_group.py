@@ -129,9 +129,7 @@ class ServerGroup:
                 lambda returned: self._tasks.start(self._restore(returned)),
             )
             stack.push_async_callback(self.health.close)
-            self.dispatcher = Dispatcher(
-                self.health, concurrency=config.sglang_concurrency, max_retries=config.sglang_max_retries
-            )
+            self.dispatcher = Dispatcher(self.health, config)
             stack.push_async_callback(self._end_tasks)
             await self.health.start(config.sglang_startup_timeout)
             if self._launched is not None:
