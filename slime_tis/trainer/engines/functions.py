@@ -32,15 +32,8 @@ class FunctionCall:
 
     def first_sample(self) -> Sample:
         """Returns the function's input: the aborted sample if it is alone in its rollout, else a fresh sample."""
-        if len(self.samples) != 1:
-            return Sample(
-                prompt_row=self.prompt,
-                group_index=self.group_index,
-                index=self.number,
-                rollout_id=self.number,
-                tokens=list(self.prompt.token_ids),
-            )
-        (sample,) = self.samples
+        fresh = Sample(prompt_row=self.prompt, tokens=list(self.prompt.token_ids))
+        sample = self.samples[0] if len(self.samples) == 1 else fresh
         sample.group_index, sample.index, sample.rollout_id = self.group_index, self.number, self.number
         return sample
 

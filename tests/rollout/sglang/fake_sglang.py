@@ -224,34 +224,33 @@ class FakeSGLang:
     async def _control(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/faults":
             self.faults.extend(body["faults"])
-        elif path == "/abort_request":
+            return 200, ""
+        if path == "/abort_request":
             self.aborted |= self.live if body.get("abort_all") else {body["rid"]}
-        elif path in ("/pause_generation", "/continue_generation"):
-            self.paused = path == "/pause_generation"
-            return 200, recorded(path[1:])
-        elif path == "/flush_cache":
+            return 200, ""
+        if path == "/flush_cache":
             return (200, "Cache flushed.") if self.paused else (400, "Flush cache failed.")
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
         elif path in ("/begin_weight_update", "/end_weight_update"):
             opens = path == "/begin_weight_update"
             if self.session == opens:
                 return 400, recorded("begin_weight_update_open") if opens else REFUSED[1]
             self.session = opens
-            return 200, recorded(path[1:])
         elif path == "/update_weights_from_disk":
             files = Path(body["model_path"]).glob("*.safetensors") if "model_path" in body else ()
             self.tensors = [{name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}]
             self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
-            return 200, recorded("update_from_disk")
         elif path == "/init_weights_update_group":
             await self._join(body)
-            return 200, recorded("init_weights_update_group")
         elif path == "/destroy_weights_update_group":
-            return (200, recorded(path[1:])) if self._leave(body["group_name"]) else REFUSED
+            if not self._leave(body["group_name"]):
+                return REFUSED
         elif path == "/update_weights_from_distributed":
             return await self._receive(body)
         else:
             return 404, recorded("error_404")
-        return 200, ""
+        return 200, recorded(path[1:])
 
     async def _join(self, body: dict[str, Any]) -> None:
         """Joins a group, the first rank as `init_custom_process_group` of SGLang does."""
@@ -304,7 +303,7 @@ class FakeSGLang:
             return REFUSED
         if "weight_version" in body:  # of the last bucket
             self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
-        return 200, recorded("update_distributed")
+        return 200, recorded("update_weights_from_distributed")
 
     async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
         self.requests.append(body)

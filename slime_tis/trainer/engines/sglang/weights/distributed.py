@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.trainer.engines.engine import EngineHost, WeightSource
-from slime_tis.trainer.engines.sglang.client import Server, ServerError
+from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError
 from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 
@@ -36,7 +36,8 @@ class DistributedSync:
         """See WeightSync."""
         failed: dict[Server, str] = {}
         loop = asyncio.get_running_loop()
-        stream = protocol.buckets(source, self._config.bucket_bytes, self._place)
+        device, size = self._device, self._config.bucket_bytes
+        stream = protocol.buckets(source, size, lambda tensor: tensor.detach().to(device).contiguous())
         try:
             live = await protocol.on_all_servers(servers, protocol.pause, failed)
             live = await protocol.on_all_servers(live, self._open, failed)
@@ -59,16 +60,17 @@ class DistributedSync:
         await asyncio.gather(*(self._leave(server) for server in list(self._groups)))
         self._weights_thread.shutdown(wait=False)
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device).contiguous()
-
     async def _open(self, server: Server) -> None:
-        """Joins a group with the server if necessary, and opens the update session."""
+        """Joins a group with the server if necessary, and opens the update session, which a killed run may hold."""
         group = self._groups.get(server)
         if group is None or group.version != await server.weight_version():  # the server restarted since it joined
             await self._leave(server)
             await self._join(server)
-        await protocol.begin_session(server)
+        try:
+            await server.post("/begin_weight_update", {}, timeout=protocol.CONTROL_TIMEOUT)
+        except RequestRefused:
+            await protocol.try_post(server, "/end_weight_update", {})
+            await server.post("/begin_weight_update", {}, timeout=protocol.CONTROL_TIMEOUT)
 
     async def _join(self, server: Server) -> None:
         info = await server.info()

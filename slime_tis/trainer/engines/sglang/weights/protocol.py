@@ -128,15 +128,6 @@ async def release(server: Server, group_name: str | None = None) -> None:
         await try_post(server, "/continue_generation", {})
 
 
-async def begin_session(server: Server) -> None:
-    """Opens the session around an update; first closes one that a killed run left open."""
-    try:
-        await server.post("/begin_weight_update", {}, timeout=CONTROL_TIMEOUT)
-    except RequestRefused:
-        await try_post(server, "/end_weight_update", {})
-        await server.post("/begin_weight_update", {}, timeout=CONTROL_TIMEOUT)
-
-
 async def exchange(request: Awaitable[None], local_side: asyncio.Future[None]) -> None:
     """Waits for both sides of an exchange; the first failure ends the wait and raises SGLangError."""
     asked = asyncio.ensure_future(request)
