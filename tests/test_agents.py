@@ -200,7 +200,5 @@ def test_the_example_of_the_page_runs(task, tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(code)
     flags = [*task[0], "--custom-generate-function-path", f"{tmp_path / 'my_agent.py'}:generate"]
     (row,) = run_here(flags, tmp_path / "run")
-    assert (
-        row["rollout/generate_failed"] == row["rollout/retokenized"] == 0.0
-        and row["train/train_rollout_logprob_abs_diff"] < 1e-5
-    )
+    assert row["rollout/generate_failed"] == row["rollout/retokenized"] == 0.0
+    assert row["train/train_rollout_logprob_abs_diff"] < 1e-5

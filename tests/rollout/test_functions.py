@@ -5,10 +5,7 @@ import asyncio
 import pytest
 
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.trainer.engines.functions import (
-    numbered,
-    resumed_groups,
-)
+from slime_tis.trainer.engines.functions import numbered, resumed_groups
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.interrupt import Interrupted

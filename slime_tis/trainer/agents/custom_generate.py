@@ -188,6 +188,11 @@ class GenerateFunction:
             if not -math.inf < log_probs[index] <= MAX_LOG_PROB:
                 text = f"gave the log-prob {log_probs[index]} for response token {index}, which is trained on"
                 raise NoSample("rollout_log_probs", text)
+        # one per token, unlike slime's, which are one text per request, or none
+        versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
+        sets = sample.sampling_mask
+        if sets is not None and (len(sets) != length or int(sets.lengths.sum()) != len(sets.token_ids)):
+            sets = None
         result = Sample(
             prompt=_prompt(sample, fresh),
             prompt_row=fresh.prompt_row,
@@ -197,8 +202,8 @@ class GenerateFunction:
             label=fresh.label if sample.label is None else sample.label,
             loss_mask=mask,
             rollout_log_probs=log_probs,
-            weight_versions=self._versions(fields, length),
-            sampling_mask=sample.sampling_mask if _covers(sample, length) else None,
+            weight_versions=versions if len(versions) == length else [self.version()] * length,
+            sampling_mask=sets,
             remove_sample=bool(sample.remove_sample),
             status=_status(fields.status, requests),
             metadata=_json(fields.metadata or fresh.metadata),
@@ -214,11 +219,6 @@ class GenerateFunction:
             copy_engine_records(result, where, requests)
             self._handle_retokenized(result, where)
         return result
-
-    def _versions(self, fields: ReturnedSample, length: int) -> list[int]:
-        """Returns a version per token; slime's functions have one text per request, or none."""
-        versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
-        return versions if len(versions) == length else [self.version()] * length
 
     def _reward(self, reward: float | dict[Any, Any] | None) -> tuple[float | None, dict[str, float]]:
         if reward is None:
@@ -362,8 +362,3 @@ def _json(metadata: Mapping[Any, Any]) -> dict[str, Any]:
     if len(json.dumps(values)) > MAX_TEXT:
         raise NoSample("metadata", f"gave metadata of more than {MAX_TEXT} characters")
     return values
-
-
-def _covers(sample: Sample, length: int) -> bool:
-    mask = sample.sampling_mask
-    return mask is not None and len(mask) == length and int(mask.lengths.sum()) == len(mask.token_ids)
