@@ -51,7 +51,7 @@ class Limits:
     """Largest sampling mask that all servers report; None if the run samples without masks."""
 
     def for_prompt(self, prompt: Prompt, sampling: Sampling) -> int:
-        """Maximum length of the response; raises ValueError if there is none, or the prompt has unknown tokens."""
+        """Maximum length of the response; raises ValueError if it is below 1, or the prompt has unknown tokens."""
         response_limit(prompt, sampling, self.context_len, self.max_input_len)
         if self.vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocab_size:
             raise ValueError(
@@ -178,7 +178,7 @@ class PendingSample:
         )
 
     def generation(self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions) -> Generation:
-        """Returns the answer with its text, without the experts of a response of which a layer was not recorded."""
+        """Returns the answer with its text; omits experts if a layer was not recorded."""
         text = response_text(tokenizer, self.answer.token_ids, options, self.answer.finish_reason)
         experts = self.answer.routed_experts if self.unrecorded_layer is None else None
         return replace(self.answer, text=text, routed_experts=experts)
