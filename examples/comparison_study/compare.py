@@ -3,7 +3,7 @@
     python -m examples.comparison_study.compare    # part of `make docs`
 
 A method's accuracy is the mean of the evaluations in the last quarter of a run. Its relative accuracy is the mean over
-seeds divided by the mean of on-policy training over the same seeds. Its 95 % interval is the percentile bootstrap over
+seeds divided by the mean of on-policy training in the same task over the same seeds. Its 95 % interval is the percentile bootstrap over
 seeds, resampled together for both means. A method is tied with the best one if their difference is within `tie_margin`.
 """
 
@@ -25,15 +25,15 @@ from slime_tis.files import atomic_path, write_atomically
 STUDY = Study(ROOT / "examples" / "comparison_study")
 EVIDENCE = ROOT / "slime_tis" / "analysis" / "report" / "comparison_study.json"
 """The columns of the study, as `slime-tis recommend` reads them."""
-REFERENCE = ("none", STANDARD)
+REFERENCE = "none"
 """On-policy training."""
-HELD_OUT = ("stale 8", "stale 32")
-"""Columns that `recommend` does not see: they test its answers."""
 MIN_SEEDS = 3
 """Methods with fewer seeds in a column have no interval and are not ranked."""
 RESAMPLES = 10_000
-TOKENS = 11
-"""Tokens of a response in the task."""
+SORTING = ""
+"""The task of columns without a task in their name. `recommend` sees these columns alone; the others test its answers."""
+TOKENS = {SORTING: 11, "experts": 11, "agent": 18}
+"""Mean number of trained tokens of a response, by task (`rollout/response_len`)."""
 
 Accuracy = Mapping[int, float]
 """Accuracy by seed."""
@@ -43,14 +43,20 @@ def main() -> None:
     rows = read_table(STUDY.results)
     grid = Grid.load(STUDY)
     compared = columns(rows.values(), grid)
-    seen = [column for column in compared if column.name not in HELD_OUT]
+    seen = [column for column in compared if task_of(column.name) == SORTING]
+    tests = [column for column in compared if column not in seen]
     evidence = [asdict(replace(column, cells=tuple(cell for cell in column.cells if cell.tied))) for column in seen]
     write_atomically(EVIDENCE, json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
-    print(replace_table(STUDY.page, "results", table(compared)))
-    tests = [column for column in compared if column.name in HELD_OUT]
+    print(replace_table(STUDY.page, "results", table(seen)))
+    print(replace_table(STUDY.page, "results of other tasks", table(tests)))
     print(replace_table(STUDY.page, "held-out columns", answers(tests, study())))
+
+
+def task_of(scenario: str) -> str:
+    """The task in the name of a column, "TASK: MISMATCH"."""
+    return scenario.partition(":")[0] if ":" in scenario else SORTING
 
 
 def columns(rows: Iterable[Row], grid: Grid) -> list[Column]:
@@ -58,15 +64,17 @@ def columns(rows: Iterable[Row], grid: Grid) -> list[Column]:
     by_case: dict[tuple[str, str], dict[int, Row]] = {}
     for row in rows:
         by_case.setdefault((row.scenario, row.correction), {})[row.seed] = row
-    reference = {seed: row.late_accuracy for seed, row in by_case.get(REFERENCE, {}).items()}
     result = []
     for scenario in grid.scenarios:
+        task = task_of(scenario)
+        on_policy = f"{task}: {REFERENCE}" if task else REFERENCE
+        reference = {seed: row.late_accuracy for seed, row in by_case.get((on_policy, STANDARD), {}).items()}
         methods = {
             method: by_case[scenario, method]
             for method in grid.corrections
             if len(by_case.get((scenario, method), {}).keys() & reference.keys()) >= MIN_SEEDS
         }
-        if scenario != REFERENCE[0] and len(methods) > 1:
+        if scenario != on_policy and len(methods) > 1:
             result.append(_column(scenario, grid, methods, reference))
     return result
 
@@ -96,11 +104,12 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
             )
         )
     k3 = [float(np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()])) for by_seed in methods.values()]
+    tokens = TOKENS[task_of(name)]
     standard = next((cell.relative for cell in cells if cell.method == STANDARD), math.nan)
     return Column(
         name=name,
         stale="--update-weights-interval" in grid.scenarios[name],
-        sigma=(math.sqrt(2 * min(k3) * TOKENS), math.sqrt(2 * max(k3) * TOKENS)),
+        sigma=(math.sqrt(2 * min(k3) * tokens), math.sqrt(2 * max(k3) * tokens)),
         standard=standard,
         cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
     )
@@ -148,7 +157,8 @@ def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
     lines = ["| column | σ√T | answer | relative accuracy | tied with the best |", "|---|---|---|---|---|"]
     for test in tests:
         for sigma in test.sigma:
-            chosen = column_for(Mismatch(cause="stale_weights", k3=0.0, sigma=sigma, age=0), columns)
+            cause = "stale_weights" if test.stale else "rounding"
+            chosen = column_for(Mismatch(cause=cause, k3=0.0, sigma=sigma, age=0), columns)
             method = None if chosen is None else best_cell(chosen, columns).method
             cell = next((cell for cell in test.cells if cell.method == method), None)
             result = "– | –" if cell is None else f"{cell.relative:.2f} | {'yes' if cell.tied else 'no'}"

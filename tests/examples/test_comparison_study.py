@@ -32,8 +32,12 @@ def test_a_column_ranks_methods_with_enough_seeds() -> None:
         *rows("stale 16", "standard PPO", 0.4, 0.35, 0.3),
         *rows("stale 16", "bypass PPO", 0.72, 0.63, 0.54),
         *rows("stale 16", "token TIS", 0.9, 0.9),
+        *rows("agent: none", "standard PPO", 0.5, 0.5, 0.5),
+        *rows("agent: stale 16", "standard PPO", 0.4, 0.4, 0.4),
+        *rows("agent: stale 16", "OPSM", 0.5, 0.5, 0.5),
     ]
-    (column,) = columns(results, Grid.load(STUDY))
+    column, agent = columns(results, Grid.load(STUDY))
+    assert [cell.relative for cell in agent.cells] == pytest.approx([1.0, 0.8]), "relative to the task's own reference"
     assert [(cell.method, cell.tied) for cell in column.cells] == [("bypass PPO", True), ("standard PPO", False)]
     assert column.cells[0].relative == pytest.approx(0.9) and column.standard == pytest.approx(0.5)
     assert column.stale and column.sigma == pytest.approx((0.44**0.5,) * 2)
