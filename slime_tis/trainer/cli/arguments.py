@@ -15,8 +15,8 @@ from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, warnings_of
 from slime_tis.trainer.cli.command_line import (
+    CodeConfig,
     Flags,
-    SourceConfig,
     build,
     make_parser,
     merge_sources,
@@ -71,7 +71,7 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
             sglang=build(SGLangConfig, options),
             loop=_resolve_steps(rollout, build(LoopConfig, options).with_dump_patterns()),
             reporting=build(ReportingConfig, options),
-            custom_tis_function_path=build(SourceConfig, options).custom_tis_function_path,
+            custom_tis_function_path=build(CodeConfig, options).custom_tis_function_path,
             namespace=argparse.Namespace(),
             user_options=user_options(options),
         )
@@ -251,7 +251,7 @@ def read_correction(
     given = {name: values[name].value for name in flags.given if name in PolicyConfig.__dataclass_fields__}
     policy = dataclasses.replace(policy, **given)
     correction = build(RolloutCorrectionConfig, values)
-    path = build(SourceConfig, values).custom_tis_function_path
+    path = build(CodeConfig, values).custom_tis_function_path
     if path and not correction.corrects:
         raise ValueError("--custom-tis-function-path needs --use-tis; add it.")
     known = dataclasses.asdict(policy) | dataclasses.asdict(correction)

@@ -26,7 +26,7 @@ correction_option = partial(limits.option, group="rollout correction")
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Where options and the correction come from besides the command line and the package."""
+    """Where options come from besides the command line."""
 
     use_rollout_correction: bool = correction_option(False)
     """Same as --use-tis, as in slime."""
@@ -36,6 +36,11 @@ class SourceConfig:
 
     custom_config_path: str | None = correction_option(None, metavar="FILE.yaml")
     """YAML file of options or of verl's algorithm.rollout_correction block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeConfig:
+    """The user's code for the correction; the program for diffusion has none."""
 
     custom_tis_function_path: str | None = correction_option(None, metavar="FUNCTION")
     """User function for the correction."""

@@ -9,7 +9,7 @@ from typing import Any
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.command_line import CommandLine, SourceConfig
+from slime_tis.trainer.cli.command_line import CodeConfig, CommandLine, SourceConfig
 from slime_tis.trainer.cli.options import declare_options
 from slime_tis.trainer.options.loop import LoopConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
@@ -42,6 +42,7 @@ class Arguments:
 CONFIGS = (
     SourceConfig,
     RolloutCorrectionConfig,
+    CodeConfig,
     PolicyConfig,
     MegatronConfig,
     RolloutConfig,
