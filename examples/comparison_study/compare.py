@@ -3,8 +3,9 @@
     python -m examples.comparison_study.compare    # part of `make docs`
 
 A method's accuracy is the mean of the evaluations in the last quarter of a run. Its relative accuracy is the mean over
-seeds divided by the mean of on-policy training in the same task over the same seeds. Its 95 % interval is the percentile bootstrap over
-seeds, resampled together for both means. A method is tied with the best one if their difference is within `tie_margin`.
+seeds divided by the mean of on-policy training in the same task over the same seeds. Its 95 % interval is the
+percentile bootstrap over seeds, resampled together for both means. A method is tied with the best one if their
+difference is within `tie_margin`.
 """
 
 import json
@@ -31,8 +32,8 @@ MIN_SEEDS = 3
 """Methods with fewer seeds in a column have no interval and are not ranked."""
 RESAMPLES = 10_000
 SORTING = ""
-"""The task of columns without a task in their name. `recommend` sees these columns alone; the others test its answers."""
-TOKENS = {SORTING: 11, "experts": 11, "agent": 18}
+"""The task of columns without a task in their name: `recommend` sees them alone, and the others test its answers."""
+TOKENS = {SORTING: 11, "experts": 11, "agent": 17}
 """Mean number of trained tokens of a response, by task (`rollout/response_len`)."""
 
 Accuracy = Mapping[int, float]
