@@ -194,12 +194,7 @@ def correct(
     layout = as_layout(inputs, lengths)
     levels = whole_sequence_levels(config)
     if ranks.context is not None and levels:
-        slices = ranks.slices
-        if slices is None:
-            raise ValueError(
-                f"{levels[0]} needs whole sequences, but they are sliced over context-parallel ranks; "
-                f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
-            )
+        slices = _required_slices(ranks, levels[0])
         whole = gather_slices(layout, slices, ranks)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
         result = correct(config, **whole, lengths=slices.lengths, global_batch=known, token_pass=token_pass)
@@ -208,9 +203,7 @@ def correct(
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
-            squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
-            squares_N = torch.cat([torch.zeros(0, device=layout.device), *squares])
-            limit = second_moment_limit(squares_N, config.rs_second_moment_bound, ranks)
+            limit = second_moment_limit(_squares(tokens, layout.device), config.rs_second_moment_bound, ranks)
             global_batch = replace(global_batch, second_moment_limit=limit)
         tokens = [trim(config, part, limit) for part in tokens]
     columns = sequence_columns(config)
@@ -241,6 +234,21 @@ def correct(
         lengths=tuple(layout.lengths),
         rejection_normalizer=config.rejection_normalizer,
     )
+
+
+def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
+    if ranks.slices is None:
+        raise ValueError(
+            f"{level} needs whole sequences, but they are sliced over context-parallel ranks; "
+            f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
+        )
+    return ranks.slices
+
+
+def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
+    """Δ² of all chunks, [N]; +inf at invalid tokens."""
+    squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
+    return torch.cat([torch.zeros(0, device=device), *squares])
 
 
 def _policy_inputs(config: RolloutCorrectionConfig, **inputs: LogProbs | None) -> dict[str, LogProbs]:

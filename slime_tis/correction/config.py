@@ -157,8 +157,7 @@ class RolloutCorrectionConfig:
                 "--policy-loss vespo weights whole sequences itself; drop --use-tis, and add --use-rollout-logprobs to "
                 "weight by the ratio to the rollout policy."
             )
-        if self.divergence_mask is not None:
-            yield from self._problems_of_divergence_mask()
+        yield from self._problems_of_divergence_mask()
         if self.policy_loss in ("clip_cov", "kl_cov") and self.old_logprobs == "interpolate":
             yield (
                 f"--policy-loss {self.policy_loss} selects tokens by the old policy before training, which "
@@ -171,6 +170,8 @@ class RolloutCorrectionConfig:
             )
 
     def _problems_of_divergence_mask(self) -> Iterator[str]:
+        if self.divergence_mask is None:
+            return
         is_directed, is_sequence = self.divergence_mask_direction == "away", self.divergence_mask_level == "sequence"
         if self.divergence_mask == "binary_tv" and max(self.divergence_bounds) >= 1:
             yield "--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use 0.2."
