@@ -101,7 +101,7 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
 ) -> None:
     data = tmp_path / "rollout_{rollout_id}.jsonl"
     flags = [*experts_task, "--partial-rollout", "--over-sampling-batch-size", "8", "--num-rollout", "6"]
-    flags += ["--rollout-max-response-len", "100", "--rollout-stop-token-ids", *map(str, range(3, 64, 8))]
+    flags += ["--rollout-max-response-len", "100", "--rollout-stop-token-ids", *map(str, range(3, 64, 24))]
     flags += ["--save", str(tmp_path / "checkpoints"), "--save-debug-rollout-data", str(data)]
     first = start_apart(flags, tmp_path / "first")
     metrics = tmp_path / "first" / "metrics.jsonl"
