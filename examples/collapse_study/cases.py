@@ -88,7 +88,7 @@ class Grid:
     only: Mapping[str, Sequence[str]]
     """Scenarios that are run with some of the corrections alone."""
     tasks: Mapping[str, Path] = field(default_factory=dict)
-    """YAML files in place of `common`, for scenarios named "TASK: NAME"."""
+    """YAML files that replace `common` for scenarios named "TASK: NAME"."""
     draws: Curve = "accuracy"
     """What the study's picture shows over the steps, a column of results.csv."""
 

@@ -56,8 +56,11 @@ class LoopConfig:
             raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
         if self.num_rollout is not None and self.num_epoch is not None:
             raise ValueError("--num-rollout and --num-epoch are both given; remove one of the two.")
-        for name, pattern in (("--save-debug-rollout-data", saved), ("--save-debug-train-data", trained)):
-            _check_pattern(name, pattern, ("rollout_id", "rank") if pattern is trained else ("rollout_id",))
+        for name, pattern, fields in (
+            ("--save-debug-rollout-data", saved, ("rollout_id",)),
+            ("--save-debug-train-data", trained, ("rollout_id", "rank")),
+        ):
+            _check_pattern(name, pattern, fields)
             first, second = ((pattern or "").format(rollout_id=number, rank=0) for number in (0, 1))
             if pattern is not None and self.num_rollout != 1 and first == second:
                 raise ValueError(f"{name} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into it.")
