@@ -152,6 +152,7 @@ FAULTS = {
     "rollout, cut for 2 s": Fault(ROLLOUT, 20, Hosts.cut, seconds=2),
     "rollout, dropped for 2 s": Fault(ROLLOUT, 20, Hosts.drop, seconds=2),
     "weight update, cut for 2 s": Fault(UPDATE, 6, Hosts.cut, seconds=2),
+    "weight update, cut": Fault(UPDATE, 6, Hosts.cut),
     "weight update, dropped for 2 s": Fault(UPDATE, 6, Hosts.drop, seconds=2),
     "rollout, dropped": Fault(ROLLOUT, 70, Hosts.drop),
 }
