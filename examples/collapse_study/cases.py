@@ -58,6 +58,13 @@ class Case:
     seed: int
     flags: tuple[str, ...]
     """Of train.py, on top of train.yaml and without the seeds."""
+    fault: str = ""
+    """Fault of the rollout engine, an entry of `faults.FAULTS`."""
+
+    @property
+    def program(self) -> list[str]:
+        """Python's arguments before those of `command`."""
+        return ["-m", "examples.collapse_study.faults", self.fault] if self.fault else [str(ROOT / "train.py")]
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -89,6 +96,8 @@ class Grid:
     """Scenarios that are run with some of the corrections alone."""
     tasks: Mapping[str, Path] = field(default_factory=dict)
     """YAML files that replace `common` for scenarios named "TASK: NAME"."""
+    faults: Mapping[str, str] = field(default_factory=dict)
+    """Fault of the rollout engine in a scenario, an entry of `faults.FAULTS`."""
     draws: Curve = "accuracy"
     """What the study's picture shows over the steps, a column of results.csv."""
 
@@ -114,6 +123,7 @@ class Grid:
                 correction=correction,
                 seed=seed,
                 flags=(*shlex.split(circumstances), *shlex.split(remedy), *more),
+                fault=self.faults.get(scenario, ""),
             )
             for seed in seeds
             for scenario, circumstances in self.scenarios.items()

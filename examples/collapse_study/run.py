@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.provenance import machine
-from examples.collapse_study.cases import ROOT, Case, Grid, Study
+from examples.collapse_study.cases import Case, Grid, Study
 from examples.collapse_study.report import draw, table
 from examples.collapse_study.results import Row, read_metrics, read_table, summarize
 from examples.tables import write_rows
@@ -139,7 +139,7 @@ def run(case: Case, directory: Path, processes: set[subprocess.Popen[bytes]]) ->
     start = time.monotonic()
     with open(directory / LOG, "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *command],
+            [sys.executable, *case.program, *command],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,

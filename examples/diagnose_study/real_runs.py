@@ -67,6 +67,8 @@ class Fault:
     """Whether a tensor keeps its first value."""
     rope_theta: Callable[[int], float] = lambda strength: 1.0
     """Factor of the engine's rope_theta."""
+    servers: int = 0
+    """Number of servers, one of which keeps its first weights; each answers an equal share of the prompts."""
 
 
 def shifted(strength: int) -> Report:
@@ -202,15 +204,19 @@ HEALTHY = {
 """Runs without a fault."""
 
 
-class FaultyEngine(local.LocalEngine):
+SoundEngine = local.LocalEngine
+
+
+class FaultyEngine(SoundEngine):
     """The local engine with a fault."""
 
     fault: Fault
     strength: int
-    world: World
+    world: World | None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.stale_server = SoundEngine(*arguments, **options) if self.fault.servers else None
         for name, buffer in self._model.named_buffers():
             if name.endswith("inv_freq"):
                 exponents = torch.arange(len(buffer)) / len(buffer)
@@ -218,6 +224,8 @@ class FaultyEngine(local.LocalEngine):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         groups = super().generate(prompts, self.fault.sampling(self.strength, sampling), seed)
+        if self.stale_server is not None:
+            groups[:: self.fault.servers] = self.stale_server.generate(prompts, sampling, seed)[:: self.fault.servers]
         report = self.fault.report(self.strength)
         chance = np.random.default_rng(seed)
         for sample in (sample for group in groups for sample in group) if report is not None else ():
@@ -231,6 +239,16 @@ class FaultyEngine(local.LocalEngine):
                 yield name, self._weights[name].clone() if stuck else tensor
 
         super().update_weights(received, version)
+
+
+@contextlib.contextmanager
+def planted(fault: Fault, strength: int = 1, world: World | None = None) -> Iterator[None]:
+    """Gives a fault to the rollout engines that train.py builds meanwhile; only faults of tokens need a world."""
+    local.LocalEngine = type("Faulty", (FaultyEngine,), {"fault": fault, "strength": strength, "world": world})
+    try:
+        yield
+    finally:
+        local.LocalEngine = SoundEngine
 
 
 @dataclass
@@ -283,16 +301,10 @@ def run(world: World, fault: Fault, strength: int, dump: Path) -> None:
     unfinished = dump.with_name(f".{dump.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    engine = type("Faulty", (FaultyEngine,), {"fault": fault, "strength": strength, "world": world})
     flags = [*write_task(world, unfinished), *fault.flags(strength), "--output-dir", str(unfinished / "run")]
-    sound = local.LocalEngine
-    local.LocalEngine = engine  # type: ignore[misc]
     written = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(written):
-            status = train([*flags, "--save-debug-train-data", f"{unfinished}/{{rollout_id}}.parquet"])
-    finally:
-        local.LocalEngine = sound  # type: ignore[misc]
+    with planted(fault, strength, world), contextlib.redirect_stdout(written):
+        status = train([*flags, "--save-debug-train-data", f"{unfinished}/{{rollout_id}}.parquet"])
     if status != 0:
         raise RuntimeError(f"train.py ended with status {status}: {written.getvalue()[-2000:]}")
     for path in (unfinished / "model", unfinished / "run"):
