@@ -39,9 +39,6 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
             raise ValueError(f"{flag} is {quoted_path(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
             raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt per row.")
-        from slime_tis.trainer.data.prompts import check_is_text  # brings torch, which takes seconds
-
-        check_is_text(Path(path))
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load.")

@@ -31,13 +31,6 @@ CHARACTERS_PER_TOKEN = 1000
 MAX_LISTED_KEYS = 20
 Row = tuple[str, dict[str, Any]]
 """File and line for messages, and the row."""
-NOT_JSONL = (
-    *(b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PAR1"),
-    *(codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
-)
-"""First bytes of gzip, zip, bzip2, zstd, xz, parquet and UTF-16."""
-HEAD = 4096
-"""Bytes that are checked before anything is built."""
 
 
 class PromptDataset:
@@ -270,24 +263,8 @@ def _metadata(
     return json_object(others, place) | json_object(mapping or {}, f"{place}, {metadata_key!r}")
 
 
-def check_is_text(path: Path) -> None:
-    """Raises ValueError if the first bytes of a prompt file are compressed, UTF-16, misnamed parquet, or binary."""
-    with path.open("rb") as file:
-        head = file.read(HEAD)
-    if path.suffix == ".parquet":
-        if not head.startswith(b"PAR1"):
-            raise ValueError(f"{path} is not a parquet file despite its name; JSONL files end in .jsonl.")
-        return
-    if head.startswith(NOT_JSONL) or b"\0" in head:
-        raise ValueError(
-            f"{path} is compressed, UTF-16 or binary, but must hold a JSON object on each line in UTF-8, or be parquet "
-            "with a name that ends in .parquet."
-        )
-
-
 def rows_of(path: Path) -> Iterator[Row]:
     """Yields the rows of a file without blank lines; raises ValueError with the line of an invalid row."""
-    check_is_text(path)
     return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
 
 
@@ -315,5 +292,4 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 number += 1
                 yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"{path} cannot be read as parquet after row {number}: {words.rstrip('.')}.") from None
+        raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from None
