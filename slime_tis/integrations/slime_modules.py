@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -102,29 +102,23 @@ class Finder(MetaPathFinder, Loader):
         source, *names = MODULES.get(module.__name__, ("",))
         for name in names:
             setattr(module, name, getattr(import_module(source), name))
-        if installed is not None and installed.loader is not None:
-            vars(module)["__getattr__"] = partial(_installed_attribute, installed)
+        if installed is None or installed.loader is None:
+            return
+        execute = installed.loader.exec_module
 
+        @cache
+        def original() -> ModuleType:
+            whole = module_from_spec(installed)
+            execute(whole)
+            return whole
 
-def _installed_attribute(spec: ModuleSpec, name: str) -> Any:
-    """Returns a name that only the installed module has."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    module = _installed_module(spec.name)
-    if not hasattr(module, name):
-        raise AttributeError(f"module {spec.name!r} has no attribute {name!r}")
-    return getattr(module, name)
+        def __getattr__(name: str) -> Any:
+            """Returns a name that only the installed module has."""
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return getattr(original(), name)
 
-
-@cache
-def _installed_module(name: str) -> ModuleType:
-    module = sys.modules[name]
-    assert module.__spec__ is not None
-    spec: ModuleSpec = module.__spec__.loader_state
-    installed = module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(installed)
-    return installed
+        vars(module)["__getattr__"] = __getattr__
 
 
 _FINDER = Finder()
