@@ -26,110 +26,80 @@ class PolicyConfig:
     """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other samples),
     reinforce_plus_plus_baseline (group mean, batch deviation) or optimal_token_baseline (least variance at each token;
     costs a forward pass)."""
-
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
     """grpo without division by the deviation (Dr. GRPO)."""
-
     normalize_advantages: bool = loss_option(False)
     """Normalize advantages to mean 0 and deviation 1 over the global batch's valid tokens."""
-
     custom_advantage_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """User function that sets each token's advantage."""
-
     loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
     """policy_loss (by the other options of this group) or custom_loss (user function)."""
-
     custom_loss_function_path: str | None = loss_option(None, metavar="FUNCTION", needs=("--loss-type=custom_loss",))
     """User function that computes the loss from logits."""
-
     custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """User function that reduces token losses, for example slime_tis.policy.reducers.dr_grpo."""
-
     token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
     """Function for the pass over the tokens: experimental.triton_token_pass.token_pass (in a clone)."""
-
     eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(
         0.2, needs=(*CLIPPING_LOSSES, "--policy-loss=experimental_cppo")
     )
     """Lower clip: 1 - eps_clip."""
-
     eps_clip_high: Annotated[
         float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="remove it for --eps-clip")
     ] = loss_option(None, needs=CLIPPING_LOSSES)
     """Upper clip: 1 + eps_clip_high; unset: eps_clip."""
-
     eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
         None, needs=("--policy-loss=ppo", "--policy-loss=aspo", "--policy-loss=experimental_ctpo")
     )
     """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on aspo's weights (its source: 3)."""
-
     use_kl_loss: bool = loss_option(False)
     """Add kl_loss_coef times the KL from the reference policy to the loss."""
-
     kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.0, needs=("--use-kl-loss",))
     """Coefficient of the KL loss; 0 only reports the KL."""
-
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option("k1", needs=("--use-kl-loss",))
     """KL estimator, nats per token; low_var_kl is k3 clamped to ±10."""
-
     use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
     """Multiply the KL estimate by the ratio π_θ/π_old (DeepSeek-V3.2)."""
-
     rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="1e-3 is customary")] = loss_option(0.0)
     """Coefficient of (log π_θ - log π_rollout)² of every trained token, also rejected ones."""
-
     staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
     """Multiply a token's policy loss by this value to the power of its staleness."""
-
     sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=sapo",))
     """SAPO's temperature at positive advantages."""
-
     sapo_tau_neg: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.05, needs=("--policy-loss=sapo",))
     """SAPO's temperature at other advantages."""
-
     cov_ratio: Annotated[float, Limits(gt=0, le=1)] = loss_option(
         2e-4, needs=("--policy-loss=clip_cov", "--policy-loss=kl_cov")
     )
     """Share of tokens selected by the covariance of log-prob and advantage."""
-
     clip_cov_lower_bound: Annotated[float, Limits(ge=-1_000, le=1_000)] = loss_option(
         1.0, needs=("--policy-loss=clip_cov",)
     )
     """Smallest selected covariance."""
-
     clip_cov_upper_bound: Annotated[float, Limits(ge=-1_000, le=1_000)] = loss_option(
         5.0, needs=("--policy-loss=clip_cov",)
     )
     """Largest selected covariance."""
-
     kl_cov_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=kl_cov",))
     """Coefficient of the KL penalty on selected tokens."""
-
     experimental_cppo_budget: Annotated[float, Limits(ge=0, le=1)] = loss_option(
         0.02, needs=("--policy-loss=experimental_cppo",)
     )
     """Mean divergence per token that experimental_cppo allows in the prefix of a token; --eps-clip bounds the token."""
-
     dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.1, needs=("--policy-loss=dro",))
     """Coefficient β of the quadratic pull to the old policy."""
-
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
     """Coefficient of the entropy bonus."""
-
     calculate_per_token_loss: bool = loss_option(False)
     """Average the loss over all tokens of the global batch, not over samples of their token means."""
-
     use_opsm: bool = loss_option(False)
     """Mask sequences of negative advantage that the policy has moved away from (OPSM)."""
-
     opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
     """Policy that use_opsm compares with π_θ: rollout (paper) or old (slime)."""
-
     opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = loss_option(
         None, needs=("--use-opsm",)
     )
     """Bound on the mean log-ratio, nats per token; unset: rollout 0.1, old 1e-4 (slime)."""
-
     reject_before_advantage: bool = loss_option(False, needs=REJECTS)
     """Exclude rejected samples from their group's baseline; costs a forward pass."""
 

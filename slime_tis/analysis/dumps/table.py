@@ -158,7 +158,6 @@ class TokenTable:
     """[S] text of the responses; it may be hostile, so show it as text."""
     prompt_text: tuple[str, ...] | None = None
     """[S] text of the prompts."""
-
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Values for all tokens, as JSON; docs/dumps.md ("Schema") lists the keys. Any key may be missing."""
 

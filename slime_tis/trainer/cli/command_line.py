@@ -30,10 +30,8 @@ class SourceConfig:
 
     use_rollout_correction: bool = correction_option(False)
     """Same as --use-tis, as in slime."""
-
     rollout_correction_preset: str | None = correction_option(None, metavar="NAME")
     """Preset of correction options, for example decoupled_token_is."""
-
     custom_config_path: str | None = correction_option(None, metavar="FILE.yaml")
     """YAML file of options or of verl's algorithm.rollout_correction block."""
 

@@ -31,10 +31,8 @@ class Arguments:
     reporting: ReportingConfig
     custom_tis_function_path: str | None
     """Path of the user's correction function, or None for the library's own."""
-
     namespace: argparse.Namespace
     """The same options flat, under slime's attribute names; custom functions get it as `args`."""
-
     user_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of user functions: keys of --custom-config-path that this program does not define."""
 

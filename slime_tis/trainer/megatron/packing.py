@@ -59,7 +59,6 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     """[L] packed tokens that predict the response tokens; None for all."""
     gives_logits: bool = False
     """Whether the model returns the logits after these tokens instead of their hidden states."""
-
     cos: Tensor | None = None
     """[tokens, 1, d/2] cosines of the rotary angles; None if transformer-engine applies them."""
     sin: Tensor | None = None

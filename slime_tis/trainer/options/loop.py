@@ -24,28 +24,20 @@ class LoopConfig:
 
     num_rollout: Annotated[int | None, Limits(ge=1, le=10_000_000)] = loop_option(None)
     """Rollouts of the run; unset: num_epoch passes over the prompts."""
-
     num_epoch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
     """Passes over the training prompts; replaces num_rollout."""
-
     global_batch_size: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
     """Samples of one optimizer step over all ranks; unset: from num_steps_per_rollout."""
-
     num_steps_per_rollout: Annotated[int | None, Limits(ge=1, le=MOST_SAMPLES)] = loop_option(None)
     """Optimizer steps per rollout; unset: from global_batch_size, or 1."""
-
     debug_rollout_only: bool = debug_option(False)
     """Sample and score without training."""
-
     save_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
     """File for samples; {rollout_id} becomes a number."""
-
     save_debug_train_data: str | None = debug_option(None, metavar="FILE")
     """File for the trained tokens, parquet or slime's .pt; {rollout_id} and {rank} become numbers."""
-
     dump_details: str | None = debug_option(None, metavar="DIR")
     """Directory for both kinds of files, if their flags are unset."""
-
     load_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
     """File of samples to train on without sampling; {rollout_id} becomes a number."""
 

@@ -20,137 +20,96 @@ class MegatronConfig:
 
     hf_checkpoint: str = data_option(metavar="DIR")
     """Hugging Face directory of the policy: config.json, safetensors, tokenizer."""
-
     ref_load: str | None = data_option(None, metavar="DIR", needs=("--use-kl-loss",))
     """Hugging Face directory of the reference policy; unset: hf_checkpoint."""
-
     load: str | None = checkpoint_option(None, metavar="DIR")
     """Directory whose latest complete checkpoint is resumed; an empty directory starts a new run."""
-
     save: str | None = checkpoint_option(None, metavar="DIR")
     """Directory for checkpoints, empty or equal to load; unset: none."""
-
     save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = checkpoint_option(None, needs=("--save",))
     """Rollouts between two checkpoints; unset: only at the end."""
-
     save_hf: str | None = checkpoint_option(None, metavar="DIR")
     """Directory for the policy in Hugging Face format: absent, empty or an earlier export."""
-
     save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(2, needs=("--save",))
     """Newest checkpoints of the run to keep."""
-
     tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that divide every layer's matrices."""
-
     pipeline_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that hold consecutive stages of the layers."""
-
     context_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that hold zigzag slices of every sequence."""
-
     expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that divide the experts of a layer."""
-
     expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = parallel_option(None)
     """Ranks that divide the matrices of an expert; unset: tensor_model_parallel_size."""
-
     transformer_impl: Literal["transformer_engine", "local"] | None = parallel_option(None)
     """Layers; unset: transformer-engine on a GPU, if it imports and trains this model in bf16 or fp16, else torch's."""
-
     sequence_parallel: bool = parallel_option(False)
     """Shard other activations along the sequence over the tensor-parallel ranks."""
-
     use_distributed_optimizer: bool = parallel_option(False)
     """Shard optimizer state over the data-parallel ranks."""
-
     distributed_timeout_minutes: Annotated[float, Limits(gt=0, le=100_000)] = parallel_option(30.0)
     """Longest wait of a rank for the other ranks, except for SGLang; then every rank ends with a message."""
-
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
     """Samples in one forward pass of a rank; unset: as many tokens as half of the free memory holds."""
-
     use_dynamic_batch_size: bool = loop_option(False)
     """Pack samples into micro-batches of max_tokens_per_gpu tokens."""
-
     max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = loop_option(
         None, needs=("--use-dynamic-batch-size",)
     )
     """Tokens of one packed micro-batch on one rank."""
-
     share_prompts: bool | None = loop_option(None)
     """Compute a group's common prompt once; unset: on a CPU without experts and context parallelism."""
-
     use_routing_replay: bool = routing_option(False)
     """Replay the experts of the old-log-prob pass in training (R2)."""
-
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
     """Response tokens whose log-probs are computed at once; -1: from the output layer's size."""
-
     lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(1e-6)
     """Peak learning rate of Adam."""
-
     min_lr: Annotated[float, Limits(ge=0, le=1)] = optimizer_option(
         0.0, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
     )
     """Final learning rate of the decay."""
-
     lr_warmup_iters: Annotated[int, Limits(ge=0, le=1_000_000_000)] = optimizer_option(0)
     """Optimizer steps of linear warm-up from 0."""
-
     lr_decay_style: Literal["constant", "linear", "cosine"] = optimizer_option("constant")
     """Shape of the learning rate after warm-up."""
-
     lr_decay_iters: Annotated[int | None, Limits(ge=1, le=1_000_000_000)] = optimizer_option(
         None, needs=("--lr-decay-style=linear", "--lr-decay-style=cosine")
     )
     """Optimizer steps until min_lr; unset: the whole run."""
-
     ess_lr_scaling: Literal["off", "sqrt", "linear"] = optimizer_option("off")
     """Multiply each step's learning rate by effective_sequence_share (linear) or its root (sqrt)."""
-
     weight_decay: Annotated[float, Limits(ge=0, le=100)] = optimizer_option(0.01)
     """Decoupled weight decay per unit of learning rate; biases and norms are exempt."""
-
     adam_beta1: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.9)
     """Decay rate of the first moment."""
-
     adam_beta2: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.98)
     """Decay rate of the second moment."""
-
     adam_eps: Annotated[float, Limits(gt=0, le=1)] = optimizer_option(1e-8)
     """Constant added to the root of the second moment."""
-
     clip_grad: Annotated[float, Limits(ge=0, le=1_000_000)] = optimizer_option(1.0)
     """Largest global L2 norm of the gradient; 0: no clipping."""
-
     nonfinite_gradient: Literal["stop", "skip"] = optimizer_option("stop")
     """At a non-finite gradient or loss: save and stop, or skip and count the step."""
-
     bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights."""
-
     fp16: bool = parallel_option(False)
     """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the step."""
-
     initial_loss_scale: Annotated[float, Limits(ge=1, le=2**32)] = parallel_option(2.0**12, needs=("--fp16",))
     """First loss scale; two overflows halve it, 1,000 steps without one double it."""
-
     recompute_granularity: Literal["full", "selective"] | None = parallel_option(None)
     """Recomputation in the backward pass: full layers or attention; unset: none."""
-
     recompute_method: Literal["uniform", "block"] | None = parallel_option(
         None, needs=("--recompute-granularity=full",)
     )
     """Layers of full recomputation: uniform groups, or the first block of each stage."""
-
     recompute_num_layers: Annotated[int | None, Limits(ge=1, le=10_000)] = parallel_option(
         None, needs=("--recompute-granularity=full",)
     )
     """Layers in a group or in the block."""
-
     seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = loop_option(1234)
     """Seed of training; sampling has rollout_seed."""
-
     num_threads: Annotated[int | None, Limits(ge=1, le=1_024)] = parallel_option(None)
     """CPU threads of each process; unset: torch's default."""
 

@@ -17,37 +17,26 @@ class ReportingConfig:
 
     output_dir: str = reporting_option("runs/latest", metavar="DIR")
     """Run directory."""
-
     use_tensorboard: bool = reporting_option(False)
     """Write TensorBoard events to the run directory."""
-
     tb_project_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
     """Sub-directory that groups runs."""
-
     tb_experiment_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
     """Sub-directory that names the run."""
-
     use_wandb: bool = reporting_option(False)
     """Log to Weights & Biases with the key in WANDB_API_KEY."""
-
     wandb_project: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
     """Project; unset: slime_tis."""
-
     wandb_group: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
     """Group of the run."""
-
     wandb_mode: Literal["online", "offline", "disabled"] | None = reporting_option(None, needs=("--use-wandb",))
     """Mode; unset: from the environment."""
-
     wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
     """Directory of its files; unset: the run directory."""
-
     prometheus_port: Annotated[int | None, Limits(ge=1, le=65_535)] = reporting_option(None)
     """Port on 127.0.0.1 that serves the last step's metrics to Prometheus."""
-
     summary_plot: bool = reporting_option(True)
     """Draw summary.png at the end of the run."""
-
     progress: bool = reporting_option(True)
     """Progress bar, if stderr is a terminal."""
 

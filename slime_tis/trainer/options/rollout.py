@@ -30,220 +30,155 @@ class RolloutConfig:
 
     rollout_engine: Literal["local", "sglang"] = rollout_option("local")
     """Sampler: transformers in the training process, or SGLang servers over HTTP."""
-
     rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )
     """Precision of the local engine's weights; for servers use --sglang-dtype or --sglang-quantization."""
-
     rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = rollout_option(
         None, needs=("--rollout-engine=local",)
     )
     """Round router weights to this number of bits, to study routing mismatch."""
-
     use_rollout_routing_replay: bool = routing_option(False)
     """Replay the rollout engine's experts in all training passes (R3)."""
-
     routing_replay_weights: bool = routing_option(False, needs=("--use-rollout-routing-replay",))
     """Also replay combine weights; the gradient is the training router's."""
-
     measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = routing_option(None)
     """Optimizer steps between measurements of the mismatch with and without replay; unset: none."""
-
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
         needs=(*(f"--rollout-precision={name}" for name in REDUCED), "--rollout-engine=sglang"),
     )
     """Rounding to the rollout engine's precision; stochastic and error-compensated transmit small updates, too."""
-
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(1)
     """Rollouts between two weight updates of the engine."""
-
     rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = rollout_option(0)
     """Rollouts generated ahead during training."""
-
     max_weight_staleness: Annotated[int | None, Limits(ge=0, le=1_000_000)] = rollout_option(None)
     """Mask responses whose oldest token is older, in optimizer steps."""
-
     partial_rollout: bool = rollout_option(False)
     """Abort the slowest responses and resume them in the next rollout."""
-
     mask_offpolicy_in_partial_rollout: bool = rollout_option(False, needs=("--partial-rollout",))
     """Do not train tokens of a resumed response whose weights are older than its last token's."""
-
     over_sampling_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = rollout_option(
         None, needs=("--partial-rollout", "--dynamic-sampling-filter-path")
     )
     """Prompts of one batch; unset: rollout_batch_size. partial_rollout needs a larger value."""
-
     dynamic_sampling_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that accepts or drops groups; new prompts replace dropped groups (DAPO)."""
-
     custom_generate_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that makes a sample with any number of engine requests (agents)."""
-
     generate_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option(
         256, needs=("--custom-generate-function-path",)
     )
     """Simultaneous calls of the generate function, per rank of the local engine."""
-
     generate_timeout: Annotated[float, Limits(gt=0, le=10_000_000)] = rollout_option(
         3600.0, needs=("--custom-generate-function-path",)
     )
     """Time limit of one call of the generate function, in seconds; then the sample is dropped."""
-
     retokenization: Literal["reject", "keep-mask", "error"] = rollout_option(
         "reject", needs=("--custom-generate-function-path",)
     )
     """If tokens differ from the sampled ones: mask the sample, mask these tokens, or end the run."""
-
     dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(
         30, needs=("--dynamic-sampling-filter-path",)
     )
     """Batches allowed for one rollout of dynamic sampling; then the run saves and stops."""
-
     buffer_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that chooses the unfinished groups that the next batch resumes."""
-
     rollout_sample_filter_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that sets remove_sample to exclude samples from training."""
-
     rollout_all_samples_process_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that gets all sampled groups of a rollout, including dropped ones."""
-
     custom_reward_post_process_path: str | None = reward_option(None, metavar="FUNCTION")
     """User function that returns raw rewards and advantages instead of the estimator."""
-
     custom_rollout_log_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that gets every rollout; true replaces the metrics rollout/…."""
-
     custom_eval_rollout_log_function_path: str | None = evaluation_option(None, metavar="FUNCTION")
     """User function that gets held-out answers; true replaces the metrics eval/…."""
-
     check_engines: Literal["warn", "stop", "off"] = rollout_option("warn")
     """Before the first step, compare both engines on a few answers; if they disagree, search for the cause."""
-
     check_weight_sync: bool = rollout_option(False)
     """After each weight update, compare the engines' tensors and log-probs of a probe prompt."""
-
     weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = rollout_option(
         None, needs=("--check-weight-sync",)
     )
     """Largest mean absolute difference of the probe's log-probs; unset: from the engines' precision."""
-
     rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that makes whole rollouts; the engine still answers held-out prompts."""
-
     data_source_path: str | None = data_option(None, metavar="FUNCTION")
     """User class that provides training prompts."""
-
     prompt_data: str = data_option(metavar="FILE")
     """Training prompts, one per row of a JSONL or parquet file."""
-
     input_key: str = data_option("input", metavar="KEY")
     """Key of the prompt in a row: a string or a list of chat messages."""
-
     label_key: str | None = data_option(None, metavar="KEY")
     """Key of the label for the reward; unset: no label."""
-
     metadata_key: str = data_option("metadata", metavar="KEY")
     """Key of a mapping for custom rewards."""
-
     apply_chat_template: bool = data_option(False)
     """Render prompts with the tokenizer's chat template."""
-
     rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option()
     """Prompts sampled per rollout."""
-
     n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = rollout_option(1)
     """Responses per prompt, which form a group."""
-
     rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)] = rollout_option()
     """Longest response, in tokens."""
-
     rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = rollout_option(None)
     """Longest prompt, in tokens; longer ones are dropped. Unset: the context's limit."""
-
     rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = rollout_option(None)
     """Longest prompt with response, in tokens; unset: the model's limit."""
-
     rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = sampling_option(1.0)
     """Sampling temperature."""
-
     rollout_top_p: Annotated[float, Limits(gt=0, le=1)] = sampling_option(1.0)
     """Nucleus probability; 1 keeps all tokens."""
-
     rollout_top_k: Annotated[int, Limits(ge=1, le=10_000_000, also=(-1,))] = sampling_option(-1)
     """Number of likeliest tokens to sample from; -1 keeps all."""
-
     allow_truncation_bias: bool = sampling_option(False)
     """Train truncated samples without recorded token sets over the whole vocabulary."""
-
     rollout_shuffle: bool = data_option(False)
     """Shuffle the prompts every epoch."""
-
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
     """Seed of sampling and shuffling; servers need --enable-deterministic-inference."""
-
     rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = sampling_option(
         None, metavar="ID"
     )
     """Token ids that end a response, besides the end of sequence."""
-
     rm_type: str | None = reward_option(None, metavar="NAME")
     """Built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, or boxed_NAME."""
-
     rm_url: str | None = reward_option(None, metavar="URL")
     """URL of the reward server of remote_rm."""
-
     rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = reward_option(120.0, needs=("--rm-url",))
     """Longest wait for an answer of the reward server, in seconds."""
-
     rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = reward_option(10, needs=("--rm-url",))
     """Retries of a failed request."""
-
     rm_concurrency: Annotated[int, Limits(ge=1, le=10_000)] = reward_option(64, needs=("--rm-url",))
     """Simultaneous requests per rank."""
-
     custom_rm_path: str | None = reward_option(None, metavar="FUNCTION")
     """User function for rewards."""
-
     reward_key: str | None = reward_option(None, metavar="KEY")
     """Key of the reward if the reward is a dict; its other numbers are reported."""
-
     reward_weights: str | None = reward_option(None, metavar="KEY=WEIGHT,…")
     """Weighted sum of a dict's numbers as the reward; replaces reward_key."""
-
     eval_reward_key: str | None = reward_option(None, metavar="KEY", needs=("--eval-prompt-data",))
     """reward_key of held-out prompts; unset: reward_key or reward_weights."""
-
     eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = evaluation_option(None)
     """Rollouts between two evaluations; unset: before and after training only."""
-
     eval_prompt_data: tuple[str, ...] | None = evaluation_option(None, metavar="[NAME] PATH", needs=())
     """Held-out prompts as NAME PATH pairs; a single PATH is named accuracy."""
-
     n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = evaluation_option(1)
     """Responses sampled per held-out prompt."""
-
     eval_temperature: Annotated[float, Limits(ge=0.01, le=100, also=(0,))] = evaluation_option(0.0)
     """Temperature of evaluation; 0 is greedy."""
-
     eval_top_p: Annotated[float, Limits(gt=0, le=1)] = evaluation_option(1.0)
     """Nucleus probability of evaluation."""
-
     eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = evaluation_option(None)
     """Longest held-out response, in tokens; unset: rollout_max_response_len."""
-
     eval_input_key: str | None = evaluation_option(None, metavar="KEY")
     """input_key of held-out rows; unset: input_key."""
-
     eval_label_key: str | None = evaluation_option(None, metavar="KEY")
     """label_key of held-out rows; unset: label_key."""
-
     eval_engine: Literal["local", "rollout"] | None = evaluation_option(None)
     """Engine for held-out prompts: an unrounded copy in the training process, or the rollout engine."""
-
     skip_eval_before_train: bool = evaluation_option(False)
     """Skip the evaluation before the first step."""
 

@@ -51,60 +51,42 @@ class SGLangConfig:
 
     sglang_url: tuple[str, ...] | None = sglang_option(None, metavar="URL")
     """Running SGLang servers, as http://HOST:PORT."""
-
     sglang_router_ip: str | None = sglang_option(None, metavar="ADDRESS")
     """Address of a running SGLang router; weights go to the servers that it names."""
-
     sglang_router_port: Annotated[int | None, Limits(ge=1, le=65_535)] = sglang_option(None)
     """Port of the router."""
-
     sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = sglang_option(None)
     """Number of servers to start on this machine and stop at the end."""
-
     sglang_server_args: tuple[str, ...] | None = sglang_option(None, metavar="WORD", needs=("--sglang-launch",))
     """Flags of launched servers; other flags --sglang-NAME are passed to them as --NAME."""
-
     sglang_python: str | None = sglang_option(None, metavar="PYTHON", needs=("--sglang-launch",))
     """Python interpreter of the environment that has sglang; unset: this program's."""
-
     sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = sglang_option(30000, needs=("--sglang-launch",))
     """First port of launched servers; ports in use are skipped."""
-
     sglang_log_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-launch",))
     """Directory for the output of launched servers; unset: output_dir."""
-
     sglang_startup_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(600.0)
     """Longest wait for servers to start, in seconds."""
-
     sglang_request_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(600.0)
     """Longest wait for one answer, in seconds."""
-
     sglang_concurrency: Annotated[int, Limits(ge=1, le=65_536)] = sglang_option(64)
     """Requests in flight per server."""
-
     sglang_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = sglang_option(5)
     """Retries of a request after a server failure."""
-
     sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(120.0)
     """Longest wait without any server, in seconds; then the run saves and stops."""
-
     sglang_weight_sync: WeightTransport = sglang_option("distributed")
     """Transport of weights: broadcast over NCCL (gloo without GPUs), or safetensors on a shared disk."""
-
     sglang_weight_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-weight-sync=disk",))
     """Directory for weights, shared with the servers; unset: `sglang_weights` in output_dir."""
-
     sglang_sync_address: str | None = sglang_option(
         None, metavar="ADDRESS", needs=("--sglang-weight-sync=distributed",)
     )
     """Address at which servers reach this program; unset: the interface that faces the servers."""
-
     sglang_bucket_mb: Annotated[int, Limits(ge=1, le=1_000_000)] = sglang_option(512)
     """Weights sent or written at once, MiB."""
-
     sglang_api_key_env: str = sglang_option("SGLANG_API_KEY", metavar="NAME")
     """Environment variable with the servers' API key."""
-
     sglang_admin_api_key_env: str = sglang_option("SGLANG_ADMIN_API_KEY", metavar="NAME")
     """Environment variable with the servers' admin key; without it, the API key is used."""
 
