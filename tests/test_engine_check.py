@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from slime_tis.main import train
 from slime_tis.trainer import engine_check, setup
@@ -71,6 +72,36 @@ def test_another_temperature_is_named_and_proven(
     assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
     assert "samples at 1.5 times" in capsys.readouterr().err and not (tmp_path / "stopped" / "metrics.jsonl").exists()
     assert (tmp_path / "stopped" / "engine_check.pt").exists()
+
+
+LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "temperature": (lambda logits: logits / 1.3, "samples at 1.3 times the training temperature, or scales"),
+    "bias": (lambda logits: logits + 2 * torch.nn.functional.one_hot(torch.tensor(5), logits.shape[-1]), "ids [5]"),
+}
+
+
+@pytest.mark.parametrize("fault", LOGITS)
+def test_a_sampler_setting_is_named_without_scoring_again(
+    run: Run,
+    task: list[str],
+    tmp_path: Path,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, words = LOGITS[fault]
+    build = LocalEngine.__init__
+
+    def changed(engine: LocalEngine, *arguments: Any, **options: Any) -> None:
+        build(engine, *arguments, **options)
+        engine._model.get_output_embeddings().register_forward_hook(lambda _, __, logits: change(logits))
+
+    monkeypatch.setattr(LocalEngine, "__init__", changed)
+    monkeypatch.setattr(engine_check, "MAX_PROVEN_BYTES", 0)  # as of a large model
+    flags = ["--num-rollout", "1", "--rollout-precision", "fp32"]
+    assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert words in shown and "the 8 likeliest tokens at 16 positions" in shown
 
 
 @pytest.mark.parametrize(

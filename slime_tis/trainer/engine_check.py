@@ -4,6 +4,9 @@ The rollout engine answers some prompts with the options of training, and the tr
 same weights: Δ = log π_train − log π_rollout of every sampled token. A mean |Δ| above `max_gap`, which precision
 explains, or a pattern that precision does not make starts the search for the cause. After the first weight update
 SGLang answers the same prompts again: a prefix cache with states of older weights raises mean |Δ| then.
+
+At one position of an answer to each prompt the likeliest next tokens of both engines are compared too
+(`analysis.diagnosis.top_tokens`), which needs no reference and shows settings of the sampler.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ from torch import Tensor
 from torch.nn import Module
 from tqdm import tqdm
 
-from slime_tis.analysis.diagnosis.diagnose import MIN_CERTAIN_CONFIDENCE, diagnose
+from slime_tis.analysis.diagnosis.diagnose import CAUSES, MIN_CERTAIN_CONFIDENCE, diagnose
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.rescore import load_model
+from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare_top_tokens
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line
 from slime_tis.trainer.collectives import on_rank_zero
-from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.build import training_sampling
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.learner import Learner
@@ -36,6 +40,8 @@ from slime_tis.trainer.train_dump import sample_parts
 from slime_tis.trainer.weight_sync import compare, max_gap
 
 PROMPTS, SAMPLES_PER_PROMPT, RESPONSE_TOKENS = 16, 2, 32
+TOP_TOKENS, STRIDE = 8, 7
+"""Number of likeliest tokens, and of tokens by which their positions in the answers differ."""
 MAX_PROMPT_TOKENS = 2048
 """Longer prompts are skipped, so that the check takes seconds."""
 SEED = 2**32 - 1
@@ -109,7 +115,9 @@ class EngineCheck:
         size = f"mean abs(Δ) is {gap:.2g} nats over {tokens} tokens of {len(samples)} answers"
         precision = on_rank_zero(lambda: self.sampler.weight_precision(ATTENTION))
         bound = MARGIN * max_gap(self.learner.engine.config.precision, precision, tokens)
-        fault = on_rank_zero(lambda: self._fault(table, is_large=not gap <= bound))
+        if (top := self._top_tokens(samples, bound / 2)) is not None:
+            size = f"{size}; {top.size}"
+        fault = on_rank_zero(lambda: self._fault(table, top, is_large=not gap <= bound))
         if fault is None:
             return [f"engines agree before the first step: {size}"]
         self.repeats = False
@@ -144,34 +152,72 @@ class EngineCheck:
 
     def _compare(self) -> tuple[list[Sample], TokenTable, float] | None:
         """The rollout engine's answers, both engines' log-probs, and mean |Δ|; None without answers; a collective."""
-        options = self.learner.rollout
-        length = min(RESPONSE_TOKENS, options.rollout_max_response_len)
-        sampling = replace(training_sampling(options), n_samples=SAMPLES_PER_PROMPT, max_response_len=length)
+        options, sampling = self.learner.rollout, self._sampling
         groups = self.sampler.generate(self.prompts, sampling, (options.rollout_seed << 32) + SEED)
         samples = [sample for group in groups for sample in group if sample.response_length]
         if not samples:
             return None
-        batch, log_probs_L = self.learner.score(samples)
+        rows, gap = self._scores(samples)
+        parts = [sample_parts(sample, row) for sample, row in zip(samples, rows, strict=True)]
+        metadata = {"source": "slime_tis", "temperature": sampling.temperature}
+        table = TokenTable.from_parts(parts, {**metadata, "workers": list(self.sampler.workers)})
+        return samples, table, gap
+
+    @property
+    def _sampling(self) -> Sampling:
+        options = self.learner.rollout
+        length = min(RESPONSE_TOKENS, options.rollout_max_response_len)
+        return replace(training_sampling(options), n_samples=SAMPLES_PER_PROMPT, max_response_len=length)
+
+    def _scores(self, samples: Sequence[Sample], size: int = 1) -> tuple[list[list[float]], float]:
+        """Training's log-probs of each response, and mean |Δ|; a collective."""
+        batch, log_probs_L = self.learner.score(samples, size)
         parallel, tokens = self.learner.parallel, batch.responses.to(log_probs_L.device)
         comparison = compare(parallel, tokens.rollout_log_probs_L, log_probs_L, None, None)
         rows: list[list[float]] = []
         if parallel.is_last_stage:
             log_probs_N = parallel.ranks.over_context(tokens.slices.scatter(log_probs_L))
             rows = [row.tolist() for row in log_probs_N.split([sample.response_length for sample in samples])]
-        rows = parallel.broadcast_from_last_stage(rows)
-        parts = [sample_parts(sample, row) for sample, row in zip(samples, rows, strict=True)]
-        metadata = {"source": "slime_tis", "temperature": sampling.temperature}
-        table = TokenTable.from_parts(parts, {**metadata, "workers": list(self.sampler.workers)})
-        return samples, table, comparison.gap
+        return parallel.broadcast_from_last_stage(rows), comparison.gap
 
-    def _fault(self, table: TokenTable, *, is_large: bool) -> Fault | None:
+    def _top_tokens(self, samples: Sequence[Sample], noise: float) -> TopTokens | None:
+        """Compares the likeliest next tokens after a part of an answer to each prompt; a collective.
+
+        Training scores each of these tokens as a response of one token.
+        """
+        texts = [
+            [*sample.prompt_ids, *sample.response_ids[: STRIDE * number % sample.response_length]]
+            for number, sample in enumerate(samples[::SAMPLES_PER_PROMPT])
+        ]
+        answers = self.sampler.top_log_probs(texts, self._sampling, TOP_TOKENS)
+        found = [(text, top) for text, top in zip(texts, answers, strict=False) if top]
+        responses = [
+            Sample(
+                tokens=[*text, token],
+                response_length=1,
+                loss_mask=[1],
+                rollout_log_probs=[log_prob],
+                weight_versions=[self.sampler.weight_version],
+            )
+            for text, top in found
+            for token, log_prob in top.items()
+        ]
+        if not responses:
+            return None
+        trained = iter(self._scores(responses, TOP_TOKENS)[0])
+        positions = [Position(text, {token: next(trained)[0] for token in top}, top) for text, top in found]
+        return compare_top_tokens(positions, noise)
+
+    def _fault(self, table: TokenTable, top: TopTokens | None, *, is_large: bool) -> Fault | None:
         """Says why the engines disagree and writes the dump; None if precision explains the mismatch."""
         diagnosis = diagnose(table)
         finding = diagnosis.findings[0]
         is_named = finding.cause not in HARMLESS and finding.confidence >= MIN_CERTAIN_CONFIDENCE
-        if not (is_large or is_named):
+        is_shown = top is not None and bool(top.cause)
+        if not (is_large or is_named or is_shown):
             return None
-        sentence, is_proven, engine = f"The likely cause: {finding.title}.", False, ""
+        title = CAUSES[top.cause][0] if top is not None and top.cause else finding.title
+        sentence, is_proven, engine = f"The likely cause: {title}.", is_shown, ""
         checkpoint = Path(self.learner.engine.config.hf_checkpoint)
         if sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
             try:
@@ -180,10 +226,12 @@ class EngineCheck:
             except Exception as error:  # a check that fails does not end the run
                 sentence = f"{sentence} Scoring again failed: {first_line(error)}"
             else:
-                if proof.causes == ("rounding",) and not is_large:
+                if proof.causes == ("rounding",) and not (is_large or is_shown):
                     return None
-                sentence = f"{sentence} {proof.sentence}" if diagnosis.server else proof.sentence
-                is_proven, engine = proof.is_proven, proof.engine
+                sentence = f"{sentence} {proof.sentence}" if diagnosis.server or not proof.causes else proof.sentence
+                is_proven, engine = is_shown or proof.is_proven, proof.engine
+        if top is not None:
+            sentence = f"{sentence} The likeliest tokens: {top.evidence}."
         with suppress(OSError, ValueError):
             check_replaceable(self.path)
             write(self.path, table)

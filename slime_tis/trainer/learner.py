@@ -115,12 +115,15 @@ class Learner:
             self.after_step()
         return rows
 
-    def score(self, samples: Sequence[Sample]) -> tuple[TrainingBatch, Tensor]:
-        """Returns all samples as a batch of every data-parallel rank, and their log-probs [L] as training has them."""
+    def score(self, samples: Sequence[Sample], size: int = 1) -> tuple[TrainingBatch, Tensor]:
+        """Returns all samples as a batch of every data-parallel rank, and their log-probs [L] as training has them.
+
+        A micro-batch has `size` samples.
+        """
         batch, _ = self._with_routing(samples, range(len(samples)))
         if not self.rollout.use_rollout_routing_replay:
             batch = batch.with_routing(None, None)
-        return batch, self.engine.log_probs(batch, [[index] for index in range(len(samples))])
+        return batch, self.engine.log_probs(batch, fixed_partition(len(samples), size))
 
     def _with_advantages(self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]) -> list[Step]:
         steps = [

@@ -127,8 +127,8 @@ def packed(model: Any, tokens: torch.Tensor) -> Rows:
     return log_probs(logits_of(model, both, position_ids=ids, attention_mask=torch.ones_like(both)), tokens)
 
 
-def positions(model: Any, tokens: torch.Tensor) -> Rows:
-    ids = torch.arange(PROMPT + RESPONSE) + 2 * (torch.arange(PROMPT + RESPONSE) >= PROMPT)
+def positions(model: Any, tokens: torch.Tensor, gap: int) -> Rows:
+    ids = torch.arange(PROMPT + RESPONSE) + gap * (torch.arange(PROMPT + RESPONSE) >= PROMPT)
     options = {"position_ids": ids.expand(SAMPLES, -1), "attention_mask": torch.ones_like(tokens)}
     return log_probs(logits_of(model, tokens, **options), tokens)
 
@@ -169,7 +169,8 @@ PLANTED: dict[str, tuple[Engine, str, float | None]] = {
     "pads": (prompted(lambda p: torch.cat([filled(PAD, 3), p], 1)), "pads attended", 3.0),
     "pads on the right": (prompted(lambda p: torch.cat([p, filled(PAD, 2)], 1)), "pads after the prompt", 2.0),
     "BOS added": (prompted(lambda p: torch.cat([filled(BOS, 1), p], 1)), "BOS added", None),
-    "positions": (positions, "position gap", 2.0),
+    "positions": (partial(positions, gap=2), "position gap", 2.0),
+    "positions between values of the grid": (partial(positions, gap=3), "position gap", 3.0),
     "window": (window, "attention window", 5.0),
     "packed": (packed, "packed neighbor", None),
     "fp8 cache": (lambda m, t: cached(Fp8(), m, t), "fp8 KV cache", None),

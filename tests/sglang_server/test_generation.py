@@ -59,6 +59,18 @@ def test_log_probs_are_those_of_transformers_and_of_training(
         torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, atol=BOUND, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_likeliest_tokens_are_those_of_transformers(temperature: float, real: Real) -> None:
+    sampling = Sampling(temperature=temperature, top_p=0.5, top_k=2, max_response_len=48)
+    texts = [list(prompt.token_ids) for prompt in real.prompts]
+    answers = real.make_engine(real.server).top_log_probs(texts, sampling, 8)
+    for text, top in zip(texts, answers, strict=True):
+        every = {token: real.reference.log_probs([*text, token], temperature)[-1] for token in range(1024)}
+        likeliest = sorted(every.values(), reverse=True)[:8]
+        assert list(top.values()) == pytest.approx(likeliest, abs=BOUND)
+        assert top == pytest.approx({token: every[token] for token in top}, abs=BOUND)
+
+
 def test_a_stop_token_ends_a_response_and_is_part_of_it(real: Real) -> None:
     stops = tuple(range(3, 1024, 8))
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)

@@ -422,8 +422,14 @@ def _sizes(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _step(hypothesis: Hypothesis, value: float) -> float:
-    """Half the distance to the nearest value of the grid; 0 where the parameter is not refined."""
+    """Half the distance to the nearest value of the grid; 0 where the parameter is not refined.
+
+    Of an integer half the larger distance to its two neighbors, so that no value between them is skipped.
+    """
     if len(hypothesis.values) < 3:
         return 0.0
-    step = 0.5 * min(abs(other - value) for other in hypothesis.values if other != value)
-    return float(int(step)) if hypothesis.whole else step
+    if not hypothesis.whole:
+        return 0.5 * min(abs(other - value) for other in hypothesis.values if other != value)
+    below = [value - other for other in hypothesis.values if other < value]
+    above = [other - value for other in hypothesis.values if other > value]
+    return float(int(0.5 * max(min(below, default=0.0), min(above, default=0.0))))

@@ -122,6 +122,9 @@ class RolloutEngine(Protocol):
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by copy of the weights."""
 
+    def top_log_probs(self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[dict[int, float]]:
+        """The likeliest next tokens of each text, and their log-probs before top-p and top-k; empty on failure."""
+
     def unfinished(self) -> list[list[Sample]]:
         """Partially generated groups; the next `submit` resumes them before starting new prompts."""
 

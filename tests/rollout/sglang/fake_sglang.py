@@ -67,6 +67,12 @@ def sampled_from(token: int) -> list[int]:
     return [token, token - 1, *range(token % 3)] if token > 3 else [token]
 
 
+def likeliest(token: int, version: int, count: int) -> list[list[Any]]:
+    """SGLang's entries of the likeliest tokens where a token was sampled: those after it, and one without a chance."""
+    entries = [[log_prob(each, version), each, None] for each in range(token, token + count - 1)]
+    return [*entries, [torch.finfo(torch.float32).min, FIRST - 1, None]]
+
+
 def continuation(ids: list[int], limit: int) -> list[int]:
     """The response that the model gives to a prompt."""
     response: list[int] = []
@@ -377,6 +383,8 @@ class FakeSGLang:
         answer["output_ids"], meta["id"], meta["finish_reason"] = response, body["rid"], finish
         meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(values, response, strict=True)]
         meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(response)
+        if count := body.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [likeliest(*each, count) for each in zip(response, versions, strict=True)]
         if body.get("return_sampling_mask") and self.info["sampling_mask_max_tokens"]:
             meta["output_token_sampling_mask"] = [sampled_from(token) for token in response]
             meta["output_token_sampling_logprobs"] = [value / 2 for value in values]

@@ -11,7 +11,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from tests.rollout.sglang.fake_sglang import continuation, log_prob, spoiled, wait_until
+from tests.rollout.sglang.fake_sglang import continuation, log_prob, next_token, spoiled, wait_until
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
 from tests.samples import flat, make_sample
 
@@ -111,6 +111,31 @@ def test_every_server_scores_a_probe(start: Callable[..., Run]) -> None:
     run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"]["input_token_logprobs"].pop()))
     with pytest.raises(RolloutUnavailable, match="cannot be used"):
         run.engine.prompt_log_probs(ids)
+
+
+def test_servers_take_turns_to_give_the_likeliest_tokens(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start(2)
+    run.update(5)
+    texts = [[1, 7, 20], [1, 9], [1, 30]]
+    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, return_sampling_mask=True, max_response_len=30)
+    found = run.engine.top_log_probs(texts, sampling, 4)
+    tokens = [next_token(text) for text in texts]
+    assert found == [{each: log_prob(each, 5) for each in range(token, token + 3)} for token in tokens]
+    assert [len(server.requests) for server in run.servers] == [2, 1]
+    body = run.servers[1].requests[0]
+    params = body["sampling_params"]
+    assert (body["input_ids"], body["top_logprobs_num"], params["max_new_tokens"]) == (texts[1], 4, 1)
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 1.0, -1)
+    wrong = {"no tokens": [], "other vocabulary": [[[-1.0, 64, None]]]}
+    for top in wrong.values():
+        run.servers[0].faults.append(
+            spoiled(lambda answer, top=top: answer["meta_info"].update(output_top_logprobs=top))
+        )
+        assert run.engine.top_log_probs(texts[:2], sampling, 4) == [{}, found[1]]
+    assert caplog.text.count("a probe of the likeliest tokens failed") == 2
+    assert caplog.text.count("it has no output_top_logprobs") == 1
 
 
 def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(

@@ -25,7 +25,7 @@ from slime_tis.trainer.engines.local.checkpoint import (
     weights_by_file_name,
 )
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
-from slime_tis.trainer.engines.local.sampling import log_softmax, prompt_uniforms
+from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
 from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
@@ -212,6 +212,17 @@ class LocalEngine:
         ids = torch.tensor([list(token_ids)], device=self._model.device)
         log_probs = log_softmax(self._model(ids).logits[0, :-1])
         return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
+
+    @torch.no_grad()
+    def top_log_probs(self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[dict[int, float]]:
+        """See `engine.RolloutEngine`."""
+        result = []
+        for text in texts:
+            logits_BV = self._model(torch.tensor([list(text)], device=self._model.device)).logits[:, -1]
+            logits_BV = filtered_logits(logits_BV, temperature=sampling.temperature, top_p=1.0, top_k=-1)
+            top = log_softmax(logits_BV)[0].topk(min(count, logits_BV.shape[1]))
+            result.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        return result
 
     def unfinished(self) -> list[list[Sample]]:
         """An empty list: every response is complete."""

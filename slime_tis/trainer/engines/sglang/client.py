@@ -23,6 +23,7 @@ from urllib.parse import quote
 import httpx
 
 from slime_tis.errors import one_line, quoted
+from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
@@ -166,6 +167,12 @@ class Server:
         """Log-probs at temperature 1 of all tokens but the first."""
         body, max_bytes = schema.score_body(token_ids), schema.max_answer_bytes(len(token_ids))
         parse = partial(schema.parse_scores, token_ids=token_ids)
+        return await self._request("POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes)
+
+    async def top_log_probs(self, token_ids: Sequence[int], sampling: Sampling, count: int) -> dict[int, float]:
+        """The likeliest next tokens and their log-probs, as requests with this sampling have them."""
+        body, max_bytes = schema.top_body(token_ids, sampling, count), schema.max_answer_bytes(count)
+        parse = partial(schema.parse_top, vocab_size=self.vocab_size)
         return await self._request("POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes)
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:

@@ -168,6 +168,10 @@ class SGLangEngine:
         """Log-probs at temperature 1 of all tokens but the first, by server URL."""
         return self._run(lambda: self._servers.prompt_log_probs(token_ids))
 
+    def top_log_probs(self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[dict[int, float]]:
+        """The likeliest next tokens of each text; see `engine.RolloutEngine`."""
+        return self._run(lambda: self._servers.top_log_probs(texts, sampling, count))
+
     def weight_precision(self, name: str) -> Precision | None:
         """The precision of all servers; None if it is unknown, and on other ranks."""
         return self.precision if self._rank_zero.is_self else None

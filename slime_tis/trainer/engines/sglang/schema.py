@@ -7,8 +7,9 @@ single values (type, finite, bounds); `parse_…` checks their relations, such a
 import binascii
 import math
 import re
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -33,6 +34,8 @@ NEUTRAL_SAMPLING_PARAMS = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_p
 """Sent with each request: defaults of the server or checkpoint must not change the distribution."""
 MAX_LOG_PROB = 1e-3
 """Largest log-prob: in half precision a probability of 1 may be rounded up slightly."""
+LOWEST = -1e30
+"""Log-probs below are a server's −∞."""
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
 MAX_NAME = 128
@@ -119,6 +122,15 @@ def score_body(token_ids: Sequence[int]) -> dict[str, object]:
     }
 
 
+def top_body(token_ids: Sequence[int], sampling: Sampling, count: int) -> dict[str, object]:
+    """The body of POST /generate that samples one token and returns the likeliest ones."""
+    sampling = replace(sampling, top_p=1.0, top_k=-1, return_sampling_mask=False, return_routed_experts=False)
+    request = GenerateRequest(
+        input_ids=token_ids, sampling=sampling, max_new_tokens=1, request_id=f"top-{secrets.token_hex(16)}"
+    )
+    return request.body() | {"top_logprobs_num": count}
+
+
 def max_answer_bytes(num_tokens: int, mask_tokens: int = 0) -> int:
     """Maximum bytes of an answer with this number of tokens and, per token, of ids of a sampling mask."""
     return ANSWER_BYTES + (BYTES_PER_TOKEN + BYTES_PER_TOKEN_ID * mask_tokens) * num_tokens
@@ -179,6 +191,7 @@ class OutputMeta(Answer):
     output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
     output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
     input_token_logprobs: Annotated[list[TokenLogProb], FailFast()] = []
+    output_top_logprobs: Annotated[list[list[TokenLogProb]], FailFast()] = []
 
 
 class GenerateAnswer(Answer):
@@ -332,6 +345,17 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
     """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
     return _log_probs_of(token_ids[1:], parse(GenerateAnswer, body).meta_info.input_token_logprobs[1:])
+
+
+def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
+    """Parses the likeliest tokens of an answer to `top_body`, without tokens that cannot be sampled."""
+    positions = parse(GenerateAnswer, body).meta_info.output_top_logprobs
+    if not positions or not positions[0]:
+        raise InvalidAnswer("it has no output_top_logprobs")
+    _check_vocabulary("output_top_logprobs", [token for _, token, _ in positions[0]], vocab_size)
+    return {
+        token: min(log_prob, 0.0) for log_prob, token, _ in positions[0] if log_prob is not None and log_prob > LOWEST
+    }
 
 
 def parse_checksums(body: bytes) -> Mapping[str, list[str]]:

@@ -227,6 +227,21 @@ class ServerGroup:
         answers = await asyncio.gather(*map(ask, servers))
         return {server.url: answer for server, answer in zip(servers, answers, strict=True) if answer is not None}
 
+    async def top_log_probs(
+        self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
+    ) -> list[dict[int, float]]:
+        """The likeliest next tokens of each text; the available servers take turns. Empty if a server fails."""
+        servers = [state.server for state in self.health.available()]
+
+        async def ask(number: int, text: Sequence[int]) -> dict[int, float]:
+            try:
+                return await servers[number % len(servers)].top_log_probs(text, sampling, count)
+            except SGLangError as error:
+                logger.warning("a probe of the likeliest tokens failed: %s", error)
+                return {}
+
+        return list(await asyncio.gather(*(ask(*each) for each in enumerate(texts if servers else ()))))
+
     async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
 
