@@ -1,7 +1,5 @@
 """The command `slime-tis demo`: a tiny model, a minute of training with a mismatch, and a report on it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `slime-tis diagnose --demo`: plants a fault in a tiny model's rollout engine, and finds it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from pathlib import Path

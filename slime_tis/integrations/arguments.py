@@ -5,8 +5,6 @@ add_rollout_correction_arguments(parser)
 config = rollout_correction_config(parser.parse_args())
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: suffix _L per response token of this rank, packed; any shape does, as long as all agree.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A user's correction function in slime's contract, as a part of the policy loss."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field

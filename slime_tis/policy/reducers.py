@@ -1,7 +1,5 @@
 """Reductions of the policy loss in slime's contract, for --custom-pg-loss-reducer-function-path."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 

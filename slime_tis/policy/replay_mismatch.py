@@ -1,7 +1,5 @@
 """Mismatch of the present policy with and without routing replay, token by token."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 from torch import Tensor

@@ -4,8 +4,6 @@ samples → advantages, once per rollout
 for each step: batch → old log-probs if needed → correction of the global batch → policy loss → optimizer step
 """
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence

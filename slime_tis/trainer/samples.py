@@ -5,8 +5,6 @@
 `SampleSource.next` runs this path once per rollout.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

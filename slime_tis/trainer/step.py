@@ -1,7 +1,5 @@
 """The samples of one optimizer step as tensors, and their advantages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -10,8 +10,6 @@
 `set_up` builds the parts of a run. `python train.py --help` lists the flags; docs/quick_start.md walks through a run.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

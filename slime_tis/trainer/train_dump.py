@@ -3,8 +3,6 @@
 policy loss → RecordedLoss → StepDump → queue → table → file
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

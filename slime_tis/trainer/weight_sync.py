@@ -10,8 +10,6 @@ n are the probe's log-probs of the training engine, r of the rollout engine, and
 An engine that misses an update has Δr = 0, also if rounding and kernels cause a gap at every update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field

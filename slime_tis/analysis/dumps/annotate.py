@@ -1,7 +1,5 @@
 """Adds to a table which criterion rejected each token, vetoes, and weights before their bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ slime's `--save-debug-train-data` (THUDM/slime, slime/observability/train_data_u
 the columns that slime has, and the names of the table for the others. The key "metadata" has the table's metadata.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 A row is one sample: a line of JSON, a row of a parquet file, or a sample of slime's `.pt` file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

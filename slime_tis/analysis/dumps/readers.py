@@ -3,8 +3,6 @@
 file or directory → files → tables of some samples each → one table, or a random part of it
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

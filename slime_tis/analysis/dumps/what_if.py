@@ -3,8 +3,6 @@
 TokenTable → policy_loss under one configuration → metrics of the step, and the gradient with respect to log π_θ
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace

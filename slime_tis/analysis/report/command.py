@@ -1,7 +1,5 @@
 """The commands `slime-tis report` and `slime-tis diagnose`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

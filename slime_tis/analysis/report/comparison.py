@@ -1,7 +1,5 @@
 """What differs between two runs or dumps: options, engines' records, size and cause of the mismatch."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every reader returns rows (step, metric, value). `METRICS_OF_PEERS` translates the names of other frameworks.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The overview of runs from their metrics.jsonl: plots of runs and of groups of seeds, and health warnings."""
 
-from __future__ import annotations
-
 import html
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page of a report: its data, and the HTML file that shows them."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

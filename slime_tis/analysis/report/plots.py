@@ -1,7 +1,5 @@
 """Plots of the page as plain dictionaries for plotly.js."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run or dump → diagnosis and size of the mismatch → column of the study with the same cause and size → its best methods
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The samples of the page, worst first: token columns as bytes, text as JSON. The page shows text by `textContent`."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Shapes: suffix _N the valid tokens of a table.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sources of a report: the metrics of a run, and the tokens of its dumps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | list[list[Sample]]
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ A response token counts as sampled if the input of one request, and the tokens w
 exactly the tokens before it. Tokens that were decoded and tokenized again differ, and so do all tokens after them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rollouts made by a user-defined function, with concurrent calls that send requests to an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections import Counter

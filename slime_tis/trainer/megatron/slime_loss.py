@@ -1,7 +1,5 @@
 """slime's helper for user-defined loss functions: log-probs and entropies from logits."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 POST URL  {"prompt": …, "response": …, "label": …}  →  a number, or an object of numbers, as JSON
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 r"""slime's reward helpers for user functions: `async_rm`, `batched_async_rm`, graders of mathematics."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Dynamic sampling: takes batches of scored groups until enough groups for a rollout are accepted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Filters of dynamic sampling: which groups of samples are trained on, and which are replaced by fresh prompts."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass

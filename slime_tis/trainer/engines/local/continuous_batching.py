@@ -15,8 +15,6 @@ The tokens of a request depend only on its input, its uniforms and the weights, 
 Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per fed token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque

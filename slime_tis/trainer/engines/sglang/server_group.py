@@ -1,7 +1,5 @@
 """The SGLang servers of rank 0: their connections, their weights and what they must support."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import pkgutil

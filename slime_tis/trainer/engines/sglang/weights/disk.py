@@ -1,7 +1,5 @@
 """Weights through a directory shared with the servers."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Weights by broadcast: one torch process group per server, NCCL from a GPU and gloo from a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import secrets

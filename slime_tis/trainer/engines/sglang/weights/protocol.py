@@ -1,7 +1,5 @@
 """The interface of weight transports, buckets of weights, and the steps of an update."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
