@@ -1,11 +1,9 @@
 """User functions of the objective, in slime's signatures: loss, loss reducer, advantages."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,7 +31,7 @@ class ObjectiveFunctions:
     token_pass: TokenPassFunction = torch_token_pass
 
     @classmethod
-    def load(cls, config: PolicyConfig, args: Namespace) -> ObjectiveFunctions:
+    def load(cls, config: PolicyConfig, args: Namespace) -> Self:
         """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
 
         def load(option: str) -> Any:

@@ -1,10 +1,8 @@
 """The response tokens of a batch on one rank, packed: what is known of them on their way from samples to the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,7 +58,7 @@ class ResponseTokens:
         """Tokens of each whole response."""
         return self.slices.lengths
 
-    def select(self, samples: Sequence[int]) -> ResponseTokens:
+    def select(self, samples: Sequence[int]) -> Self:
         """The responses at the indices `samples`, in that order."""
         slices = self.slices
         tensors: dict[str, Any] = {
@@ -75,12 +73,12 @@ class ResponseTokens:
             **tensors,
         )
 
-    def to(self, device: torch.device | str) -> ResponseTokens:
+    def to(self, device: torch.device | str) -> Self:
         """The same tokens on another device."""
         moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self._tensors().items()}
         return replace(self, **moved)
 
-    def with_advantages(self, per_sample: Sequence[float]) -> ResponseTokens:
+    def with_advantages(self, per_sample: Sequence[float]) -> Self:
         """The same tokens with every sample's advantage at each of its tokens."""
         advantages_S = torch.tensor(per_sample, dtype=torch.float64).float()  # beyond float32 it is infinite
         return replace(self, advantages_L=expand(advantages_S, self.lengths))

@@ -9,8 +9,6 @@ saves and ends with status 128 + the signal's number. A second signal, or a sign
 immediately. Ranks share signals and failures through the key-value store of their rendezvous.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -21,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from torch import distributed as dist
 
@@ -68,7 +66,7 @@ class Interrupts:
         self._pipe = (-1, -1)
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Self:
         global _active
         if threading.current_thread() is not threading.main_thread():
             return self

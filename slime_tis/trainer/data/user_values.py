@@ -1,11 +1,9 @@
 """Values that user functions return, in the types of `USER_FUNCTIONS`, and their edits of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -51,7 +49,7 @@ class SampleEdits:
     remove_sample: bool
 
     @classmethod
-    def since(cls, before: SampleSnapshot, sample: Sample, function: str) -> SampleEdits:
+    def since(cls, before: SampleSnapshot, sample: Sample, function: str) -> Self:
         """Returns the edits since a snapshot; raises CustomFunctionError for an edit that is not allowed."""
         (fixed, old_mask), mask = before, sample.loss_mask
         is_mask = isinstance(mask, list) and len(mask) == len(old_mask) and set(mask) <= {0, 1}

@@ -1,11 +1,9 @@
 """User functions around a rollout, in slime's signatures; rank 0 calls them and sends results and edits of samples."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.policy.advantages import MAX_REWARD
@@ -44,7 +42,7 @@ class RolloutHooks:
     functions: dict[str, Function]
 
     @classmethod
-    def load(cls, config: RolloutConfig, args: Namespace) -> RolloutHooks:
+    def load(cls, config: RolloutConfig, args: Namespace) -> Self:
         """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
         paths = {option: getattr(config, option) for option in HOOKS}
         functions = {option: load_user_function(option, path) for option, path in paths.items() if path is not None}

@@ -1,8 +1,6 @@
 """Records the experts that the routers of a Hugging Face model choose during sampling."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +25,7 @@ class RoutingRecorder:
         self._hooks: list[Any] = []
         self._dtype = expert_dtype(int(self._experts[0].num_experts))
 
-    def __enter__(self) -> RoutingRecorder:
+    def __enter__(self) -> Self:
         self._hooks = [module.register_forward_pre_hook(self._record) for module in self._experts]
         return self
 

@@ -1,14 +1,12 @@
 """Connects the ranks of a job with rank 0, and rank 0 with an asyncio loop in a background thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -84,7 +82,7 @@ class LoopThread:
         self._loop, self._ends = new_loop(), False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def __enter__(self) -> LoopThread:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
