@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters test-te test-hosts gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters test-te test-hosts gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,7 +92,12 @@ $(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
 	$(BIN)/python -m examples.reasoning_gym.prompts --out $(SMOLLM2)/prompts --train 384 --held-out 80 --answer number \
 		$(SMOLLM2_TASKS)
 
-study: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
+study: install $(EXAMPLE)/complete.json  ## Compare four corrections under stale weights and wrong log-probs: 27 runs, 20 minutes on one core
+	$(BIN)/python -m examples.collapse_study.run --study examples/comparison_study --missing --seeds 5 6 7 \
+		--results runs/comparison_study/results.csv --scenarios none "stale 16" "one log-prob in 1,000 is wrong" \
+		--corrections "standard PPO" "token TIS" "sequence TIS" "bypass PPO"
+
+study-collapse: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
 
 study-agent: $(AGENT_EXAMPLE)/complete.json  ## Compare weights per token, turn and episode under a stale engine; SEEDS="0 1 2" for all

@@ -14,13 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import NormalDist
+from textwrap import fill
 
 import numpy as np
 
 from examples.collapse_study.cases import ROOT, Grid, Study
 from examples.collapse_study.report import replace_table
-from examples.collapse_study.results import Row, read_table
-from slime_tis.analysis.report.recommend import STANDARD, Cell, Column, Mismatch, best_cell, column_for, study
+from examples.collapse_study.results import Row, mean_of, read_table
+from slime_tis.analysis.report.recommend import (
+    STANDARD,
+    Cell,
+    Column,
+    Mismatch,
+    best_cell,
+    column_for,
+    is_negligible,
+    study,
+)
 from slime_tis.files import atomic_path, write_atomically
 
 STUDY = Study(ROOT / "examples" / "comparison_study")
@@ -31,8 +41,13 @@ REFERENCE = "none"
 MIN_SEEDS = 3
 """Methods with fewer seeds in a column have no interval and are not ranked."""
 RESAMPLES = 10_000
+SWEEP = Study(STUDY.directory / "sweep")
 SORTING = ""
-"""The task of columns without a task in their name: `recommend` sees them alone, and the others test its answers."""
+"""The task of columns without a task in their name."""
+SEEN = ("stale 16", "stale 64", "fp8", "fp8 and stale 16", "int4")
+"""The columns that `recommend` sees; the others test its answers."""
+STALE_SERVER, DIAGNOSED = "stale_server", ("wrong_log_probs", "top_p")
+"""Faults with old weights, and faults whose cause `recommend` asks to fix first."""
 TOKENS = {SORTING: 11, "experts": 11, "agent": 17}
 """Mean number of trained tokens of a response, by task (`rollout/response_len`)."""
 
@@ -44,15 +59,25 @@ def main() -> None:
     rows = read_table(STUDY.results)
     grid = Grid.load(STUDY)
     compared = columns(rows.values(), grid)
-    seen = [column for column in compared if task_of(column.name) == SORTING]
-    tests = [column for column in compared if column not in seen]
+    seen = [column for column in compared if column.name in SEEN]
+    others = [column for column in compared if column not in seen]
     evidence = [asdict(replace(column, cells=tuple(cell for cell in column.cells if cell.tied))) for column in seen]
     write_atomically(EVIDENCE, json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
     print(replace_table(STUDY.page, "results", table(seen)))
-    print(replace_table(STUDY.page, "results of other tasks", table(tests)))
+    tasks = [column for column in others if task_of(column.name) != SORTING]
+    print(replace_table(STUDY.page, "results of other tasks", table(tasks)))
+    print(replace_table(STUDY.page, "other mismatches", table([column for column in others if column not in tasks])))
+    tests = [column for column in others if grid.faults.get(column.name) not in DIAGNOSED]
     print(replace_table(STUDY.page, "held-out columns", answers(tests, study())))
+    print(replace_table(STUDY.page, "predictors", predictors(rows.values(), compared)))
+    swept = read_table(SWEEP.results)
+    if swept:
+        print(replace_table(STUDY.page, "sweep", sweep(swept.values())))
+    hours = sum(row.seconds for row in [*rows.values(), *swept.values()]) / 3600
+    cost = f"{len(rows) + len(swept)} runs took {hours:.1f} hours, one core per run, on machines with other load."
+    print(replace_table(STUDY.page, "cost", cost))
 
 
 def task_of(scenario: str) -> str:
@@ -109,7 +134,7 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
     standard = next((cell.relative for cell in cells if cell.method == STANDARD), math.nan)
     return Column(
         name=name,
-        stale="--update-weights-interval" in grid.scenarios[name],
+        stale="--update-weights-interval" in grid.scenarios[name] or grid.faults.get(name) == STALE_SERVER,
         sigma=(math.sqrt(2 * min(k3) * tokens), math.sqrt(2 * max(k3) * tokens)),
         standard=standard,
         cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
@@ -159,11 +184,55 @@ def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
     for test in tests:
         for sigma in test.sigma:
             cause = "stale_weights" if test.stale else "rounding"
-            chosen = column_for(Mismatch(cause=cause, k3=0.0, sigma=sigma, age=0), columns)
+            mismatch = Mismatch(cause=cause, k3=0.0, sigma=sigma, age=0)
+            chosen = column_for(mismatch, columns)
             method = None if chosen is None else best_cell(chosen, columns).method
+            method = STANDARD if is_negligible(mismatch, columns) else method
             cell = next((cell for cell in test.cells if cell.method == method), None)
             result = "– | –" if cell is None else f"{cell.relative:.2f} | {'yes' if cell.tied else 'no'}"
             lines.append(f"| {test.name} | {sigma:.2g} | {method or 'not covered'} | {result} |")
+    return "\n".join(lines)
+
+
+def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
+    """Markdown: rank correlation, over the methods of a column, of a quantity in training with the accuracy."""
+    lines = ["| column | methods | k3 | ESS of the weights | tokens kept |", "|---|---|---|---|---|"]
+    of_cell: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        of_cell.setdefault((row.scenario, row.correction), []).append(row)
+    for column in compared:
+        means = []
+        for name in ("mismatch_k3_kl", "ess", "kept_fraction"):
+            pairs = [
+                (mean_of(getattr(row, name) for row in of_cell[column.name, cell.method]), cell.relative)
+                for cell in column.cells
+            ]
+            means.append(rank_correlation([pair for pair in pairs if pair[0] is not None]))
+        lines.append(f"| {column.name} | {len(column.cells)} | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
+    """Spearman's ρ of the pairs, with the number of pairs; equal values share their mean rank."""
+    ranks = [
+        [sum(x < value for x in side) + side.count(value) / 2 for value in side] for side in zip(*pairs, strict=True)
+    ]
+    if len(pairs) < 5 or any(len({*side}) == 1 for side in ranks):
+        return "–"
+    return f"{np.corrcoef(ranks)[0, 1]:.2f} ({len(pairs)})"
+
+
+def sweep(rows: Iterable[Row]) -> str:
+    """Markdown: per method and bound of the sweep, accuracy relative to on-policy training with the same seeds."""
+    by_case: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        by_case.setdefault((row.scenario, row.correction), {})[row.seed] = row.late_accuracy
+    reference = by_case.pop((REFERENCE, STANDARD))
+    lines = ["| method | bound | seeds | relative accuracy |", "|---|---|---|---|"]
+    for (_, correction), accuracy in by_case.items():
+        method, _, bound = correction.partition(", ")
+        relative = np.mean([*accuracy.values()]) / np.mean([reference[seed] for seed in accuracy])
+        lines.append(f"| {method} | {bound or '–'} | {len(accuracy)} | {relative:.2f} |")
     return "\n".join(lines)
 
 
@@ -194,7 +263,7 @@ def draw(compared: Sequence[Column], path: Path) -> Path:
                 x, y, text, ha="center", va="center", fontsize=8, color="white" if cell.relative < 0.6 else "black"
             )
     axes.imshow(values, aspect="auto", vmin=0.2, vmax=1.1, cmap="viridis")
-    axes.set_xticks(range(len(compared)), [column.name for column in compared])
+    axes.set_xticks(range(len(compared)), [fill(column.name, 16) for column in compared], fontsize=8)
     axes.xaxis.tick_top()
     axes.set_yticks(range(len(methods)), methods, fontsize=8)
     axes.tick_params(length=0)

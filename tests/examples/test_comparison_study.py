@@ -6,7 +6,15 @@ import pytest
 
 from examples.collapse_study.cases import Grid
 from examples.collapse_study.results import Row, read_table
-from examples.comparison_study.compare import STUDY, columns, relative_accuracy, table, tie_margin
+from examples.comparison_study.compare import (
+    STUDY,
+    columns,
+    rank_correlation,
+    relative_accuracy,
+    sweep,
+    table,
+    tie_margin,
+)
 
 
 def test_relative_accuracy_and_ties() -> None:
@@ -42,3 +50,20 @@ def test_a_column_ranks_methods_with_enough_seeds() -> None:
     assert column.cells[0].relative == pytest.approx(0.9) and column.standard == pytest.approx(0.5)
     assert column.stale and column.sigma == pytest.approx((0.44**0.5,) * 2)
     assert "| bypass PPO | **0.90** [0.90, 0.90] |" in table([column])
+
+
+def test_rank_correlation() -> None:
+    """Ranks 0, 1, 2.5, 2.5, 4 and 0, 1, 2, 3, 4: ρ = 9.5 / √(9.5 · 10)."""
+    assert rank_correlation([(1, 0.1), (2, 0.2), (7, 0.3), (7, 0.4), (9, 0.9)]) == f"{0.95**0.5:.2f} (5)"
+    assert rank_correlation([(1, 0.1), (1, 0.2), (1, 0.3), (1, 0.4), (1, 0.9)]) == "–", "no variance"
+
+
+def test_the_sweep_compares_with_the_same_seeds() -> None:
+    row = next(iter(read_table(STUDY.results).values()))
+    values = {("none", "standard PPO"): (0.8, 0.6), ("stale 16", "token TIS, 5"): (0.4,)}
+    rows = [
+        replace(row, scenario=scenario, correction=method, seed=seed, late_accuracy=value)
+        for (scenario, method), accuracies in values.items()
+        for seed, value in enumerate(accuracies)
+    ]
+    assert sweep(rows).splitlines()[-1] == "| token TIS | 5 | 1 | 0.50 |"

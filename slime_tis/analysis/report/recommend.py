@@ -109,6 +109,12 @@ def column_for(mismatch: Mismatch, columns: Sequence[Column]) -> Column | None:
     return nearest if nearest is not None and factor(nearest) <= TOLERANCE else None
 
 
+def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
+    """Whether the engines differ by less than in any column without old weights."""
+    lows = [column.sigma[0] for column in columns if not column.stale]
+    return not mismatch.stale and mismatch.sigma < min(lows, default=0.0)
+
+
 def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
     """Standard PPO if it is tied with the best method of a column; else the best one that is tied in most columns."""
     tied = [cell for cell in column.cells if cell.tied]
@@ -127,8 +133,7 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     if mismatch.cause not in (*NOISE, "stale_weights"):
         title, advice = CAUSES[mismatch.cause]
         return f"No correction: fix the cause first. Diagnosis: {title} ({size}). {advice}"
-    lows = [column.sigma[0] for column in columns if not column.stale]
-    if not mismatch.stale and mismatch.sigma < min(lows, default=0.0):
+    if is_negligible(mismatch, columns):
         return f"No correction is needed: the engines differ by {size}, less than in any column of the study."
     column = column_for(mismatch, columns)
     if column is None:
