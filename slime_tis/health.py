@@ -1,7 +1,6 @@
 """Health warnings during training: reports when a finding of `slime_tis.rules.STEP_RULES` begins and ends."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from slime_tis.alarm import Alarm
 from slime_tis.correction import RolloutCorrectionConfig
@@ -9,16 +8,6 @@ from slime_tis.rules import EQUAL_REWARD_ROLLOUTS, STEP_RULES, evaluate
 
 CALM_STEPS = 10
 """Consecutive steps without a finding after which its warning ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthReport:
-    """Metrics and messages of one step."""
-
-    metrics: dict[str, float]
-    """health/NAME: 1 while a finding holds, 0 at the step at which it ends."""
-    messages: list[str]
-    """One message for each finding that began or ended at the step."""
 
 
 class Health:
@@ -30,8 +19,13 @@ class Health:
         self._last_reward: float | None = None
         self._equal_reward_rollouts = 0
 
-    def check(self, metrics: Mapping[str, float]) -> HealthReport:
-        """Checks one optimizer step."""
+    def check(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """Checks one optimizer step.
+
+        Returns:
+            health/NAME: 1 while a finding holds, 0 at the step at which it ends.
+            One message for each finding that began or ended at the step.
+        """
         values = {**metrics, EQUAL_REWARD_ROLLOUTS: float(self._count_equal_rewards(metrics))}
         health, messages = {}, []
         for name, finding in evaluate(STEP_RULES, values, self._correction).items():
@@ -43,7 +37,7 @@ class Health:
                 messages.append(str(finding))
             elif was_on and not is_on:
                 messages.append(f"health/{name} has ended: the finding is absent since {CALM_STEPS} steps.")
-        return HealthReport(metrics=health, messages=messages)
+        return health, messages
 
     def _count_equal_rewards(self, metrics: Mapping[str, float]) -> int:
         """Consecutive rollouts, including this step's, in which every sample has the same reward."""

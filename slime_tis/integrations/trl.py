@@ -154,10 +154,10 @@ class RolloutCorrectionMixin:
         for name, value in metrics.items():
             self._metrics[mode][PREFIX + name].append(value)
         if mode == "train":
-            report = self._health.check({f"train/{name}": value for name, value in metrics.items()})
-            for name, value in report.metrics.items():
+            health, messages = self._health.check({f"train/{name}": value for name, value in metrics.items()})
+            for name, value in health.items():
                 self._metrics[mode][name].append(value)
-            for message in report.messages if self.accelerator.is_main_process else ():
+            for message in messages if self.accelerator.is_main_process else ():
                 logger.warning(message)
 
     def _dump(self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]) -> None:

@@ -54,17 +54,17 @@ def find_resume_point(config: MegatronConfig, options: dict[str, Any], *, is_mai
     latest = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
     if latest is None:
         return None
-    if is_main:
-        for damaged in latest.damaged:
-            print(f"warning: passed over {config.load}/{damaged}", file=sys.stderr)
-    state = read_trainer_state(latest.checkpoint)
+    newest, damaged = latest
+    for each in damaged if is_main else ():
+        print(f"warning: passed over {config.load}/{each}", file=sys.stderr)
+    state = read_trainer_state(newest)
     check_options(state.options, options)
     if state.model != model_hash(config):
         raise ValueError(
-            f"--hf-checkpoint is {config.hf_checkpoint!r}, but {latest.checkpoint} trains "
+            f"--hf-checkpoint is {config.hf_checkpoint!r}, but {newest} trains "
             f"{state.options.get('hf_checkpoint')!r}, whose config.json differs; pass that model."
         )
-    return ResumePoint(checkpoint=latest.checkpoint, state=state)
+    return ResumePoint(checkpoint=newest, state=state)
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,7 @@ from slime_tis.trainer.reporting.progress import shown_progress
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.dynamic_sampling import collect
-from slime_tis.trainer.rollout.hooks import RolloutHooks
+from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks
 from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
 
@@ -69,8 +69,8 @@ class SampleSource:
         groups, sampled, metrics = self._load(rollout_id) if is_loaded else self._sample(rollout_id)
         seconds = time.monotonic() - start
         if not is_loaded:
-            hooks.filter_samples(groups)
-            hooks.process_all(sampled, self.data_source)
+            hooks.process(SAMPLE_FILTER, groups)
+            hooks.process(ALL_SAMPLES, sampled, self.data_source)
             path = self.arguments.loop.save_debug_rollout_data
             if path is not None and self.is_main:
                 save_samples(path.format(rollout_id=rollout_id), groups)
@@ -84,10 +84,11 @@ class SampleSource:
             measured["rollout/masked_offpolicy_tokens"] = mask_earlier_tokens(groups)
         measured |= check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
         shaped = hooks.shape_rewards(groups)
-        if shaped is not None:
-            measured["rollout/raw_reward"] = sum(shaped.raw) / len(shaped.raw)
+        raw, advantages = (None, None) if shaped is None else shaped
+        if raw is not None:
+            measured["rollout/raw_reward"] = sum(raw) / len(raw)
         measured |= self.sampler.metrics() | self.unfinished.metrics()
-        return Rollout(groups=groups, metrics=measured, advantages=None if shaped is None else shaped.advantages)
+        return Rollout(groups=groups, metrics=measured, advantages=advantages)
 
     def _load(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
         loop, rollout = self.arguments.loop, self.arguments.rollout

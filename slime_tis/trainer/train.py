@@ -105,9 +105,9 @@ def report_rollout(run: Run) -> None:
 def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
     """Logs the metrics of consecutive steps up to step `last_step`, and prints health warnings."""
     for step, row in enumerate(rows, start=last_step - len(rows) + 1):
-        health = run.health.check(row)
-        run.reporters.log(row | health.metrics, step)
-        for message in health.messages if run.process.parallel.is_main else ():
+        health, messages = run.health.check(row)
+        run.reporters.log(row | health, step)
+        for message in messages if run.process.parallel.is_main else ():
             tqdm.write(f"warning: step {step}: {message}", file=sys.stderr)
 
 

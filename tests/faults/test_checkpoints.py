@@ -93,9 +93,9 @@ def damage_and_look(rank: int, model: str, trained: str, results: str) -> None:
             damage(save / "iter_0000003" / file)
             latest = checkpoint.latest_complete_checkpoint(save)
             tried[f"{file}: {name}"] = latest is not None and (
-                latest.checkpoint.name == "iter_0000002"
-                and len(latest.damaged) == 1
-                and (file == MANIFEST or file in latest.damaged[0])  # a damaged sum is that of any file
+                latest[0].name == "iter_0000002"
+                and len(latest[1]) == 1
+                and (file == MANIFEST or file in latest[1][0])  # a damaged sum is that of any file
             )
             shutil.rmtree(save)
     shut_down()

@@ -49,8 +49,8 @@ def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: P
     resumed = build(model, parallel, **options)
     found = checkpoint.latest_complete_checkpoint(tmp_path)
     assert found is not None
-    checkpoint.load(found.checkpoint, resumed)
-    assert read_state(found.checkpoint) == {"run": "a", "step": 2}
+    checkpoint.load(found[0], resumed)
+    assert read_state(found[0]) == {"run": "a", "step": 2}
     assert steps(resumed, 2) == expected
     for name, tensor in resumed.named_hf_tensors():
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])

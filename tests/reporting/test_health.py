@@ -48,7 +48,7 @@ BAD: dict[str, tuple[str, float, int, str]] = {
 
 def messages(health: Health, rows: list[Mapping[str, float]]) -> list[tuple[int, str]]:
     """(step, message) of rows."""
-    return [(step, message) for step, row in enumerate(rows, start=1) for message in health.check(row).messages]
+    return [(step, message) for step, row in enumerate(rows, start=1) for message in health.check(row)[1]]
 
 
 def causes(row: Mapping[str, float], config: RolloutCorrectionConfig = TIS) -> list[str]:
@@ -57,7 +57,7 @@ def causes(row: Mapping[str, float], config: RolloutCorrectionConfig = TIS) -> l
 
 def test_values_at_the_limits_are_healthy() -> None:
     assert messages(Health(TIS), [GOOD] * 50) == []
-    assert Health(TIS).check(GOOD).metrics == {}
+    assert Health(TIS).check(GOOD) == ({}, [])
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -65,10 +65,10 @@ def test_a_finding_is_printed_once_and_marks_every_step(name: str) -> None:
     metric, value, after, text = BAD[name]
     health = Health(TIS)
     rows = [health.check(GOOD | {metric: value}) for _ in range(after + 5)]
-    assert [len(row.messages) for row in rows] == [0] * (after - 1) + [1] + [0] * 5
-    (message,) = rows[after - 1].messages
+    assert [len(found) for _, found in rows] == [0] * (after - 1) + [1] + [0] * 5
+    (message,) = rows[after - 1][1]
     assert message.startswith(f"{metric} is {value:.3g}: ") and text in message and message.endswith(".")
-    assert [row.metrics for row in rows] == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
+    assert [metrics for metrics, _ in rows] == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
 
 
 def test_a_finding_that_comes_and_goes_does_not_flap() -> None:
@@ -76,8 +76,8 @@ def test_a_finding_that_comes_and_goes_does_not_flap() -> None:
     health = Health(TIS)
     assert len(messages(health, [bad, GOOD, bad, *[GOOD] * 9, bad])) == 1
     reports = [health.check(GOOD) for _ in range(12)]
-    assert [len(report.messages) for report in reports] == [0] * 9 + [1, 0, 0]
-    assert [report.metrics for report in reports] == [{"health/zero_gradient": 1.0}] * 9 + [
+    assert [len(found) for _, found in reports] == [0] * 9 + [1, 0, 0]
+    assert [metrics for metrics, _ in reports] == [{"health/zero_gradient": 1.0}] * 9 + [
         {"health/zero_gradient": 0.0},
         {},
         {},

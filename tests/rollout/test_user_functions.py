@@ -14,7 +14,7 @@ from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
-from slime_tis.trainer.rollout.hooks import RolloutHooks, ShapedRewards
+from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.prefetch import Prefetcher
 from tests.rollout.test_dynamic_sampling import groups_of
 from tests.rollout.test_prefetch import Log
@@ -72,7 +72,7 @@ def test_rewards_are_shaped(tmp_path):
         "    return raw, [args.scale * reward for reward in raw]\n"
     )
     shaped = load(tmp_path, "custom_reward_post_process_path", code).shape_rewards(groups_of((1.0, 2.0), (0.0, 1.0)))
-    assert shaped == ShapedRewards(raw=[1.0, 2.0, 0.0, 1.0], advantages=[2.0, 4.0, 0.0, 2.0])
+    assert shaped == ([1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 2.0])
 
 
 def test_a_log_function_says_whether_the_rest_is_logged(tmp_path):

@@ -107,22 +107,14 @@ def write(
     return unfinished
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatestCheckpoint:
-    """The checkpoint to resume from."""
-
-    checkpoint: Path
-    damaged: tuple[str, ...]
-
-
-def latest_complete_checkpoint(directory: str | Path) -> LatestCheckpoint | None:
-    """The newest undamaged checkpoint under `directory`; None if there are no checkpoints."""
+def latest_complete_checkpoint(directory: str | Path) -> tuple[Path, list[str]] | None:
+    """The newest undamaged checkpoint under `directory`, and the newer damaged ones; None without checkpoints."""
     (candidates, *_) = on_every_rank(lambda: files.checkpoints(directory))
     damaged: list[str] = []
     for checkpoint in reversed(candidates):
         damages = [damage for damage in on_every_rank(partial(_damage, checkpoint)) if damage is not None]
         if not damages:
-            return LatestCheckpoint(checkpoint=checkpoint, damaged=tuple(damaged))
+            return checkpoint, damaged
         damaged.append(f"{checkpoint.name}: {damages[0]}")
     if damaged:
         raise CheckpointError(

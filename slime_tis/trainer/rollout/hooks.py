@@ -27,14 +27,6 @@ MAX_REASON_LENGTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapedRewards:
-    """The lists of --custom-reward-post-process-path, one number per sample."""
-
-    raw: list[float]
-    advantages: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RolloutHooks:
     """The user's functions around a rollout; each method is a collective."""
 
@@ -82,26 +74,20 @@ class RolloutHooks:
 
         return judge if DYNAMIC_FILTER in self.functions else None
 
-    def filter_samples(self, groups: Sequence[list[Sample]]) -> None:
-        """Lets the user's function choose samples that are not trained on."""
-        self._process(SAMPLE_FILTER, groups)
+    def process(self, option: str, groups: Sequence[list[Sample]], *more: object) -> None:
+        """Calls the function of SAMPLE_FILTER or ALL_SAMPLES, which may edit the samples of the groups."""
 
-    def process_all(self, groups: Sequence[list[Sample]], data_source: object) -> None:
-        """Calls the user's function with all sampled groups, including dropped groups."""
-        self._process(ALL_SAMPLES, groups, data_source)
-
-    def _process(self, option: str, groups: Sequence[list[Sample]], *more: object) -> None:
         def call(function: Function) -> None:
             function(self.args, [list(group) for group in groups], *more)
 
         if option in self.functions:
             self._call(option, groups, call)
 
-    def shape_rewards(self, groups: Sequence[list[Sample]]) -> ShapedRewards | None:
-        """Returns the rewards of the user's function; None without one."""
+    def shape_rewards(self, groups: Sequence[list[Sample]]) -> tuple[list[float], list[float]] | None:
+        """Returns the raw rewards and the advantages of the user's function, one per sample; None without one."""
         samples = [sample for group in groups for sample in group]
 
-        def call(function: Function) -> ShapedRewards:
+        def call(function: Function) -> tuple[list[float], list[float]]:
             raw, rewards = typed_value(REWARDS, function, function(self.args, list(samples)))
             are_valid = all(abs(value) <= MAX_REWARD for value in [*raw, *rewards])
             if not are_valid or not len(raw) == len(rewards) == len(samples):
@@ -110,7 +96,7 @@ class RolloutHooks:
                     f"{len(samples)} samples; return one of each per sample, finite and at most {MAX_REWARD:g} in "
                     "magnitude."
                 )
-            return ShapedRewards(raw=raw, advantages=rewards)
+            return raw, rewards
 
         return self._call(REWARDS, groups, call) if REWARDS in self.functions else None
 
