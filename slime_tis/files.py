@@ -1,9 +1,14 @@
-"""Atomic replacement of files: readers see the earlier file or the complete new file."""
+"""Files: JSON objects are read, and files are replaced so that readers see the earlier or the complete new one."""
 
+import codecs
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from slime_tis.errors import first_line
 
 FOREIGN = "the file exists and is no dump of this program; move it, or give another name"
 
@@ -43,3 +48,30 @@ def write_atomically(path: str | Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """Returns a JSON object; raises ValueError with a message that begins with `where` for anything else."""
+    try:
+        value = json.loads(text.decode())
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply to be read.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}.") from None
+    except ValueError as error:  # Python's own bound on digits
+        raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is JSON of type {type(value).__name__} and must be an object.")
+    return value
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields file and line for messages, and the object, of each line that is not blank; raises as `parse_object`."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # Excel and Notepad write it
+            if content.strip():
+                place = f"{path}, line {number}"
+                yield place, parse_object(content, place)

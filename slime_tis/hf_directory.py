@@ -1,7 +1,6 @@
 """Checks of a Hugging Face model directory that do not read its weights. Each ValueError names the file."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
+from slime_tis.files import parse_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,23 +320,6 @@ def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[s
         yield from _mlp_tensors(family.shared_expert, hidden, moe.shared_intermediate_size)
     if family.shared_expert_gate is not None:
         yield f"{family.shared_expert_gate}.weight", (1, hidden)
-
-
-def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """Returns a JSON object; raises ValueError with a message that begins with `where` for anything else."""
-    try:
-        value = json.loads(text.decode())
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deeply to be read.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}.") from None
-    except ValueError as error:  # Python's own bound on digits
-        raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is JSON of type {type(value).__name__} and must be an object.")
-    return value
 
 
 def _check_fields(model: Mapping[str, Any], where: str) -> None:

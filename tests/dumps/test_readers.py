@@ -237,9 +237,9 @@ def test_a_repeated_text_takes_memory_once(tmp_path):
 
 BAD_LINES = {
     "no JSON": ("{", "line 2 is not JSON"),
-    "deep nesting": ("[" * 100_000, "line 2 is not JSON"),
+    "deep nesting": ("[" * 100_000, "line 2 is nested too deeply"),
     "no object": ("[1]", "line 2 is JSON of type list"),
-    "no text": ("\xff\xfe", "line 2 is not JSON"),
+    "no text": ("\xff\xfe", "line 2 is not UTF-8"),
     "length": (json.dumps(PLAIN | {"loss_mask": [1]}), "line 2 has 1 entries of loss_mask"),
     "text": (json.dumps(PLAIN | {"train_log_probs": "abc"}), "line 2 has train_log_probs"),
     "probabilities": (json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}), "log-prob of 0.5"),

@@ -108,7 +108,7 @@ def test_a_damaged_line_is_refused(changes: dict[str, object], message: str, tmp
     with pytest.raises(ValueError, match=message):
         load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=None, context_len=None))
     (tmp_path / "x").write_text("nonsense")
-    with pytest.raises(ValueError, match="line 1 is not a sample"):
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
         load_samples(tmp_path / "x", 1, 1)
 
 

@@ -33,6 +33,7 @@ from slime_tis.analysis.dumps.files import (
 from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.errors import first_line, quoted_path
+from slime_tis.files import json_lines
 from slime_tis.metrics_file import CONFIG
 
 CHUNK_TOKENS = 1 << 18
@@ -185,7 +186,7 @@ def tables_of(path: Path) -> Iterator[TokenTable]:
     if path.suffix == ".pt":
         yield slime_table(path)
     elif path.suffix != ".parquet":
-        yield from _tables(_json_rows(path), path)
+        yield from _tables(json_lines(path), path)
     else:
         try:
             own = is_own_parquet(path)
@@ -222,21 +223,6 @@ def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTa
         if (highest := np.fmax.reduce(log_probs[table.loss_mask > 0], initial=-np.inf)) > 1e-2:
             raise ValueError(f"{path} has a log-prob of {highest:.4g}; natural logarithms are at most 0.")
     return table
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where} is JSON of type {type(row).__name__}, but each line must be an object.")
-            yield where, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

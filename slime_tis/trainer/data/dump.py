@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.files import FOREIGN, atomic_path
+from slime_tis.files import FOREIGN, atomic_path, json_lines
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.json_values import json_object
@@ -60,12 +60,14 @@ def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSiz
     if not path.is_file():
         raise ValueError(f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it.")
     groups: dict[int | None, list[Sample]] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            sample = _sample(line, f"{path}, line {number}")
-            if sizes is not None:
-                _check_fits(sample, f"{path}, line {number}", sizes)
-            groups.setdefault(sample.group_index, []).append(sample)
+    for place, row in json_lines(path):
+        try:
+            sample = from_dict(row)
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from error
+        if sizes is not None:
+            _check_fits(sample, place, sizes)
+        groups.setdefault(sample.group_index, []).append(sample)
     counts = sorted({len(by_rollout(group)) for group in groups.values()})
     if len(groups) != prompts or counts != [n_samples]:
         raise ValueError(
@@ -182,12 +184,3 @@ def _sampling_mask(row: Any) -> SamplingMask | None:
     if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids) or bool((token_ids < 0).any()):
         raise ValueError("a sampling_mask with negative numbers, or with lengths that do not add up")
     return SamplingMask(token_ids, lengths)
-
-
-def _sample(line: str, place: str) -> Sample:
-    try:
-        return from_dict(json.loads(line))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not a sample: {error}.") from error
-    except ValueError as error:
-        raise ValueError(f"{place} {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import logging
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slime_tis.errors import first_line, quoted
-from slime_tis.hf_directory import ModelSizes, parse_object
+from slime_tis.files import json_lines
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import Prompt
 
@@ -265,16 +265,7 @@ def _metadata(
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Yields the rows of a file without blank lines; raises ValueError with the line of an invalid row."""
-    return _parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # Excel and Notepad write it
-            if content.strip():
-                place = f"{path}, line {number}"
-                yield place, parse_object(content, place)
+    return _parquet_rows(path) if path.suffix == ".parquet" else json_lines(path)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
