@@ -40,6 +40,8 @@ REFERENCE = "none"
 """On-policy training."""
 MIN_SEEDS = 3
 """Methods with fewer seeds in a column have no interval and are not ranked."""
+MIN_PAIRS = 5
+"""A rank correlation of fewer methods is not shown."""
 RESAMPLES = 10_000
 SWEEP = Study(STUDY.directory / "sweep")
 SORTING = ""
@@ -201,6 +203,8 @@ def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
     for row in rows:
         of_cell.setdefault((row.scenario, row.correction), []).append(row)
     for column in compared:
+        if len(column.cells) < MIN_PAIRS:
+            continue
         means = []
         for name in ("mismatch_k3_kl", "ess", "kept_fraction"):
             pairs = [
@@ -217,7 +221,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
     ranks = [
         [sum(x < value for x in side) + side.count(value) / 2 for value in side] for side in zip(*pairs, strict=True)
     ]
-    if len(pairs) < 5 or any(len({*side}) == 1 for side in ranks):
+    if len(pairs) < MIN_PAIRS or any(len({*side}) == 1 for side in ranks):
         return "–"
     return f"{np.corrcoef(ranks)[0, 1]:.2f} ({len(pairs)})"
 
