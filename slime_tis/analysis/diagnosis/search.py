@@ -45,6 +45,8 @@ MAX_CACHED, MAX_BATCH = 2**29, 2**24
 """Bytes of logits that are kept, and number of logits of one batch."""
 ROUNDS = 7
 """Refinements of a parameter, each with a step of 0.6 of the last."""
+MIN_OF_GRID = 0.4
+"""Smallest refined value as a multiple of the smallest one of the grid: a soft cap below 2 is no setting of an engine."""
 WORTH_FITTING, MAX_REFINED = 0.02, 4
 """Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes that are refined."""
 MEASURED, WORTH_MEASURING = 8, 0.01
@@ -156,7 +158,8 @@ class Search:
             tries = []
             for name, step in steps.items():
                 for value in (best[name][1][1] - step, best[name][1][1] + step):
-                    if value > 0 or min(self.table[name].values) < 0:
+                    low = min(self.table[name].values)
+                    if low < 0 or value > MIN_OF_GRID * low:
                         tries.append((name, float(round(value)) if self.table[name].whole else value))
             try_out(tries)
             steps = {name: max(1, step // 2) if self.table[name].whole else 0.6 * step for name, step in steps.items()}
