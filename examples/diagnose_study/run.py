@@ -130,7 +130,7 @@ def tables(seed: int, strengths: Sequence[int], dumps: Path) -> Iterator[tuple[C
 def examine(case: Case, table: TokenTable) -> Row:
     found = diagnose(table)
     candidates = [finding for finding in found.findings if finding.cause != "unexplained"]
-    first, second = [*candidates, *found.findings[:1], None][:2]
+    first, second = [*(candidates or found.findings[:1]), None][:2]
     assert first is not None
     return Row(
         fault=case.fault,

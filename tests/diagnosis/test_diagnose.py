@@ -280,6 +280,22 @@ def test_equal_servers_are_not_blamed(seed: int) -> None:
     assert diagnose(model.table(rollout, rollout_worker=worker)).cause != "worker"
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_tokens_of_unknown_servers_are_no_server(servers: int) -> None:
+    model = Softmax()
+    is_warm = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 3 == 0
+    worker = np.where(is_warm, -1, np.arange(SAMPLES)[:, None] % servers)
+    rollout = np.where(is_warm, model.of(log_softmax(model.logits / 0.9)), model.noisy(0.002))
+    assert diagnose(model.table(rollout, rollout_worker=worker)).cause != "worker"
+
+
+def test_a_constant_is_another_unit_and_a_nearly_constant_kept_mass_is_truncation() -> None:
+    model = Softmax()
+    assert diagnose(model.table(model.train + 0.03)).cause == "broken_tokens"
+    mass = 0.03 - 0.001 * model.chance.random(model.train.shape)
+    assert diagnose(model.table(model.train + mass)).cause == "truncated_sampling"
+
+
 @pytest.mark.parametrize(("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])])
 def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[str]) -> None:
     model = Softmax()

@@ -46,7 +46,7 @@ MAX_CACHED, MAX_BATCH = 2**29, 2**24
 ROUNDS = 7
 """Refinements of a parameter, each with a step of 0.6 of the last."""
 MIN_OF_GRID = 0.4
-"""Smallest refined value as a multiple of the smallest one of the grid: a soft cap below 2 is no setting of an engine."""
+"""Smallest refined value as a multiple of the grid's smallest: a soft cap below 2 is no setting of an engine."""
 WORTH_FITTING, MAX_REFINED = 0.02, 4
 """Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes that are refined."""
 MEASURED, WORTH_MEASURING = 8, 0.01

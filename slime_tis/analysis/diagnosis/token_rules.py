@@ -46,6 +46,8 @@ MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 
 MAX_CONVERTED = 0.02
 """Largest remaining share of the mismatch of log-probs in another unit."""
+MAX_SPREAD = 1e-3
+"""The same where a positive constant was added: top-p adds nearly one constant to every log-prob."""
 MIN_WORKER_RATIO = 1.3
 """Smallest ratio of a deviating server's noise to the other servers'."""
 PERMUTATIONS = 999
@@ -55,9 +57,14 @@ Verdict = tuple[Finding, Mask] | None
 
 
 def deviating_worker(tokens: Tokens) -> Verdict:
-    """One of several rollout servers whose tokens differ more; the share is the excess over the other servers."""
-    if tokens.worker is None or len(np.unique(tokens.worker)) < 2:
+    """One of several rollout servers whose tokens differ more; the share is the excess over the other servers.
+
+    Tokens of an unknown server are not compared.
+    """
+    if tokens.worker is None or len(np.unique(tokens.worker[tokens.worker >= 0])) < 2:
         return None
+    every, tokens = tokens, tokens.only(tokens.worker >= 0)
+    assert every.worker is not None and tokens.worker is not None
     # the part of a sample that one server sampled is a unit, as its tokens are not independent
     units, unit_N = np.unique(np.stack([tokens.worker, tokens.sample]), axis=1, return_inverse=True)
     names, worker = np.unique(units[0], return_inverse=True)
@@ -88,8 +95,8 @@ def deviating_worker(tokens: Tokens) -> Verdict:
         f"times as large as of the other {len(names) - 1} servers",
         f"no random assignment of samples to servers of {PERMUTATIONS} makes such a difference",
     )
-    share = (1 - 1 / noise[worst]) * tokens.size[of_worst].sum() / tokens.size.sum()
-    return Finding("worker", evidence, 0.95, float(share), detail=name), of_worst
+    share = (1 - 1 / noise[worst]) * tokens.size[of_worst].sum() / every.size.sum()
+    return Finding("worker", evidence, 0.95, float(share), detail=name), every.worker == names[worst]
 
 
 def converted(tokens: Tokens) -> Verdict:
@@ -103,7 +110,9 @@ def converted(tokens: Tokens) -> Verdict:
         return Finding("broken_tokens", (text,), 0.95), everything
     design = np.stack([train[finite], np.ones(finite.sum())], axis=1)
     (factor, offset), *_ = np.linalg.lstsq(design, rollout[finite], rcond=None)
-    if np.abs(rollout[finite] - factor * train[finite] - offset).sum() < MAX_CONVERTED * tokens.size[finite].sum():
+    left = np.abs(rollout[finite] - factor * train[finite] - offset).sum() / tokens.size[finite].sum()
+    is_nearly_constant = abs(factor - 1) < 0.01 and offset > 0 and left > MAX_SPREAD  # log(kept mass) of top-p, min-p
+    if left < MAX_CONVERTED and not is_nearly_constant:
         text = f"the rollout engine reports {factor:.4g} · log π_train {offset:+.3g}: another base, unit or constant"
         return Finding("broken_tokens", (text,), 0.95), everything
     lowest = rollout[finite].min()
