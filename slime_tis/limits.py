@@ -157,20 +157,16 @@ def check_fields(config: object) -> None:
         if field.choices and not (isinstance(value, str) and value in field.choices):
             raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
         for item in value if field.is_list else (value,):
-            _check_item(name, field, item)
+            if not _has_type(item, field.item):
+                raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field}.")
+            if field.limits is not None and not field.limits.allow(item):
+                hint = f"; {field.limits.hint}" if field.limits.hint else ""
+                raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field.limits}{hint}.")
 
 
 def flag(name: str) -> str:
     """The flag of a field: `--tis-upper-bound` for tis_upper_bound."""
     return "--" + name.replace("_", "-")
-
-
-def _check_item(name: str, field: FieldType, value: Any) -> None:
-    if not _has_type(value, field.item):
-        raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
-    if field.limits is not None and not field.limits.allow(value):
-        hint = f"; {field.limits.hint}" if field.limits.hint else ""
-        raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field.limits}{hint}.")
 
 
 def _has_type(value: Any, kind: Any) -> bool:

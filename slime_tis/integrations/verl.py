@@ -12,7 +12,8 @@ anything; weights that are all zero, or a batch without a finite log-ratio, give
 import sys
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,13 +45,6 @@ SAFETY_BOUND = LOG_RATIO_BOUND
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in CRITERIA if name.startswith("token_")}
 MISMATCH = Config(get_mismatch_metrics=True)
-
-
-@dataclass
-class WeightsProto:
-    """The part of verl's DataProto that is used here, where verl is absent."""
-
-    batch: dict[str, Tensor]
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -243,4 +237,4 @@ def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 def _proto(tensors: dict[str, Tensor]) -> Any:
     """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
     protocol = sys.modules.get("verl.protocol")
-    return WeightsProto(tensors) if protocol is None else protocol.DataProto.from_dict(tensors=tensors)
+    return SimpleNamespace(batch=tensors) if protocol is None else protocol.DataProto.from_dict(tensors=tensors)

@@ -117,11 +117,6 @@ class PolicyConfig:
         return self.advantage_estimator == "optimal_token_baseline"
 
     @property
-    def has_own_objective(self) -> bool:
-        """Whether a user function gets log π_old, for advantages or the loss."""
-        return self.custom_advantage_function_path is not None or self.loss_type == "custom_loss"
-
-    @property
     def clip_high(self) -> float:
         """The upper clip range in force: eps_clip_high, or eps_clip where it is unset."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high

@@ -30,7 +30,8 @@ def needs_old_log_probs(correction: RolloutCorrectionConfig, steps_per_rollout: 
     takes none with one step per rollout, where the training forward computes π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1
-    is_given = policy.has_own_objective and not correction.use_rollout_logprobs
+    has_own_objective = policy.custom_advantage_function_path is not None or policy.loss_type == "custom_loss"
+    is_given = has_own_objective and not correction.use_rollout_logprobs
     shapes_advantages = policy.reject_before_advantage or policy.has_token_baseline
     return measures or shapes_advantages or is_given or uses_recomputed_old_policy(correction, steps_per_rollout)
 

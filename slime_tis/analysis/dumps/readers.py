@@ -149,7 +149,7 @@ def files_of(path: Path) -> list[Path]:
     for candidates in (files_of_run(path), *(path.glob(pattern) for pattern in PATTERNS)):
         files = [file for file in candidates if file.is_file() and file.name not in NOT_DUMPS]
         if files:
-            return sorted(files, key=_numbers_in)
+            return sorted(files, key=lambda file: (list(map(int, re.findall(r"\d+", file.name))), str(file)))
     raise ValueError(
         f"{quoted_path(path)} has no dumps; --save-debug-train-data or --dump-details writes them (docs/dumps.md)."
     )
@@ -175,10 +175,6 @@ def files_of_run(run: Path) -> list[Path]:
     moved = (run.absolute() / pattern.parent.name / pattern.name, run.absolute() / pattern.name)
     matches = (Path(path.anchor).glob(str(path.relative_to(path.anchor))) for path in (pattern, *moved))
     return next((files for files in map(list, matches) if files), [])
-
-
-def _numbers_in(path: Path) -> tuple[list[int], str]:
-    return [int(number) for number in re.findall(r"\d+", path.name)], str(path)
 
 
 def tables_of(path: Path) -> Iterator[TokenTable]:

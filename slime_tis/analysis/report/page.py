@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from slime_tis.analysis.diagnosis import Diagnosis, diagnose
+from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.analysis.report import overview, samples, shape
@@ -95,13 +95,16 @@ def page_data(
     has_metrics = any(source.metrics for source in sources)
     results = [diagnose(source.table, source.metrics) for source in sources]
     diagnoses = [{"name": source.name, **result.as_json()} for source, result in zip(sources, results, strict=True)]
+    advice = None
+    if len(sources) == 1 and first.table is not None and first.table.valid.any():
+        advice = recommendation(measured(first.table, results[0]), study())
     drawn = [plot.as_json() for plot in (*overview.plots(group_runs(sources)), *_shapes(sources))]
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": [_subtitle(source) for source in sources],
         "verdict": _verdict(diagnoses[0]["findings"], drawn) if len(sources) == 1 else None,
         "diagnoses": diagnoses,
-        "recommendation": _recommendation(first.table, results[0]) if len(sources) == 1 else None,
+        "recommendation": advice,
         "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
         "warnings": [
             {**warning, "name": warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"}
@@ -120,10 +123,6 @@ def page_data(
             "what_if": first.note or what_if_data["note"],
         },
     }
-
-
-def _recommendation(table: TokenTable | None, result: Diagnosis) -> str | None:
-    return None if table is None or not table.valid.any() else recommendation(measured(table, result), study())
 
 
 def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]) -> dict[str, Any]:

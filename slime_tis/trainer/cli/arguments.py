@@ -84,7 +84,9 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     check_dump(arguments)
     model = check_model(arguments.megatron, arguments.rollout, world_size)
     _refuse_unknown(restated, model)
-    check_outputs(arguments.rollout, arguments.megatron, arguments.reporting, _first_dumps(arguments.loop))
+    patterns = {name: getattr(arguments.loop, name) for name in ("save_debug_rollout_data", "save_debug_train_data")}
+    dumps = {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}
+    check_outputs(arguments.rollout, arguments.megatron, arguments.reporting, dumps)
     check_resumption(arguments.megatron, effective_config(arguments))
     namespace = _slime_names(effective_config(arguments), arguments.correction, arguments.policy)
     return dataclasses.replace(arguments, namespace=namespace)
@@ -206,12 +208,6 @@ def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
         raise ValueError(f"--num-steps-per-rollout is {steps} but {total}; choose a divisor of {samples}.")
     steps = steps or samples // (size or samples)
     return dataclasses.replace(loop, num_steps_per_rollout=steps, global_batch_size=samples // steps)
-
-
-def _first_dumps(loop: LoopConfig) -> dict[str, str]:
-    """The first file of each kind of dump, by flag."""
-    patterns = {name: getattr(loop, name) for name in ("save_debug_rollout_data", "save_debug_train_data")}
-    return {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}
 
 
 def read_layout(argv: Sequence[str]) -> MegatronConfig:

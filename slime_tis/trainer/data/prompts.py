@@ -56,7 +56,9 @@ class PromptDataset:
         """The next `size` prompts; a batch that reaches the end of an epoch continues into the next."""
         batch: list[Prompt] = []
         while len(batch) < size:
-            order = epoch_order(len(self.prompts), self._seed, self._epoch)
+            order: Sequence[int] = range(len(self.prompts))
+            if self._seed is not None:
+                order = np.random.default_rng([self._seed % 2**64, self._epoch]).permutation(len(self.prompts)).tolist()
             taken = order[self._position : self._position + size - len(batch)]
             batch.extend(self.prompts[index] for index in taken)
             self._position += len(taken)
@@ -86,14 +88,6 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes() + b"|")
     return digest.hexdigest()
-
-
-def epoch_order(size: int, seed: int | None, epoch: int) -> Sequence[int]:
-    """The indices 0 .. size − 1, shuffled by (seed, epoch), or in order without a seed."""
-    if seed is None:
-        return range(size)
-    order: list[int] = np.random.default_rng([seed % 2**64, epoch]).permutation(size).tolist()
-    return order
 
 
 def prompt_options(config: RolloutConfig) -> dict[str, Any]:

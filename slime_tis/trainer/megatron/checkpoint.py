@@ -134,7 +134,9 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         with torch.no_grad():
             state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(checkpoint))
             engine.model.module.load_state_dict(state["model"])
-            engine.optimizer.load_state_dict(_with_step_count(state["optimizer"]))
+            optimizer = state["optimizer"]  # megatron-core does not save the step count, but expects it
+            optimizer.get("optimizer", optimizer).get("state", {}).setdefault("common_step", torch.tensor(0.0))
+            engine.optimizer.load_state_dict(optimizer)
             _separate_adam_steps(engine.optimizer)
         for group, current in zip(engine.optimizer.param_groups, options, strict=True):
             group.update(current)  # megatron-core restores the saved learning rates, betas and epsilon
@@ -269,12 +271,6 @@ def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]
     state = {"param": main_param, **self.optimizer.state[main_param]}
     for key in state.keys() & tensors.keys():
         state[key].copy_(tensors[key])
-
-
-def _with_step_count(optimizer_state: dict[str, Any]) -> dict[str, Any]:
-    """Adds the step count 0, which megatron-core does not save but expects when it loads."""
-    optimizer_state.get("optimizer", optimizer_state).get("state", {}).setdefault("common_step", torch.tensor(0.0))
-    return optimizer_state
 
 
 def _separate_adam_steps(optimizer: Any) -> None:

@@ -56,7 +56,10 @@ def write_hf_checkpoint(
     _name_shards(directory, shards, total)
     dtypes = matrix_dtypes or vector_dtypes  # vectors may be more precise: the biases of routers are in float32
     if len(dtypes) == 1:
-        _set_dtype(directory / "config.json", dtypes.pop())
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)  # the field's name before transformers 4.56
+        config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
@@ -83,10 +86,3 @@ def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
 
 def _partial(directory: Path, index: int) -> Path:
     return directory / f"part-{index}.safetensors"
-
-
-def _set_dtype(config_file: Path, dtype: torch.dtype) -> None:
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # the field's name before transformers 4.56
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
