@@ -8,7 +8,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import reduce
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, token_advantages
 from slime_tis.policy.custom_tis import CustomTis
-from slime_tis.policy.policy_loss import LossStep, policy_loss
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, TokenRecord, policy_loss
 from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
-from slime_tis.policy.replay_mismatch import MeasuredLoss, mismatch, mismatch_metrics
+from slime_tis.policy.replay_mismatch import mismatch, mismatch_metrics
 from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
@@ -40,7 +40,7 @@ from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
-from slime_tis.trainer.train_dump import RecordedLoss, StepDump, TrainDump
+from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names
 
 WITH_REPLAY, WITHOUT_REPLAY = "with_replay", "without_replay"
@@ -306,24 +306,35 @@ class Learner:
         interval = self.rollout.measure_routing_mismatch
         measures = interval is not None and self.step % interval == 0
         measured = self._mismatch_otherwise(step) if measures else {}
-        loss = MeasuredLoss(context) if measures else partial(policy_loss, step=context)
-        recorded = RecordedLoss(loss)
+        records: list[TokenRecord] = []
+        trained_mismatch: list[Statistics] = []
+
+        def loss(inputs: LossInputs) -> LossOutputs:
+            if measures:
+                ranks = context.global_batch.ranks
+                trained_mismatch.append(mismatch(inputs.tokens, inputs.log_probs_L.detach(), ranks))
+            outputs = policy_loss(inputs, context)
+            if self.dump is not None:
+                records.append(outputs.record)
+            return outputs
+
         result = self.engine.train_step(
             batch,
             step.partition,
-            loss if self.dump is None else recorded,
+            loss,
             source=step.routing_record,
             scales_with_advantages=self._scales_with_advantages,
             rate_scale=self._rate_scale,
         )
-        self._dump(step, advantages, recorded, known)
+        self._dump(step, advantages, records, known)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()
             if self.rollout.records_routed_experts:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
-            if isinstance(loss, MeasuredLoss):
+            if measures:
                 trained = WITH_REPLAY if self.rollout.use_rollout_routing_replay else WITHOUT_REPLAY
-                measured |= self._mismatch(trained, loss.statistics if self.parallel.is_last_stage else None)
+                statistics = reduce(Statistics.merge, trained_mismatch) if self.parallel.is_last_stage else None
+                measured |= self._mismatch(trained, statistics)
             metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
         return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
 
@@ -336,14 +347,16 @@ class Learner:
         share = self.parallel.broadcast_from_last_stage(share)
         return math.sqrt(share) if scaling == "sqrt" else share
 
-    def _dump(self, step: Step, advantages: Sequence[float], recorded: RecordedLoss, known: GlobalBatch) -> None:
+    def _dump(
+        self, step: Step, advantages: Sequence[float], records: Sequence[TokenRecord], known: GlobalBatch
+    ) -> None:
         """Adds the step's tokens to the dump of each data-parallel rank."""
         parallel = self.parallel
         if self.dump is None or not parallel.is_last_stage or parallel.tensor_rank > 0:
             return
         with self.engine.timer("train_dump"):
             tokens = step.batch.responses
-            record_L = recorded.in_order(step.partition, tokens.lengths)
+            record_L = in_order(records, step.partition, tokens.lengths)
             record_N = parallel.ranks.over_context(tokens.slices.scatter(record_L))
             if parallel.context_rank == 0:
                 self.dump.add(

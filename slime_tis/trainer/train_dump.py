@@ -1,10 +1,10 @@
 """Per-token dumps of training (`--save-debug-train-data`), written by a separate thread.
 
-policy loss → RecordedLoss → StepDump → queue → table → file
+policy loss → TokenRecord → StepDump → queue → table → file
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable
 from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
 from slime_tis.errors import first_line
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs, TokenRecord
+from slime_tis.policy.policy_loss import TokenRecord
 from slime_tis.policy.tokens import turns_of
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 
@@ -29,25 +29,12 @@ MAX_QUEUED_ROLLOUTS = 2
 """Rollouts in the queue; training waits if it is full, which bounds the memory."""
 
 
-class RecordedLoss:
-    """A policy loss that records its values of each token."""
-
-    def __init__(self, loss: Callable[[LossInputs], LossOutputs]) -> None:
-        self._loss = loss
-        self._records: list[TokenRecord] = []
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Returns the loss of one micro-batch."""
-        outputs = self._loss(inputs)
-        self._records.append(outputs.record)
-        return outputs
-
-    def in_order(self, partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-        """Returns the records of all micro-batches in the order of the batch, float32 [L, 5]."""
-        order = [sample for samples in partition for sample in samples]
-        parts = torch.cat([record.stack() for record in self._records]).split([lengths[sample] for sample in order])
-        sample_records = dict(zip(order, parts, strict=True))
-        return torch.cat([sample_records[sample] for sample in range(len(order))])
+def in_order(records: Sequence[TokenRecord], partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+    """Returns the records of all micro-batches in the order of the batch, float32 [L, 5]."""
+    order = [sample for samples in partition for sample in samples]
+    parts = torch.cat([record.stack() for record in records]).split([lengths[sample] for sample in order])
+    sample_records = dict(zip(order, parts, strict=True))
+    return torch.cat([sample_records[sample] for sample in range(len(order))])
 
 
 @dataclass(frozen=True, kw_only=True)
