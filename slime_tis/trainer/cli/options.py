@@ -90,7 +90,8 @@ def read_value(label: str, option: Option, value: Any) -> Any:
         if option.default is MISSING:
             raise ValueError(f"{label} is unset but must be {option.type}.")
         return option.default
-    if _is_blank(value):
+    items = [value] if isinstance(value, str) else value
+    if not items or any(isinstance(item, str) and not item.strip() for item in items):
         raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
     try:
         return _read_kind(option.type, value)
@@ -133,11 +134,6 @@ def similar(word: str, known: Iterable[str]) -> str | None:
 
 class _UnfitText(ValueError):
     """A text that no option may be."""
-
-
-def _is_blank(value: Any) -> bool:
-    items = [value] if isinstance(value, str) else value
-    return not items or any(isinstance(item, str) and not item.strip() for item in items)
 
 
 def _read_kind(kind: FieldType, value: Any) -> Any:

@@ -6,7 +6,7 @@ The comments list what was changed, renamed, added and dropped, and why. Nothing
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,11 @@ def port(launch: Launch) -> Ported:
     ported = Ported()
     for note in launch.notes:
         ported.note(TODO, f"{note}.")
-    given = _flags_of(launch.words, ported)
+    given: dict[str, Flag] = {}
+    for flag in flags_of(launch.words)[1:]:
+        if flag.name in given:
+            ported.note(CHANGED, f"{flag.name[:80]} is given more than once; the last value counts.")
+        given[flag.name] = flag
     if "--eval-top-k" in given and given["--eval-top-k"].values == ("1",):
         ported.note(CHANGED, "--eval-top-k 1 becomes --eval-temperature 0: evaluation is greedy.")
         given["--eval-temperature"] = Flag("--eval-temperature", ("0",))
@@ -155,16 +159,6 @@ def _drop_no_ops(ported: Ported) -> str:
             for name in dropped:
                 del ported.flags[name]
             ported.note(NO_OPS, str(error))
-
-
-def _flags_of(words: Sequence[str], ported: Ported) -> dict[str, Flag]:
-    """Flags with their values; of a repeated flag the last, as in argparse."""
-    flags: dict[str, Flag] = {}
-    for flag in flags_of(words)[1:]:
-        if flag.name in flags:
-            ported.note(CHANGED, f"{flag.name[:80]} is given more than once; the last value counts.")
-        flags[flag.name] = flag
-    return flags
 
 
 def _port_flag(flag: Flag, given: Given, model: Mapping[str, Any] | None, ported: Ported) -> None:
