@@ -203,12 +203,11 @@ class Learner:
         rank_samples = [[sample for rollout in shard for sample in rollout] for shard in shards]
         numbers = [[number for number, rollout in enumerate(shard) for _ in rollout] for shard in shards]
         samples, rollout_numbers = rank_samples[self.parallel.data_rank], numbers[self.parallel.data_rank]
-        micro_batches = self.engine.micro_batches(
+        partition, load = self.engine.micro_batches(
             [[sample.tokens for sample in samples] for samples in rank_samples],
             [[sample.response_length for sample in samples] for samples in rank_samples],
             numbers,
         )
-        partition = micro_batches.partition
         recorded, missing = self._with_routing(samples, rollout_numbers)
         batch = recorded if self.rollout.use_rollout_routing_replay else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
@@ -227,7 +226,7 @@ class Learner:
             batch=batch,
             recorded=recorded,
             partition=partition,
-            load=micro_batches.load,
+            load=load,
             routing_record=record,
             samples_without_routing=missing,
         )

@@ -34,7 +34,7 @@ from slime_tis.trainer.megatron.memory import (
     trim_before_gradient,
     trim_heap,
 )
-from slime_tis.trainer.megatron.micro_batches import MicroBatches, load_of, token_budget_partitions
+from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_partitions
 from slime_tis.trainer.megatron.packing import MicroBatch, RowSplit, pack
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
@@ -217,15 +217,20 @@ class TrainingEngine:
         tokens_of_ranks: Sequence[Sequence[Sequence[int]]],
         responses_of_ranks: Sequence[Sequence[int]],
         rollouts_of_ranks: Sequence[Sequence[int]],
-    ) -> MicroBatches:
-        """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank."""
+    ) -> tuple[list[list[int]], float | None]:
+        """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank.
+
+        Returns:
+            The samples of each micro-batch.
+            Tokens of the largest micro-batch of all ranks, divided by the token budget; None without a budget.
+        """
         rank = self.parallel.data_rank
         if self.token_budget is None:
             assert self.config.micro_batch_size is not None
             partition: dict[int, list[int]] = {}
             for sample, rollout in enumerate(rollouts_of_ranks[rank]):
                 partition.setdefault(rollout // self.config.micro_batch_size, []).append(sample)
-            return MicroBatches(partition=list(partition.values()))
+            return list(partition.values()), None
         trees = [
             PrefixTree.of(tokens, responses) if self.shares_prompts else PrefixTree.apart(map(len, tokens), responses)
             for tokens, responses in zip(tokens_of_ranks, responses_of_ranks, strict=True)
@@ -235,7 +240,7 @@ class TrainingEngine:
         largest = max(
             load_of(tree, samples) for tree, partition in zip(trees, partitions, strict=True) for samples in partition
         )
-        return MicroBatches(partition=partitions[rank], load=largest / budget)
+        return partitions[rank], largest / budget
 
     @property
     def skips_backward(self) -> bool:

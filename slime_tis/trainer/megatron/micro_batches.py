@@ -17,15 +17,6 @@ from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 Rollout = list[int]  # the indices of its sequences
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatches:
-    """The samples of each micro-batch of a data-parallel rank."""
-
-    partition: list[list[int]]
-    load: float | None = None
-    """Tokens of the largest micro-batch of all ranks, divided by the token budget; None without a budget."""
-
-
 def token_budget_partitions(
     trees: Sequence[PrefixTree], max_tokens: int, rollouts: Sequence[Sequence[int]] | None = None
 ) -> list[list[list[int]]]:
