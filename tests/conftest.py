@@ -2,9 +2,6 @@
 
 import gc
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,17 +16,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("busy machine", deadline=None)  # no test asserts a time
 settings.load_profile("busy machine")
 
-Run = Callable[..., list[dict[str, Any]]]
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """`--device`, for the tests of what is computed with tensors."""
     parser.addoption(
         "--device", default="cpu", choices=["cpu", "cuda", SIMULATED], help="device of the tensors that tests make"
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Postpones the search for garbage while modules are imported: a million objects, of which none is garbage.
 
     From here on tests make their tensors on the device, those of a module's constants too.
@@ -40,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: device.__exit__(None, None, None))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Omits tests that start ranks of gloo, where the tensors of this process are on another device."""
     if config.getoption("device") == "cpu":
         return
@@ -52,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="the processes that it starts compute on the CPU"))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     """Leaves the imported modules out of every search, and starts the fork server where tests need it."""
     gc.freeze()
     gc.enable()
@@ -64,23 +59,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collected() -> Iterator[None]:
+def collected():
     """Process groups that a file of tests leaves lie in reference cycles, and each of gloo's has three threads."""
     yield
     gc.collect()
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def task(tmp_path_factory):
     """The flags that train on the task."""
     return make_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture
-def run(task: list[str], tmp_path: Path) -> Run:
+def run(task, tmp_path):
     """Runs train.py on the task with more flags; the rows of metrics.jsonl."""
 
-    def go(*flags: str, name: str = "run") -> list[dict[str, Any]]:
+    def go(*flags, name="run"):
         return run_here([*task, *flags], tmp_path / name)
 
     return go

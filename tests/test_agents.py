@@ -95,18 +95,18 @@ async def hung_tools(args, sample, sampling_params, engine):
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def task(tmp_path_factory):
     directory = tmp_path_factory.mktemp("agents")
     flags = [*make_task(directory), "--rollout-precision", "fp32", "--num-rollout", "1"]
     (directory / "agents.py").write_text(AGENTS)
     return flags, directory
 
 
-def agent(task: tuple[list[str], Path], name: str) -> list[str]:
+def agent(task, name):
     return [*task[0], "--custom-generate-function-path", f"{task[1] / 'agents.py'}:{name}"]
 
 
-def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_path: Path) -> None:
+def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_path):
     (row,) = run_here([*agent(task, "eight_turns"), "--dump-details", str(tmp_path / "dump")], tmp_path / "run")
     table = read(tmp_path / "dump" / "train_data" / "0_0.parquet")
     trained = table.loss_mask > 0
@@ -130,18 +130,14 @@ def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_pat
     ],
     ids=["log-probs shifted by one", "observations that are trained on"],
 )
-def test_a_shift_by_one_and_a_wrong_mask_end_a_strict_run(
-    task, name: str, message: str, tmp_path: Path, capsys
-) -> None:
+def test_a_shift_by_one_and_a_wrong_mask_end_a_strict_run(task, name, message, tmp_path, capsys):
     flags = [*agent(task, name), "--retokenization", "error", "--output-dir", str(tmp_path / "run")]
     assert train(flags) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "share"), [("retokenized", 1.0), ("removed", 0.0)])
-def test_a_built_in_reward_does_not_train_on_excluded_samples(
-    task, name: str, share: float, tmp_path: Path, capsys
-) -> None:
+def test_a_built_in_reward_does_not_train_on_excluded_samples(task, name, share, tmp_path, capsys):
     flags = agent(task, name)
     place = flags.index("--custom-rm-path")
     flags[place : place + 2] = ["--rm-type", "random"]
@@ -152,7 +148,7 @@ def test_a_built_in_reward_does_not_train_on_excluded_samples(
     assert ("widen the bounds" in output.out + output.err) == (share == 0)
 
 
-def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path: Path) -> None:
+def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path):
     flags = [*agent(task, "segments"), "--num-steps-per-rollout", "2", "--micro-batch-size", "2"]
     data = tmp_path / "samples.jsonl"
     alone = run_here([*flags, "--save-debug-rollout-data", str(data)], tmp_path / "alone")
@@ -170,7 +166,7 @@ def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path: Path) -> No
     assert [row["train/grad_norm"] for row in again] == [row["train/grad_norm"] for row in alone]
 
 
-def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None:
+def test_failures_cost_their_samples_alone(task, tmp_path, capsys):
     (row,) = run_here(agent(task, "unreliable"), tmp_path / "run")
     assert row["rollout/generate_failed"] == 0.5
     assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/response"]) == (4.0, 4.0)
@@ -178,14 +174,14 @@ def test_failures_cost_their_samples_alone(task, tmp_path: Path, capsys) -> None
     assert "8 of 16 samples could not be made and train nothing: " in capsys.readouterr().err
 
 
-def test_a_run_continues_without_the_samples_whose_tools_hang(task, tmp_path: Path) -> None:
+def test_a_run_continues_without_the_samples_whose_tools_hang(task, tmp_path):
     hung = run_apart([*agent(task, "hung_tools"), "--generate-timeout", "3", "--num-rollout", "2"], tmp_path / "run")
     assert hung.returncode == 0, hung.stderr
     rows = read_metrics(tmp_path / "run")
     assert [row["rollout/generate_failed/timeout"] for row in rows] == [3.0, 3.0]
 
 
-def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, tmp_path):
     evaluation = ["--eval-prompt-data", str(task[1] / "train.jsonl"), "--eval-max-response-len", "4"]
     flags = [*agent(task, "segments"), "--rollout-precision", "int8", *evaluation]
     whole = run_here([*flags, "--num-rollout", "2"], tmp_path / "whole")
@@ -195,7 +191,7 @@ def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, 
         assert row[name] == whole[-1][name]
 
 
-def test_the_example_of_the_page_runs(task, tmp_path: Path) -> None:
+def test_the_example_of_the_page_runs(task, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.S)
     (tmp_path / "my_agent.py").write_text(code)
     flags = [*task[0], "--custom-generate-function-path", f"{tmp_path / 'my_agent.py'}:generate"]

@@ -1,18 +1,14 @@
 """train.py with rollouts in flight: how stale they are, what is omitted, what resuming and the sync check do."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from slime_tis.main import train
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from tests.conftest import Run
 from tests.runs import read_metrics, run_here
 
 
-def test_lookahead_makes_samples_as_many_rollouts_stale(run: Run) -> None:
+def test_lookahead_makes_samples_as_many_rollouts_stale(run):
     rows = run("--rollout-lookahead", "2", "--num-rollout", "5")
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 2, 2]
     assert [row["rollout/weight_staleness_max"] for row in rows] == [0, 1, 2, 2, 2]
@@ -21,7 +17,7 @@ def test_lookahead_makes_samples_as_many_rollouts_stale(run: Run) -> None:
     assert rows[2]["train/mismatch_k3_kl_staleness_2"] == pytest.approx(rows[2]["train/mismatch_k3_kl"], rel=1e-5)
 
 
-def test_stale_samples_are_left_out_and_counted(run: Run) -> None:
+def test_stale_samples_are_left_out_and_counted(run):
     flags = ("--rollout-lookahead", "2", "--num-rollout", "4", "--use-tis")
     rows = run(*flags, "--max-weight-staleness", "1")
     assert [row["rollout/stale_samples"] for row in rows] == [0, 0, 16, 16]
@@ -29,7 +25,7 @@ def test_stale_samples_are_left_out_and_counted(run: Run) -> None:
     assert [row["rollout/stale_samples"] for row in run(*flags, name="all")] == [0, 0, 0, 0]
 
 
-def test_a_resumed_run_takes_the_prompts_in_flight_again(task: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_prompts_in_flight_again(task, tmp_path):
     flags = [*task, "--rollout-lookahead", "1", "--save", str(tmp_path / "save"), "--save-interval", "2"]
     data = str(tmp_path / "{rollout_id}.jsonl")
     run_here([*flags, "--num-rollout", "4", "--save-debug-rollout-data", data], tmp_path / "whole")
@@ -48,7 +44,7 @@ def test_a_resumed_run_takes_the_prompts_in_flight_again(task: list[str], tmp_pa
         assert prompts[0] == prompts[1]
 
 
-def test_evaluation_by_the_rollout_engine_has_the_present_weights(run: Run, task: list[str], tmp_path: Path) -> None:
+def test_evaluation_by_the_rollout_engine_has_the_present_weights(run, task, tmp_path):
     held_out = ["--eval-prompt-data", task[task.index("--prompt-data") + 1], "--eval-interval", "1"]
     flags = [*held_out, "--rollout-precision", "fp32", "--update-weights-interval", "3", "--num-rollout", "2"]
     local = run(*flags, name="local")
@@ -59,12 +55,10 @@ def test_evaluation_by_the_rollout_engine_has_the_present_weights(run: Run, task
     ]
 
 
-def test_a_lost_engine_ends_the_run_with_a_checkpoint(
-    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_engine_ends_the_run_with_a_checkpoint(task, tmp_path, monkeypatch, capsys):
     usual, calls = LocalEngine.submit, []
 
-    def lose_the_third(self: LocalEngine, *args: Any, **kwargs: Any) -> Any:
+    def lose_the_third(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
             raise RolloutUnavailable("no server answers.")

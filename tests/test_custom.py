@@ -7,9 +7,6 @@ import re
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +18,12 @@ from slime_tis.user_functions.calling import check_signature
 MASKS = [torch.ones(2), torch.ones(1)]
 
 
-def call(function: Any, **given: Any) -> Any:
+def call(function, **given):
     loss = torch.ones(3, requires_grad=True) * 1
     return call_custom_tis(function, None, **{"pg_loss": loss, "loss_masks": MASKS, **given})
 
 
-def written(directory: Path, text: str, name: str = "mine.py") -> Path:
+def written(directory, text, name="mine.py"):
     file = directory / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(textwrap.dedent(text))
@@ -34,10 +31,9 @@ def written(directory: Path, text: str, name: str = "mine.py") -> Path:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["./mine.py:f", "~/mine.py:f", "link.py:f", "some.dots/a.b-c.py:f", "mine.py:Group.f", "pkg/mod.py:f"],
+    "path", ["./mine.py:f", "~/mine.py:f", "link.py:f", "some.dots/a.b-c.py:f", "mine.py:Group.f", "pkg/mod.py:f"]
 )
-def test_files_are_found(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_found(path, tmp_path, monkeypatch):
     body = "from helper import value\n\ndef f():\n    return value\n\nclass Group:\n    f = staticmethod(f)\n"
     for name in ("mine.py", "some.dots/a.b-c.py"):
         written(tmp_path, body, name)
@@ -53,7 +49,7 @@ def test_files_are_found(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sys.path == before
 
 
-def test_a_file_is_run_once_and_knows_its_own_names(tmp_path: Path) -> None:
+def test_a_file_is_run_once_and_knows_its_own_names(tmp_path):
     file = written(
         tmp_path,
         """
@@ -79,7 +75,7 @@ def test_a_file_is_run_once_and_knows_its_own_names(tmp_path: Path) -> None:
     assert load_function(f"{file}:g")() == load_function(f"{tmp_path / 'same.py'}:g")() == 1
 
 
-def test_helpers_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
+def test_helpers_of_the_same_name_do_not_mix(tmp_path):
     paths = []
     for name in ("a", "b"):
         written(tmp_path / name, f"value = {name!r}", "helper.py")
@@ -88,7 +84,7 @@ def test_helpers_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
     assert [load_function(path)() for path in paths] == ["a", "b"]
 
 
-def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_else(tmp_path: Path) -> None:
+def test_what_lies_beside_a_file_is_found_when_it_is_called_too_and_by_nobody_else(tmp_path):
     written(tmp_path, "value = 7", "late_helper.py")
     written(tmp_path, "raise RuntimeError('not the standard library')", "wave.py")
     text = """
@@ -115,7 +111,7 @@ NOT_FOUND = {
 
 
 @pytest.mark.parametrize(("path", "message"), NOT_FOUND.values(), ids=NOT_FOUND)
-def test_a_missing_function_is_one_short_message(path: str, message: str) -> None:
+def test_a_missing_function_is_one_short_message(path, message):
     with pytest.raises(CustomFunctionError, match=re.escape(message)) as caught:
         load_function(path)
     assert len(str(caught.value)) < 400
@@ -144,7 +140,7 @@ NOT_IMPORTED = {
 
 
 @pytest.mark.parametrize(("text", "message"), NOT_IMPORTED.values(), ids=NOT_IMPORTED)
-def test_a_file_that_cannot_be_imported_is_one_message_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_cannot_be_imported_is_one_message_with_its_line(tmp_path, text, message):
     written(tmp_path, "\nraise RuntimeError('deep')", "helper_with_a_fault.py")
     file = tmp_path / "mine.py"
     file.write_bytes(text.encode(errors="surrogateescape"))
@@ -154,27 +150,27 @@ def test_a_file_that_cannot_be_imported_is_one_message_with_its_line(tmp_path: P
     assert len(str(caught.value).splitlines()) == 1
 
 
-def failing(args: Any, **kwargs: Any) -> Any:
+def failing(args, **kwargs):
     return args["missing"]
 
 
 @functools.wraps(failing)
-def wrapped(*args: Any, **kwargs: Any) -> Any:
+def wrapped(*args, **kwargs):
     return failing(*args, **kwargs)
 
 
 class Callables:
-    def __call__(self, args: Any, **kwargs: Any) -> Any:
+    def __call__(self, args, **kwargs):
         raise RuntimeError("a\nb\x1b[2J" + "x" * 1000)
 
 
-def message_of(function: Callable[..., Any], *args: Any) -> str:
+def message_of(function, *args):
     with pytest.raises(CustomFunctionError) as caught, calling(function):
         function(*args)
     return str(caught.value)
 
 
-def test_an_exception_is_one_message_with_the_line_in_the_users_file() -> None:
+def test_an_exception_is_one_message_with_the_line_in_the_users_file():
     line = failing.__code__.co_firstlineno + 1
     expected = (
         f"failing ({__file__}, line {line}) raised KeyError: 'missing'. SLIME_TIS_TRACEBACK=1 shows the traceback."
@@ -187,21 +183,21 @@ def test_an_exception_is_one_message_with_the_line_in_the_users_file() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError])
-def test_signals_and_cancellations_pass_through(error: type[BaseException]) -> None:
+def test_signals_and_cancellations_pass_through(error):
     with pytest.raises(error), calling(failing):
         raise error
 
 
-def slimes(args: Any, *, pg_loss: Any, train_log_probs: Any, rollout_log_probs: Any, loss_masks: Any,
-           total_lengths: Any, response_lengths: Any) -> Any:  # fmt: skip
+def slimes(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks,
+           total_lengths, response_lengths):  # fmt: skip
     return pg_loss, loss_masks, {}
 
 
-def keyword(*, args: Any, pg_loss: Any, loss_masks: Any, **_: Any) -> Any:
+def keyword(*, args, pg_loss, loss_masks, **_):
     return pg_loss, loss_masks, {"seen": pg_loss.detach() * args.value}
 
 
-def test_slimes_signature_without_kwargs_and_args_by_keyword_work() -> None:
+def test_slimes_signature_without_kwargs_and_args_by_keyword_work():
     more = {"train_log_probs": [], "rollout_log_probs": [], "total_lengths": [], "response_lengths": []}
     loss, _, _ = call(slimes, **more, log_probs=[], cp_group=None)
     assert loss.tolist() == [1, 1, 1]
@@ -209,7 +205,7 @@ def test_slimes_signature_without_kwargs_and_args_by_keyword_work() -> None:
     assert call_custom_tis(keyword, Namespace(value=5), **given)[2]["seen"].tolist() == [5, 5, 5]
 
 
-def test_a_signature_that_does_not_fit_is_refused_before_it_is_called(tmp_path: Path) -> None:
+def test_a_signature_that_does_not_fit_is_refused_before_it_is_called(tmp_path):
     cases = {
         "def f(): pass": "got an unexpected keyword argument",
         "def f(options, **kw): pass": "missing a required argument: 'options'",
@@ -230,7 +226,7 @@ def test_a_signature_that_does_not_fit_is_refused_before_it_is_called(tmp_path: 
     check_signature(max, ["args"], ["key"])
 
 
-def test_a_module_may_refuse_options(tmp_path: Path) -> None:
+def test_a_module_may_refuse_options(tmp_path):
     text = """
     def check_args(args):
         if args.use_rs:
@@ -245,21 +241,21 @@ def test_a_module_may_refuse_options(tmp_path: Path) -> None:
         load_custom_tis(path, Namespace(use_rs=True))
 
 
-def test_double_precision_becomes_the_dtype_of_the_input() -> None:
+def test_double_precision_becomes_the_dtype_of_the_input():
     result = call(lambda args, **kw: [kw["pg_loss"].double() / 3, tuple(kw["loss_masks"]), {"m": kw["pg_loss"] > 0}])
     loss, masks, metrics = result
     assert loss.dtype == torch.float32 and loss.requires_grad and len(masks) == 2 and metrics["m"].all()
     assert loss.tolist() == pytest.approx([1 / 3] * 3)
 
 
-def shorter(args: Any, *, pg_loss: torch.Tensor, loss_masks: list) -> Any:
+def shorter(args, *, pg_loss, loss_masks):
     return pg_loss[:2], loss_masks, {}
 
 
-def returning(**changed: Any) -> Callable[..., Any]:
+def returning(**changed):
     """A function that returns what it got, but for what `changed` makes of the keyword arguments."""
 
-    def function(args: Any, **kw: Any) -> Any:
+    def function(args, **kw):
         parts = {"loss": kw["pg_loss"], "masks": kw["loss_masks"], "metrics": {}}
         parts |= {name: change(kw) for name, change in changed.items()}
         return tuple(parts.values())
@@ -268,14 +264,14 @@ def returning(**changed: Any) -> Callable[..., Any]:
 
 
 @torch.no_grad()
-def without_grad(args: Any, *, pg_loss: torch.Tensor, loss_masks: list) -> Any:
+def without_grad(args, *, pg_loss, loss_masks):
     return pg_loss * 1, loss_masks, {}
 
 
 NAN = float("nan")
 
 
-def loss(change: Callable[[Any], Any]) -> Callable[..., Any]:
+def loss(change):
     return returning(loss=lambda kw: change(kw["pg_loss"]))
 
 
@@ -303,12 +299,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("function", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_return_is_named(function: Any, message: str) -> None:
+def test_a_wrong_return_is_named(function, message):
     with pytest.raises(CustomFunctionError, match=message):
         call(function)
 
 
-def test_a_mask_cannot_take_in_what_the_loss_mask_leaves_out() -> None:
+def test_a_mask_cannot_take_in_what_the_loss_mask_leaves_out():
     masks = [torch.tensor([1, 0]), torch.ones(1)]
     with pytest.raises(CustomFunctionError, match="a mask with 1 where the loss mask is 0"):
         call(returning(masks=lambda kw: [torch.ones(2), torch.ones(1)]), loss_masks=masks)

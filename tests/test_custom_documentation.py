@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from slime_tis.trainer.data.dump import load_samples
 from slime_tis.user_functions import USER_FUNCTIONS, load_function
-from tests.conftest import Run
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics, with_sglang
 
@@ -19,14 +18,14 @@ EXAMPLES = dict(re.findall(r"^```python\n# (\w+\.py): (.*?)^```$", PAGE, re.M | 
 
 
 @pytest.fixture(autouse=True)
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def examples(tmp_path, monkeypatch):
     """Writes the files of the page to the working directory."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).write_text(f"# {text}")
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_correction_shown_trains_and_reports(run: Run) -> None:
+def test_the_correction_shown_trains_and_reports(run):
     path = "my_correction.py:cautious_tis"
     (row,) = run("--use-tis", "--num-rollout", "1", "--custom-tis-function-path", path)
     assert row["train/grad_norm"] > 0
@@ -36,14 +35,12 @@ def test_the_correction_shown_trains_and_reports(run: Run) -> None:
     assert row["train/gradient_kept_fraction"] == pytest.approx(1 - unlikely, abs=0.05)
 
 
-def test_the_reward_shown_scores(run: Run) -> None:
+def test_the_reward_shown_scores(run):
     (row,) = run("--num-rollout", "1", "--custom-rm-path", "my_reward.py:reward")
     assert row["rollout/raw_reward"] == pytest.approx(-0.01 * row["rollout/response_len"])
 
 
-def test_the_filters_logs_and_shaped_rewards_shown_run(
-    run: Run, task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_filters_logs_and_shaped_rewards_shown_run(run, task, tmp_path, capsys):
     reward = "def reward(args, sample):\n    return float((sample.index + len(sample.prompt)) % 2)\n"
     (tmp_path / "half.py").write_text(reward)
     flags = ["--custom-rm-path", "half.py:reward", "--dynamic-sampling-filter-path", "my_filter.py:solvable"]
@@ -63,7 +60,7 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(
     assert json.loads((tmp_path / "run" / "longest.jsonl").read_text())["rollout/dynamic_filter/sampled"] == 4
 
 
-def test_the_buffer_filter_shown_runs(task: list[str], tmp_path: Path) -> None:
+def test_the_buffer_filter_shown_runs(task, tmp_path):
     flags = [
         *with_sglang(task),
         "--partial-rollout",
@@ -81,13 +78,13 @@ def test_the_buffer_filter_shown_runs(task: list[str], tmp_path: Path) -> None:
     assert rows[-1]["rollout/mixed_versions"] > 0
 
 
-def test_the_data_source_shown_is_taken_up_where_it_was(task: list[str], tmp_path: Path) -> None:
+def test_the_data_source_shown_is_taken_up_where_it_was(task, tmp_path):
     data = str(tmp_path / "{rollout_id}.jsonl")
     flags = [*task, "--data-source-path", "my_data.py:Sums", "--rollout-lookahead", "1", "--num-rollout", "3"]
     flags += ["--save-debug-rollout-data", data]
     run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
 
-    def prompts(number: int) -> list[int]:
+    def prompts(number):
         return [group[0].metadata["number"] for group in load_samples(tmp_path / f"{number}.jsonl", 4, 4)]
 
     assert [prompts(number) for number in range(3)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
@@ -100,7 +97,7 @@ def test_the_data_source_shown_is_taken_up_where_it_was(task: list[str], tmp_pat
     assert prompts(2) == [9, 10, 11, 12]
 
 
-def test_the_rollout_shown_is_trained_on_and_resumed(task: list[str], tmp_path: Path) -> None:
+def test_the_rollout_shown_is_trained_on_and_resumed(task, tmp_path):
     flags = [*task, "--rollout-function-path", "my_rollout.py:generate_rollout", "--num-rollout", "3"]
     rows = run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
     assert [row["rollout/response_len"] for row in rows] == [3, 3, 3]
@@ -116,13 +113,13 @@ LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "my_objecti
 CORRECTION = ("--use-tis", "--tis-batch-normalize", "--use-rs", "--rs-level", "token", "--rs-upper-bound", "1.001")
 
 
-def objective(run: Run, *flags: str, name: str, step: int = 1) -> dict[str, float]:
+def objective(run, *flags, name, step=1):
     """The metrics of a step, the first or the second of a rollout of two."""
     return training_metrics(run("--num-rollout", "1", "--num-steps-per-rollout", "2", *flags, name=name)[step])
 
 
 @pytest.mark.parametrize("flags", [(), CORRECTION], ids=["alone", "corrected"])
-def test_the_loss_shown_is_the_built_in_one(run: Run, flags: tuple[str, ...]) -> None:
+def test_the_loss_shown_is_the_built_in_one(run, flags):
     flags = (*flags, "--micro-batch-size", "4")
     built_in, shown = objective(run, *flags, name="built_in"), objective(run, *flags, *LOSS, name="own")
     assert ("train/mis_eff_sample_size" in shown) == ("--use-tis" in flags)
@@ -131,7 +128,7 @@ def test_the_loss_shown_is_the_built_in_one(run: Run, flags: tuple[str, ...]) ->
     assert shown == pytest.approx(built_in, rel=1e-4, abs=1e-7)
 
 
-def test_the_advantages_and_the_reducer_shown_act(run: Run) -> None:
+def test_the_advantages_and_the_reducer_shown_act(run):
     reducer = "--custom-pg-loss-reducer-function-path"
     plain = objective(run, "--calculate-per-token-loss", name="plain", step=0)["train/grad_norm"]
     flags = ("--calculate-per-token-loss", reducer, "my_objective.py:constant_divisor")
@@ -157,9 +154,7 @@ REDUCER = ("--custom-pg-loss-reducer-function-path", "my_objective.py:constant_d
         pytest.param([*ADVANTAGE, *LOSS], [(), ("--tensor-model-parallel-size", "2")], id="advantages, loss"),
     ],
 )
-def test_objectives_are_those_of_one_rank(
-    flags: list[str], layouts: list[tuple[str, ...]], task: list[str], tmp_path: Path
-) -> None:
+def test_objectives_are_those_of_one_rank(flags, layouts, task, tmp_path):
     """Weights that one step has changed in proportion to the gradient, and metrics, on two ranks of a layout."""
     flags = [*task, *(flag.replace("my_objective", f"{tmp_path}/my_objective") for flag in flags)]
     flags += ONE_STEP.split()
@@ -180,7 +175,7 @@ def test_objectives_are_those_of_one_rank(
         assert training_metrics(row) == pytest.approx(training_metrics(alone), rel=1e-4, abs=1e-5)
 
 
-def test_the_page_lists_every_function_with_its_arguments() -> None:
+def test_the_page_lists_every_function_with_its_arguments():
     rows = dict(re.findall(r"^\| (?:\[)?`--([\w-]+-path)`.*? \| (.*?) \| ", PAGE, re.M))
     for option, signature in USER_FUNCTIONS.items():
         if option == "token_pass_path":  # of this program, not of users
@@ -191,5 +186,5 @@ def test_the_page_lists_every_function_with_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("path", re.findall(r"^\| `((?:slime_tis|custom_tis)\.[\w.]+)`", PAGE, re.M))
-def test_the_functions_listed_are_there(path: str) -> None:
+def test_the_functions_listed_are_there(path):
     assert load_function(path).__doc__

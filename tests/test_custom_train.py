@@ -1,12 +1,8 @@
 """train.py with custom functions: the same flags reject alike, metrics alone change nothing; masking of stale ones."""
 
 import textwrap
-from pathlib import Path
-from typing import Any
 
 import pytest
-
-from tests.conftest import Run
 
 MIS = ("--custom-tis-function-path", "custom_tis.mis.compute_mis_weights_with_cp")
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2", "--micro-batch-size", "4")
@@ -19,7 +15,7 @@ SAME = ("train/loss", "train/grad_norm", "train/gradient_kept_fraction", "train/
 
 
 @pytest.mark.parametrize("flags", CORRECTIONS.values(), ids=CORRECTIONS)
-def test_the_same_flags_train_alike_whoever_computes(flags: str, run: Run) -> None:
+def test_the_same_flags_train_alike_whoever_computes(flags, run):
     built_in = run(*flags.split(), *TWO_STEPS, name="built_in")
     custom = run(*flags.split(), *TWO_STEPS, *MIS, name="custom")
     for one, other in zip(built_in, custom, strict=True):
@@ -28,9 +24,7 @@ def test_the_same_flags_train_alike_whoever_computes(flags: str, run: Run) -> No
         assert any(row["train/gradient_kept_fraction"] < 1 for row in built_in)
 
 
-def test_a_function_that_works_in_place_leaves_metrics_only_runs_as_they_are_to_the_bit(
-    run: Run, tmp_path: Path
-) -> None:
+def test_a_function_that_works_in_place_leaves_metrics_only_runs_as_they_are_to_the_bit(run, tmp_path):
     file = tmp_path / "half.py"
     file.write_text(
         textwrap.dedent(
@@ -55,11 +49,11 @@ def test_a_function_that_works_in_place_leaves_metrics_only_runs_as_they_are_to_
     careless = run(*flags, "--custom-tis-function-path", f"{file}:fn", name="careless")
     for row, other in zip(plain, careless, strict=True):
         assert other["train/custom_loss"] == pytest.approx(99)
-        same: dict[str, Any] = {name: value for name, value in row.items() if name.startswith(("train/", "rollout/"))}
+        same = {name: value for name, value in row.items() if name.startswith(("train/", "rollout/"))}
         assert {name: other[name] for name in same} == same
 
 
-def test_off_policy_sequence_masking_acts_on_stale_samples_with_one_step_per_rollout(run: Run) -> None:
+def test_off_policy_sequence_masking_acts_on_stale_samples_with_one_step_per_rollout(run):
     flags = ("--use-opsm", "--opsm-delta", "0.005", "--update-weights-interval", "3", "--num-rollout", "3")
     rows = run(*flags, "--rollout-precision", "fp32")
     clipped = [row["train/opsm_clipfrac"] for row in rows]

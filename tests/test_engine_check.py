@@ -1,35 +1,28 @@
 """The comparison of both engines before the first step, and after the first weight update."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slime_tis.main import train
 from slime_tis.trainer import engine_check, setup
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from tests.conftest import Run
 
 generate = LocalEngine.generate
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]) -> None:
+def plant(monkeypatch, fault):
     monkeypatch.setattr(LocalEngine, "generate", fault)
 
 
-def hotter(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
+def hotter(engine, prompts, sampling, seed):
     return generate(engine, prompts, replace(sampling, temperature=1.5 * sampling.temperature), seed)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "int4"])
-def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(
-    run: Run, precision: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(run, precision, capsys):
     flags = ["--num-rollout", "2", "--rollout-precision", precision]
     checked, unchecked = run(*flags, name="checked"), run(*flags, "--check-engines", "off", name="unchecked")
     shown = capsys.readouterr()
@@ -39,15 +32,13 @@ def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
 
-def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(run, monkeypatch, capsys):
     monkeypatch.setattr(engine_check, "MAX_PROMPT_TOKENS", 1)
     assert len(run("--num-rollout", "1", name="long")) == 1
     assert "the engines are not compared" in capsys.readouterr().out
     monkeypatch.undo()
 
-    def silent(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
+    def silent(engine, prompts, sampling, seed):
         groups = generate(engine, prompts, sampling, seed)
         return [[] for _ in groups] if len(prompts) == engine_check.PROMPTS else groups
 
@@ -57,14 +48,7 @@ def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_another_temperature_is_named_and_proven(
-    run: Run,
-    task: list[str],
-    tmp_path: Path,
-    precision: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_another_temperature_is_named_and_proven(run, task, tmp_path, precision, monkeypatch, capsys):
     plant(monkeypatch, hotter)
     flags = ["--num-rollout", "1", "--rollout-precision", precision]
     assert len(run(*flags, name="warned")) == 1
@@ -74,25 +58,18 @@ def test_another_temperature_is_named_and_proven(
     assert (tmp_path / "stopped" / "engine_check.pt").exists()
 
 
-LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+LOGITS = {
     "temperature": (lambda logits: logits / 1.3, "samples at 1.3 times the training temperature, or scales"),
     "bias": (lambda logits: logits + 2 * torch.nn.functional.one_hot(torch.tensor(5), logits.shape[-1]), "ids [5]"),
 }
 
 
 @pytest.mark.parametrize("fault", LOGITS)
-def test_a_sampler_setting_is_named_without_scoring_again(
-    run: Run,
-    task: list[str],
-    tmp_path: Path,
-    fault: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_sampler_setting_is_named_without_scoring_again(run, task, tmp_path, fault, monkeypatch, capsys):
     change, words = LOGITS[fault]
     build = LocalEngine.__init__
 
-    def changed(engine: LocalEngine, *arguments: Any, **options: Any) -> None:
+    def changed(engine, *arguments, **options):
         build(engine, *arguments, **options)
         engine._model.get_output_embeddings().register_forward_hook(lambda _, __, logits: change(logits))
 
@@ -112,12 +89,10 @@ def test_a_sampler_setting_is_named_without_scoring_again(
         pytest.param("decoder.final_layernorm.weight", "All hidden states agree", id="final norm"),
     ],
 )
-def test_the_first_different_layer_of_training_is_named(
-    run: Run, name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_different_layer_of_training_is_named(run, name, words, monkeypatch, capsys):
     load = TrainingEngine._load_weights
 
-    def wrong(engine: TrainingEngine, keep_reference: bool) -> Any:
+    def wrong(engine, keep_reference):
         reference = load(engine, keep_reference)
         with torch.no_grad():
             engine.model.module.get_parameter(name).flatten()[::2].mul_(0.3)
@@ -128,10 +103,8 @@ def test_the_first_different_layer_of_training_is_named(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_wrong_one_of_four_servers_is_named(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def one_is_hotter(engine: LocalEngine, prompts: Any, sampling: Any, seed: int) -> Any:
+def test_the_wrong_one_of_four_servers_is_named(run, monkeypatch, capsys):
+    def one_is_hotter(engine, prompts, sampling, seed):
         engines = [hotter if server == 2 else generate for server in range(4)]
         answers = [answer(engine, prompts, sampling, seed) for answer in engines]
         groups = [answers[index % 4][index] for index in range(len(prompts))]
@@ -147,16 +120,14 @@ def test_the_wrong_one_of_four_servers_is_named(
     assert rows[0]["train/worst_worker"] == 2 and rows[0]["train/worst_worker_ratio"] > 1.5
 
 
-def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(run, monkeypatch, capsys):
     build, update = setup.EngineCheck, LocalEngine.update_weights
     monkeypatch.setattr(setup, "EngineCheck", lambda **values: build(**{**values, "repeats": True}))
     flags = ["--num-rollout", "2", "--rollout-precision", "fp32", "--lr", "1e-2"]
     run(*flags, name="healthy")
     assert "prefix cache" not in capsys.readouterr().err
 
-    def first_only(engine: LocalEngine, source: Any, version: int) -> None:
+    def first_only(engine, source, version):
         if version == 0:
             update(engine, source, version)
         engine.weight_version = version

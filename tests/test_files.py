@@ -1,13 +1,11 @@
 """Files that are complete or as they were."""
 
-from pathlib import Path
-
 import pytest
 
 from slime_tis.files import atomic_path, write_atomically
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "config.yaml"
     write_atomically(path, "old\n")
     with pytest.raises(UnicodeEncodeError):

@@ -5,7 +5,6 @@ import importlib.util
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,7 +14,7 @@ from slime_tis.trainer.cli.arguments import configure
 ROOT = Path(__file__).parents[1]
 
 
-def load(name: str) -> ModuleType:
+def load(name):
     spec = importlib.util.spec_from_file_location(f"gpu_{name}", ROOT / "tools" / "gpu" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,7 +26,7 @@ def load(name: str) -> ModuleType:
 run, carry = load("run"), load("carry")
 
 
-def make_wheel(directory: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> Path:
+def make_wheel(directory, name, version, requires=()):
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
@@ -47,7 +46,7 @@ def make_wheel(directory: Path, name: str, version: str, requires: tuple[str, ..
     return path
 
 
-def test_every_stage_runs_something_that_exists() -> None:
+def test_every_stage_runs_something_that_exists():
     assert [stage.name for stage in run.STAGES] == ["kernels", "bandwidth", "engines", "train", "library", "smollm2"]
     for stage in run.STAGES:
         module = stage.command[1]
@@ -56,7 +55,7 @@ def test_every_stage_runs_something_that_exists() -> None:
         assert 5 < stage.limit <= run.TOTAL < 600
 
 
-def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_run(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert run.main([]) == 2
     captured = capsys.readouterr()
@@ -65,7 +64,7 @@ def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture, monkeypatch
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def machine(tmp_path, monkeypatch):
     """Where the runner takes wheels from and writes to, with a torch that sees no GPU."""
     machine = {"gpu": None, "python": "3.12.3", "versions": {"torch": "2.11.0", "pytest-xdist": None}}
     monkeypatch.setattr(run, "probe", lambda python, environment: machine)
@@ -74,16 +73,16 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_wheels_nothing_is_run(machine: Path, capsys: pytest.CaptureFixture) -> None:
+def test_without_wheels_nothing_is_run(machine, capsys):
     assert run.main(["--device", "cpu"]) == 2
     assert "run `make gpu-wheels` where there is an index" in capsys.readouterr().err
 
 
-def stage(name: str, code: str, **options: object) -> object:
+def stage(name, code, **options):
     return run.Stage(name=name, about="", limit=60, command=("-c", code), **options)
 
 
-def test_stages_fail_alone(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_fail_alone(machine, monkeypatch):
     make_wheel(machine / ".gpu" / "wheels", "carried", "1.0")
     stages = (
         stage("fails", "import sys; print('it fails'); sys.exit(3)"),
@@ -108,14 +107,14 @@ def test_stages_fail_alone(machine: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("model", gpu_steps.MODELS)
-def test_the_flags_of_the_runs_are_accepted(model: str, task: list[str]) -> None:
+def test_the_flags_of_the_runs_are_accepted(model, task):
     flags = [*task[:4], "--num-rollout", "1", *gpu_steps.COMMON.split(), *gpu_steps.MODELS[model].split()]
     arguments = configure(flags, {})
     assert arguments.megatron.bf16 and arguments.correction.use_tis
     assert arguments.rollout.rollout_precision == "bf16"
 
 
-def test_what_is_not_as_it_has_to_be() -> None:
+def test_what_is_not_as_it_has_to_be():
     good = {"train/loss": 0.5, "train/mismatch_training_log_ppl": -1.0, "train/grad_norm": 2.0, "step": 1}
     first = gpu_steps.Run(rows=[good], peak_bytes=0)
     assert gpu_steps.wrong("a", first, first) == []

@@ -12,7 +12,7 @@ from slime_tis.trainer import interrupt
 from slime_tis.trainer.interrupt import Failure, Interrupted, Interrupts, stops_because
 
 
-def until(condition) -> None:
+def until(condition):
     """Waits for what another thread does, at most a few seconds."""
     deadline = time.monotonic() + 10
     while not condition():
@@ -21,7 +21,7 @@ def until(condition) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
-def test_a_signal_is_raised_where_work_may_be_abandoned(number: signal.Signals, status: int) -> None:
+def test_a_signal_is_raised_where_work_may_be_abandoned(number, status):
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.started()
@@ -35,7 +35,7 @@ def test_a_signal_is_raised_where_work_may_be_abandoned(number: signal.Signals, 
     assert signal.getsignal(number) is before
 
 
-def run_child(body) -> int:
+def run_child(body):
     """Runs a function in a forked process with default signals; its exit status as a shell would say it."""
     pid = os.fork()
     if pid == 0:
@@ -46,8 +46,8 @@ def run_child(body) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_signal_during_start_up_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    def body() -> None:
+def test_a_signal_during_start_up_ends_the_process(capfd):
+    def body():
         with Interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
@@ -56,8 +56,8 @@ def test_a_signal_during_start_up_ends_the_process(capfd: pytest.CaptureFixture[
     assert "before training began" in capfd.readouterr().err
 
 
-def test_a_second_signal_ends_the_process_and_its_children(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def body() -> None:
+def test_a_second_signal_ends_the_process_and_its_children(capfd, tmp_path):
+    def body():
         with Interrupts() as interrupts:
             interrupts.started()
             child = os.fork()
@@ -77,11 +77,11 @@ def test_a_second_signal_ends_the_process_and_its_children(capfd: pytest.Capture
     until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 
 
-def test_a_forked_child_has_its_own_signals() -> None:
+def test_a_forked_child_has_its_own_signals():
     with Interrupts() as interrupts:
         interrupts.started()
 
-        def body() -> None:
+        def body():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
@@ -91,7 +91,7 @@ def test_a_forked_child_has_its_own_signals() -> None:
         assert interrupts.number == signal.SIGUSR1  # the child's signal, which came first, is not among this process's
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
+def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Interrupts() as interrupts:
@@ -104,7 +104,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_ranks_share_signals_and_the_first_failure() -> None:
+def test_ranks_share_signals_and_the_first_failure():
     store = dist.HashStore()
     first, second = Interrupts(), Interrupts()
     first.share(store, 0)

@@ -63,25 +63,25 @@ HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 
 
 @cache
-def sources() -> list[Path]:
+def sources():
     return sorted([*(ROOT / "slime_tis").rglob("*.py"), *(ROOT / "custom_tis").rglob("*.py")])
 
 
-def layer_of(module: str) -> str | None:
+def layer_of(module):
     """The most specific layer that a dotted name belongs to."""
     return max((layer for layer in HEIGHT if f"{module}.".startswith(f"{layer}.")), key=len, default=None)
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     """The dotted name of a source file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache
-def imports(path: Path) -> set[str]:
+def imports(path):
     """Modules of the project that a file imports, also inside functions."""
     modules = {module_of(source) for source in sources()}
-    names: set[str] = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -93,7 +93,7 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_downward(path: Path) -> None:
+def test_imports_point_downward(path):
     module = module_of(path)
     own = layer_of(module)
     assert own is not None, f"{module} has no layer; give it one in LAYERS"
@@ -102,13 +102,13 @@ def test_imports_point_downward(path: Path) -> None:
         assert layer is not None and HEIGHT[layer] <= HEIGHT[own], f"{module} imports {name}"
 
 
-def test_training_uses_dumps_and_the_diagnosis_of_the_analysis_and_no_report() -> None:
+def test_training_uses_dumps_and_the_diagnosis_of_the_analysis_and_no_report():
     trainer = [path for path in sources() if "trainer" in path.relative_to(ROOT).parts]
     used = {name for path in trainer for name in imports(path) if name.startswith("slime_tis.analysis.")}
     assert used and not any(name.startswith("slime_tis.analysis.report") for name in used), used
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_imports_itself_through_others():
     graph = {module_of(path): imports(path) for path in sources()}
     try:
         TopologicalSorter(graph).prepare()
@@ -117,12 +117,12 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("folder", ["custom_tis", "slime_tis/integrations", "slime_tis/diffusion"])
-def test_the_outside_uses_public_names_of_the_correction(folder: str) -> None:
+def test_the_outside_uses_public_names_of_the_correction(folder):
     for path in (ROOT / folder).rglob("*.py"):
         assert not {name for name in imports(path) if name.startswith("slime_tis.correction.")}, path
 
 
-def test_config_modules_need_the_standard_library_alone() -> None:
+def test_config_modules_need_the_standard_library_alone():
     for name in ("config", "modes"):
         for node in ast.parse((ROOT / f"slime_tis/correction/{name}.py").read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):

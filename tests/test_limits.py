@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pytest
 
@@ -30,7 +30,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("limits", "words", "inside", "outside"), CASES, ids=[case[1] for case in CASES])
-def test_limits(limits: Limits, words: str, inside: list[float], outside: list[float]) -> None:
+def test_limits(limits, words, inside, outside):
     assert str(limits) == words
     assert [value for value in inside if not limits.allow(value)] == []
     assert [value for value in outside if limits.allow(value)] == []
@@ -46,7 +46,7 @@ class Sizes:
     filled: bool = False
     name: str = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_fields(self)
 
 
@@ -66,14 +66,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_config_refuses_what_its_annotations_exclude(case: str) -> None:
+def test_a_config_refuses_what_its_annotations_exclude(case):
     values, message = REFUSED[case]
     with pytest.raises(ValueError) as error:
         Sizes(**values)
     assert str(error.value) == message
 
 
-ACCEPTED: list[dict[str, Any]] = [
+ACCEPTED = [
     {},
     {"width": 9, "ids": (0, 7), "scale": 2},
     {"ids": None, "edge": None},
@@ -82,11 +82,11 @@ ACCEPTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", ACCEPTED, ids=str)
-def test_a_config_takes_what_its_annotations_allow(values: dict[str, Any]) -> None:
+def test_a_config_takes_what_its_annotations_allow(values):
     assert {name: getattr(Sizes(**values), name) for name in values} == values
 
 
-def test_the_types_of_fields() -> None:
+def test_the_types_of_fields():
     found = field_types(Sizes)
     assert [str(found[name]) for name in ("width", "ids", "shape", "filled", "name")] == [
         "a whole number, 1 to 9",

@@ -1,29 +1,21 @@
 """Micro-batches that free memory decides: the same results, and the same micro-batches after a resumption."""
 
-from pathlib import Path
-
 import pytest
 
 from slime_tis.trainer.megatron import engine as engine_module
-from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.micro_batches import token_budget_partitions
-from slime_tis.trainer.megatron.packing import MicroBatch
-from slime_tis.trainer.megatron.prefix_tree import PrefixTree
-from tests.conftest import Run
 from tests.runs import training_metrics
 
 
-def test_micro_batches_that_fit_give_the_same_results(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_micro_batches_that_fit_give_the_same_results(run, monkeypatch, capsys):
     flags = ["--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--num-rollout", "2"]
     whole = run(*flags, name="whole")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches: ")]
     assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
-    sizes: list[tuple[int, int]] = []
+    sizes = []
 
-    def counted(trees: list[PrefixTree], budget: int, rollouts: list[list[int]]) -> list[list[list[int]]]:
+    def counted(trees, budget, rollouts):
         found = token_budget_partitions(trees, budget, rollouts)
         sizes.append((budget, len(found[0])))
         return found
@@ -37,9 +29,7 @@ def test_micro_batches_that_fit_give_the_same_results(
         assert training_metrics(other) == pytest.approx(training_metrics(one), rel=1e-4, abs=1e-5)
 
 
-def test_a_resumed_run_has_the_micro_batches_that_it_had(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_micro_batches_that_it_had(run, monkeypatch, capsys, tmp_path):
     save = str(tmp_path / "save")
     monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
     run("--num-rollout", "1", "--save", save, name="first")
@@ -73,21 +63,16 @@ def reward(args, sample):
     ],
 )
 def test_micro_batches_without_advantages_have_no_backward_pass(
-    certain: str,
-    flags: list[str],
-    without_gradient: int,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    certain, flags, without_gradient, run, monkeypatch, tmp_path
+):
     """Where all rewards of a group are equal, so that its gradient is zero; metrics and weights are the same."""
     (tmp_path / "certain.py").write_text(CERTAIN.format(certain=certain))
     flags = [*flags, "--micro-batch-size", "8", "--use-tis", "--use-rs", "--rs-level", "geometric"]
     flags += ["--rs-upper-bound", "1.01", "--custom-rm-path", f"{tmp_path / 'certain.py'}:reward"]
-    gradients: list[bool] = []
+    gradients = []
     pack = TrainingEngine._pack
 
-    def counted(engine: TrainingEngine, batch: TrainingBatch) -> MicroBatch:
+    def counted(engine, batch):
         micro = pack(engine, batch)
         gradients.append(micro.has_gradient)
         return micro
@@ -102,7 +87,7 @@ def test_micro_batches_without_advantages_have_no_backward_pass(
         assert training_metrics(one) == pytest.approx(training_metrics(other), rel=1e-4, abs=1e-5)
 
 
-def test_the_effective_share_of_sequences_scales_the_learning_rate(run: Run) -> None:
+def test_the_effective_share_of_sequences_scales_the_learning_rate(run):
     flags = ["--ess-lr-scaling", "sqrt", "--rollout-precision", "fp8", "--lr", "1e-3"]
     rows = [row for row in run(*flags, "--micro-batch-size", "1") if "train/lr" in row]
     assert rows
@@ -111,7 +96,7 @@ def test_the_effective_share_of_sequences_scales_the_learning_rate(run: Run) -> 
         assert row["train/lr"] == pytest.approx(1e-3 * row["train/effective_sequence_share"] ** 0.5)
 
 
-def test_float16_in_both_engines_leaves_less_mismatch_than_bfloat16(run: Run) -> None:
+def test_float16_in_both_engines_leaves_less_mismatch_than_bfloat16(run):
     k3 = {}
     for precision in ("fp16", "bf16"):
         rows = run(f"--{precision}", "--rollout-precision", precision, "--num-rollout", "2", name=precision)

@@ -1,7 +1,6 @@
 """All Markdown pages: links lead somewhere, code parses, commands and flags exist, diagrams are well formed."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,12 +20,12 @@ PAGES = sorted(
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(page, language):
     fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
     return [text for name, text in fenced if name == language]
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The fragments of a page's headings, as GitHub writes them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, re.M)
@@ -34,7 +33,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_page
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
         path, _, fragment = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -43,7 +42,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 @each_page
-def test_python_and_yaml_parse(page: Path) -> None:
+def test_python_and_yaml_parse(page):
     for text in blocks(page, "python"):
         compile(text, str(page), "exec")
     for text in blocks(page, "yaml"):
@@ -51,7 +50,7 @@ def test_python_and_yaml_parse(page: Path) -> None:
 
 
 @each_page
-def test_commands_name_targets_scripts_and_modules_that_are_there(page: Path) -> None:
+def test_commands_name_targets_scripts_and_modules_that_are_there(page):
     text = page.read_text()
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
@@ -77,7 +76,7 @@ OTHER_PROGRAMS = """
     [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name != "flags.md"],
     ids=lambda page: page.name,
 )
-def test_every_flag_exists(page: Path) -> None:
+def test_every_flag_exists(page):
     known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help", *OTHER_PROGRAMS.split()}
     known |= {*FIXED, *RESTATED, *RENAMED, *(flag for flags in ADVICE for flag in flags.split())}
     known |= {f"--no-{name[2:]}" for name in known}
@@ -88,12 +87,12 @@ def test_every_flag_exists(page: Path) -> None:
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_files_that_the_recipes_name_exist() -> None:
+def test_files_that_the_recipes_name_exist():
     paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
     assert len(paths) > 20 and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
-def test_every_shape_suffix_is_in_the_notation_table() -> None:
+def test_every_shape_suffix_is_in_the_notation_table():
     table = CONTRIBUTING.split("## Notation")[1].split("Lists of tensors")[0]
     known = set(re.findall(r"`_([A-Z]+)`", table))
     for path in (ROOT / "slime_tis").rglob("*.py"):

@@ -3,8 +3,6 @@
 import re
 import shlex
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +14,18 @@ from tests.runs import ROOT
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if name == language]
 
 
-def test_the_extras_are_declared() -> None:
+def test_the_extras_are_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name for names in re.findall(r"\[([\w,]+)\]'", README) for name in names.split(",")}
     assert extras == {"analysis", "train"} and extras <= set(project["optional-dependencies"])
     assert project["license"] == "Apache-2.0" and (ROOT / "LICENSE").exists()
 
 
-def test_the_command_is_accepted(tmp_path: Path) -> None:
+def test_the_command_is_accepted(tmp_path):
     (command,) = [block for block in blocks("") if block.startswith("python train.py")]
     make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=4096)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
@@ -36,7 +34,7 @@ def test_the_command_is_accepted(tmp_path: Path) -> None:
     assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_z_score == 3.0
 
 
-def test_the_slime_flags_name_a_function_that_is_there() -> None:
+def test_the_slime_flags_name_a_function_that_is_there():
     from slime_tis.user_functions import load_function
 
     (flags,) = [block for block in blocks("") if block.startswith("--use-tis --custom")]
@@ -45,13 +43,13 @@ def test_the_slime_flags_name_a_function_that_is_there() -> None:
 
 @pytest.mark.parametrize("layout", ["list", "padded"])
 @pytest.mark.parametrize("rejected", ["nothing", "everything"])
-def test_the_five_lines_run(layout: str, rejected: str) -> None:
+def test_the_five_lines_run(layout, rejected):
     """Healthy samples are all kept; where nothing is, the loss and its gradient are 0."""
     generator = torch.Generator().manual_seed(0)
     rollout_log_probs = -torch.rand(8, 12, generator=generator)
     old_log_probs = rollout_log_probs + 0.02 * torch.randn(8, 12, generator=generator)
     leaf = torch.ones(8, 12, requires_grad=True)
-    names: dict[str, Any] = {
+    names = {
         "old_log_probs": old_log_probs + (torch.nan if rejected == "everything" else 0),
         "rollout_log_probs": rollout_log_probs,
         "loss_mask": torch.ones(8, 12),
@@ -70,12 +68,12 @@ def test_the_five_lines_run(layout: str, rejected: str) -> None:
     assert names["loss"].item() == pytest.approx(3 * (old_log_probs - rollout_log_probs).exp().mean().item())
 
 
-def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatch):
     """Commands are parsed where only the data exist that earlier blocks make; Python runs, each block by itself."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     makefile = (ROOT / "Makefile").read_text()
-    runs: set[str] = set()
+    runs = set()
     seen = set()
     for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S):
         if language == "python":
@@ -101,5 +99,5 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path: Path, monk
     assert {"make install", "make train", "pip install", ".venv/bin/python train.py"} <= seen
 
 
-def test_every_page_is_linked() -> None:
+def test_every_page_is_linked():
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in README] == []

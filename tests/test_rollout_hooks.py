@@ -1,13 +1,11 @@
 """train.py with the user's functions around a rollout: dynamic sampling, filters, shaped rewards, logs."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from slime_tis.main import train
 from slime_tis.trainer.data.dump import load_samples
-from tests.conftest import Run
 from tests.runs import run_apart, run_here, training_metrics
 
 PARITY = """
@@ -22,19 +20,19 @@ def fn(args, samples, **kwargs):
 
 
 @pytest.fixture
-def parity(tmp_path: Path) -> list[str]:
+def parity(tmp_path):
     """A filter that drops prompts of odd length."""
     (tmp_path / "parity.py").write_text(PARITY)
     return ["--dynamic-sampling-filter-path", f"{tmp_path / 'parity.py'}:fn"]
 
 
-def prompts_of(pattern: Path, rollouts: int) -> list[list[str]]:
+def prompts_of(pattern, rollouts):
     """The prompts of each dumped rollout."""
     paths = [str(pattern).format(rollout_id=number) for number in range(rollouts)]
     return [[group[0].prompt_text for group in load_samples(path, 4, 4)] for path in paths]
 
 
-def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run: Run, parity: list[str], tmp_path: Path) -> None:
+def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run, parity, tmp_path):
     data = tmp_path / "{rollout_id}.jsonl"
     flags = [*parity, "--over-sampling-batch-size", "5", "--save-debug-rollout-data", str(data)]
     rows = run(*flags, "--num-rollout", "2")
@@ -49,7 +47,7 @@ def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run: Run, parity:
     assert list(map(training_metrics, again)) == list(map(training_metrics, rows))
 
 
-def test_with_lookahead_batches_in_flight_fill_the_rollout(run: Run, parity: list[str], tmp_path: Path) -> None:
+def test_with_lookahead_batches_in_flight_fill_the_rollout(run, parity, tmp_path):
     taken = []
     for depth in (0, 2):
         data = tmp_path / f"{depth}_{{rollout_id}}.jsonl"
@@ -59,7 +57,7 @@ def test_with_lookahead_batches_in_flight_fill_the_rollout(run: Run, parity: lis
     assert taken[0] == taken[1]
 
 
-def test_a_resumed_run_samples_the_same(task: list[str], parity: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_samples_the_same(task, parity, tmp_path):
     flags = [*task, *parity, "--num-rollout", "3", "--save-interval", "2"]
     whole = run_here([*flags, "--save", str(tmp_path / "whole")], tmp_path / "run")
     (tmp_path / "load").mkdir()
@@ -68,9 +66,7 @@ def test_a_resumed_run_samples_the_same(task: list[str], parity: list[str], tmp_
     assert list(map(training_metrics, resumed)) == list(map(training_metrics, whole))[2:]
 
 
-def test_a_filter_that_drops_everything_stops_the_run_where_it_was(
-    task: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_filter_that_drops_everything_stops_the_run_where_it_was(task, tmp_path, capsys):
     (tmp_path / "never.py").write_text("def fn(args, samples, **kwargs):\n    return False\n")
     flags = [*task, "--dynamic-sampling-filter-path", f"{tmp_path / 'never.py'}:fn"]
     assert train([*flags, "--dynamic-sampling-max-batches", "2", "--output-dir", str(tmp_path / "run")]) == 1
@@ -78,7 +74,7 @@ def test_a_filter_that_drops_everything_stops_the_run_where_it_was(
     assert "error: the dynamic sampling filter accepted 0 of the 8 prompts of 2 batches, and a rollout needs 4" in said
 
 
-def test_two_ranks_train_on_the_groups_that_rank_0_accepts(task: list[str], parity: list[str], tmp_path: Path) -> None:
+def test_two_ranks_train_on_the_groups_that_rank_0_accepts(task, parity, tmp_path):
     flags = [*task, *parity, "--num-rollout", "1", "--rollout-precision", "fp32", "--no-bf16"]
     alone = run_apart(flags, tmp_path / "one")
     both = run_apart(flags, tmp_path / "two", ranks=2)
@@ -107,10 +103,10 @@ def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time):
 """
 
 
-def test_filters_shaped_rewards_and_logs_have_their_effect(run: Run, tmp_path: Path) -> None:
+def test_filters_shaped_rewards_and_logs_have_their_effect(run, tmp_path):
     (tmp_path / "hooks.py").write_text(HOOKS.replace("OUT", repr(str(tmp_path / "seen"))))
 
-    def path(name: str) -> str:
+    def path(name):
         return f"{tmp_path / 'hooks.py'}:{name}"
 
     plain = run("--num-rollout", "1", name="plain")

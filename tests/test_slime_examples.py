@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -135,7 +134,7 @@ LABELS = {"search": {"ground_truth": {"target": ["a"]}}, "retool": {"answer": "7
 FILES = {"search": SEARCH, "retool": RETOOL, "agents": AGENTS}
 
 
-def flags(directory: Path, file: Path, example: str) -> list[str]:
+def flags(directory, file, example):
     model = make_checkpoint(directory, "qwen3")
     rows = [json.dumps({"prompt": text, "label": LABELS[example]}) for text in ("ab", "cd")]
     (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
@@ -150,9 +149,7 @@ def flags(directory: Path, file: Path, example: str) -> list[str]:
 
 @pytest.mark.parametrize("installed", [False, True], ids=["without slime", "with slime"])
 @pytest.mark.parametrize("example", FILES)
-def test_the_control_flow_of_the_example_trains(
-    example: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_control_flow_of_the_example_trains(example, installed, tmp_path, monkeypatch):
     if installed:  # a slime whose own modules need servers
         for folder in ("utils", "rollout"):
             (tmp_path / "site" / "slime" / folder).mkdir(parents=True)

@@ -2,14 +2,12 @@
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
 from slime_tis.trainer.storage import checkpoints as checkpoint_files
-from tests.conftest import Run
 from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
@@ -41,7 +39,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("flags", ALGORITHMS, ids=" ".join)
-def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags: tuple[str, ...], run: Run) -> None:
+def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags, run):
     once, twice = ALGORITHMS[flags]
     rows = run(*flags, "--num-rollout", "2", name="one")
     assert [row["train/old_log_prob_forwards"] for row in rows] == [once] * 2
@@ -55,7 +53,7 @@ def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags: tuple[s
 
 
 @pytest.mark.parametrize("base", [(), ("--use-rollout-logprobs",), TWO_STEPS], ids=["one", "bypass", "two"])
-def test_metrics_only_leaves_training_as_it_is_to_the_bit(base: tuple[str, ...], run: Run) -> None:
+def test_metrics_only_leaves_training_as_it_is_to_the_bit(base, run):
     plain = run(*base, name="plain")
     measured = run(*base, "--get-mismatch-metrics", name="measured")
     for row, other in zip(plain, measured, strict=True):
@@ -63,7 +61,7 @@ def test_metrics_only_leaves_training_as_it_is_to_the_bit(base: tuple[str, ...],
             assert row.get(name) == other.get(name)
 
 
-def test_the_first_step_of_a_rollout_takes_no_pass_twice(run: Run) -> None:
+def test_the_first_step_of_a_rollout_takes_no_pass_twice(run):
     """What is known of π_old is known of π_θ, too, as long as no step was made: the loss is the same to the bit."""
     flags = ("--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-batch-normalize", *TWO_STEPS)
     plain = run(*flags, name="plain")
@@ -75,7 +73,7 @@ def test_the_first_step_of_a_rollout_takes_no_pass_twice(run: Run) -> None:
             assert row[name] == other[name]
 
 
-def test_on_policy_samples_of_the_same_weights_have_weight_one(run: Run) -> None:
+def test_on_policy_samples_of_the_same_weights_have_weight_one(run):
     rows = run("--use-tis", "--rollout-precision", "fp32")
     for row in rows:
         assert row["rollout/weight_staleness"] == 0
@@ -84,7 +82,7 @@ def test_on_policy_samples_of_the_same_weights_have_weight_one(run: Run) -> None
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
 
 
-def test_stale_rollouts_by_the_update_interval(run: Run) -> None:
+def test_stale_rollouts_by_the_update_interval(run):
     rows = run("--update-weights-interval", "3", "--num-rollout", "5", "--rollout-precision", "fp32")
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 0, 1]
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
@@ -99,7 +97,7 @@ def test_stale_rollouts_by_the_update_interval(run: Run) -> None:
     ],
     ids=["rejection", "kl_cov"],
 )
-def test_one_step_and_several_micro_batches_give_the_same_step(flags: tuple[str, ...], run: Run) -> None:
+def test_one_step_and_several_micro_batches_give_the_same_step(flags, run):
     (whole,) = run(*flags, "--num-rollout", "1", name="whole")
     (split,) = run(*flags, "--num-rollout", "1", "--micro-batch-size", "4", name="split")
     assert training_metrics(split) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
@@ -107,7 +105,7 @@ def test_one_step_and_several_micro_batches_give_the_same_step(flags: tuple[str,
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
-def test_recomputed_activations_give_the_same_step_to_the_bit(granularity: str, run: Run) -> None:
+def test_recomputed_activations_give_the_same_step_to_the_bit(granularity, run):
     layers = ("--recompute-method", "uniform", "--recompute-num-layers", "1") if granularity == "full" else ()
     (plain,) = run("--use-tis", "--num-rollout", "1", name="plain")
     (again,) = run("--use-tis", "--num-rollout", "1", "--recompute-granularity", granularity, *layers, name="again")
@@ -138,7 +136,7 @@ ADAPTIVE = ("--use-rs", "--rs-level", "sequence", "--rs-target-fraction", "0.375
         "adaptive, bypass",
     ],
 )
-def test_limits_follow_the_whole_step(mode: tuple[str, ...], run: Run) -> None:
+def test_limits_follow_the_whole_step(mode, run):
     """One limit for all micro-batches, from one forward pass before them."""
     flags = (*mode, *TWO_STEPS, "--update-weights-interval", "2")
     whole, split = run(*flags, name="whole"), run(*flags, "--micro-batch-size", "2", name="split")
@@ -152,7 +150,7 @@ def test_limits_follow_the_whole_step(mode: tuple[str, ...], run: Run) -> None:
         assert any(0 < row["train/mis_second_moment_masked_fraction"] < 0.9 for row in whole)
 
 
-def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:
+def test_rejected_siblings_shift_no_baseline(run, tmp_path):
     """With the reward of a rejected sample made huge, nothing that is trained on changes."""
     data = tmp_path / "rollout.jsonl"
     bounds = ("--use-rs", "--rs-level", "geometric", "--rs-lower-bound", "0.99", "--rs-upper-bound", "1.01")
@@ -171,7 +169,7 @@ def test_rejected_siblings_shift_no_baseline(run: Run, tmp_path: Path) -> None:
     assert rejected <= unchanged < len(samples)  # an accepted sample without accepted siblings shifts nothing either
 
 
-def test_everything_rejected_makes_no_step(run: Run, tmp_path: Path) -> None:
+def test_everything_rejected_makes_no_step(run, tmp_path):
     rows = run("--use-rs", "--rs-level", "token", "--rs-lower-bound", "8", "--rs-upper-bound", "9", name="none")
     assert [row["train/skipped_steps"] for row in rows] == [1, 1, 1]
     assert rows[-1]["train/gradient_kept_fraction"] == 0
@@ -181,7 +179,7 @@ def test_everything_rejected_makes_no_step(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_path: Path) -> None:
+def test_a_run_killed_and_resumed_gives_the_same_metrics(task, tmp_path):
     flags = [*task, "--use-tis", "--use-kl-loss", "--kl-loss-coef", "0.1", "--rollout-shuffle"]
     flags += ["--update-weights-interval", "3", "--lr-decay-style", "cosine", "--num-rollout", "6"]
     flags += ["--save-interval", "2"]
@@ -201,12 +199,10 @@ def test_a_run_killed_and_resumed_gives_the_same_metrics(task: list[str], tmp_pa
     assert [training_metrics(row) for row in resumed] == expected
 
 
-def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(
-    task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(task, tmp_path, monkeypatch):
     found, finish = [], checkpoint_files.finish
 
-    def observed(unfinished: Path, checkpoint: Path, run: str) -> None:
+    def observed(unfinished, checkpoint, run):
         rows = [row["step"] for row in read_metrics(tmp_path / "out")]
         found.append((checkpoint.name, rows, sorted(path.name for path in (tmp_path / "dump").iterdir())))
         finish(unfinished, checkpoint, run)
@@ -231,7 +227,7 @@ def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(
     assert rows[1]["perf/save_time"] > 0 and rows[3]["perf/save_time"] > 0
 
 
-def test_a_finished_run_has_left_everything(task: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_has_left_everything(task, tmp_path):
     prompts = tmp_path / "eval.jsonl"
     prompts.write_text('{"prompt": "31>", "label": "13"}\n{"prompt": "52>", "label": "25"}\n')
     output = tmp_path / "run"
@@ -247,7 +243,7 @@ def test_a_finished_run_has_left_everything(task: list[str], tmp_path: Path) -> 
     AutoModelForCausalLM.from_pretrained(output / "hf")
 
 
-def test_evaluation_is_of_the_training_policy(task: list[str], tmp_path: Path) -> None:
+def test_evaluation_is_of_the_training_policy(task, tmp_path):
     """With weights that never reach the sampler, evaluation still follows training."""
     flags = [*task, "--update-weights-interval", "99", "--lr", "3e-2", "--eval-interval", "1", "--num-rollout", "2"]
     prompts = tmp_path / "eval.jsonl"
@@ -256,7 +252,7 @@ def test_evaluation_is_of_the_training_policy(task: list[str], tmp_path: Path) -
     assert len({row["eval/accuracy"] for row in rows}) > 1  # the reward of the task grades any answer
 
 
-def test_tool_tokens_are_neither_trained_on_nor_measured(task: list[str], run: Run, tmp_path: Path) -> None:
+def test_tool_tokens_are_neither_trained_on_nor_measured(task, run, tmp_path):
     """Multi-turn samples: whatever the log-probs under a loss mask of 0 are, nothing changes."""
     plain = tmp_path / "plain.jsonl"
     run("--save-debug-rollout-data", str(plain), "--num-rollout", "1", name="sample")

@@ -1,8 +1,5 @@
 """train.py --save-debug-train-data: what is in the files, on every layout, and what-if against train.py itself."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -19,7 +16,7 @@ CORRECTION = (
 
 
 @pytest.fixture(scope="module")
-def dumped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path, list[dict[str, float]]]]:
+def dumped(tmp_path_factory):
     """Flags of a run of one rollout in two steps, its directory, and its rows; the dumps are under `dump`."""
     directory = tmp_path_factory.mktemp("dumped")
     flags = [*make_task(directory), "--num-rollout", "1", *CORRECTION]
@@ -29,7 +26,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
     yield flags, directory, rows
 
 
-def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> None:
+def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped):
     _, directory, _ = dumped
     table = read(directory / "dump" / "train_data" / "0_0.parquet")
     groups = load_samples(directory / "dump" / "rollout_data" / "0.jsonl", 4, 4)
@@ -49,7 +46,7 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped) -> Non
     assert (table.train_log_prob[-8:] != table.old_log_prob[-8:]).any()
 
 
-def test_the_columns_are_those_of_the_metrics(dumped) -> None:
+def test_the_columns_are_those_of_the_metrics(dumped):
     _, directory, rows = dumped
     whole = read(directory / "dump")
     for step, row in enumerate(rows):
@@ -71,7 +68,7 @@ PRESETS = ("decoupled_geo_rs_token_tis_adaptive", "bypass_pg_geo_rs_seq_tis")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_if_gives_the_numbers_of_a_run_with_these_flags(dumped, tmp_path: Path, preset: str) -> None:
+def test_what_if_gives_the_numbers_of_a_run_with_these_flags(dumped, tmp_path, preset):
     flags, directory, _ = dumped
     replay = [*flags[: -len(CORRECTION)], "--load-debug-rollout-data", str(directory / "dump/rollout_data/0.jsonl")]
     measured = [*replay, "--get-mismatch-metrics", "--save-debug-train-data", str(tmp_path / "plain.parquet")]
@@ -100,7 +97,7 @@ def test_what_if_gives_the_numbers_of_a_run_with_these_flags(dumped, tmp_path: P
         ),
     ],
 )
-def test_every_layout_writes_each_sample_once_and_whole(dumped, tmp_path: Path, layout: list[str], ranks: int) -> None:
+def test_every_layout_writes_each_sample_once_and_whole(dumped, tmp_path, layout, ranks):
     flags, directory, _ = dumped
     replay = [*flags, "--num-steps-per-rollout", "2"]
     replay += ["--load-debug-rollout-data", str(directory / "dump/rollout_data/0.jsonl")]
@@ -116,7 +113,7 @@ def test_every_layout_writes_each_sample_once_and_whole(dumped, tmp_path: Path, 
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=2e-4, err_msg=name)
 
 
-def test_experts_are_those_of_the_tokens_before(tmp_path: Path) -> None:
+def test_experts_are_those_of_the_tokens_before(tmp_path):
     flags = [*make_task(tmp_path, "qwen3_moe"), "--num-rollout", "1", "--use-rollout-routing-replay"]
     dump = tmp_path / "dump.pt"
     run_here(
@@ -129,7 +126,7 @@ def test_experts_are_those_of_the_tokens_before(tmp_path: Path) -> None:
     assert table.experts.tolist() == np.concatenate(rows).tolist()
 
 
-def test_a_file_that_is_something_else_is_left_and_reported(tmp_path: Path, capfd) -> None:
+def test_a_file_that_is_something_else_is_left_and_reported(tmp_path, capfd):
     path = tmp_path / "1.parquet"
     path.write_text("mine")
     flags = [*make_task(tmp_path), "--num-rollout", "2"]
@@ -146,7 +143,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path: Path, ending: str) -> None:
+def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path, ending):
     statement, status, message = ENDINGS[ending]
     task = make_task(tmp_path)
     (tmp_path / "reward.py").write_text(
@@ -168,7 +165,7 @@ def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path: Path, ending
                 assert len(load_samples(tmp_path / "dump" / name / f"{i}.jsonl", 4, 4)) == 4
 
 
-def test_the_step_that_was_refused_is_dumped(tmp_path: Path, capfd) -> None:
+def test_the_step_that_was_refused_is_dumped(tmp_path, capfd):
     from slime_tis.main import train
 
     task = [*make_task(tmp_path), "--num-rollout", "1"]
@@ -180,7 +177,7 @@ def test_the_step_that_was_refused_is_dumped(tmp_path: Path, capfd) -> None:
     assert len(table) == 16 and np.abs(table.advantage).max() > 1e29
 
 
-def test_samples_replace_samples_and_nothing_else(dumped, tmp_path: Path) -> None:
+def test_samples_replace_samples_and_nothing_else(dumped, tmp_path):
     groups, path = load_samples(dumped[1] / "dump" / "rollout_data" / "0.jsonl", 4, 4), tmp_path / "0.jsonl"
     for _ in range(2):
         save_samples(path, groups)

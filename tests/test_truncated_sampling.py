@@ -1,13 +1,10 @@
 """train.py with top-p and top-k: training's log-probs are taken over the sets that were sampled from."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slime_tis.main import train
-from tests.conftest import Run
 
 EXACT = 1e-5
 """Nats between the two engines at equal float32 weights."""
@@ -25,7 +22,7 @@ DATA = "rollout_{rollout_id}.jsonl"
         pytest.param("--rollout-top-p 0.7 --use-tis --num-steps-per-rollout 2", (2, 50), id="two steps"),
     ],
 )
-def test_equal_weights_give_equal_log_probs(flags: str, tokens: tuple[float, float], run: Run) -> None:
+def test_equal_weights_give_equal_log_probs(flags, tokens, run):
     rows = run(*flags.split(), "--rollout-precision", "fp32", "--num-rollout", "2", "--get-mismatch-metrics")
     for row in rows:
         # without weights and rejection; with two steps per rollout those of π_old, which the samples come from
@@ -38,14 +35,12 @@ def test_equal_weights_give_equal_log_probs(flags: str, tokens: tuple[float, flo
     assert "rollout/sampling_mask_tokens" in rows[-1]
 
 
-def test_one_certain_token_teaches_nothing(run: Run) -> None:
+def test_one_certain_token_teaches_nothing(run):
     for row in run("--rollout-top-k", "1", "--entropy-coef", "0.1", "--rollout-precision", "fp32"):
         assert row["train/entropy_loss"] == row["train/entropy_gap"] == row["train/grad_norm"] == 0
 
 
-def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allowed(
-    task: list[str], run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allowed(task, run, tmp_path, capsys):
     data = str(tmp_path / DATA)
     flags = ["--rollout-top-p", "0.8", "--rollout-precision", "fp32", "--num-rollout", "1"]
     (replayed,) = run(*flags, "--save-debug-rollout-data", data, name="recorded")
@@ -62,14 +57,14 @@ def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allow
 
 
 @pytest.mark.parametrize("policy", ["reject", "neutral"])
-def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy: str, run: Run, tmp_path: Path) -> None:
+def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy, run, tmp_path):
     data = str(tmp_path / DATA)
     flags = ["--rollout-top-k", "4", "--rollout-precision", "fp32", "--num-rollout", "1"]
     run(*flags, "--save-debug-rollout-data", data, name="recorded")
     flags += ["--use-tis", "--nonfinite-policy", policy, "--calculate-per-token-loss"]
     (right,) = run(*flags, "--load-debug-rollout-data", data, name="right")
 
-    def spoil(row: dict[str, Any]) -> None:
+    def spoil(row):
         first = len(row["tokens"]) - row["response_length"]
         row["tokens"][first] = next(token for token in range(5, 60) if token not in row["tokens"])
 
@@ -87,7 +82,7 @@ def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy: str,
     assert 0 < wrong["train/grad_norm"] < 100
 
 
-def change(path: Path, edit: Any) -> None:
+def change(path, edit):
     """Applies `edit` to every row of a JSONL file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:

@@ -3,9 +3,7 @@
 import json
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,25 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.correction.context_parallel import Ranks
-from slime_tis.trainer.engines.engine import WeightSource
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.weight_sync import (
-    PROBE_PROMPTS,
-    PROBE_TOKENS,
-    Comparison,
-    compare,
-    make_probe,
-    max_gap,
-)
-from tests.conftest import Run
+from slime_tis.trainer.weight_sync import PROBE_PROMPTS, PROBE_TOKENS, compare, make_probe, max_gap
 from tests.runs import read_metrics, run_apart, run_here
 
 
-def prompts(*texts: tuple[int, ...]) -> Any:
+def prompts(*texts):
     return [SimpleNamespace(token_ids=ids) for ids in texts]
 
 
-def test_the_probe_is_the_longest_prompt_and_others_once_cut_and_has_two_tokens() -> None:
+def test_the_probe_is_the_longest_prompt_and_others_once_cut_and_has_two_tokens():
     assert make_probe(prompts((1,), (4, 5, 6), (1,), (2, 3))) == (4, 5, 6, 1, 2, 3)
     assert make_probe(prompts((1,), (4, 5, 6), (2, 3)), 5) == (4, 5, 6, 1, 2)
     assert make_probe(prompts((9,) * 1000)) == (9,) * PROBE_TOKENS
@@ -49,22 +38,20 @@ def test_the_probe_is_the_longest_prompt_and_others_once_cut_and_has_two_tokens(
         pytest.param(256, "fp32", None, 0.625, id="an engine that does not say"),
     ],
 )
-def test_the_bound_follows_precision_and_length(tokens: int, trains_in: Any, precision: Any, bound: float) -> None:
+def test_the_bound_follows_precision_and_length(tokens, trains_in, precision, bound):
     assert max_gap(trains_in, precision, tokens) == pytest.approx(bound)
 
 
-ALONE: Any = SimpleNamespace(
-    is_last_stage=True, data_size=1, ranks=Ranks(), broadcast_from_last_stage=lambda value: value
-)
+ALONE = SimpleNamespace(is_last_stage=True, data_size=1, ranks=Ranks(), broadcast_from_last_stage=lambda value: value)
 
 
-def compared(r: list[float], n: list[float], earlier: list[float] | None, trained: list[float] | None) -> Comparison:
+def compared(r, n, earlier, trained):
     now = torch.tensor(r), torch.tensor(n)
     before = [None if one is None else torch.tensor(one) for one in (earlier, trained)]
     return compare(ALONE, *now, *before)
 
 
-def test_comparison_by_hand() -> None:
+def test_comparison_by_hand():
     found = compared([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
     assert (found.gap, found.gap_before, found.movement, found.received) == (0.5, 0.5, 1.0, 0.5)
     assert found.movement_received == 0.5 and not found.is_missed()
@@ -80,7 +67,7 @@ def test_comparison_by_hand() -> None:
 
 
 @given(seed=st.integers(0, 10_000), tokens=st.integers(16, 200), noise=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
-def test_noise_of_both_engines_is_never_called_a_missed_update(seed: int, tokens: int, noise: float) -> None:
+def test_noise_of_both_engines_is_never_called_a_missed_update(seed, tokens, noise):
     generator = torch.Generator().manual_seed(seed)
     moved, first, second, third, fourth, shift = torch.randn(6, tokens, generator=generator)
     n, n_before = (moved + noise * first).tolist(), (noise * second).tolist()
@@ -90,7 +77,7 @@ def test_noise_of_both_engines_is_never_called_a_missed_update(seed: int, tokens
 
 
 @pytest.fixture
-def long_prompts(tmp_path: Path) -> tuple[str, str]:
+def long_prompts(tmp_path):
     """Flags of prompts that make a probe of more than a hundred tokens."""
     chance = random.Random(0)
     texts = ["".join(chance.choices("0123456789abcdef", k=40)) + ">" for _ in range(8)]
@@ -99,12 +86,10 @@ def long_prompts(tmp_path: Path) -> tuple[str, str]:
     return "--prompt-data", str(tmp_path / "long.jsonl")
 
 
-def test_a_run_whose_engine_misses_an_update_stops(
-    run: Run, long_prompts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_engine_misses_an_update_stops(run, long_prompts, monkeypatch, capsys):
     usual = LocalEngine.update_weights
 
-    def late(self: LocalEngine, source: WeightSource, version: int) -> None:
+    def late(self, source, version):
         new = list(source())
         if version == 0:
             usual(self, lambda: new, version)
@@ -127,7 +112,7 @@ def test_a_run_whose_engine_misses_an_update_stops(
 
 
 @pytest.mark.parametrize("layout", [("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2"), ()])
-def test_ranks_agree(task: list[str], long_prompts: tuple[str, str], tmp_path: Path, layout: tuple[str, ...]) -> None:
+def test_ranks_agree(task, long_prompts, tmp_path, layout):
     flags = [*task, *long_prompts, "--check-weight-sync", "--num-rollout", "2"]
     alone = run_here(flags, tmp_path / "alone")
     ended = run_apart([*flags, *layout], tmp_path / "two", ranks=2)
@@ -137,11 +122,11 @@ def test_ranks_agree(task: list[str], long_prompts: tuple[str, str], tmp_path: P
             assert row[name] == pytest.approx(expected[name], rel=1e-2)
 
 
-def test_an_engine_that_has_loaded_the_policy_is_not_sent_it_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
+def test_an_engine_that_has_loaded_the_policy_is_not_sent_it_again(run, monkeypatch):
+    sent = []
     usual = LocalEngine.update_weights
 
-    def recorded(self: LocalEngine, source: WeightSource, version: int) -> None:
+    def recorded(self, source, version):
         sent.append(version)
         usual(self, source, version)
 

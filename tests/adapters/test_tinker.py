@@ -2,7 +2,6 @@
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +25,12 @@ CONFIGS = {
 }
 
 
-def numbers(values: torch.Tensor) -> types.TensorData:
+def numbers(values):
     kind = "int64" if values.dtype == torch.int64 else "float32"
     return types.TensorData(data=values.tolist(), dtype=kind, shape=list(values.shape))
 
 
-def batch(last: float | None = None) -> tuple[list[types.Datum], list[torch.Tensor]]:
+def batch(last=None):
     """Data as a tinker user has them, and the log-probs that the server's forward pass returns.
 
     `last` replaces the sampler's log-prob of each last token.
@@ -57,19 +56,19 @@ def batch(last: float | None = None) -> tuple[list[types.Datum], list[torch.Tens
     return data, log_probs
 
 
-def sent(data: list[types.Datum], log_probs: list[torch.Tensor], loss: Any) -> tuple[torch.Tensor, dict[str, float]]:
+def sent(data, log_probs, loss):
     """The weights of all tokens that the client sends for the backward pass, −dL/dlog π, and the metrics."""
     forward = SimpleNamespace(loss_fn_outputs=[{"logprobs": numbers(x)} for x in log_probs])
     result = TrainingClient._compute_custom_loss(data, loss, forward)
     return torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in result.data]), result.metrics
 
 
-def columns(data: list[types.Datum], name: str) -> list[torch.Tensor]:
+def columns(data, name):
     return [datum.loss_fn_inputs[name].to_torch() for datum in data]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_weights_sent_are_advantage_times_weight(name: str) -> None:
+def test_the_weights_sent_are_advantage_times_weight(name):
     data, log_probs = batch()
     config, advantages = CONFIGS[name], columns(data, "advantages")
     found = correct(config, log_probs, columns(data, "logprobs"), columns(data, "mask"), advantages=advantages)
@@ -87,7 +86,7 @@ def test_the_weights_sent_are_advantage_times_weight(name: str) -> None:
     assert metrics["custom/accepted_tokens:sum"] == float(sum(mask.sum() for mask in found.mask))
 
 
-def test_ppo_compares_with_the_sampler() -> None:
+def test_ppo_compares_with_the_sampler():
     data, log_probs = batch()
     loss = corrected_loss(RolloutCorrectionConfig(use_rollout_logprobs=True), lambda *x: ppo_clip(*x)[0])
     weights, _ = sent(data, log_probs, loss)
@@ -100,7 +99,7 @@ def test_ppo_compares_with_the_sampler() -> None:
     torch.testing.assert_close(weights, torch.cat(expected))
 
 
-def test_metrics_alone_leave_the_loss_as_it_is() -> None:
+def test_metrics_alone_leave_the_loss_as_it_is():
     data, log_probs = batch()
     plain, _ = sent(
         data,
@@ -114,7 +113,7 @@ def test_metrics_alone_leave_the_loss_as_it_is() -> None:
     assert torch.equal(measured, plain) and metrics["custom/mismatch_k3_kl:mean"] > 0
 
 
-def test_log_probs_that_are_not_finite_are_counted_and_not_trained() -> None:
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained():
     data, log_probs = batch(last=math.nan)
     last = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
     for loss in (corrected_loss(CONFIGS["tis"]), corrected_loss(CONFIGS["tis"], lambda *x: ppo_clip(*x)[0])):
@@ -123,14 +122,14 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained() -> None:
         assert metrics["custom/nonfinite_token_fraction:mean"] == pytest.approx(3 / (sum(LENGTHS) - 3))
 
 
-def test_a_datum_without_log_probs_is_refused() -> None:
+def test_a_datum_without_log_probs_is_refused():
     data, log_probs = batch()
     del data[2].loss_fn_inputs["logprobs"]
     with pytest.raises(ValueError, match="lacks loss_fn_inputs logprobs"):
         sent(data, log_probs, corrected_loss(CONFIGS["tis"]))
 
 
-def test_the_recipe_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_runs(capsys):
     recipe.main(steps=15)
     first, *_, last = [float(line.split("reward ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert last > first + 0.1

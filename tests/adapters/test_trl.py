@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,36 +34,34 @@ EVERYTHING = RolloutCorrectionConfig(
 PROGRESS = {"step_time", "train_runtime", "total_flos", "train_samples_per_second", "train_steps_per_second"}
 
 
-def first_batch(run: Any) -> dict[str, Any]:
+def first_batch(run):
     """The first batch of a run, as the loss gets it."""
     run.model.train()
     run.current_gradient_accumulation_steps = 1
     torch.manual_seed(2)
     rows = next(iter(run.get_train_dataloader()))
-    batch: dict[str, Any] = run._prepare_inputs(rows)
+    batch = run._prepare_inputs(rows)
     return batch
 
 
-def gradients(run: Any, loss: torch.Tensor) -> torch.Tensor:
+def gradients(run, loss):
     run.model.zero_grad()
     loss.backward()
     return torch.cat([parameter.grad.flatten() for parameter in run.model.parameters() if parameter.grad is not None])
 
 
-def log_probs(run: Any, batch: dict[str, Any]) -> torch.Tensor:
+def log_probs(run, batch):
     tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     length = batch["completion_ids"].shape[1]
-    found: torch.Tensor = run._get_per_token_logps_and_entropies(run.model, tokens, attention, length)[0]
+    found = run._get_per_token_logps_and_entropies(run.model, tokens, attention, length)[0]
     return found
 
 
 @pytest.mark.parametrize("tools", [False, True], ids=["", "tools"])
 @pytest.mark.parametrize("config", [TIS, EVERYTHING], ids=["tis", "everything"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"])
-def test_loss_and_gradient_equal_the_library(
-    loss_type: str, config: RolloutCorrectionConfig, tools: bool, tmp_path: Path
-) -> None:
+def test_loss_and_gradient_equal_the_library(loss_type, config, tools, tmp_path):
     options = {"loss_type": loss_type, "sampler": RoundedSampler(tools=tools), "dtype": torch.float64}
     if loss_type == "luspo":
         options["importance_sampling_level"] = "sequence"
@@ -102,7 +99,7 @@ def test_loss_and_gradient_equal_the_library(
     assert found.mask.sum() > 0 and (config is TIS or found.mask.sum() < mask.sum())
 
 
-def history(run: Any) -> list[dict[str, float]]:
+def history(run):
     torch.manual_seed(2)
     run.train()
     return [{k: v for k, v in row.items() if k not in PROGRESS} for row in run.state.log_history]
@@ -111,7 +108,7 @@ def history(run: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     "options", [{}, {"beta": 0.1}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2}], ids=str
 )
-def test_metrics_alone_leave_the_run_bitwise_unchanged(options: dict[str, Any], tmp_path: Path) -> None:
+def test_metrics_alone_leave_the_run_bitwise_unchanged(options, tmp_path):
     plain = trainer(tmp_path, cls=GRPOTrainer, **options)
     measured = trainer(tmp_path, None, **options)
     expected, found = history(plain), history(measured)
@@ -122,7 +119,7 @@ def test_metrics_alone_leave_the_run_bitwise_unchanged(options: dict[str, Any], 
         assert torch.equal(tensor, measured.model.state_dict()[name])
 
 
-def test_the_kl_term_is_not_weighted(tmp_path: Path) -> None:
+def test_the_kl_term_is_not_weighted(tmp_path):
     nothing = RolloutCorrectionConfig(use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0)
     run = trainer(tmp_path, nothing, beta=0.5)
     batch = first_batch(run)
@@ -131,7 +128,7 @@ def test_the_kl_term_is_not_weighted(tmp_path: Path) -> None:
     assert run._compute_loss(run.model, batch).item() == pytest.approx(0.5 * (math.exp(-0.5) + 0.5 - 1), rel=1e-4)
 
 
-def test_a_batch_with_everything_rejected_or_masked_is_ordinary(tmp_path: Path) -> None:
+def test_a_batch_with_everything_rejected_or_masked_is_ordinary(tmp_path):
     nothing = RolloutCorrectionConfig(
         use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0, rejection_normalizer="kept"
     )
@@ -144,8 +141,8 @@ def test_a_batch_with_everything_rejected_or_masked_is_ordinary(tmp_path: Path) 
         )
 
 
-def test_log_probs_that_are_not_finite_are_counted_and_not_trained(tmp_path: Path) -> None:
-    def broken(log_probs: list[list[float]]) -> None:
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained(tmp_path):
+    def broken(log_probs):
         for row in log_probs:
             row[0] = math.nan
 
@@ -156,7 +153,7 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained(tmp_path: Pat
     assert metrics["correction/nonfinite_token_fraction"][0] == pytest.approx(4 / batch["completion_mask"].sum().item())
 
 
-def test_accepted_tokens_are_the_divisor_if_asked(tmp_path: Path) -> None:
+def test_accepted_tokens_are_the_divisor_if_asked(tmp_path):
     config = RolloutCorrectionConfig(
         use_rs=True, rs_level="token", rs_lower_bound=0.98, rs_upper_bound=1.02, rejection_normalizer="kept"
     )
@@ -165,7 +162,7 @@ def test_accepted_tokens_are_the_divisor_if_asked(tmp_path: Path) -> None:
     assert batch["num_items_in_batch"] == batch["tool_mask"].sum() < batch["completion_mask"].sum()
 
 
-def test_bypass_takes_the_rollout_policy_as_old_policy(tmp_path: Path) -> None:
+def test_bypass_takes_the_rollout_policy_as_old_policy(tmp_path):
     run = trainer(tmp_path, RolloutCorrectionConfig(use_rollout_logprobs=True))
     assert run.vllm_importance_sampling_correction is False  # nothing is corrected twice
     batch = first_batch(run)
@@ -173,7 +170,7 @@ def test_bypass_takes_the_rollout_policy_as_old_policy(tmp_path: Path) -> None:
     assert torch.equal(batch["old_per_token_logps"][mask], batch["sampling_per_token_logps"][mask])
 
 
-def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path: Path) -> None:
+def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path):
     run = trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}, max_steps=12)
     rows = history(run)
     table = read(str(tmp_path / "dump"))
@@ -187,14 +184,14 @@ def test_dumps_are_read_by_report_diagnosis_and_what_if(tmp_path: Path) -> None:
     assert set(table.reward.tolist()) <= {i / 8 for i in range(9)}
 
 
-def test_every_generation_batch_has_its_own_dump(tmp_path: Path) -> None:
+def test_every_generation_batch_has_its_own_dump(tmp_path):
     options = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 2}
     run = trainer(tmp_path, TIS, extra={"dump_dir": tmp_path / "dump"}, **options)
     history(run)
     assert len([*(tmp_path / "dump").iterdir()]) == 4 and len(read(str(tmp_path / "dump"))) == 4 * 8
 
 
-def test_with_vllm_the_importance_sampling_of_trl_is_off(tmp_path: Path) -> None:
+def test_with_vllm_the_importance_sampling_of_trl_is_off(tmp_path):
     """`use_vllm` is set afterwards, because vLLM needs a GPU; the sampler's log-probs come in the same field."""
     run = trainer(tmp_path, TIS)
     run.use_vllm, run._last_loaded_step = True, 0  # its weights count as loaded
@@ -205,7 +202,7 @@ def test_with_vllm_the_importance_sampling_of_trl_is_off(tmp_path: Path) -> None
     assert torch.equal(with_vllm, run._compute_loss(run.model, batch))
 
 
-def test_a_trainer_that_unsloth_has_replaced_is_the_base() -> None:
+def test_a_trainer_that_unsloth_has_replaced_is_the_base():
     """unsloth sets trl.GRPOTrainer to a subclass when it is imported."""
     code = (
         "import trl; trl.GRPOTrainer = type('UnslothGRPOTrainer', (trl.GRPOTrainer,), {}); "
@@ -225,30 +222,28 @@ def test_a_trainer_that_unsloth_has_replaced_is_the_base() -> None:
         ),
     ],
 )
-def test_what_cannot_be_exact_is_refused(
-    config: RolloutCorrectionConfig, options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_exact_is_refused(config, options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         trainer(tmp_path, config, **options)
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def example(tmp_path_factory):
     path = tmp_path_factory.mktemp("example") / "sort_digits"
     prepare(path, example=Example(train_prompts=64, eval_prompts=16, accuracy=(0.0, 1.0), sampled_accuracy=0.0))
     return path
 
 
-def test_the_example_runs(example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs(example, tmp_path, capsys):
     sort_digits.run(example, tmp_path / "run", steps=1)
     assert "held-out accuracy: " in capsys.readouterr().out
     assert len(read(str(tmp_path / "run" / "dump"))) == 128
 
 
-def test_the_notebook_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_runs(example, tmp_path, monkeypatch):
     notebook = json.loads((ROOT / "examples" / "trl" / "sort_digits.ipynb").read_text())
     monkeypatch.chdir(tmp_path)
-    values: dict[str, Any] = {"DATA": str(example), "STEPS": 1}
+    values = {"DATA": str(example), "STEPS": 1}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             lines = [line for line in cell["source"] if not line.startswith(("DATA =", "STEPS ="))]
@@ -256,7 +251,7 @@ def test_the_notebook_runs(example: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "runs" / "trl_notebook" / "report.html").exists()
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def test_two_processes_equal_one(tmp_path):
     """The second-moment bound and the batch's mean weight depend on the tokens of both processes."""
     script = Path(__file__).with_name("two_processes.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from slime_tis.policy.losses import ppo_clip
 BATCH, LENGTH, PROMPT = 6, 10, 3
 
 
-def columns() -> dict[str, torch.Tensor]:
+def columns():
     generator = torch.Generator().manual_seed(0)
     sampled = -2 * torch.rand(BATCH, LENGTH, generator=generator)
     old = (sampled + 0.2 * torch.randn(BATCH, LENGTH, generator=generator)).clamp(max=0.0)
@@ -39,9 +38,7 @@ def columns() -> dict[str, torch.Tensor]:
     }
 
 
-def worker_loss(
-    loss_mode: str, x: dict[str, torch.Tensor], whole: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def worker_loss(loss_mode, x, whole=None):
     """verl's `ppo_loss` on a micro-batch, the gradient of the log-probs [B, T], and its metrics.
 
     `whole` is the mask of all response tokens, where the batch's own lacks rejected tokens.
@@ -71,7 +68,7 @@ def worker_loss(
     return loss, gradient, metrics
 
 
-def test_verls_helper_is_replaced() -> None:
+def test_verls_helper_is_replaced():
     x = columns()
     batch = DataProto.from_dict({name: value.clone() for name, value in x.items() if name != "log_probs"})
     options = VerlConfig(
@@ -93,7 +90,7 @@ def test_verls_helper_is_replaced() -> None:
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(found.statistics.metrics()["mismatch_k3_kl"])
 
 
-def on_driver(x: dict[str, torch.Tensor], *options: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def on_driver(x, *options):
     """The batch that verl's driver corrects with options from verl's command line."""
     with initialize_config_dir(str(Path(core_algos.__file__).parents[1] / "config"), version_base=None):
         config = compose("ppo_trainer", [f"+algorithm.rollout_correction.slime_tis.{option}" for option in options])
@@ -105,7 +102,7 @@ def on_driver(x: dict[str, torch.Tensor], *options: str) -> tuple[dict[str, torc
 
 
 @pytest.mark.parametrize("normalizer", ["original", "kept"])
-def test_options_that_verl_lacks(normalizer: str) -> None:
+def test_options_that_verl_lacks(normalizer):
     x = columns()
     options = {"use_tis": True, "tis_level": "prefix", "tis_batch_normalize": True, "use_rs": True}
     options |= {"rs_level": "geometric", "rs_z_score": 1.0, "rejection_normalizer": normalizer}
@@ -121,7 +118,7 @@ def test_options_that_verl_lacks(normalizer: str) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8)
 
 
-def test_metrics_alone_leave_the_loss_as_it_is() -> None:
+def test_metrics_alone_leave_the_loss_as_it_is():
     x = columns()
     batch, metrics = on_driver(x, "get_mismatch_metrics=true")
     measured, plain = (worker_loss("vanilla", each)[:2] for each in (batch | {"log_probs": x["log_probs"]}, x))
@@ -129,7 +126,7 @@ def test_metrics_alone_leave_the_loss_as_it_is() -> None:
     assert metrics["rollout_corr/mismatch_k3_kl"] > 0
 
 
-def test_log_probs_that_are_not_finite_are_counted_and_not_trained() -> None:
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained():
     x = columns()
     x["rollout_log_probs"][:, 0] = math.nan
     share = pytest.approx(BATCH / x["response_mask"].sum().item())
@@ -151,13 +148,13 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained() -> None:
         pytest.param("use_rollout_logprobs=true", "decoupled", id="bypass"),
     ],
 )
-def test_options_that_cannot_work_are_refused(option: str, words: str) -> None:
+def test_options_that_cannot_work_are_refused(option, words):
     with pytest.raises(ValueError, match=words):
         on_driver(columns(), option)
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "slime_tis_ppo"])
-def test_loss_and_gradient_of_the_worker_equal_the_library(loss_mode: str) -> None:
+def test_loss_and_gradient_of_the_worker_equal_the_library(loss_mode):
     x = columns()
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.1, rejection_normalizer="kept")
     found = correct(config, x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
@@ -169,7 +166,7 @@ def test_loss_and_gradient_of_the_worker_equal_the_library(loss_mode: str) -> No
 
 
 @pytest.mark.parametrize("name", ["cispo", "dppo_tv"])
-def test_losses_that_verl_has_agree_with_its_own(name: str) -> None:
+def test_losses_that_verl_has_agree_with_its_own(name):
     x = columns()
     _, gradient, metrics = worker_loss(f"slime_tis_{name}", x)
     _, expected, of_verl = worker_loss(name, x)
@@ -179,7 +176,7 @@ def test_losses_that_verl_has_agree_with_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(verl_plugin.LOSSES))
-def test_edges(name: str) -> None:
+def test_edges(name):
     assert f"slime_tis_{name}" in core_algos.POLICY_LOSS_REGISTRY
     x = columns()
     x["old_log_probs"][x["response_mask"] == 0] = math.nan  # padding
@@ -192,7 +189,7 @@ def test_edges(name: str) -> None:
     assert loss == 0 and not gradient.any()
 
 
-def test_verl_imports_the_plugin_by_its_environment_variable() -> None:
+def test_verl_imports_the_plugin_by_its_environment_variable():
     code = (
         "from verl.trainer.ppo import core_algos, rollout_corr_helper as helper; "
         "from slime_tis.integrations import verl; "

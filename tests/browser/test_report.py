@@ -5,9 +5,6 @@ Needs chromium on PATH (apt-get install chromium) and the package playwright; sk
 
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH; ap
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     with sync_api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
@@ -28,16 +25,16 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("browser") / "run")
     assert main(["report", str(run)]) == 0
     return run / "report.html"
 
 
 @pytest.fixture(params=["light", "dark"])
-def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(browser, report, request):
     opened = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme=request.param)
-    troubles: list[str] = []
+    troubles = []
     opened.on("console", lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None)
     opened.on("pageerror", lambda error: troubles.append(str(error)))
     opened.on("request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None)
@@ -48,7 +45,7 @@ def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator
     opened.close()
 
 
-def test_every_plot_is_drawn(page: Any) -> None:
+def test_every_plot_is_drawn(page):
     canvases = page.locator(".canvas")
     assert canvases.count() == 12
     for index in range(canvases.count()):
@@ -57,7 +54,7 @@ def test_every_plot_is_drawn(page: Any) -> None:
     assert page.locator("#plot-density image").count() == 1
 
 
-def test_visible_plots_are_drawn_before_the_page_has_loaded(browser: Any, report: Path) -> None:
+def test_visible_plots_are_drawn_before_the_page_has_loaded(browser, report):
     opened = browser.new_page(viewport={"width": 1240, "height": 500})
     opened.add_init_script("addEventListener('load', (event) => event.stopImmediatePropagation(), true)")
     opened.goto(report.as_uri())
@@ -69,7 +66,7 @@ def test_visible_plots_are_drawn_before_the_page_has_loaded(browser: Any, report
     opened.close()
 
 
-def test_the_density_shows_the_number_of_tokens_of_a_cell(page: Any) -> None:
+def test_the_density_shows_the_number_of_tokens_of_a_cell(page):
     page.locator("#plot-density").scroll_into_view_if_needed()
     box = page.locator("#plot-density .nsewdrag").bounding_box()
     x, y = page.evaluate("""() => {
@@ -85,8 +82,8 @@ def test_the_density_shows_the_number_of_tokens_of_a_cell(page: Any) -> None:
     assert re.search(r"rollout.*training.*\d tokens", hover.text_content(), re.S)
 
 
-def test_tokens_are_colored_by_the_selected_value(page: Any) -> None:
-    def colors() -> list[str]:
+def test_tokens_are_colored_by_the_selected_value(page):
+    def colors():
         return page.eval_on_selector_all("#sample .tokens span", "all => all.map(one => one.style.background)")
 
     by_ratio = colors()
@@ -99,7 +96,7 @@ def test_tokens_are_colored_by_the_selected_value(page: Any) -> None:
     assert page.locator("#legend").inner_text().strip().startswith("trained on")
 
 
-def test_masked_tokens_are_shown_as_masked(page: Any) -> None:
+def test_masked_tokens_are_shown_as_masked(page):
     page.fill("#search", "question 5")
     page.locator("#list li").first.click()
     masked = page.locator("#sample .tokens span.masked")
@@ -108,7 +105,7 @@ def test_masked_tokens_are_shown_as_masked(page: Any) -> None:
     assert "not trained on" in page.locator("#details").inner_text()
 
 
-def test_details_of_a_token(page: Any) -> None:
+def test_details_of_a_token(page):
     page.locator("#sample .tokens span").nth(12).hover()
     details = page.locator("#details").inner_text()
     logged = ("position 12", "log π train", "log π rollout", "Δ")
@@ -116,7 +113,7 @@ def test_details_of_a_token(page: Any) -> None:
         assert name in details
 
 
-def test_search(page: Any) -> None:
+def test_search(page):
     page.fill("#search", "answer 7")
     assert page.locator("#list li").count() == 1
     assert "sample 7" in page.locator("#sample .about").inner_text()
@@ -128,7 +125,7 @@ def test_search(page: Any) -> None:
     assert page.locator("#sample article").count() == 0
 
 
-def test_arrow_keys_choose_samples_and_tokens(page: Any) -> None:
+def test_arrow_keys_choose_samples_and_tokens(page):
     page.locator("#list").press("ArrowDown")
     assert page.locator("#list li").nth(1).get_attribute("aria-current") == "true"
     page.locator("#sample").press("ArrowRight")
@@ -138,7 +135,7 @@ def test_arrow_keys_choose_samples_and_tokens(page: Any) -> None:
     assert page.locator("#what-if-table th[aria-sort=descending]").inner_text().startswith("kept")
 
 
-def test_segments_have_headings(page: Any) -> None:
+def test_segments_have_headings(page):
     page.fill("#search", "question 5")
     model, tool, after = page.locator("#sample .turn").all_inner_texts()
     assert model.startswith("turn 0, model, weights 0, 5 tokens, mean abs(Δ) 0.0")
@@ -150,7 +147,7 @@ def test_segments_have_headings(page: Any) -> None:
     assert page.locator("#sample .turn").count() == 0
 
 
-def test_nothing_leaves_the_page(browser: Any, report: Path) -> None:
+def test_nothing_leaves_the_page(browser, report):
     page = browser.new_page()  # a blocked form is an error in the console
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-drawn]", state="attached")
@@ -165,7 +162,7 @@ def test_nothing_leaves_the_page(browser: Any, report: Path) -> None:
     page.close()
 
 
-def test_the_page_fits_a_phone(browser: Any, report: Path) -> None:
+def test_the_page_fits_a_phone(browser, report):
     opened = browser.new_page(viewport={"width": 390, "height": 800})
     opened.goto(report.as_uri())
     opened.wait_for_selector("html[data-drawn][data-samples]", state="attached")
@@ -174,13 +171,13 @@ def test_the_page_fits_a_phone(browser: Any, report: Path) -> None:
     opened.close()
 
 
-def test_a_group_side_by_side(page: Any) -> None:
+def test_a_group_side_by_side(page):
     page.click("#side")
     assert page.locator("#sample article").count() == 4
     assert page.locator("#sample article .about").first.inner_text().count("reward") == 1
 
 
-def test_hostile_text_is_text(page: Any) -> None:
+def test_hostile_text_is_text(page):
     page.fill("#search", "window.hacked")
     items = page.locator("#list li")
     assert items.count() == 2
@@ -193,7 +190,7 @@ def test_hostile_text_is_text(page: Any) -> None:
     assert page.locator("#sample img, #list img").count() == 0
 
 
-def test_the_table_of_corrections_sorts_and_gives_flags(page: Any) -> None:
+def test_the_table_of_corrections_sorts_and_gives_flags(page):
     rows = page.locator("#what-if-table tbody tr")
     assert rows.count() > 30
     page.locator("#what-if-table th", has_text="kept").click()

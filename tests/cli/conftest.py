@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.run_options import Arguments
 from tests.checkpoints import make_checkpoint
 
 
@@ -48,12 +47,12 @@ def whole(base, checkpoint):
     return base
 
 
-def configured(line, world_size=1) -> Arguments:
+def configured(line, world_size=1):
     torchrun = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     return configure(shlex.split(line), {"WORLD_SIZE": str(world_size), **torchrun})
 
 
-def refusal(line, world_size=1) -> str:
+def refusal(line, world_size=1):
     with pytest.raises(ValueError) as error:
         configured(line, world_size)
     return str(error.value)

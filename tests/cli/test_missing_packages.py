@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ FLAGS = """
 DUMP = '{"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.1, -0.5], "loss_mask": [1, 1]}\n'
 
 
-def run(directory: Path, missing: tuple[str, ...], *argv: str) -> subprocess.CompletedProcess[str]:
+def run(directory, missing, *argv):
     make_checkpoint(directory / "model", "qwen3")
     (directory / "rows.jsonl").write_text('{"prompt": "21>", "label": "12"}\n')
     (directory / "dump.jsonl").write_text(DUMP)
@@ -48,7 +47,7 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("command", NEEDS)
-def test_a_command_names_the_extra_that_it_needs(command: str, tmp_path: Path) -> None:
+def test_a_command_names_the_extra_that_it_needs(command, tmp_path):
     argv, extra = NEEDS[command]
     ended = run(tmp_path, ALL, *argv)
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
@@ -56,25 +55,25 @@ def test_a_command_names_the_extra_that_it_needs(command: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("argv", [("--version",), ("train", "--help"), ("report", "--help")], ids=" ".join)
-def test_a_base_install_is_enough(argv: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_base_install_is_enough(argv, tmp_path):
     ended = run(tmp_path, (*ALL, "numpy"), *argv)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("argv", [("report", "dump.jsonl"), ("diagnose", "dump.jsonl")], ids=" ".join)
-def test_the_extra_analysis_is_enough(argv: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_extra_analysis_is_enough(argv, tmp_path):
     ended = run(tmp_path, TRAIN, *argv)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("package", ["megatron", "transformers", "safetensors", "httpx", "psutil"])
-def test_train_without_one_package_ends_in_one_line(package: str, tmp_path: Path) -> None:
+def test_train_without_one_package_ends_in_one_line(package, tmp_path):
     ended = run(tmp_path, (package,), "train", *FLAGS.split())
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1, ended.stderr
     assert f"the package {package};" in ended.stderr
 
 
-def test_the_library_works_without_any_other_package(tmp_path: Path) -> None:
+def test_the_library_works_without_any_other_package(tmp_path):
     """NumPy is declared because torch warns without it; the library does not import it."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({(*ALL, 'numpy')!r}))\n"

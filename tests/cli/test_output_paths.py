@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -24,7 +23,7 @@ FLAGS = """
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def base(tmp_path, monkeypatch):
     """A model, data and checkpoints of an earlier run below the working directory; the flags that every run needs."""
     monkeypatch.chdir(tmp_path)
     for directory in ("data/model", "data/ref", "old/iter_0000003", "export", "project", "empty", "runs/x/checkpoints"):
@@ -101,7 +100,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_path_of_other_files_is_refused(flags: str, base: list[str]) -> None:
+def test_a_path_of_other_files_is_refused(flags, base):
     before = sorted(Path.cwd().rglob("*"))
     with pytest.raises(ValueError, match=r"^--") as refusal:
         configure([*base, *flags.split()], {})
@@ -125,26 +124,26 @@ def test_a_path_of_other_files_is_refused(flags: str, base: list[str]) -> None:
         "--use-tensorboard --tb-project-name a/b",
     ],
 )
-def test_a_separate_path_is_accepted(flags: str, base: list[str]) -> None:
+def test_a_separate_path_is_accepted(flags, base):
     configure([*base, *flags.split()], {})
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.pt"])
-def test_an_earlier_dump_is_written_over(name: str, base: list[str]) -> None:
+def test_an_earlier_dump_is_written_over(name, base):
     write(name, TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0])]))
     configure([*base, "--save-debug-train-data", name], {})
     with pytest.raises(ValueError, match=r"--save-debug-rollout-data would write .* is no dump of this program"):
         configure([*base, "--save-debug-rollout-data", name], {})
 
 
-def test_a_file_with_the_name_of_a_report_is_not_overwritten(base: list[str]) -> None:
+def test_a_file_with_the_name_of_a_report_is_not_overwritten(base):
     Path("project/config.yaml").write_text("mine: 1\n")
     with pytest.raises(ValueError, match=r"--output-dir is 'project' but its config\.yaml is of no run"):
         configure([*base, "--output-dir", "project"], {})
 
 
-def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base: list[str]) -> None:
-    def hold(arguments: Any) -> None:
+def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base):
+    def hold(arguments):
         with held_outputs(arguments.megatron, arguments.reporting, main=True):
             assert sorted(path.name for path in Path("new").iterdir()) == [".lock"]
             assert sorted(path.name for path in Path("r").iterdir()) == [".export.lock", ".lock"]

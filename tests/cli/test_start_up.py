@@ -32,7 +32,7 @@ runpy.run_path({root!r} + "/" + script, run_name="__main__")
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case: str, tmp_path: Path) -> None:
+def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case, tmp_path):
     script, argv, status = COMMANDS[case]
     (tmp_path / "run.sh").write_text("python3 train.py --lr 1e-6 --hf-checkpoint /m --num-rollout 1\n")
     command = [sys.executable, "-c", RUN.format(root=str(ROOT)), script, *argv]
@@ -43,7 +43,7 @@ def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case: str, 
     assert not modules.intersection(HEAVY)
 
 
-def test_what_the_lazy_packages_export_is_what_they_can_import() -> None:
+def test_what_the_lazy_packages_export_is_what_they_can_import():
     """A name in one of the two tables alone would be listed and missing, or there and not listed."""
     assert set(slime_tis.__all__) <= set(correction.__all__)
     for package in (slime_tis, correction):
@@ -54,7 +54,7 @@ def test_what_the_lazy_packages_export_is_what_they_can_import() -> None:
         assert sorted(imported) == sorted(package.__all__)  # what type checkers see
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_is_there():
     code = (
         "import slime_tis, slime_tis.correction; modules = slime_tis, slime_tis.correction\n"
         "print([set(m.__all__) - set(dir(m)) for m in modules])\n"

@@ -1,15 +1,13 @@
 """Bounds that follow length and noise: by hand, robust to what they reject, and of a batch that is split."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from slime_tis import Correction, RolloutCorrectionConfig, adaptive_bounds, correct
+from slime_tis import RolloutCorrectionConfig, adaptive_bounds, correct
 from slime_tis.correction.rules import order_statistic
 from tests.correction.test_trimming import over_ranks
 
@@ -21,20 +19,20 @@ Z_UP = (0.4 + 4 * K3 - 4 * 5e-5) / SD  # 2.0982
 Z_DOWN = (0.4 - 4 * K3 - 4 * 5e-5) / SD  # 1.8981
 
 
-def reject(level: str = "geometric", **options: Any) -> RolloutCorrectionConfig:
-    return RolloutCorrectionConfig(use_rs=True, rs_level=level, **options)  # type: ignore[arg-type]
+def reject(level="geometric", **options):
+    return RolloutCorrectionConfig(use_rs=True, rs_level=level, **options)
 
 
-def of_log_ratios(config: RolloutCorrectionConfig, deltas: list[Any], **known: Any) -> Correction[list[Tensor]]:
+def of_log_ratios(config, deltas, **known):
     train = [torch.as_tensor(delta, dtype=torch.float64) for delta in deltas]
     return correct(config, train, [torch.zeros_like(x) for x in train], [torch.ones_like(x) for x in train], **known)
 
 
-def kept(found: Correction[list[Tensor]]) -> list[bool]:
+def kept(found):
     return (found.accepted_per_sequence > 0).tolist()
 
 
-def noise(lengths: list[int], sd: float, seed: int = 0) -> list[Tensor]:
+def noise(lengths, sd, seed=0):
     """Log-ratios of healthy sequences: normal, with E[exp Δ] = 1."""
     generator = torch.Generator().manual_seed(seed)
     return [sd * torch.randn(n, generator=generator, dtype=torch.float64) - sd * sd / 2 for n in lengths]
@@ -52,7 +50,7 @@ def noise(lengths: list[int], sd: float, seed: int = 0) -> list[Tensor]:
         pytest.param({"rs_target_fraction": 0.5}, [True, False, True, False], (4 * K3 - 4 * 5e-5) / SD, id="share 0.5"),
     ],
 )
-def test_by_hand(level: str, options: dict[str, float], expected: list[bool], z_score: float) -> None:
+def test_by_hand(level, options, expected, z_score):
     config = reject(level, **options)
     found = of_log_ratios(config, BY_HAND)
     assert kept(found) == expected
@@ -66,7 +64,7 @@ def test_by_hand(level: str, options: dict[str, float], expected: list[bool], z_
     assert values[f"mis_rs_{level}_seq_masked_fraction"] == expected.count(False) / 4
 
 
-def test_the_length_counts() -> None:
+def test_the_length_counts():
     """A mean of 0.02 is 2 deviations of 100 tokens with sd 0.1, and 6.3 of 1000."""
     alternating = torch.tensor([0.1, -0.1], dtype=torch.float64).repeat(500)
     batch = [alternating[:100] + 0.02, *[alternating] * 20, alternating + 0.02]
@@ -75,7 +73,7 @@ def test_the_length_counts() -> None:
 
 @pytest.mark.parametrize("token", [-30.0, 20.0, 5.0])
 @pytest.mark.parametrize("sd", [0.005, 0.1])
-def test_what_is_to_be_rejected_does_not_widen_the_bounds(token: float, sd: float) -> None:
+def test_what_is_to_be_rejected_does_not_widen_the_bounds(token, sd):
     """A token counts in k3 with e − 2 at the most, however far off it is."""
     config = reject(rs_z_score=4.0)
     healthy = noise([12, 64, 300] * 20, sd)
@@ -91,7 +89,7 @@ def test_what_is_to_be_rejected_does_not_widen_the_bounds(token: float, sd: floa
 
 
 @pytest.mark.parametrize("options", [{"rs_z_score": 3.0}, {"rs_target_fraction": 0.5}], ids=["z-score", "share"])
-def test_equal_engines_lose_nothing(options: dict[str, float]) -> None:
+def test_equal_engines_lose_nothing(options):
     """No difference at all, and one of 4e-5 nats with one sign, as float32 log-softmax has it."""
     for delta in (0.0, 4e-5, -4e-5):
         found = of_log_ratios(reject(**options), [[delta] * n for n in (1, 12, 3000, 100_000)])
@@ -100,7 +98,7 @@ def test_equal_engines_lose_nothing(options: dict[str, float]) -> None:
     assert values["mis_rs_k3"] == 0.0 and values["mis_rs_lower_bound"] == pytest.approx(math.exp(-5e-5))
 
 
-def test_most_sequences_exact_and_some_noisy() -> None:
+def test_most_sequences_exact_and_some_noisy():
     """The scale is that of the noisy ones, or every one of them would be rejected."""
     batch = [*[torch.zeros(64, dtype=torch.float64)] * 30, *noise([64] * 10, 0.02)]
     assert kept(of_log_ratios(reject(rs_z_score=6.0), batch)) == [True] * 40
@@ -108,19 +106,19 @@ def test_most_sequences_exact_and_some_noisy() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 40), st.floats(0.01, 0.9), st.integers(0, 1000))
-def test_the_share_is_rejected_to_the_sequence(count: int, share: float, seed: int) -> None:
+def test_the_share_is_rejected_to_the_sequence(count, share, seed):
     found = of_log_ratios(reject(rs_target_fraction=share), noise([5 + i for i in range(count)], 0.05, seed))
     assert kept(found).count(False) == math.floor(share * count + 1e-9)
 
 
-def test_equal_sequences_leave_or_stay_together() -> None:
+def test_equal_sequences_leave_or_stay_together():
     """Three equal worst ones and a share of one: none leaves; rounding that depends on the cut does not part them."""
     batch = [*BY_HAND, [0.3] * 4, [0.3] * 4, [0.3 + 1e-9] * 4]
     assert kept(of_log_ratios(reject(rs_target_fraction=1 / 7), batch)) == [True] * 7
     assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [*[True] * 4, *[False] * 3]
 
 
-def test_a_sequence_alone_is_its_own_scale_and_bounds_need_tables() -> None:
+def test_a_sequence_alone_is_its_own_scale_and_bounds_need_tables():
     """z of the rejected sequence is 2.07 alone, and 2.098 in the whole batch."""
     config = reject(rs_z_score=2.08)
     assert kept(of_log_ratios(config, BY_HAND)) == [True, False, True, True]
@@ -134,7 +132,7 @@ def test_a_sequence_alone_is_its_own_scale_and_bounds_need_tables() -> None:
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])
 @pytest.mark.parametrize("z_score", [5e-324, 1e308])
-def test_absurd_z_scores_stay_finite(level: str, z_score: float) -> None:
+def test_absurd_z_scores_stay_finite(level, z_score):
     config = reject(level, rs_z_score=z_score)
     found = of_log_ratios(config, [[], *BY_HAND, [9e5] * 3])
     assert kept(found)[1:] == [z_score > 1] * 5
@@ -147,7 +145,7 @@ def test_absurd_z_scores_stay_finite(level: str, z_score: float) -> None:
     st.integers(0, 20),
     st.integers(0, 20),
 )
-def test_order_statistics_of_split_values(values: list[float], index: int, cut: int) -> None:
+def test_order_statistics_of_split_values(values, index, cut):
     whole, rank = torch.tensor(values, dtype=torch.float64), torch.tensor(float(index))
     expected = (sorted(values) + [math.inf] * 21)[index]
     assert order_statistic(whole, rank).item() == expected

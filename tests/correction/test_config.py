@@ -1,24 +1,23 @@
 """The configuration: defaults, bounds, criteria, presets, and what is refused in one message."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from slime_tis.correction import PRESETS, Criterion, RolloutCorrectionConfig, parse_criteria
 
 
-def test_defaults_do_nothing() -> None:
+def test_defaults_do_nothing():
     config = RolloutCorrectionConfig()
     assert not config.corrects and not config.needs_rollout_log_probs and config.rejections == ()
     assert config.is_bounds == (0.5, 2.0)
 
 
-def test_it_is_frozen_and_keyword_only() -> None:
+def test_it_is_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RolloutCorrectionConfig().use_tis = True  # type: ignore[misc]
+        RolloutCorrectionConfig().use_tis = True
     with pytest.raises(TypeError):
-        RolloutCorrectionConfig(True)  # type: ignore[misc]
+        RolloutCorrectionConfig(True)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_it_is_frozen_and_keyword_only() -> None:
     ],
     ids=["none given", "IS upper", "IS lower", "RS upper", "RS lower", "no RS lower", "no IS lower", "RS both"],
 )
-def test_missing_bounds(options: dict[str, Any], bounds: tuple[float, float]) -> None:
+def test_missing_bounds(options, bounds):
     config = RolloutCorrectionConfig(use_rs=True, **options)
     assert config.rs_bounds == pytest.approx(bounds)
     assert config.rejections == (
@@ -43,7 +42,7 @@ def test_missing_bounds(options: dict[str, Any], bounds: tuple[float, float]) ->
     )
 
 
-def test_criteria() -> None:
+def test_criteria():
     found = parse_criteria("token_k1, seq_max_k3 ,token_k1", "0.5_2.0,0.01")
     assert found == (
         Criterion(name="token_k1", aggregation="token", divergence="k1", lower=0.5, upper=2.0),
@@ -59,7 +58,7 @@ GEOMETRIC = {"use_rs": True, "rs_level": "geometric"}
 
 
 CLIP = {"use_tis": True, "tis_mode": "clip"}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED = {
     "mode": ({"tis_mode": "icepop"}, "must be one of truncate, clip, mask"),
     "level": ({"rs_level": "word"}, "--rs-level is 'word'"),
     "IS upper 0": ({"tis_upper_bound": 0.0}, "--tis-upper-bound is 0.0"),
@@ -117,13 +116,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_means_nothing_is_refused(options, message):
     with pytest.raises(ValueError, match=message) as refusal:
         RolloutCorrectionConfig(**options)
     assert len(str(refusal.value)) < 400 and "\n" not in str(refusal.value)
 
 
-def test_a_truncation_bound_of_one_is_allowed() -> None:
+def test_a_truncation_bound_of_one_is_allowed():
     assert RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.0).is_bounds == (1.0, 1.0)
 
 
@@ -164,7 +163,7 @@ EXPECTED = {
 }
 
 
-def test_every_preset() -> None:
+def test_every_preset():
     assert set(PRESETS) == set(EXPECTED)
     for name, expected in EXPECTED.items():
         config = RolloutCorrectionConfig.preset(name)
@@ -183,7 +182,7 @@ def test_every_preset() -> None:
     assert RolloutCorrectionConfig.preset("decoupled_token_icepop").is_bounds == (0.5, 5.0)
 
 
-def test_preset_overrides_and_unknown_presets() -> None:
+def test_preset_overrides_and_unknown_presets():
     assert RolloutCorrectionConfig.preset("decoupled_token_is", tis_upper_bound=3.0).tis_upper_bound == 3.0
     fitted = RolloutCorrectionConfig.preset("decoupled_geo_rs", rs_target_fraction=0.05)
     assert fitted.rs_target_fraction == 0.05 and fitted.rs_lower_bound is None and fitted.rs_upper_bound is None
@@ -208,6 +207,6 @@ def test_preset_overrides_and_unknown_presets() -> None:
     ],
     ids=["TIS", "RS", "veto", "verl's RS", "trimming", "z-score", "bypass", "metrics", "interpolated"],
 )
-def test_what_needs_what(options: dict[str, Any], corrects: bool, needs: bool) -> None:
+def test_what_needs_what(options, corrects, needs):
     config = RolloutCorrectionConfig(**options)
     assert (config.corrects, config.needs_rollout_log_probs) == (corrects, needs)

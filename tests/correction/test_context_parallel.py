@@ -2,36 +2,24 @@
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from slime_tis import (
-    GlobalBatch,
-    Ranks,
-    ResponseSlices,
-    RolloutCorrectionConfig,
-    context_parallel_slices,
-    correct,
-    response_slices,
-)
-from slime_tis.correction import ReduceOp
+from slime_tis import GlobalBatch, Ranks, RolloutCorrectionConfig, context_parallel_slices, correct, response_slices
 from slime_tis.correction.sums import stacked
 from tests.runs import free_port, spawn
 
 
-def options(
-    level: str, mode: str, rs_level: str, second_moment: float | None = None, **adaptive: float
-) -> RolloutCorrectionConfig:
+def options(level, mode, rs_level, second_moment=None, **adaptive):
     return RolloutCorrectionConfig(
         use_tis=True,
-        tis_level=level,  # type: ignore[arg-type]
-        tis_mode=mode,  # type: ignore[arg-type]
+        tis_level=level,
+        tis_mode=mode,
         tis_batch_normalize=True,
         use_rs=True,
-        rs_level=rs_level,  # type: ignore[arg-type]
+        rs_level=rs_level,
         **(adaptive or {"rs_lower_bound": 0.7, "rs_upper_bound": 1.5}),
         rs_veto_threshold=0.05,
         rs_second_moment_bound=second_moment,
@@ -61,7 +49,7 @@ BY_JOINING = [config for config in CONFIGS if {config.tis_level, config.rs_level
 SHAPES = [(5, 300), (1, 9), (40, 3), (2, 1), (7, 64), (1, 2)]
 
 
-def batch() -> tuple[list, list, list]:
+def batch():
     """float64, with NaN, infinities, holes over the cuts, and a sample without rollout log-probs."""
     generator = torch.Generator().manual_seed(3)
     rollout = [-torch.rand(response, generator=generator) for _, response in SHAPES]
@@ -72,11 +60,11 @@ def batch() -> tuple[list, list, list]:
     return [x.double() for x in train], [*rollout[:-1], None], [x.long() for x in mask]
 
 
-def places(rank: int, size: int) -> ResponseSlices:
+def places(rank, size):
     return response_slices([p + r for p, r in SHAPES], [r for _, r in SHAPES], rank, size)
 
 
-def take(whole: torch.Tensor | None, shape: tuple[int, int], rank: int, size: int) -> torch.Tensor | None:
+def take(whole, shape, rank, size):
     if whole is None:
         return None
     prompt, response = shape
@@ -84,22 +72,22 @@ def take(whole: torch.Tensor | None, shape: tuple[int, int], rank: int, size: in
     return torch.cat([whole[first], whole[second]])
 
 
-def world() -> Ranks:
+def world():
     return Ranks.from_groups(context=dist.group.WORLD)
 
 
-def unchanged(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+def unchanged(table, op):
     return table
 
 
-def _sliced(rank: int, size: int) -> list[Any]:
+def _sliced(rank, size):
     """Every rank holds its zigzag slices of all sequences."""
     local = [[take(x, shape, rank, size) for x, shape in zip(xs, SHAPES, strict=True)] for xs in batch()]
     results = []
     for config in CONFIGS:
-        calls: list[torch.Size] = []
+        calls = []
 
-        def counted(table: torch.Tensor, op: ReduceOp, calls: list[torch.Size] = calls) -> torch.Tensor:
+        def counted(table, op, calls=calls):
             calls.append(table.shape)
             return world().over_context(table, op)
 
@@ -127,7 +115,7 @@ def _sliced(rank: int, size: int) -> list[Any]:
     return results
 
 
-def _sharded(rank: int, size: int) -> list[Any]:
+def _sharded(rank, size):
     """Sequences are dealt out over data-parallel ranks; the last rank has none."""
     local = [xs[rank :: size - 1] if rank < size - 1 else [] for xs in batch()]
     results = []
@@ -139,7 +127,7 @@ def _sharded(rank: int, size: int) -> list[Any]:
     return results
 
 
-def _rank(rank: int, size: int, port: int, folder: str) -> None:
+def _rank(rank, size, port, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found = {"sliced": _sliced(rank, size), "sharded": _sharded(rank, size)}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
@@ -147,14 +135,14 @@ def _rank(rank: int, size: int, port: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request, tmp_path_factory):
     """What each of 2 and of 4 processes found."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
     spawn(_rank, args=(size, free_port(), str(folder)), nprocs=size)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
-def test_context_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None:
+def test_context_parallel_ranks_agree_with_one(ranks):
     size = len(ranks)
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
@@ -171,7 +159,7 @@ def test_context_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> N
             assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
 
-def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None:
+def test_data_parallel_ranks_agree_with_one(ranks):
     size = len(ranks)
     for c, config in enumerate(CONFIGS):
         whole = correct(config, *batch())
@@ -186,7 +174,7 @@ def test_data_parallel_ranks_agree_with_one(ranks: list[dict[str, Any]]) -> None
 
 @pytest.mark.parametrize(("total", "response"), [(10, 7), (3, 2), (16, 16), (1, 1), (33, 1), (9, 0)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_slices_cover_the_response_once(total: int, response: int, size: int) -> None:
+def test_slices_cover_the_response_once(total, response, size):
     owned = []
     for rank in range(size):
         for part in context_parallel_slices(total, response, rank, size):
@@ -196,14 +184,14 @@ def test_slices_cover_the_response_once(total: int, response: int, size: int) ->
     assert sorted(owned) == list(expected)
 
 
-def test_slices_of_a_worked_example() -> None:
+def test_slices_of_a_worked_example():
     """10 tokens, prompt 3, two ranks: chunks of 3 positions; rank 0 has positions 0-2 and 9, rank 1 has 3-8."""
     assert context_parallel_slices(10, 7, 0, 2) == (slice(0, 1), slice(0, 0))
     assert context_parallel_slices(10, 7, 1, 2) == (slice(1, 4), slice(4, 7))
     assert context_parallel_slices(10, 7, 0, 2, padded_length=16) == (slice(0, 2), slice(0, 0))
 
 
-def test_slices_are_taken_and_spread() -> None:
+def test_slices_are_taken_and_spread():
     """The worked example after a response of 2 tokens, which rank 1 holds alone."""
     whole = torch.arange(1.0, 10.0)
     of_ranks = [response_slices([4, 10], [2, 7], rank, 2) for rank in (0, 1)]
@@ -217,7 +205,7 @@ def test_slices_are_taken_and_spread() -> None:
 
 
 @pytest.mark.parametrize("level", ["prefix", "segment"])
-def test_levels_that_need_whole_sequences_say_so(level: str) -> None:
+def test_levels_that_need_whole_sequences_say_so(level):
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level)
     with pytest.raises(ValueError, match=f"--tis-level {level} needs whole sequences.*slices=response_slices"):
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
@@ -226,10 +214,10 @@ def test_levels_that_need_whole_sequences_say_so(level: str) -> None:
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
 
 
-def test_slices_of_other_sequences_are_refused() -> None:
+def test_slices_of_other_sequences_are_refused():
     config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix")
     ranks = Ranks(context=unchanged, slices=response_slices([10], [7], 1, 2))
-    known: dict[str, Any] = {"global_batch": GlobalBatch(ranks=ranks)}
+    known = {"global_batch": GlobalBatch(ranks=ranks)}
     six, five = torch.zeros(6), torch.zeros(5)
     assert correct(config, [six], [six], [six], **known).weights[0].tolist() == [0] * 6
     assert correct(config, six[None], six[None], six[None], **known).weights.shape == (1, 6)
@@ -239,11 +227,11 @@ def test_slices_of_other_sequences_are_refused() -> None:
         correct(config, [six, six], [six, six], [six, six], **known)
 
 
-def test_no_sequences_are_joined_too() -> None:
+def test_no_sequences_are_joined_too():
     config = RolloutCorrectionConfig(use_tis=True, tis_level="segment", tis_batch_normalize=True)
-    calls: list[torch.Size] = []
+    calls = []
 
-    def counted(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def counted(table, op):
         calls.append(table.shape)
         return table
 

@@ -2,9 +2,7 @@
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction import torch_token_pass
-from slime_tis.correction.layout import PackedChunk
-from slime_tis.correction.token_pass import TokenPass
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import ObjectiveFunctions
@@ -34,11 +30,11 @@ EVERYTHING = RolloutCorrectionConfig.preset(
 class DispatchCounter(TorchDispatchMode):
     """Counts dispatched operations, and refuses those that hand a value or a data-dependent shape to the host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in SYNCHRONISING:
             raise AssertionError(f"{func} synchronises with the host")
@@ -51,12 +47,12 @@ class DispatchCounter(TorchDispatchMode):
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
+def counted():
     with DispatchCounter() as mode:
         yield mode.counts
 
 
-def batch(sequences: int, tokens: int = 4096) -> tuple[list, list, list]:
+def batch(sequences, tokens=4096):
     lengths = [tokens // sequences + (1 if i % 2 else -1) for i in range(sequences)]
     generator = torch.Generator().manual_seed(0)
     rollout = [-torch.rand(n, generator=generator) for n in lengths]
@@ -64,7 +60,7 @@ def batch(sequences: int, tokens: int = 4096) -> tuple[list, list, list]:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", "prefix", "segment"])
-def test_operations_do_not_depend_on_the_number_of_sequences(level: str) -> None:
+def test_operations_do_not_depend_on_the_number_of_sequences(level):
     config = RolloutCorrectionConfig.preset("decoupled_token_is", tis_level=level, rs_veto_threshold=1e-4)
     totals = []
     for sequences in (2, 16, 512):
@@ -76,7 +72,7 @@ def test_operations_do_not_depend_on_the_number_of_sequences(level: str) -> None
 
 
 @pytest.mark.parametrize("layout", ["list", "padded", "packed"])
-def test_no_host_synchronisation(layout: str) -> None:
+def test_no_host_synchronisation(layout):
     train, rollout, mask = batch(16)
     lengths = None
     if layout != "list":
@@ -88,8 +84,8 @@ def test_no_host_synchronisation(layout: str) -> None:
     assert sum(counts.values()) <= 380
 
 
-def test_correct_calls_the_selected_token_pass() -> None:
-    def double_weights(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+def test_correct_calls_the_selected_token_pass():
+    def double_weights(config, packed):
         result = torch_token_pass(config, packed)
         result.weight_RK.mul_(2)
         return result
@@ -99,7 +95,7 @@ def test_correct_calls_the_selected_token_pass() -> None:
     assert correct(config, zeros, zeros, ones, token_pass=double_weights).weights.tolist() == [[2.0, 2.0]]
 
 
-def test_an_option_selects_the_token_pass() -> None:
+def test_an_option_selects_the_token_pass():
     path = "slime_tis.correction.token_pass.torch_token_pass"
     assert ObjectiveFunctions.load(PolicyConfig(token_pass_path=path), Namespace()).token_pass is torch_token_pass
     with pytest.raises(CustomFunctionError, match="absent"):

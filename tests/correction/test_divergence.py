@@ -1,21 +1,18 @@
 """Binary divergence masks against the peers' own code, exact fractions and the limits."""
 
 import math
-from collections.abc import Callable, Iterator
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction.divergence import BINARY_DIVERGENCES, binary_kl, binary_kl_max, binary_tv
-from tests.golden.methods import Case, cases
+from tests.golden.methods import cases
 
 
-def masks_of_peers() -> Iterator[Any]:
+def masks_of_peers():
     """(case, divergence, current policy and anchor, options, where the peer's arithmetic is not exact) of each peer."""
     for entry in cases("prime_rl.default"):
         (case,) = entry.values
@@ -45,24 +42,22 @@ def masks_of_peers() -> Iterator[Any]:
         yield pytest.param(case, "binary_kl", ("old", "sampler"), options, exact, id=entry.id)
 
 
-def exact(case: Case) -> Tensor:
+def exact(case):
     return torch.zeros_like(case.input("mask")).bool()
 
 
-def no_advantage(case: Case) -> Tensor:
+def no_advantage(case):
     return case.input("advantages") == 0
 
 
-def infinite_in_areal(case: Case) -> Tensor:
+def infinite_in_areal(case):
     """AReaL drops a token if one policy's float32 log-prob is 0 and the other's is not: an infinite KL or NaN."""
     infinite = (case.input("old") == 0) != (case.input("sampler") == 0)
     return infinite.any(1, keepdim=True).expand_as(infinite) if case.params["level"] == "sequence" else infinite
 
 
 @pytest.mark.parametrize(("case", "divergence", "policies", "options", "inexact"), masks_of_peers())
-def test_masks_equal_the_peers_where_they_are_exact(
-    case: Case, divergence: Any, policies: tuple[str, str], options: dict[str, Any], inexact: Callable[[Case], Tensor]
-) -> None:
+def test_masks_equal_the_peers_where_they_are_exact(case, divergence, policies, options, inexact):
     options = {f"divergence_mask_{name}": value for name, value in options.items()}
     config = RolloutCorrectionConfig(divergence_mask=divergence, **options)
     policy, anchor = map(case.input, policies)
@@ -71,7 +66,7 @@ def test_masks_equal_the_peers_where_they_are_exact(
     assert torch.equal(ours[compared], case.output("kept").bool()[compared]) and compared.any()
 
 
-def exact_kl(p: Fraction, q: Fraction) -> float:
+def exact_kl(p, q):
     """KL(p ‖ q) of two coins in 50 digits."""
     with localcontext(prec=50):
         ratio = [
@@ -83,7 +78,7 @@ def exact_kl(p: Fraction, q: Fraction) -> float:
 
 @pytest.mark.parametrize("p", [Fraction(1, 10**9), Fraction(1, 3), 1 - Fraction(1, 10**4)], ids=str)
 @pytest.mark.parametrize("shift", [Fraction(1, 10**3), Fraction(-1, 10**6)], ids=str)
-def test_divergences_equal_exact_arithmetic(p: Fraction, shift: Fraction) -> None:
+def test_divergences_equal_exact_arithmetic(p, shift):
     q = p * (1 + shift) if p < Fraction(1, 2) else 1 - (1 - p) * (1 + shift)
     log_p, log_q = torch.tensor([math.log(p), math.log(q)], dtype=torch.float64).unbind()
     assert binary_tv(log_p, log_q).item() == pytest.approx(float(abs(p - q)), rel=1e-6)
@@ -93,31 +88,31 @@ def test_divergences_equal_exact_arithmetic(p: Fraction, shift: Fraction) -> Non
 
 @pytest.mark.parametrize("divergence", BINARY_DIVERGENCES)
 @pytest.mark.parametrize("log_prob", [0.0, -1e-9, -0.3, -1e4], ids=str)
-def test_equal_policies_have_no_divergence(divergence: str, log_prob: float) -> None:
+def test_equal_policies_have_no_divergence(divergence, log_prob):
     log_probs = torch.tensor([log_prob])
     assert BINARY_DIVERGENCES[divergence](log_probs, log_probs).item() == 0.0
 
 
-def test_a_log_prob_of_zero_has_a_finite_divergence() -> None:
+def test_a_log_prob_of_zero_has_a_finite_divergence():
     kl = binary_kl(torch.tensor([0.0]), torch.tensor([-0.3]))
     rest = 1 - math.exp(-0.3)
     assert kl.item() == pytest.approx(-0.3 * math.exp(-0.3) + rest * (math.log(rest) + 25 * math.log(2)), rel=1e-6)
 
 
-def float32_kl(log_p: Tensor, log_q: Tensor, epsilon: float) -> Tensor:
+def float32_kl(log_p, log_q, epsilon):
     """KL(q ‖ p) as published code computes it: float32 probabilities, clamped."""
     p, q = (x.exp().clamp(epsilon, 1 - epsilon) for x in (log_p, log_q))
     return q * (q.log() - p.log()) + (1 - q) * ((1 - q).log() - (1 - p).log())
 
 
-def test_float32_probabilities_make_certain_tokens_nan() -> None:
+def test_float32_probabilities_make_certain_tokens_nan():
     certain = torch.tensor([0.0, -1e-9])
     assert float32_kl(certain, certain, 1e-8).isnan().all()
     assert torch.equal(binary_kl(certain, certain), torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("noise", "mean", "negative"), [(3.5e-3, 1.7e-3, 0.07), (3.5e-4, 1.8e-4, 0.35)], ids=str)
-def test_float32_probabilities_make_the_divergence_negative(noise: float, mean: float, negative: float) -> None:
+def test_float32_probabilities_make_the_divergence_negative(noise, mean, negative):
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(20_000, 64, generator=generator)
     rollout = logits.log_softmax(1)
@@ -129,7 +124,7 @@ def test_float32_probabilities_make_the_divergence_negative(noise: float, mean: 
     assert (binary_kl(log_p, log_q) >= 0).all()
 
 
-def roll_filter(case: Case) -> dict[str, Any] | None:
+def roll_filter(case):
     """ROLL's filter of one level in our options; None for several filters and the levels with another definition."""
     (first, *more) = case.params["filters"]
     if more or "segment" in (first["agg_type"], case.params["weight_type"]):
@@ -140,7 +135,7 @@ def roll_filter(case: Case) -> dict[str, Any] | None:
     return mask if first["agg_type"] == "token" else None
 
 
-def test_weights_and_filters_equal_roll() -> None:
+def test_weights_and_filters_equal_roll():
     compared = 0
     for (case,) in (entry.values for entry in cases("roll.train_infer_correction")):
         options = roll_filter(case)

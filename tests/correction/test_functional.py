@@ -1,14 +1,12 @@
 """The functional core, which test_reference.py compares with `correct`: traced by torch.fx, compile and torch.func."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from slime_tis import RolloutCorrectionConfig, functional
 from tests.correction.strategies import policy_batch
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "token truncate": {"use_tis": True, "tis_upper_bound": 1.3},
     "segment clip": {"use_tis": True, "tis_level": "segment", "tis_mode": "clip", "tis_upper_bound": 1.3},
     "normalized sequence": {"use_tis": True, "tis_level": "sequence", "tis_batch_normalize": True},
@@ -20,10 +18,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_fx_and_compile_and_vmap_trace_it(name: str) -> None:
+def test_fx_and_compile_and_vmap_trace_it(name):
     config = RolloutCorrectionConfig(**OPTIONS[name])
 
-    def both(*inputs: torch.Tensor) -> Any:
+    def both(*inputs):
         train, rollout, mask, current, advantages = inputs
         return tuple(functional.correct(config, train, rollout, mask, current_log_probs=current, advantages=advantages))
 
@@ -37,12 +35,12 @@ def test_fx_and_compile_and_vmap_trace_it(name: str) -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_no_gradient_flows_through_weights() -> None:
+def test_no_gradient_flows_through_weights():
     config = RolloutCorrectionConfig(use_tis=True)
     train, rollout, mask, *_ = policy_batch().values()
     train[1, 2] = -1.0
 
-    def loss(log_probs: torch.Tensor) -> torch.Tensor:
+    def loss(log_probs):
         found = functional.correct(config, log_probs, rollout, mask)
         return (found.weights * torch.where(found.mask, log_probs, 0.0)).sum()
 
@@ -59,7 +57,7 @@ def test_no_gradient_flows_through_weights() -> None:
         pytest.param({"divergence_mask": "binary_tv"}, "advantages", id="advantages"),
     ],
 )
-def test_options_on_the_batch_are_refused(options: dict[str, Any], words: str) -> None:
+def test_options_on_the_batch_are_refused(options, words):
     train, rollout, mask, *_ = policy_batch().values()
     with pytest.raises(ValueError, match=words):
         functional.correct(RolloutCorrectionConfig(**options), train, rollout, mask)

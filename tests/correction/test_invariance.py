@@ -15,7 +15,7 @@ from tests.correction.strategies import batches, configurations, tensors
 Inputs = tuple[list, list, list]
 
 
-def assert_same(a: tuple, b: tuple) -> None:
+def assert_same(a, b):
     """(weights, mask, statistics) of both, within 1e-6."""
     for x, y in zip(a[0], b[0], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
@@ -25,7 +25,7 @@ def assert_same(a: tuple, b: tuple) -> None:
 
 @settings(max_examples=100)
 @given(configurations(), batches(), st.integers(0, 40))
-def test_layout_and_padding(config: RolloutCorrectionConfig, batch: Inputs, extra: int) -> None:
+def test_layout_and_padding(config, batch, extra):
     inputs = tensors(batch)
     lengths = [len(x) for x in inputs[0]]
     listed = correct(config, *inputs)
@@ -38,7 +38,7 @@ def test_layout_and_padding(config: RolloutCorrectionConfig, batch: Inputs, extr
         assert_same(expected, (*rows, padded.statistics))
 
 
-def pad(sequences: list[torch.Tensor], width: int) -> torch.Tensor:
+def pad(sequences, width):
     """[B, width], with junk in the padding of floats and 0 in that of masks."""
     junk = 0 if sequences[0].dtype == torch.bool else torch.nan
     out = torch.full((len(sequences), width), junk, dtype=sequences[0].dtype)
@@ -49,7 +49,7 @@ def pad(sequences: list[torch.Tensor], width: int) -> torch.Tensor:
 
 @settings(max_examples=100)
 @given(configurations(), batches(), st.integers(0, 5))
-def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut: int) -> None:
+def test_micro_batches_merge(config, batch, cut):
     inputs = tensors(batch)
     whole = correct(config, *inputs)
     parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
@@ -70,7 +70,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: Inputs, cut
 
 @settings(max_examples=60)
 @given(configurations(), batches(max_sequences=8))
-def test_chunks(config: RolloutCorrectionConfig, batch: Inputs) -> None:
+def test_chunks(config, batch):
     inputs = tensors(batch)
     whole = correct(config, *inputs)
     usual = layout.CPU_CHUNK_TOKENS
@@ -79,14 +79,11 @@ def test_chunks(config: RolloutCorrectionConfig, batch: Inputs) -> None:
         chunked = correct(config, *inputs)
     finally:
         layout.CPU_CHUNK_TOKENS = usual
-    assert_same(
-        (whole.weights, whole.mask, whole.statistics),
-        (chunked.weights, chunked.mask, chunked.statistics),
-    )
+    assert_same((whole.weights, whole.mask, whole.statistics), (chunked.weights, chunked.mask, chunked.statistics))
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_rows_of_long_sequences_join(level: str) -> None:
+def test_rows_of_long_sequences_join(level):
     """Sequences longer than a row, of several row widths, against the reference, which has no rows."""
     generator = torch.Generator().manual_seed(1)
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=1e6)

@@ -1,7 +1,5 @@
 """The mean of the corrected loss: by hand in every layout, 0 where everything is rejected, and over micro-batches."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ LOSS = [torch.tensor([1.0, 2.0, torch.nan, torch.inf]), torch.tensor([4.0, 8.0])
 WEIGHTED = {"use_tis": True, "tis_upper_bound": 4.0, "use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 4.0}
 
 
-def mean(layout: str, aggregation: Any, **options: Any) -> torch.Tensor:
+def mean(layout, aggregation, **options):
     config = RolloutCorrectionConfig(**{**WEIGHTED, **options})
     if layout == "list":
         return correct(config, DELTA, [torch.zeros(4), torch.zeros(2)], MASK).mean(LOSS, aggregation=aggregation)
@@ -39,17 +37,15 @@ def mean(layout: str, aggregation: Any, **options: Any) -> torch.Tensor:
     ],
     ids=["token-mean over accepted", "token-mean over original", "seq-mean over accepted", "seq-mean over original"],
 )
-def test_by_hand(layout: str, aggregation: str, normalizer: str, expected: float) -> None:
+def test_by_hand(layout, aggregation, normalizer, expected):
     assert mean(layout, aggregation, rejection_normalizer=normalizer).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["rejected", "masked"])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("normalizer", ["kept", "original"])
-def test_everything_rejected_is_zero_with_a_gradient_of_zero(
-    is_masked: bool, aggregation: Any, normalizer: Any
-) -> None:
-    bounds: dict[str, Any] = {"rs_lower_bound": 8.0, "rs_upper_bound": 9.0}
+def test_everything_rejected_is_zero_with_a_gradient_of_zero(is_masked, aggregation, normalizer):
+    bounds = {"rs_lower_bound": 8.0, "rs_upper_bound": 9.0}
     config = RolloutCorrectionConfig(use_rs=True, **bounds, rejection_normalizer=normalizer)
     logits = torch.tensor([[0.3, -1.0], [2.0, 0.5]], requires_grad=True)
     zeros = torch.zeros(2, 2)
@@ -60,8 +56,8 @@ def test_everything_rejected_is_zero_with_a_gradient_of_zero(
     assert value.item() == 0.0 and logits.grad is not None and logits.grad.tolist() == [[0, 0], [0, 0]]
 
 
-def test_the_gradient_is_that_of_the_kept_tokens_over_all() -> None:
-    config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
+def test_the_gradient_is_that_of_the_kept_tokens_over_all():
+    config = RolloutCorrectionConfig(**WEIGHTED)
     leaf = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], requires_grad=True)
     delta, mask = torch.cat(DELTA), torch.cat(MASK)
     found = correct(config, delta, torch.zeros(6), mask, lengths=[4, 2])
@@ -71,8 +67,8 @@ def test_the_gradient_is_that_of_the_kept_tokens_over_all() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_micro_batches_with_the_denominator_of_all_add_up(aggregation: Any) -> None:
-    config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
+def test_micro_batches_with_the_denominator_of_all_add_up(aggregation):
+    config = RolloutCorrectionConfig(**WEIGHTED)
     parts = [correct(config, [d], [torch.zeros_like(d)], [m]) for d, m in zip(DELTA, MASK, strict=True)]
     denominator = sum((part.loss_denominator(aggregation) for part in parts), torch.zeros(()))
     total = sum(
@@ -82,11 +78,11 @@ def test_micro_batches_with_the_denominator_of_all_add_up(aggregation: Any) -> N
     assert total == pytest.approx(mean("list", aggregation).item())
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    config = RolloutCorrectionConfig(**WEIGHTED)  # type: ignore[arg-type]
+def test_what_does_not_fit_is_refused():
+    config = RolloutCorrectionConfig(**WEIGHTED)
     found = correct(config, torch.zeros(2, 4), torch.zeros(2, 4), torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"token_loss has shape \(2, 3\) but the mask \(2, 4\); pass the loss in"):
         found.mean(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="aggregation is 'sum'; choose one of token-mean, seq-mean-token-mean"):
-        found.mean(torch.zeros(2, 4), aggregation="sum")  # type: ignore[arg-type]
+        found.mean(torch.zeros(2, 4), aggregation="sum")
     assert correct(config, [], [], []).mean([]).item() == 0.0

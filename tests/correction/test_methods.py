@@ -1,7 +1,6 @@
 """The interpolated proximal policy, off-policy sequence masking, and bounds by the sign of the advantage."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from slime_tis import RolloutCorrectionConfig, correct, interpolate_old_log_probs, off_policy_sequence_mask
 
 
-def test_interpolation_by_hand() -> None:
+def test_interpolation_by_hand():
     """Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3 goes half the way.
 
     v = −1 is not a version of 6 steps ago, whose α would be 5/6.
@@ -19,14 +18,14 @@ def test_interpolation_by_hand() -> None:
     assert old.tolist() == [-2.0, -2.0, -1.5, -1.25, -2.0, -2.0]
 
 
-def test_interpolation_carries_no_gradient_and_checks_shapes() -> None:
+def test_interpolation_carries_no_gradient_and_checks_shapes():
     current = torch.zeros(2, requires_grad=True)
     assert not interpolate_old_log_probs(current, torch.ones(2), 3, torch.tensor([1, 1])).requires_grad
     with pytest.raises(ValueError, match=r"log_probs has shape \(2,\), rollout_log_probs \(3,\)"):
         interpolate_old_log_probs(current, torch.ones(3), 3, torch.tensor([1, 1]))
 
 
-def test_off_policy_sequence_mask() -> None:
+def test_off_policy_sequence_mask():
     """Mean log-ratios old − current: 0.2, 0.2, 0.05, and a sequence without valid tokens."""
     old = [torch.tensor([0.1, 0.3]), torch.tensor([0.2, 9.0]), torch.tensor([0.05]), torch.tensor([5.0])]
     current = [torch.zeros(2), torch.zeros(2), torch.zeros(1), torch.zeros(1)]
@@ -50,7 +49,7 @@ def test_off_policy_sequence_mask() -> None:
         off_policy_sequence_mask(current, old, advantages[:2], masks, delta=0.1)
 
 
-def test_topr_by_hand() -> None:
+def test_topr_by_hand():
     """Mean Δ of −0.5, −0.5, 0.5 and 0.5: weight 1 at advantages of at least 0, else min(exp(mean Δ), 1)."""
     delta = torch.tensor([[-0.2, -0.8], [-0.2, -0.8], [0.9, 0.1], [0.9, 0.1]])
     advantages = torch.tensor([1.0, -1.0, -2.0, 0.0])[:, None].expand(4, 2)
@@ -69,7 +68,7 @@ def test_topr_by_hand() -> None:
 
 @pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_non_finite_advantages_leave_weights_and_metrics_finite(level: Any, advantage: float) -> None:
+def test_non_finite_advantages_leave_weights_and_metrics_finite(level, advantage):
     bounds = {"tis_lower_bound": 0.7, "tis_lower_bound_negative": 0.0, "tis_upper_bound_negative": 1.05}
     config = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_level=level, tis_upper_bound=1.2, **bounds)
     delta, mask = torch.tensor([[0.3, -0.9, 0.1]]), torch.ones(1, 3)
@@ -78,6 +77,6 @@ def test_non_finite_advantages_leave_weights_and_metrics_finite(level: Any, adva
 
 
 @pytest.mark.parametrize("name", ["topr", "dppo_tv"])
-def test_signs_and_directions_need_advantages(name: str) -> None:
+def test_signs_and_directions_need_advantages(name):
     with pytest.raises(ValueError, match="advantages="):
         correct(RolloutCorrectionConfig.preset(name), *torch.zeros(3, 2, 4).unbind())

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slime_tis import RolloutCorrectionConfig, Statistics, correct
-from slime_tis.correction.config import Level
 
 # Two sequences: Δ = [ln 2, 0, masked] and [−ln 4].
 TRAIN = [torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-3.0])]
@@ -34,17 +33,17 @@ MISMATCH = {
 }
 
 
-def metrics_of(**options: object) -> dict[str, float]:
-    config = RolloutCorrectionConfig(**options)  # type: ignore[arg-type]
+def metrics_of(**options):
+    config = RolloutCorrectionConfig(**options)
     return correct(config, TRAIN, ROLLOUT, MASK).statistics.metrics()
 
 
-def test_mismatch_alone() -> None:
+def test_mismatch_alone():
     assert metrics_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
 
 
 MEAN, SQUARE = 11 / 12, (2.25 + 1 + 0.0625) / 3
-BEYOND_MISMATCH: dict[str, tuple[dict[str, object], dict[str, float]]] = {
+BEYOND_MISMATCH = {
     # Weights 2, 1, 1/4 bounded to 1.5, 1, 1/4.
     "token weights": (
         {"use_tis": True, "tis_upper_bound": 1.5},
@@ -68,26 +67,26 @@ BEYOND_MISMATCH: dict[str, tuple[dict[str, object], dict[str, float]]] = {
             "mis_seq_weight_fraction_high": 0.0,
             "mis_seq_weight_fraction_low": 0.5,
         },
-    ),
+    )
 }
 
 
 @pytest.mark.parametrize(("options", "expected"), BEYOND_MISMATCH.values(), ids=BEYOND_MISMATCH)
-def test_by_hand(options: dict[str, object], expected: dict[str, float]) -> None:
+def test_by_hand(options, expected):
     found = metrics_of(**options)
     assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "prefix", "segment", "sequence"])
 @pytest.mark.parametrize("upper", [1.05, 2.0, 10.0], ids=str)
-def test_equal_weights_have_no_deviation(level: Level, upper: float) -> None:
+def test_equal_weights_have_no_deviation(level, upper):
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=upper)
     rollout = torch.full((19,), -3.0)
     found = correct(config, [torch.zeros(19)], [rollout], [torch.ones(19)]).statistics.metrics()
     assert found["mis_weight_std"] == 0 and found["mis_eff_sample_size"] == 1
 
 
-def test_the_deviation_of_weights_near_one_is_not_lost_in_float32() -> None:
+def test_the_deviation_of_weights_near_one_is_not_lost_in_float32():
     """w = 1 + 1e-4·x: a sum of w² in float32 has an error of the size of the variance, 1e-8."""
     generator = torch.Generator().manual_seed(0)
     log_ratio = 1e-4 * torch.randn(64, 512, generator=generator)
@@ -100,7 +99,7 @@ def test_the_deviation_of_weights_near_one_is_not_lost_in_float32() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-2, 1.0])
-def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size: float) -> None:
+def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size):
     """exp(Δ) − 1 in float32 has an error of 6e-8, more than the k3 of 1e-11 that fp32 engines have."""
     generator = torch.Generator().manual_seed(1)
     log_ratio = size * torch.randn(26, 32, generator=generator)
@@ -116,13 +115,13 @@ def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size: float) -> N
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "prefix"])
 @pytest.mark.parametrize("upper", [5e-324, 1e-300, 1e39, 1.7e308])
-def test_bounds_beyond_float32_are_ordinary_bounds(mode: str, level: str, upper: float) -> None:
+def test_bounds_beyond_float32_are_ordinary_bounds(mode, level, upper):
     """An upper bound that no ratio reaches, and one below any ratio; nothing raises, nothing is NaN."""
     lower = min(upper / 2, 1e-310) or None
     if lower is None and mode != "truncate":
         pytest.skip("there is no bound below the smallest number")
     options = {"tis_mode": mode, "tis_level": level, "tis_upper_bound": upper, "tis_lower_bound": lower}
-    config = RolloutCorrectionConfig(use_tis=True, **options)  # type: ignore[arg-type]
+    config = RolloutCorrectionConfig(use_tis=True, **options)
     found = correct(config, TRAIN, ROLLOUT, MASK)
     values = found.statistics.metrics()
     assert all(math.isfinite(value) for value in values.values())
@@ -130,7 +129,7 @@ def test_bounds_beyond_float32_are_ordinary_bounds(mode: str, level: str, upper:
     assert values["mis_weight_max"] == (pytest.approx(2.0, rel=1e-6) if upper > 1 else pytest.approx(0.0, abs=1e-300))
 
 
-def test_reading_metrics_leaves_nothing_out_of_an_empty_rank() -> None:
+def test_reading_metrics_leaves_nothing_out_of_an_empty_rank():
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
     full = correct(config, TRAIN, ROLLOUT, MASK).statistics
     device = TRAIN[0].device
@@ -146,7 +145,7 @@ def test_reading_metrics_leaves_nothing_out_of_an_empty_rank() -> None:
     assert Statistics.empty(RolloutCorrectionConfig(use_tis=True)).batch_norm_factor().item() == 1.0
 
 
-def test_statistics_of_other_configurations_are_not_merged() -> None:
+def test_statistics_of_other_configurations_are_not_merged():
     """The sums of another configuration have another meaning; the message names the options that differ."""
     truncated = correct(RolloutCorrectionConfig(use_tis=True), TRAIN, ROLLOUT, MASK).statistics
     wider = correct(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=5.0), TRAIN, ROLLOUT, MASK).statistics

@@ -14,12 +14,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 MATH, CHOOSING = (DOCS / "math.md").read_text(), (DOCS / "choosing.md").read_text()
 
 
-def all_metrics() -> set[str]:
-    names: set[str] = set()
+def all_metrics():
+    names = set()
     for mode in MODES:
         config = RolloutCorrectionConfig(
             use_tis=True,
-            tis_mode=mode,  # type: ignore[arg-type]
+            tis_mode=mode,
             tis_batch_normalize=True,
             use_rs=True,
             rs_veto_threshold=1e-4,
@@ -31,18 +31,18 @@ def all_metrics() -> set[str]:
 
 
 @pytest.mark.parametrize("function", sorted(set(re.findall(r"`(\w+\.\w+)` \|", MATH))))
-def test_functions_exist(function: str) -> None:
+def test_functions_exist(function):
     module, name = function.split(".")
     assert hasattr(importlib.import_module(f"slime_tis.correction.{module}"), name)
 
 
-def test_every_metric_is_documented() -> None:
+def test_every_metric_is_documented():
     page = (DOCS / "metrics.md").read_text()
     for name in all_metrics():
         assert f"train/{re.sub('(?<=mis_rs_)token(?=_)', 'CRITERION', name)}`" in page, name
 
 
-def test_metrics_presets_and_levels_of_the_guide_exist() -> None:
+def test_metrics_presets_and_levels_of_the_guide_exist():
     known = all_metrics()
     for name in re.findall(r"`((?:mismatch|mis|nonfinite|gradient)_\w+)`", CHOOSING):
         assert name in known, name

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_tis import RolloutCorrectionConfig, correct, functional
-from slime_tis.correction.reference import ReferenceCorrection, reference_correct
-from tests.correction.expected import Expected, expected_correction
+from slime_tis.correction.reference import reference_correct
+from tests.correction.expected import expected_correction
 from tests.correction.strategies import batches, configurations, policy_batch, policy_configurations
 
 Batch = tuple[list, list, list]
 SOME, REST = slice(0, 3), slice(3, 7)
 
 
-def padded(batch: Batch, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def padded(batch, dtype=torch.float64):
     """Train and rollout log-probs [B, T], NaN in the padding, and the mask."""
     width = max((len(x) for x in batch[0]), default=0) + 1
     fill = (math.nan, math.nan, False)
@@ -27,7 +27,7 @@ def padded(batch: Batch, dtype: torch.dtype = torch.float64) -> list[torch.Tenso
     ]
 
 
-def assert_metrics(found: dict[str, float], expected: dict[str, float], deviation: float) -> None:
+def assert_metrics(found, expected, deviation):
     """Equal but for rounding; `deviation` is that of the standard deviations, which small weights lose digits of."""
     found, expected = dict(found), dict(expected)
     for name in [name for name in expected if name.endswith("weight_std")]:
@@ -35,7 +35,7 @@ def assert_metrics(found: dict[str, float], expected: dict[str, float], deviatio
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
-def assert_agrees(config: RolloutCorrectionConfig, batch: Batch, reference: ReferenceCorrection) -> None:
+def assert_agrees(config, batch, reference):
     found = correct(config, *padded(batch))
     torch.testing.assert_close(found.weights.double(), reference.weights, rtol=2e-6, atol=1e-7)
     assert torch.equal(found.mask, reference.mask)
@@ -43,7 +43,7 @@ def assert_agrees(config: RolloutCorrectionConfig, batch: Batch, reference: Refe
     assert found.masked_in_per_sequence.tolist() == [sum(mask) for mask in batch[2]]
 
 
-def assert_is(reference: ReferenceCorrection, expected: Expected) -> None:
+def assert_is(reference, expected):
     for weights, mask, row, row_mask in zip(
         reference.weights, reference.mask, expected.weights, expected.mask, strict=True
     ):
@@ -53,7 +53,7 @@ def assert_is(reference: ReferenceCorrection, expected: Expected) -> None:
 
 @settings(max_examples=300)
 @given(configurations(), batches())
-def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
+def test_finite_batches(config, batch):
     reference = reference_correct(config, *padded(batch))
     assert_agrees(config, batch, reference)
     assert_metrics(correct(config, *padded(batch)).statistics.metrics(), reference.metrics, 1e-6)
@@ -64,7 +64,7 @@ def test_finite_batches(config: RolloutCorrectionConfig, batch: Batch) -> None:
 
 @settings(max_examples=150)
 @given(configurations(), batches(wild=True))
-def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: Batch) -> None:
+def test_batches_with_non_finite_values(config, batch):
     reference = reference_correct(config, *padded(batch))
     assert_agrees(config, batch, reference)
     assert_is(reference, expected_correction(config, *batch))
@@ -72,7 +72,7 @@ def test_batches_with_non_finite_values(config: RolloutCorrectionConfig, batch: 
 
 @settings(max_examples=150)
 @given(policy_configurations(), st.integers(0, 1000))
-def test_the_current_policy_and_advantages(config: RolloutCorrectionConfig, seed: int) -> None:
+def test_the_current_policy_and_advantages(config, seed):
     """Padded, packed, in lists, in micro-batches, and as the traced function."""
     batch = policy_batch(seed)
     reference = reference_correct(config, **batch)
@@ -81,7 +81,7 @@ def test_the_current_policy_and_advantages(config: RolloutCorrectionConfig, seed
     assert torch.equal(found.mask, reference.mask)
     metrics = found.statistics.metrics()
     assert_metrics(metrics, reference.metrics, 1e-6)
-    lists = correct(config, **{name: list(x) for name, x in batch.items()})  # type: ignore[call-overload]
+    lists = correct(config, **{name: list(x) for name, x in batch.items()})
     packed = correct(config, **{name: x.reshape(-1) for name, x in batch.items()}, lengths=[19] * 7)
     for weights, mask in (
         (packed.weights.view(7, 19), packed.mask.view(7, 19)),
@@ -100,7 +100,7 @@ def test_the_current_policy_and_advantages(config: RolloutCorrectionConfig, seed
         assert torch.equal(traced.mask, found.mask)
 
 
-def test_the_reference_refuses_non_finite_tokens_too() -> None:
+def test_the_reference_refuses_non_finite_tokens_too():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     train, mask = torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 1]])
     with pytest.raises(ValueError, match="a log-prob is not finite; fix the sample or choose --nonfinite-policy"):

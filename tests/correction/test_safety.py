@@ -19,7 +19,7 @@ NAN, INF = math.nan, math.inf
 
 @settings(max_examples=EXAMPLES)
 @given(configurations(), batches(wild=True))
-def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tuple[list, list, list]) -> None:
+def test_nothing_non_finite_comes_out(config, batch):
     train, rollout, mask = batch
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found = correct(
@@ -44,12 +44,12 @@ def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tu
 
 @pytest.mark.parametrize("bound", [5e-324, 1e-300, 1e-46, 1.0, 3.5e38, 1e300, 1.7e308])
 @pytest.mark.parametrize("level", LEVELS)
-def test_absurd_bounds_give_finite_weights_and_metrics(level: str, bound: float) -> None:
+def test_absurd_bounds_give_finite_weights_and_metrics(level, bound):
     rollout = [torch.tensor([-1.0, -INF, -30.0, 3e38]), torch.tensor([-1e-40, -1e9])]
     train = [torch.tensor([-1.5, -1.0, -0.1, -3e38]), torch.tensor([-5.0, NAN])]
     for mode in ("truncate", "clip", "mask"):
         options = {"tis_level": level, "tis_mode": mode, "tis_lower_bound": 0.0, "tis_upper_bound": bound}
-        config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True, **options)  # type: ignore[arg-type]
+        config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True, **options)
         inputs = [[x.clone() for x in values] for values in (train, rollout)]
         found = correct(config, *inputs, [torch.ones(4), torch.ones(2)])
         assert all(weights.isfinite().all() and (weights >= 0).all() for weights in found.weights)
@@ -57,7 +57,7 @@ def test_absurd_bounds_give_finite_weights_and_metrics(level: str, bound: float)
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(inputs[0], train, strict=True))
 
 
-def test_reject_takes_out_exactly_the_token() -> None:
+def test_reject_takes_out_exactly_the_token():
     train = [torch.tensor([-1.0, NAN, -2.0, -INF, -1.0])]
     rollout = [torch.tensor([-1.5, -1.0, -2.0, -INF, INF])]
     clean = correct(TOKEN_IS, [train[0][[0, 2]]], [rollout[0][[0, 2]]], [torch.ones(2)])
@@ -69,7 +69,7 @@ def test_reject_takes_out_exactly_the_token() -> None:
     assert found.statistics.metrics() == pytest.approx(expected)
 
 
-def test_neutral_gives_ratio_one() -> None:
+def test_neutral_gives_ratio_one():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
     found = correct(config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)])
     assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
@@ -79,7 +79,7 @@ def test_neutral_gives_ratio_one() -> None:
     assert values["mismatch_kl"] == pytest.approx(-0.25)
 
 
-def test_neutral_tokens_have_no_part_in_perplexities() -> None:
+def test_neutral_tokens_have_no_part_in_perplexities():
     """One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without it."""
     config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
     expected = {"mismatch_training_ppl": math.e, "mismatch_rollout_ppl": math.exp(1.5), "mismatch_log_ppl_diff": -0.5}
@@ -92,7 +92,7 @@ def test_neutral_tokens_have_no_part_in_perplexities() -> None:
     assert not [name for name in lost if "ppl" in name]
 
 
-def test_raise_names_sequence_and_position() -> None:
+def test_raise_names_sequence_and_position():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     train = [torch.zeros(7), torch.zeros(200)]
     train[1][150] = -INF
@@ -104,27 +104,27 @@ def test_raise_names_sequence_and_position() -> None:
     assert correct(config, train, rollout, masks).accepted_per_sequence.tolist() == [7, 199]
 
 
-def test_missing_rollout_log_probs_of_a_sample() -> None:
+def test_missing_rollout_log_probs_of_a_sample():
     found = correct(TOKEN_IS, [torch.zeros(2), torch.zeros(3)], [None, torch.zeros(3)], [torch.ones(2), torch.ones(3)])
     assert [mask.tolist() for mask in found.mask] == [[False, False], [True, True, True]]
     assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
 
 
-def test_half_precision_is_subtracted_in_float32() -> None:
+def test_half_precision_is_subtracted_in_float32():
     train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
     found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
     assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16])
-def test_masks_of_any_dtype(dtype: torch.dtype) -> None:
+def test_masks_of_any_dtype(dtype):
     mask = [torch.tensor([1, 0, 1]).to(dtype)]
     found = correct(TOKEN_IS, [torch.zeros(3)], [torch.zeros(3)], mask)
     assert found.mask[0].tolist() == [True, False, True] and found.weights[0].tolist() == [1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_of_absurd_log_probs_do_not_overflow(dtype: torch.dtype) -> None:
+def test_sums_of_absurd_log_probs_do_not_overflow(dtype):
     huge = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
     found = correct(TOKEN_IS, [huge], [huge], [torch.ones(300)])
     values = found.statistics.metrics()
@@ -132,7 +132,7 @@ def test_sums_of_absurd_log_probs_do_not_overflow(dtype: torch.dtype) -> None:
     assert all(math.isfinite(value) for value in values.values())
 
 
-def test_empty_batches_and_sequences() -> None:
+def test_empty_batches_and_sequences():
     config = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True)
     assert correct(config, [], [], []).weights == []
     padded = correct(config, torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4))
@@ -164,7 +164,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_inputs_that_disagree_or_are_of_another_kind(arguments: tuple, message: str) -> None:
+def test_inputs_that_disagree_or_are_of_another_kind(arguments, message):
     with pytest.raises(ValueError, match=message):
         correct(TOKEN_IS, *arguments)
 
@@ -174,31 +174,31 @@ def test_inputs_that_disagree_or_are_of_another_kind(arguments: tuple, message: 
     [([1, 4.0], "one whole number per"), (5, "one whole number per"), ([1, 3], "sum to 4"), ([6, -1], "none below 0")],
     ids=["a float", "a number", "another sum", "a negative length"],
 )
-def test_lengths_that_do_not_fit(lengths: object, message: str) -> None:
+def test_lengths_that_do_not_fit(lengths, message):
     with pytest.raises(ValueError, match=message):
-        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=lengths)  # type: ignore[call-overload]
+        correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=lengths)
 
 
-def test_a_configuration_of_verl_is_not_taken_for_ours() -> None:
+def test_a_configuration_of_verl_is_not_taken_for_ours():
     with pytest.raises(TypeError, match=r"pass a slime_tis\.RolloutCorrectionConfig"):
-        correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))  # type: ignore[call-overload]
+        correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
     assert correct(VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)).mask.all()
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, NAN, INF, 1e-300])
-def test_a_mean_weight_that_nothing_can_be_divided_by(factor: float) -> None:
+def test_a_mean_weight_that_nothing_can_be_divided_by(factor):
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
     inputs = torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
     weights = correct(config, *inputs, global_batch=GlobalBatch(batch_norm_factor=torch.tensor(factor))).weights
     assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
 
 
-def test_lengths_of_lists_are_refused() -> None:
+def test_lengths_of_lists_are_refused():
     with pytest.raises(ValueError, match="pass lengths with packed"):
         correct(TOKEN_IS, [torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)], lengths=[2])
 
 
-def test_no_gradient_flows() -> None:
+def test_no_gradient_flows():
     config = RolloutCorrectionConfig(use_tis=True, use_rs=True, tis_batch_normalize=True)
     train = torch.tensor([-1.0, -2.0], requires_grad=True)
     found = correct(config, [train], [torch.tensor([-1.5, -2.0])], [torch.ones(2)])
@@ -207,7 +207,7 @@ def test_no_gradient_flows() -> None:
     assert train.grad is not None and train.grad.tolist() == found.weights[0].tolist()
 
 
-def test_sum_of_log_ratios_over_long_sequences() -> None:
+def test_sum_of_log_ratios_over_long_sequences():
     sequences, tokens, drift = 64, 131_072, 0.01
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.empty(sequences, tokens).exponential_(2.0, generator=generator)

@@ -11,12 +11,12 @@ from tests.devices import SIMULATED, SimulatedTensor
 
 
 @pytest.fixture(autouse=True)
-def device(request: pytest.FixtureRequest) -> None:
+def device(request):
     if request.config.getoption("device") != SIMULATED:
         pytest.skip("tests/slow/test_simulated_device.py starts it")
 
 
-def test_the_simulated_device_refuses_what_a_gpu_refuses() -> None:
+def test_the_simulated_device_refuses_what_a_gpu_refuses():
     there, here = torch.arange(3.0), torch.arange(3.0, device="cpu")
     assert isinstance(there, SimulatedTensor) and there.device.type == "simulated"
     assert isinstance(there[1:] * 2 + torch.tensor(1.0, device="cpu"), SimulatedTensor)
@@ -43,7 +43,7 @@ def test_the_simulated_device_refuses_what_a_gpu_refuses() -> None:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_correction_and_loss_leave_the_host_alone(level: str, aggregation: str) -> None:
+def test_correction_and_loss_leave_the_host_alone(level, aggregation):
     config = RolloutCorrectionConfig(
         use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0, rs_veto_threshold=1e-4
     )

@@ -1,7 +1,6 @@
 """Second-moment trimming: by hand, against fractions, and of a batch that is split over micro-batches and ranks."""
 
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import pairwise
@@ -13,19 +12,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slime_tis import Ranks, RolloutCorrectionConfig, correct
-from slime_tis.correction import ReduceOp
 from slime_tis.correction.rules import second_moment_limit
 from tests.correction import expected as oracle
 
 INF, NAN = math.inf, math.nan
 
 
-def over_ranks(parts: list[torch.Tensor], find: Callable[..., torch.Tensor]) -> list[float]:
+def over_ranks(parts, find):
     """What each rank finds in its part with the data-parallel ranks, one thread per rank."""
     barrier, tables = Barrier(len(parts)), [torch.zeros(0)] * len(parts)
 
-    def ranks_of(rank: int) -> Ranks:
-        def all_reduce(table: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    def ranks_of(rank):
+        def all_reduce(table, op):
             tables[rank] = table
             barrier.wait()
             total = torch.stack(tables).sum(0) if op == "sum" else torch.stack(tables).amax(0)
@@ -39,7 +37,7 @@ def over_ranks(parts: list[torch.Tensor], find: Callable[..., torch.Tensor]) -> 
         return [value.item() for value in found]
 
 
-def limit_over_ranks(parts: list[torch.Tensor], bound: float) -> list[float]:
+def limit_over_ranks(parts, bound):
     return over_ranks(parts, lambda part, ranks: second_moment_limit(part, bound, ranks))
 
 
@@ -62,7 +60,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("case", BY_HAND)
-def test_limit_by_hand(case: str) -> None:
+def test_limit_by_hand(case):
     squares, bound, expected = BY_HAND[case]
     whole = torch.tensor(squares, dtype=torch.float64)
     assert second_moment_limit(whole, bound).item() == expected
@@ -80,9 +78,7 @@ SQUARES = st.floats(0, 4, width=32) | st.sampled_from([0.0, 0.25, 0.3, 1.0])
     st.lists(st.integers(0, 40), min_size=1, max_size=3),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_limit_of_split_batches_is_that_of_fractions(
-    squares: list[float], bound: float, cuts: list[int], dtype: torch.dtype
-) -> None:
+def test_limit_of_split_batches_is_that_of_fractions(squares, bound, cuts, dtype):
     whole = torch.tensor(squares, dtype=dtype)
     values = whole.tolist()
     means = [sum(map(Fraction, sorted(values)[:m])) / m for m in range(1, len(values) + 1)]
@@ -94,14 +90,14 @@ def test_limit_of_split_batches_is_that_of_fractions(
     assert limit_over_ranks(parts, bound) == [expected] * len(parts)
 
 
-def test_a_million_tokens_over_ranks() -> None:
+def test_a_million_tokens_over_ranks():
     squares = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).square()
     alone = second_moment_limit(squares, 0.5).item()
     assert limit_over_ranks([squares[:17], squares[17:300_000], squares[300_000:]], 0.5) == [alone] * 3
     assert squares[squares < alone].double().mean() <= 0.5 < squares[squares <= alone].double().mean()
 
 
-def test_no_bound_means_no_limit() -> None:
+def test_no_bound_means_no_limit():
     assert correct(RolloutCorrectionConfig(), [], [], []).global_batch.second_moment_limit is None
     config = RolloutCorrectionConfig(rs_second_moment_bound=0.1)
     limit = correct(config, [], [], []).global_batch.second_moment_limit

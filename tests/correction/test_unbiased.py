@@ -16,13 +16,13 @@ SEQUENCES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH
 UNBOUNDED = {"use_tis": True, "tis_upper_bound": 1e9, "policy_loss": "reinforce", "use_rollout_logprobs": True}
 
 
-def policy(seed: int) -> torch.Tensor:
+def policy(seed):
     """Logits of a policy with memory: [position, previous token (3 = start), token]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(LENGTH, VOCABULARY + 1, VOCABULARY, generator=generator, dtype=torch.float64)
 
 
-def log_probs(logits: torch.Tensor) -> torch.Tensor:
+def log_probs(logits):
     """log π of each token of each of the 27 sequences, [27, 3]."""
     previous = torch.cat([torch.full((27, 1), VOCABULARY), SEQUENCES[:, :-1]], 1)
     return logits.log_softmax(-1)[torch.arange(LENGTH), previous, SEQUENCES]
@@ -33,7 +33,7 @@ THETA = policy(1)
 ROLLOUT = log_probs(THETA + 0.4 * policy(2))
 
 
-def estimate(weights: torch.Tensor) -> torch.Tensor:
+def estimate(weights):
     """E_rollout[Σ_t w_t·R·∇log π_θ(t)], exactly, by the loss −w·R·log π_θ."""
     theta = THETA.clone().requires_grad_()
     probability = ROLLOUT.sum(1, keepdim=True).exp()
@@ -42,20 +42,20 @@ def estimate(weights: torch.Tensor) -> torch.Tensor:
     return theta.grad
 
 
-def on_policy_gradient() -> torch.Tensor:
+def on_policy_gradient():
     theta = THETA.clone().requires_grad_()
     (log_probs(theta).sum(1).exp() * REWARD).sum().backward()
     assert theta.grad is not None
     return theta.grad
 
 
-def weights_of(**options: object) -> torch.Tensor:
-    config = RolloutCorrectionConfig(**{**UNBOUNDED, **options})  # type: ignore[arg-type]
+def weights_of(**options):
+    config = RolloutCorrectionConfig(**{**UNBOUNDED, **options})
     found = correct(config, log_probs(THETA), ROLLOUT, torch.ones(27, 3, dtype=torch.bool))
     return found.weights * found.mask
 
 
-def bias(closed_form_weights: torch.Tensor) -> torch.Tensor:
+def bias(closed_form_weights):
     """Closed form: E_rollout[Σ_t (w_t − Πρ)·R·∇log π_θ(t)]."""
     return estimate(closed_form_weights - RATIO.prod(1, keepdim=True))
 
@@ -63,11 +63,11 @@ def bias(closed_form_weights: torch.Tensor) -> torch.Tensor:
 RATIO = (log_probs(THETA) - ROLLOUT).exp()
 
 
-def test_the_sequence_level_is_unbiased() -> None:
+def test_the_sequence_level_is_unbiased():
     torch.testing.assert_close(estimate(weights_of(tis_level="sequence")), on_policy_gradient(), rtol=0, atol=1e-6)
 
 
-def test_the_prefix_level_is_unbiased_for_rewards_to_go() -> None:
+def test_the_prefix_level_is_unbiased_for_rewards_to_go():
     """With a reward that each token earns by itself, Π_{s≤t} ρ_s suffices for the reward of token t."""
     token_reward = torch.randn(LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     earned = token_reward[torch.arange(LENGTH), SEQUENCES]
@@ -101,7 +101,7 @@ def test_the_prefix_level_is_unbiased_for_rewards_to_go() -> None:
         ),
     ],
 )
-def test_the_bias_is_its_closed_form(options: dict, closed_form: torch.Tensor) -> None:
+def test_the_bias_is_its_closed_form(options, closed_form):
     difference = estimate(weights_of(**options)) - on_policy_gradient()
     torch.testing.assert_close(difference, bias(closed_form), rtol=0, atol=1e-6)
     assert difference.abs().max() > 1e-3

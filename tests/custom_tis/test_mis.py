@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +22,14 @@ DIFFERENT_IN_MASK_MODE = {
 """slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all metrics."""
 
 
-def sample_mean(values: list[torch.Tensor]) -> float:
+def sample_mean(values):
     """slime's reduction: masked mean of each sequence, then the mean over sequences."""
     means = [((v * m).sum() / m.sum().clamp_min(1)).item() for v, m in zip(values, MASKS, strict=True)]
     return sum(means) / len(means)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values())))
-def test_golden(case: dict[str, Any]) -> None:
+def test_golden(case):
     weights, masks, metrics = compute_mis_weights(
         Namespace(**case["args"]), train_log_probs=TRAIN, rollout_log_probs=ROLLOUT, loss_masks=MASKS
     )
@@ -49,7 +48,7 @@ def test_golden(case: dict[str, Any]) -> None:
             assert sample_mean(metrics[name]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
 
 
-def contract(**args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+def contract(**args):
     pg_loss = torch.arange(1.0, 1.0 + sum(map(len, TRAIN)), requires_grad=True)
     return call_custom_tis(
         compute_mis_weights_with_cp,
@@ -64,7 +63,7 @@ def contract(**args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, t
     )
 
 
-def test_the_contract() -> None:
+def test_the_contract():
     args = {"use_tis": True, "use_rs": True, "rs_upper_bound": 3.0, "tis_batch_normalize": True}
     weights, masks, _ = compute_mis_weights(
         Namespace(**args), train_log_probs=TRAIN, rollout_log_probs=ROLLOUT, loss_masks=MASKS
@@ -78,7 +77,7 @@ def test_the_contract() -> None:
     assert all(value.shape == flat.shape and not value.requires_grad for value in metrics.values())
 
 
-def test_metrics_only_leaves_the_loss_bitwise() -> None:
+def test_metrics_only_leaves_the_loss_bitwise():
     pg_loss, masks, metrics = contract()
     assert torch.equal(pg_loss, torch.arange(1.0, 1.0 + sum(map(len, TRAIN))))
     assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS] and "mis_kl" in metrics

@@ -3,12 +3,9 @@
 import itertools
 import random
 from argparse import Namespace
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from custom_tis.mis import compute_mis_weights_with_cp
 from slime_tis.correction import RolloutCorrectionConfig, correct
@@ -16,13 +13,12 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossStep
-from slime_tis.policy.step_sums import StepSums, step_metrics
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.step_sums import step_metrics
 from slime_tis.user_functions import load_custom_tis
 from tests.policy.test_policy_loss import counts, evaluate, make
 
 LEVELS = ("token", "sequence", "geometric", "prefix", "segment")
-TIS: list[dict[str, Any]] = [{}] + [
+TIS = [{}] + [
     {"use_tis": True, "tis_level": level, "tis_mode": mode, **bounds, **normalized}
     for level, mode, bounds, normalized in itertools.product(
         LEVELS,
@@ -35,7 +31,7 @@ TIS: list[dict[str, Any]] = [{}] + [
         ({}, {"tis_batch_normalize": True}),
     )
 ]
-RS: list[dict[str, Any]] = [
+RS = [
     {},
     {"use_rs": True, "rs_level": "geometric", "rs_z_score": 1.0},
     {"use_rs": True, "rs_level": "sequence", "rs_target_fraction": 0.4},
@@ -45,7 +41,7 @@ RS: list[dict[str, Any]] = [
         LEVELS, ({}, {"rs_upper_bound": 1.1}, {"rs_lower_bound": 0.95}, {"rs_upper_bound": 1.3, "rs_lower_bound": 0.6})
     )
 ]
-OTHERS: list[dict[str, Any]] = [
+OTHERS = [
     {},
     {"rs_veto_threshold": 0.6},
     {"rs_veto_upper_threshold": 1.5},
@@ -58,10 +54,10 @@ OTHERS: list[dict[str, Any]] = [
     {"nonfinite_policy": "neutral"},
     {"rs_veto_threshold": 0.6, "rs_second_moment_bound": 0.03},
 ]
-BYPASS: dict[str, Any] = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 
 
-def combinations() -> Iterator[dict[str, Any]]:
+def combinations():
     """Every choice of TIS, RS and others, each with some of the rest."""
     chance = random.Random(0)
     for number, tis in enumerate(TIS):
@@ -70,7 +66,7 @@ def combinations() -> Iterator[dict[str, Any]]:
             yield options
 
 
-def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
+def sequences(*, missing=True):
     """Six responses with masked tokens and missing log-probs, one masked, and the current policy's log-probs."""
     chance = random.Random(1)
     lengths = [3, 7, 1, 12, 5, 4]
@@ -84,9 +80,7 @@ def sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
     return make(masks, rollout_log_probs=rollout, advantages=advantages), current
 
 
-def trained(
-    config: RolloutCorrectionConfig, *, custom: bool, per_token: bool, missing: bool = True
-) -> tuple[Tensor, StepSums]:
+def trained(config, *, custom, per_token, missing=True):
     """Gradient and sums of a step of two micro-batches, what concerns the global batch found before them."""
     tokens, log_probs = sequences(missing=missing)
     train_L = torch.tensor(log_probs)
@@ -109,7 +103,7 @@ def trained(
     return leaf.grad, one[2].merge(two[2])
 
 
-def test_the_same_options_give_the_same_gradient_and_the_same_kept_share() -> None:
+def test_the_same_options_give_the_same_gradient_and_the_same_kept_share():
     tried = 0
     for options in combinations():
         config = RolloutCorrectionConfig(**options)
@@ -136,13 +130,9 @@ METRICS = {
 """The built-in's metric → that of custom_tis.mis, as docs/metrics.md lists them; the same over tokens."""
 
 
-def test_the_metrics_of_both_are_the_same_under_their_two_names() -> None:
+def test_the_metrics_of_both_are_the_same_under_their_two_names():
     config = RolloutCorrectionConfig(
-        use_tis=True,
-        tis_upper_bound=1.2,
-        tis_batch_normalize=True,
-        rs_veto_threshold=0.8,
-        rs_second_moment_bound=0.02,
+        use_tis=True, tis_upper_bound=1.2, tis_batch_normalize=True, rs_veto_threshold=0.8, rs_second_moment_bound=0.02
     )
     policy = PolicyConfig(calculate_per_token_loss=True)
     built_in, mis = (
@@ -154,10 +144,10 @@ def test_the_metrics_of_both_are_the_same_under_their_two_names() -> None:
         assert mis[slimes] == pytest.approx(built_in[ours], rel=1e-5, abs=1e-7), ours
 
 
-def test_what_a_function_does_not_follow_is_refused_before_the_run() -> None:
+def test_what_a_function_does_not_follow_is_refused_before_the_run():
     defaults = {name: field.default for name, field in RolloutCorrectionConfig.__dataclass_fields__.items()}
 
-    def loaded(path: str, **options: Any) -> Any:
+    def loaded(path, **options):
         return load_custom_tis(path, Namespace(**{**defaults, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **options}))
 
     for path in ("custom_tis.tis.vanilla_tis", "custom_tis.icepop.icepop"):
@@ -177,7 +167,7 @@ def test_what_a_function_does_not_follow_is_refused_before_the_run() -> None:
     assert loaded("custom_tis.mis.compute_mis_weights_with_cp", use_rs=True, rs_second_moment_bound=0.1)
 
 
-def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_it() -> None:
+def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_it():
     tokens, log_probs = sequences()
     train = list(torch.tensor(log_probs).split(tokens.lengths))
     with pytest.raises(

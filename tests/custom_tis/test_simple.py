@@ -3,7 +3,6 @@
 import pickle
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ RATIO = torch.cat([TRAIN[0], TRAIN[1]]).exp()
 FOLDER = Path(__file__).parents[2] / "custom_tis"
 
 
-def call(path: str, **args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+def call(path, **args):
     return call_custom_tis(
         load_function(path),
         Namespace(**args),
@@ -34,7 +33,7 @@ def call(path: str, **args: Any) -> tuple[torch.Tensor, list[torch.Tensor], dict
 
 
 @pytest.mark.parametrize("form", ["custom_tis.{}.{}", f"{FOLDER}/{{}}.py:{{}}"], ids=["module", "file"])
-def test_losses_masks_and_metrics(form: str) -> None:
+def test_losses_masks_and_metrics(form):
     pg_loss, masks, metrics = call(form.format("tis", "vanilla_tis"), tis_clip=2.0, tis_clip_low=0.5)
     assert pg_loss.tolist() == pytest.approx([2 * 1.105171, 4.0, 1.0, 0.0, 2 * 1.349859])
     assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS]
@@ -54,7 +53,7 @@ def test_losses_masks_and_metrics(form: str) -> None:
 SHAPES = [(3, 20), (1, 5), (9, 2)]
 
 
-def whole() -> tuple[list, list, list]:
+def whole():
     generator = torch.Generator().manual_seed(0)
     rollout = [-torch.rand(n, generator=generator) for _, n in SHAPES]
     train = [r + 0.5 * torch.randn(len(r), generator=generator) for r in rollout]
@@ -62,13 +61,13 @@ def whole() -> tuple[list, list, list]:
     return train, rollout, [(torch.rand(n, generator=generator) > 0.2).long() for _, n in SHAPES]
 
 
-def _rank(rank: int, size: int, port: int, folder: str) -> None:
+def _rank(rank, size, port, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(both(rank, size, dist.group.WORLD)))
     dist.destroy_process_group()
 
 
-def both(rank: int, size: int, group: Any) -> list[Any]:
+def both(rank, size, group):
     """mis at levels with a table and with joined slices, and vanilla TIS, on the slices of one rank."""
     train, rollout, masks = whole()
     parts = [context_parallel_slices(p + n, n, rank, size) for p, n in SHAPES]
@@ -104,7 +103,7 @@ def both(rank: int, size: int, group: Any) -> list[Any]:
     return results
 
 
-def test_context_parallel(tmp_path: Path) -> None:
+def test_context_parallel(tmp_path):
     """Two ranks: losses and metrics are the slices of one rank's, masks are whole and the same on both."""
     spawn(_rank, args=(2, free_port(), str(tmp_path)), nprocs=2)
     alone = both(0, 1, None)
@@ -117,7 +116,7 @@ def test_context_parallel(tmp_path: Path) -> None:
                 torch.testing.assert_close(values, sliced(one_metrics[name], rank), rtol=1e-5, atol=1e-6, msg=name)
 
 
-def sliced(flat: torch.Tensor, rank: int) -> torch.Tensor:
+def sliced(flat, rank):
     pieces = flat.split([n for _, n in SHAPES])
     parts = [context_parallel_slices(p + n, n, rank, 2) for p, n in SHAPES]
     return torch.cat([torch.cat([x[a], x[b]]) for x, (a, b) in zip(pieces, parts, strict=True)])

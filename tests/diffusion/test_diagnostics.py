@@ -8,15 +8,13 @@ from slime_tis.diffusion import Diagnostics
 CONFIG = RolloutCorrectionConfig(use_tis=True, use_rs=True)
 
 
-def said(
-    diagnostics: Diagnostics, steps: int, prefix: str = "rollout_corr/", **metrics: float
-) -> list[tuple[int, str]]:
+def said(diagnostics, steps, prefix="rollout_corr/", **metrics):
     """(step, message) of so many equal steps."""
     row = {prefix + name: value for name, value in {"gradient_kept_fraction": 0.9, **metrics}.items()}
     return [(step, message) for step in range(1, steps + 1) for message in diagnostics.check(row)]
 
 
-def test_nine_steps_five_percent_and_a_gap_are_not_enough() -> None:
+def test_nine_steps_five_percent_and_a_gap_are_not_enough():
     assert said(Diagnostics(CONFIG), 9, rejected_sequence_fraction=0.5) == []
     assert said(Diagnostics(CONFIG), 60, rejected_sequence_fraction=0.05) == []
     diagnostics = Diagnostics(CONFIG)
@@ -25,7 +23,7 @@ def test_nine_steps_five_percent_and_a_gap_are_not_enough() -> None:
     assert len(said(diagnostics, 1, rejected_sequence_fraction=0.5)) == 1
 
 
-def test_the_fix_fits_the_configuration() -> None:
+def test_the_fix_fits_the_configuration():
     config = RolloutCorrectionConfig(use_rollout_logprobs=True, use_rs=True, rejection_normalizer="original")
     metrics = {"rejected_sequence_fraction": 0.2, "gradient_kept_fraction": 0.83}
     ((_, message),) = said(Diagnostics(config), 10, "actor/rollout_corr/", **metrics)
@@ -34,7 +32,7 @@ def test_the_fix_fits_the_configuration() -> None:
     assert said(Diagnostics(config), 10, "rollout_corr/", **metrics) == [], "the metrics of another mode"
 
 
-def test_a_gap_of_more_than_a_nat_is_said_in_the_first_steps() -> None:
+def test_a_gap_of_more_than_a_nat_is_said_in_the_first_steps():
     ((step, message),) = said(Diagnostics(CONFIG), 5, mismatch_log_ppl_abs_diff=1.31)
     assert step == 1 and message.startswith("mismatch_log_ppl_abs_diff is 1.31 nats at step 1, above 1: rollout and")
     assert said(Diagnostics(CONFIG), 60, mismatch_log_ppl_abs_diff=1.0) == []
@@ -51,8 +49,8 @@ def test_a_gap_of_more_than_a_nat_is_said_in_the_first_steps() -> None:
         ("mask", "mis_mask_fraction_high", 0),
     ],
 )
-def test_a_largest_weight_at_its_bound_is_said(mode: str, metric: str, expected: int) -> None:
-    config = RolloutCorrectionConfig(use_tis=True, tis_mode=mode, tis_upper_bound=3.0)  # type: ignore[arg-type]
+def test_a_largest_weight_at_its_bound_is_said(mode, metric, expected):
+    config = RolloutCorrectionConfig(use_tis=True, tis_mode=mode, tis_upper_bound=3.0)
     found = said(Diagnostics(config), 50, **{metric: 0.01})
     assert [step for step, _ in found] == [10] * expected
     assert all(s.startswith("The largest weight was at its bound --tis-upper-bound 3 in each") for _, s in found)
@@ -61,7 +59,7 @@ def test_a_largest_weight_at_its_bound_is_said(mode: str, metric: str, expected:
     assert said(late, 20, **{metric: 0.01}) == []
 
 
-def test_rejection_above_five_percent_for_ten_steps_is_said_once() -> None:
+def test_rejection_above_five_percent_for_ten_steps_is_said_once():
     ((step, message),) = said(Diagnostics(CONFIG), 60, rejected_sequence_fraction=0.06, gradient_kept_fraction=0.95)
     assert step == 10 and message.startswith("6.0% of the sequences lost a step to rejection")
     metrics = {"rejected_sequence_fraction": 0.3, "mismatch_log_ppl_abs_diff": 2.0, "mis_truncate_fraction": 0.1}

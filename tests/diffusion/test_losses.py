@@ -21,22 +21,20 @@ from slime_tis.diffusion import (
 )
 from tests.correction.strategies import configurations
 from tests.diffusion.expected import clipped_loss, expected_loss, expected_metrics
-from tests.diffusion.strategies import Rows, trajectories
+from tests.diffusion.strategies import trajectories
 from tests.diffusion.test_trajectories import tensors
 
 OFF = RolloutCorrectionConfig()
 
 
-def drawn(rows: Rows, draw: st.DataObject, values: st.SearchStrategy[float]) -> Rows:
+def drawn(rows, draw, values):
     return [draw.draw(st.lists(values, min_size=len(row), max_size=len(row))) for row in rows]
 
 
 @settings(max_examples=300)
 @given(configurations(), trajectories(), st.data(), st.booleans(), st.sampled_from(["kept", "original"]))
-def test_against_plain_loops(
-    config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], draw: st.DataObject, clipped: bool, normalizer: str
-) -> None:
-    config = replace(clipped_loss(config) if clipped else config, rejection_normalizer=normalizer)  # type: ignore
+def test_against_plain_loops(config, batch, draw, clipped, normalizer):
+    config = replace(clipped_loss(config) if clipped else config, rejection_normalizer=normalizer)
     old, rollout = batch
     moves = drawn(old, draw, st.floats(-0.5, 0.5, width=32))
     current = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(old, moves, strict=True)]
@@ -67,7 +65,7 @@ def test_against_plain_loops(
 
 @settings(max_examples=150)
 @given(configurations(), trajectories(wild=True), st.booleans())
-def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], clipped: bool) -> None:
+def test_nothing_non_finite_comes_out(config, batch, clipped):
     """Neither in the loss nor in the gradient, where a step is rejected or neutral for not being finite."""
     config = replace(clipped_loss(config) if clipped else config, nonfinite_policy="reject")
     train, rollout = tensors(*batch)
@@ -86,7 +84,7 @@ def test_nothing_non_finite_comes_out(config: RolloutCorrectionConfig, batch: tu
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in POLICY_PRESETS])
 @pytest.mark.parametrize("shape", [(5,), (5, 3)])
-def test_without_a_mismatch_the_loss_is_the_uncorrected_one(name: str, shape: tuple[int, ...]) -> None:
+def test_without_a_mismatch_the_loss_is_the_uncorrected_one(name, shape):
     """To the bit, and so is its gradient: under every preset, decoupled and in bypass mode."""
     config = RolloutCorrectionConfig.preset(name)
     generator = torch.Generator().manual_seed(3)
@@ -110,7 +108,7 @@ def test_without_a_mismatch_the_loss_is_the_uncorrected_one(name: str, shape: tu
     assert torch.equal(uncorrected.loss, expected)
 
 
-def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
+def test_metrics_alone_leave_the_loss_to_the_bit():
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
     log_probs, rollout = torch.randn(4, 2, requires_grad=True), torch.randn(4, 2)
     old, advantages = log_probs.detach() + 0.1, torch.randn(4)
@@ -122,9 +120,7 @@ def test_metrics_alone_leave_the_loss_to_the_bit() -> None:
 
 @settings(max_examples=60)
 @given(configurations(), trajectories(), st.booleans())
-def test_steps_and_micro_batches_add_up(
-    config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], by_step: bool
-) -> None:
+def test_steps_and_micro_batches_add_up(config, batch, by_step):
     """Decoupled: the loss of the whole is Σ numerator / Σ denominator of its parts, cut along either dimension."""
     config = replace(config, use_rollout_logprobs=False)
     old, rollout = tensors(*batch)
@@ -151,14 +147,14 @@ class TwoSteps:
     TIMES = (0.6, 0.45, 0.3)
     START = torch.tensor([0.4, -0.7], dtype=torch.float64)
 
-    def __init__(self, nodes: int = 14) -> None:
+    def __init__(self, nodes=14):
         x, w = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(nodes))
         w = w / w.sum()
         grid = torch.cartesian_prod(x, x, x, x)
         self.noise = grid.view(-1, 2, 2)
         self.probability = torch.cartesian_prod(w, w, w, w).prod(1)
 
-    def sample(self, theta: torch.Tensor) -> torch.Tensor:
+    def sample(self, theta):
         """[nodes, 3, 2]: x at the three times, reparametrised."""
         xs = [self.START.expand(len(self.noise), 2)]
         for i in range(2):
@@ -166,34 +162,28 @@ class TwoSteps:
             xs.append(mean + std * self.noise[:, i])
         return torch.stack(xs, 1)
 
-    def step(self, theta: torch.Tensor, x: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, theta, x, i):
         velocity = theta[0] * x + theta[1]
         return sde_step(velocity, x, self.TIMES[i], self.TIMES[i + 1], noise_level=0.8, ceiling=0.9)
 
-    def log_probs(self, theta: torch.Tensor, xs: torch.Tensor, reduction: str) -> torch.Tensor:
+    def log_probs(self, theta, xs, reduction):
         """[nodes, 2]."""
         return torch.stack(
-            [
-                gaussian_log_prob(xs[:, i + 1], *self.step(theta, xs[:, i], i), reduction=reduction)  # type: ignore
-                for i in range(2)
-            ],
-            1,
+            [gaussian_log_prob(xs[:, i + 1], *self.step(theta, xs[:, i], i), reduction=reduction) for i in range(2)], 1
         )
 
     @staticmethod
-    def reward(xs: torch.Tensor) -> torch.Tensor:
+    def reward(xs):
         return torch.sin(xs[:, -1, 0]) + 0.5 * xs[:, -1, 1] * xs[:, -1, 0]
 
-    def pathwise_gradient(self, theta: torch.Tensor) -> torch.Tensor:
+    def pathwise_gradient(self, theta):
         """∇E[R] through the samples: no log-prob is part of it."""
         theta = theta.clone().requires_grad_()
         (self.probability * self.reward(self.sample(theta))).sum().backward()
         assert theta.grad is not None
         return theta.grad
 
-    def estimate(
-        self, config: RolloutCorrectionConfig, theta: torch.Tensor, rollout: torch.Tensor, reduction: str, dims: int
-    ) -> torch.Tensor:
+    def estimate(self, config, theta, rollout, reduction, dims):
         """−∇ of the expected loss over samples of the rollout policy, on the scale of sums."""
         xs = self.sample(rollout)
         theta = theta.clone().requires_grad_()
@@ -214,7 +204,7 @@ UNBOUNDED = RolloutCorrectionConfig(
 
 
 @pytest.mark.parametrize(("reduction", "dims"), [("sum", 1), ("mean", 2)])
-def test_the_weight_of_the_whole_trajectory_is_unbiased(reduction: str, dims: int) -> None:
+def test_the_weight_of_the_whole_trajectory_is_unbiased(reduction, dims):
     """Samples of another policy give the pathwise gradient of the current one; so do means, once summed again."""
     found = WORLD.estimate(UNBOUNDED, THETA, ROLLOUT, reduction, dims)
     torch.testing.assert_close(found, WORLD.pathwise_gradient(THETA), rtol=0, atol=2e-6)
@@ -233,6 +223,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("config", "arguments", "options", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusals(config: RolloutCorrectionConfig, arguments: tuple, options: dict, message: str) -> None:
+def test_refusals(config, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         diffusion_loss(config, ZERO, *arguments, **options)

@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "diffusion.md").read_text()
 
 
-def blocks(text: str) -> list[str]:
+def blocks(text):
     return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
 
 
 def test_the_code_of_the_page_runs(capsys):
     torch.manual_seed(0)
-    names: dict = {}
+    names = {}
     for block in blocks(PAGE):
         exec(block, names)
     assert len(blocks(PAGE)) == 6

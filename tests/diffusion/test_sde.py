@@ -12,30 +12,30 @@ from slime_tis.diffusion import gaussian_log_prob, sde_step
 DOUBLE = torch.float64
 
 
-def column(*values: float) -> torch.Tensor:
+def column(*values):
     return torch.tensor(values, dtype=DOUBLE)[:, None]
 
 
-def test_a_step_by_hand() -> None:
+def test_a_step_by_hand():
     """σ² = 1·0.5/0.5 = 1; drift −1 + 1/(2·0.5)·(2 − 0.5) = 0.5; Δ = −0.25; a second element with v = 0."""
     mean, std = sde_step(column(-1.0, 0.0), column(2.0, 1.0), 0.5, 0.25, noise_level=1.0, ceiling=0.9)
     assert mean.tolist() == [[1.875], [0.75]] and std.item() == 0.5
 
 
-def test_the_first_step_takes_the_ceiling() -> None:
+def test_the_first_step_takes_the_ceiling():
     """At t = 1 the drift is v + σ²/2·x with σ² = 0.7²/(1 − 0.8) = 2.45, and s² = 2.45·0.2."""
     mean, std = sde_step(column(3.0), column(2.0), 1.0, 0.8, noise_level=0.7, ceiling=0.8)
     assert mean.item() == pytest.approx(2 - 0.2 * (3 + 2.45), abs=1e-12)
     assert std.item() == pytest.approx(math.sqrt(2.45 * 0.2), abs=1e-12)
 
 
-def test_without_noise_it_is_the_ode() -> None:
+def test_without_noise_it_is_the_ode():
     velocity, sample = torch.randn(4, 3, 2), torch.randn(4, 3, 2)
     mean, std = sde_step(velocity, sample, 0.75, 0.5, noise_level=0.0, ceiling=0.9)
     assert torch.equal(mean, sample - 0.25 * velocity) and std.item() == 0.0
 
 
-def test_times_per_trajectory_are_those_of_each() -> None:
+def test_times_per_trajectory_are_those_of_each():
     generator = torch.Generator().manual_seed(0)
     velocity, sample = (torch.randn(3, 5, 4, generator=generator, dtype=DOUBLE) for _ in range(2))
     times, next_times = torch.tensor([1.0, 0.6, 0.1], dtype=DOUBLE), torch.tensor([0.9, 0.3, 0.0], dtype=DOUBLE)
@@ -43,12 +43,7 @@ def test_times_per_trajectory_are_those_of_each() -> None:
     assert stds.shape == (3, 1, 1)
     for i in range(3):
         alone = sde_step(
-            velocity[i : i + 1],
-            sample[i : i + 1],
-            times[i].item(),
-            next_times[i].item(),
-            noise_level=0.7,
-            ceiling=0.9,
+            velocity[i : i + 1], sample[i : i + 1], times[i].item(), next_times[i].item(), noise_level=0.7, ceiling=0.9
         )
         torch.testing.assert_close(means[i : i + 1], alone[0], rtol=0, atol=0)
         torch.testing.assert_close(stds[i].squeeze(), alone[1], rtol=0, atol=0)
@@ -58,7 +53,7 @@ def test_times_per_trajectory_are_those_of_each() -> None:
 
 @settings(max_examples=100)
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(1e-3, 3), st.integers(1, 5), st.integers(1, 4))
-def test_log_probs_are_those_of_torch(x: float, mean: float, std: float, batch: int, width: int) -> None:
+def test_log_probs_are_those_of_torch(x, mean, std, batch, width):
     generator = torch.Generator().manual_seed(batch)
     means = mean + torch.randn(batch, width, 2, generator=generator, dtype=DOUBLE)
     samples = x + torch.randn(batch, width, 2, generator=generator, dtype=DOUBLE)
@@ -70,7 +65,7 @@ def test_log_probs_are_those_of_torch(x: float, mean: float, std: float, batch: 
     torch.testing.assert_close(found * 2 * width, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_low_precision_velocities_are_stepped_in_float32() -> None:
+def test_low_precision_velocities_are_stepped_in_float32():
     velocity = torch.tensor([[0.3, -0.2]], dtype=torch.bfloat16)
     sample = torch.tensor([[1.001, 2.003]])
     mean, std = sde_step(velocity, sample, 0.5, 0.4, noise_level=0.7, ceiling=0.9)
@@ -82,18 +77,18 @@ def test_low_precision_velocities_are_stepped_in_float32() -> None:
 class GaussianFlow:
     """The exact flow of data N(m, s²): marginal N((1−t)m, V), V = (1−t)²s² + t², velocity affine in x."""
 
-    def __init__(self, mean: float, std: float) -> None:
+    def __init__(self, mean, std):
         self.mean, self.std = mean, std
 
-    def variance(self, t: float) -> float:
+    def variance(self, t):
         return (1 - t) ** 2 * self.std**2 + t**2
 
-    def velocity(self, x: torch.Tensor, t: float) -> torch.Tensor:
+    def velocity(self, x, t):
         """E[ε − x_0 | x_t = x]."""
         gain = (t - (1 - t) * self.std**2) / self.variance(t)
         return gain * (x - (1 - t) * self.mean) - self.mean
 
-    def step(self, mean: float, variance: float, t: float, next_t: float, a: float, ceiling: float) -> tuple:
+    def step(self, mean, variance, t, next_t, a, ceiling):
         """Mean and variance after a step, exactly: the step is affine, so two points give its slope."""
         points = column(mean, mean + 1)
         moved, std = sde_step(self.velocity(points, t), points, t, next_t, noise_level=a, ceiling=ceiling)
@@ -103,7 +98,7 @@ class GaussianFlow:
 
 @settings(max_examples=200)
 @given(st.floats(0.05, 0.9), st.floats(0.1, 1.5), st.floats(-2, 2), st.floats(0.3, 2.0))
-def test_a_small_step_keeps_the_marginal_whatever_the_noise(t: float, a: float, m: float, s: float) -> None:
+def test_a_small_step_keeps_the_marginal_whatever_the_noise(t, a, m, s):
     """Of ODE and SDE alike: what a step of size h does to mean and variance differs from the marginal by O(h²)."""
     flow, h = GaussianFlow(m, s), 1e-6
     start, end = ((1 - t) * m, flow.variance(t)), ((1 - t + h) * m, flow.variance(t - h))
@@ -112,8 +107,8 @@ def test_a_small_step_keeps_the_marginal_whatever_the_noise(t: float, a: float, 
         assert abs(mean - end[0]) < 1e3 * h * h and abs(variance - end[1]) < 1e4 * h * h
 
 
-def a_step(velocity: torch.Tensor, sample: torch.Tensor, time: object = 0.5, a: float = 0.7, ceiling: float = 0.9):
-    return sde_step(velocity, sample, time, 0.4, noise_level=a, ceiling=ceiling)  # type: ignore[arg-type]
+def a_step(velocity, sample, time=0.5, a=0.7, ceiling=0.9):
+    return sde_step(velocity, sample, time, 0.4, noise_level=a, ceiling=ceiling)
 
 
 ROWS = torch.zeros(2, 3)
@@ -124,11 +119,11 @@ REFUSED = {
     "ceiling": (lambda: a_step(ROWS, ROWS, ceiling=1.0), "ceiling is 1.0"),
     "noise level": (lambda: a_step(ROWS, ROWS, a=-1.0), "noise_level is -1.0"),
     "next sample": (lambda: gaussian_log_prob(ROWS, torch.zeros(3, 3), 1.0), r"next_sample has shape \(2, 3\)"),
-    "reduction": (lambda: gaussian_log_prob(ROWS, ROWS, 1.0, reduction="max"), "reduction is 'max'"),  # type: ignore
+    "reduction": (lambda: gaussian_log_prob(ROWS, ROWS, 1.0, reduction="max"), "reduction is 'max'"),
 }
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusals(call, message: str) -> None:
+def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()

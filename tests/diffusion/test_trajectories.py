@@ -12,24 +12,24 @@ from slime_tis import RolloutCorrectionConfig
 from slime_tis.diffusion import apply_bypass_mode, correct_trajectories
 from tests.correction.strategies import configurations
 from tests.diffusion.expected import expected_metrics, expected_trajectories
-from tests.diffusion.strategies import Rows, trajectories
+from tests.diffusion.strategies import trajectories
 
 LN2 = math.log(2)
 TIMES = [900.0, 600.0, 300.0, 0.125]
 
 
-def tensors(*tables: Rows) -> list[torch.Tensor]:
+def tensors(*tables):
     return [torch.tensor(table, dtype=torch.float64) for table in tables]
 
 
-def times_of(batch: int, steps: int) -> Rows:
+def times_of(batch, steps):
     """Windows that differ from trajectory to trajectory."""
     return [[TIMES[(i + t) % len(TIMES)] for t in range(steps)] for i in range(batch)]
 
 
 @settings(max_examples=250)
 @given(configurations(), trajectories())
-def test_against_plain_loops(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
+def test_against_plain_loops(config, batch):
     oracle = expected_trajectories(config, *batch)
     times = times_of(len(batch[0]), len(batch[0][0]))
     found = correct_trajectories(config, *tensors(*batch), timesteps=torch.tensor(times))
@@ -45,7 +45,7 @@ def test_against_plain_loops(config: RolloutCorrectionConfig, batch: tuple[Rows,
 
 @settings(max_examples=150)
 @given(configurations(), trajectories(wild=True))
-def test_what_is_not_finite(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
+def test_what_is_not_finite(config, batch):
     oracle = expected_trajectories(config, *batch)
     times = times_of(len(batch[0]), len(batch[0][0]))
     found = correct_trajectories(config, *tensors(*batch), timesteps=torch.tensor(times))
@@ -59,7 +59,7 @@ def test_what_is_not_finite(config: RolloutCorrectionConfig, batch: tuple[Rows, 
 
 @settings(max_examples=100)
 @given(configurations(), trajectories(), st.integers(0, 5))
-def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows], cut: int) -> None:
+def test_micro_batches_merge(config, batch, cut):
     train, rollout = tensors(*batch)
     times = torch.tensor(times_of(*train.shape))
     whole = correct_trajectories(config, train, rollout, timesteps=times)
@@ -76,7 +76,7 @@ def test_micro_batches_merge(config: RolloutCorrectionConfig, batch: tuple[Rows,
 
 @settings(max_examples=60)
 @given(configurations(), trajectories())
-def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows, Rows]) -> None:
+def test_one_step_is_a_column(config, batch):
     """[B] is [B, 1]: each step of each trajectory is a sequence of its own, and every level is the token's."""
     train, rollout = (x[:, 0] for x in tensors(*batch))
     flat = correct_trajectories(config, train, rollout, timesteps=torch.tensor(600.0))
@@ -86,7 +86,7 @@ def test_one_step_is_a_column(config: RolloutCorrectionConfig, batch: tuple[Rows
     assert flat.statistics.metrics() == column.statistics.metrics()
 
 
-def test_means_over_latent_dimensions_and_their_sums() -> None:
+def test_means_over_latent_dimensions_and_their_sums():
     """16 dimensions: the mean's ratio is 1.02, that of the step 1.02^16; bounds act on what is asked for."""
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.2, use_rs=True, rs_upper_bound=1.5)
     train = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
@@ -104,21 +104,21 @@ def test_means_over_latent_dimensions_and_their_sums() -> None:
     assert metrics["rollout_corr/rejected_sequence_fraction"] == 0.5
 
 
-def test_bypass_takes_the_rollout_for_the_old_policy() -> None:
+def test_bypass_takes_the_rollout_for_the_old_policy():
     batch = {"rollout_log_probs": torch.tensor([[-1.0]]), "old_log_probs": torch.tensor([[-2.0]])}
     found = apply_bypass_mode(batch)
     assert found["old_log_probs"] is batch["rollout_log_probs"]
     assert batch["old_log_probs"].item() == -2.0, "the batch that was passed stays as it was"
 
 
-def test_an_empty_batch() -> None:
+def test_an_empty_batch():
     config = RolloutCorrectionConfig(use_tis=True, use_rs=True)
     for shape in ((0,), (0, 3)):
         found = correct_trajectories(config, torch.zeros(shape), torch.zeros(shape), timesteps=torch.zeros(shape))
         assert found.folded.shape == shape and found.statistics.metrics() == {}
 
 
-def test_bypass_without_rollout_log_probs_is_refused() -> None:
+def test_bypass_without_rollout_log_probs_is_refused():
     with pytest.raises(ValueError, match="--use-rollout-logprobs needs rollout_log_probs, but the batch has latents;"):
         apply_bypass_mode({"latents": torch.zeros(1)})
 
@@ -128,13 +128,13 @@ def test_bypass_without_rollout_log_probs_is_refused() -> None:
     [((4, 3), (4, 2)), ((4,), (4, 1)), ((4, 3, 2), (4, 3, 2)), ((), ()), ((4, 3), (4, 3), (4,)), ((4,), (4,), (3,))],
     ids=["steps", "dimensions", "three dimensions", "scalars", "timesteps of [B, steps]", "timesteps of [B]"],
 )
-def test_shapes_that_disagree(shapes: tuple) -> None:
+def test_shapes_that_disagree(shapes):
     train, rollout, timesteps = (*(torch.zeros(shape) for shape in shapes), None)[:3]
     with pytest.raises(ValueError, match=r"has shape .*; pass"):
         correct_trajectories(RolloutCorrectionConfig(use_tis=True), train, rollout, timesteps=timesteps)
 
 
-def test_decoupled_by_hand() -> None:
+def test_decoupled_by_hand():
     """Token weights 2, 1, 1/4, 4 bounded to 2; the veto takes the second trajectory."""
     train = torch.tensor([[-1.0, -2.0], [-1.0, -3.0]], dtype=torch.float64)
     rollout = train + torch.tensor([[-LN2, 0.0], [2 * LN2, -2 * LN2]], dtype=torch.float64)

@@ -92,7 +92,7 @@ def test_dump_details_expands_to_the_documented_patterns():
     assert braces.save_debug_train_data.format(rollout_id=0, rank=0) == "a{b}/train_data/0_0.parquet"
 
 
-BAD_PATTERNS: dict[str, tuple[dict, str]] = {
+BAD_PATTERNS = {
     "field": ({"save_debug_train_data": "d/{x}"}, "no field besides {rollout_id} and {rank}"),
     "one file": ({"save_debug_train_data": "d/{rank}"}, "one file for all rollouts"),
     "same file": ({"save_debug_train_data": "{rollout_id}", "save_debug_rollout_data": "{rollout_id}"}, "are both"),

@@ -6,7 +6,6 @@ import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +20,13 @@ from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from tests.dumps.tables import assert_same, full_table
 
 
-def write_lines(path: Path, rows: list[Any]) -> Path:
+def write_lines(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def slime_sample(**changes: Any) -> dict[str, Any]:
+def slime_sample(**changes):
     """A sample of slime's format_version 2: two prompt tokens and three of the response."""
     return {
         "data_parallel_rank": 0,
@@ -46,7 +45,7 @@ def slime_sample(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def assert_slime(table: Any) -> None:
+def assert_slime(table):
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25]
     assert (table.token.tolist(), table.prompt[0].tolist()) == ([5, 6, 7], [1, 2])
     assert table.loss_mask.tolist() == [1, 0, 1] and table.advantage.tolist() == [0.5] * 3
@@ -74,7 +73,7 @@ def test_miles_and_earlier_slime_write_a_dict_of_lists(tmp_path):
     assert_slime(read(tmp_path / "train_data" / "4_1.pt"))
 
 
-BAD_SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
+BAD_SAMPLES = {
     "context-parallel slices": ({"log_probs": torch.zeros(2)}, "context-parallel ranks"),
     "no rollout log-probs": ({"rollout_log_probs": None}, "sample 0 has no rollout_log_probs"),
     "list of steps": ({"step": [[1]]}, "sample 0 has step"),
@@ -124,7 +123,7 @@ def test_a_compressed_pt_file_is_refused(tmp_path):
         read(tmp_path / "4.pt")
 
 
-def nemo_row(index: int, **changes: Any) -> dict[str, Any]:
+def nemo_row(index, **changes):
     """A row as NeMo-RL's log_batched_dict_as_jsonl writes it: every value in a list of one, padded to 6 tokens."""
     row = {
         "content": ["text"],
@@ -153,7 +152,7 @@ def test_nemo_rl(tmp_path):
     assert table.metadata == {"source": "nemo_rl", "old_policy": "recomputed"}
 
 
-def prime_row(**changes: Any) -> dict[str, Any]:
+def prime_row(**changes):
     """A row of prime-rl's TokenExporter, schema_version 1."""
     row = {
         **{"schema_version": 1, "step": 3, "rank": 0, "micro_step": 0, "micro_sequence_idx": 0},
@@ -184,7 +183,7 @@ def test_prime_rl(tmp_path):
     assert of_3.entropy.tolist() == pytest.approx([0.3, 0.4, 0.5]) and of_3.prompt[0].tolist() == [1, 2]
 
 
-def verl_row(**changes: Any) -> dict[str, Any]:
+def verl_row(**changes):
     return {"input": "p", "output": "<b>", "gts": "4", "score": 1.0, "step": 9} | changes
 
 
@@ -329,7 +328,7 @@ def test_fractional_masks_count_and_large_log_probs_become_infinite(tmp_path):
 
 
 @pytest.mark.parametrize(("identity", "read_run"), [(None, "b"), ("a", "a")], ids=["newest file", "run directory"])
-def test_a_directory_with_two_runs_gives_one_of_them(identity: str | None, read_run: str, tmp_path, capsys) -> None:
+def test_a_directory_with_two_runs_gives_one_of_them(identity, read_run, tmp_path, capsys):
     for number, run in enumerate("aab"):
         path = tmp_path / f"{2 - number}_0.parquet"
         write(path, replace(full_table(), metadata={"source": "slime_tis", "criteria": ["x", "y"], "run": run}))

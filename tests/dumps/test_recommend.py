@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from slime_tis.analysis.report.recommend import Cell, Column, Mismatch, column_f
 from slime_tis.main import main
 
 
-def cell(method: str, relative: float) -> Cell:
+def cell(method, relative):
     return Cell(method=method, flags="--use-tis", relative=relative, low=0.9, high=1.0, seeds=5, tied=True, collapsed=0)
 
 
@@ -24,7 +23,7 @@ NOISE = replace(STALE, name="fp8", stale=False, sigma=(0.1, 0.2))
 HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)))
 
 
-def mismatch(cause: str, sigma: float, age: int = 0) -> Mismatch:
+def mismatch(cause, sigma, age=0):
     return Mismatch(cause=cause, k3=0.01, sigma=sigma, age=age)
 
 
@@ -41,7 +40,7 @@ def mismatch(cause: str, sigma: float, age: int = 0) -> Mismatch:
         pytest.param(mismatch("stale_weights", 0.0), None, id="equal engines"),
     ],
 )
-def test_a_mismatch_has_the_column_of_its_kind_and_size(case: Mismatch, column: str | None) -> None:
+def test_a_mismatch_has_the_column_of_its_kind_and_size(case, column):
     chosen = column_for(case, [STALE, NOISE])
     assert (chosen and chosen.name) == column
 
@@ -56,17 +55,17 @@ def test_a_mismatch_has_the_column_of_its_kind_and_size(case: Mismatch, column: 
         pytest.param(mismatch("healthy", 0.01, age=15), [NOISE], "No correction is needed", id="old but equal weights"),
     ],
 )
-def test_without_evidence_the_answer_has_no_flags(case: Mismatch, columns: list[Column], words: str) -> None:
+def test_without_evidence_the_answer_has_no_flags(case, columns, words):
     text = recommendation(case, columns)
     assert words in text and "--" not in text.split()[0]
 
 
-def test_the_answer_has_flags_with_their_evidence() -> None:
+def test_the_answer_has_flags_with_their_evidence():
     text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS])
     assert text.startswith("--use-tis\n") and "B reaches 0.98 [0.90, 1.00]" in text and "told apart from it: C." in text
 
 
-def test_the_packaged_study_has_the_flags_of_the_grid() -> None:
+def test_the_packaged_study_has_the_flags_of_the_grid():
     """tests/examples/test_comparison_study.py passes the flags of the grid to train.py."""
     grid = Grid.load(STUDY)
     assert study()
@@ -76,7 +75,7 @@ def test_the_packaged_study_has_the_flags_of_the_grid() -> None:
             assert cell.flags == grid.corrections[cell.method]
 
 
-def test_the_command_measures_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_a_dump(tmp_path, capsys):
     """Weights of age 0 to 15 with a log-ratio that grows with age, as in the column "stale 16"."""
     chance = np.random.default_rng(0)
     parts = []

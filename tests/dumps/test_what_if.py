@@ -14,7 +14,7 @@ from slime_tis.correction import PRESETS, RolloutCorrectionConfig
 from slime_tis.main import main
 
 
-def table(advantages=(1.0, -1.0)) -> TokenTable:
+def table(advantages=(1.0, -1.0)):
     """One token of ratio 2; a masked one, one of ratio 1/2 and one of ratio 1."""
     log_2 = math.log(2)
     parts = [
@@ -32,7 +32,7 @@ def table(advantages=(1.0, -1.0)) -> TokenTable:
     return TokenTable.from_parts(parts)
 
 
-def one(config: RolloutCorrectionConfig, of: TokenTable | None = None, **options):
+def one(config, of=None, **options):
     return what_if(of or table(), {"it": config}, **options)[0]
 
 
@@ -155,7 +155,7 @@ def test_whole_batch_corrections_use_a_part_of_many_steps():
     assert (row.weight_max, row.cosine, row.norm_ratio) == (1.0, pytest.approx(1.0), pytest.approx(0.5))
 
 
-def stale() -> TokenTable:
+def stale():
     """A token of the step's own weights, ratio 1, and one of weights two steps older, ratio 4."""
     part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0], advantage=[1.0], step=3, weight_version=[3])
     return TokenTable.from_parts([part, replace(part, rollout_log_prob=[-1.0 - math.log(4)], weight_version=[1])])

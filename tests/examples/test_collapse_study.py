@@ -48,7 +48,7 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
         read_table(tmp_path / "other.csv")
 
 
-def row_of(correction: str, seed: int, *accuracy: float, scenario: str = "both") -> Row:
+def row_of(correction, seed, *accuracy, scenario="both"):
     curve = [{"step": 10 * i, "eval/accuracy": value} for i, value in enumerate(accuracy)]
     for staleness, row in enumerate(curve):
         row |= {"train/mismatch_k3_kl": 0.01 + 0.02 * staleness, "rollout/weight_staleness": float(staleness)}

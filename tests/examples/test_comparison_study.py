@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from examples.collapse_study.cases import Grid
-from examples.collapse_study.results import Row, read_table
+from examples.collapse_study.results import read_table
 from examples.comparison_study.compare import (
     STUDY,
     columns,
@@ -17,7 +17,7 @@ from examples.comparison_study.compare import (
 )
 
 
-def test_relative_accuracy_and_ties() -> None:
+def test_relative_accuracy_and_ties():
     reference = {0: 0.8, 1: 0.6, 2: 0.7}
     half = {seed: value / 2 for seed, value in reference.items()}
     assert relative_accuracy(half, reference) == pytest.approx((0.5, 0.5, 0.5))
@@ -28,10 +28,10 @@ def test_relative_accuracy_and_ties() -> None:
     assert mean == pytest.approx(1.8 / 2.1) and low == pytest.approx(0.5) and high == pytest.approx(1.0)
 
 
-def test_a_column_ranks_methods_with_enough_seeds() -> None:
+def test_a_column_ranks_methods_with_enough_seeds():
     row = next(iter(read_table(STUDY.results).values()))
 
-    def rows(scenario: str, method: str, *accuracies: float) -> list[Row]:
+    def rows(scenario, method, *accuracies):
         change = {"scenario": scenario, "correction": method, "mismatch_k3_kl": 0.02, "collapse_step": None}
         return [replace(row, **change, seed=seed, late_accuracy=value) for seed, value in enumerate(accuracies)]
 
@@ -52,13 +52,13 @@ def test_a_column_ranks_methods_with_enough_seeds() -> None:
     assert "| bypass PPO | **0.90** [0.90, 0.90] |" in table([column])
 
 
-def test_rank_correlation() -> None:
+def test_rank_correlation():
     """Ranks 0, 1, 2.5, 2.5, 4 and 0, 1, 2, 3, 4: ρ = 9.5 / √(9.5 · 10)."""
     assert rank_correlation([(1, 0.1), (2, 0.2), (7, 0.3), (7, 0.4), (9, 0.9)]) == f"{0.95**0.5:.2f} (5)"
     assert rank_correlation([(1, 0.1), (1, 0.2), (1, 0.3), (1, 0.4), (1, 0.9)]) == "–", "no variance"
 
 
-def test_the_sweep_compares_with_the_same_seeds() -> None:
+def test_the_sweep_compares_with_the_same_seeds():
     row = next(iter(read_table(STUDY.results).values()))
     values = {("none", "standard PPO"): (0.8, 0.6), ("stale 16", "token TIS, 5"): (0.4,)}
     rows = [

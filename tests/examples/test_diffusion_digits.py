@@ -39,18 +39,18 @@ FLAGS = [
 ]
 
 
-def run(directory: Path, *flags: str) -> list[dict]:
+def run(directory, *flags):
     assert train.main([*FLAGS, "--no-progress", "--no-summary-plot", "--output-dir", str(directory), *flags]) == 0
     return read_metrics(directory)
 
 
-def training_rows(rows: list[dict]) -> list[dict]:
+def training_rows(rows):
     """What does not depend on the clock."""
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
 
 @pytest.fixture(scope="module")
-def corrected(tmp_path_factory) -> tuple[Path, list[dict]]:
+def corrected(tmp_path_factory):
     directory = tmp_path_factory.mktemp("digits") / "corrected"
     correction = ("--use-tis", "--use-rs", "--rs-upper-bound", "1.5", "--rs-veto-threshold", "1e-4")
     return directory, run(directory, *correction, "--summary-plot")

@@ -29,7 +29,7 @@ MEAN = float(TRAIN_V @ QUALITY_V)
 RIGHT_N = (QUALITY_V[SEQUENCES_NT].sum(1) >= 4 * MEAN + 0.5 * 2 * math.sqrt(1 - MEAN**2)).double()
 
 
-def brute_force(name: str, mismatch: Mismatch) -> tuple[torch.Tensor, float, float]:
+def brute_force(name, mismatch):
     """Mean, variance and kept share over all 81 responses of four tokens, each corrected as it is."""
     probability_N = mismatch.rollout_V[SEQUENCES_NT].prod(1)
     advantage_N = RIGHT_N - probability_N @ RIGHT_N

@@ -1,13 +1,11 @@
 """The rollout engines with planted faults: what they report, and that `planted` ends."""
 
-from pathlib import Path
-
 import pytest
 
 from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.faults import FAULTS
 from examples.diagnose_study.real_runs import planted
-from slime_tis.trainer.data.sample import Sample, Sampling
+from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local import engine as local
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from tests.checkpoints import make_checkpoint
@@ -17,7 +15,7 @@ from tests.runs import ROOT
 SAMPLING = Sampling(n_samples=16, max_response_len=16, for_training=True)
 
 
-def sampled(path: Path) -> list[list[Sample]]:
+def sampled(path):
     """Samples after an update that doubles all weights."""
     engine = local.LocalEngine(path, load_tokenizer(path))
     weights = {name: 2 * weight for name, weight in engine._weights.items()}
@@ -25,11 +23,11 @@ def sampled(path: Path) -> list[list[Sample]]:
     return engine.generate(make_prompts(path, ["1>", "22>", "3>", "4>", "5>", "6>", "7>", "8>"]), SAMPLING, 0)
 
 
-def log_probs(groups: list[list[Sample]]) -> list[float]:
+def log_probs(groups):
     return [value for group in groups for sample in group for value in sample.rollout_log_probs]
 
 
-def test_faulty_engines(tmp_path: Path) -> None:
+def test_faulty_engines(tmp_path):
     checkpoint = make_checkpoint(tmp_path, "qwen3")
     sound, found = sampled(checkpoint), {}
     for name, fault in FAULTS.items():
@@ -47,7 +45,7 @@ def test_faulty_engines(tmp_path: Path) -> None:
     assert all(sample.sampling_mask is None for group in found["top_p"] for sample in group)
 
 
-def test_the_grid_names_faults() -> None:
+def test_the_grid_names_faults():
     grid = Grid.load(Study(ROOT / "examples" / "comparison_study"))
     assert set(grid.faults.values()) == FAULTS.keys() and grid.faults.keys() <= grid.scenarios.keys()
     programs = {case.scenario: case.program[:2] for case in grid.cases([0])}

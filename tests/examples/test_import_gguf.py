@@ -3,13 +3,11 @@
 import json
 import os
 import struct
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
 from tests.checkpoints import CHARACTERS, CHAT_TEMPLATE, make_checkpoint
@@ -21,7 +19,7 @@ from examples.smollm2_reasoning_gym.import_gguf import import_gguf, main  # noqa
 TOKENS = torch.tensor([[1, 5, 9, 44, 17, 3, 60, 21]])
 
 
-def make_source(directory: Path, family: str, **sizes: Any) -> Path:
+def make_source(directory, family, **sizes):
     """A checkpoint of tests.checkpoints whose tokenizer has one merge, `1` and `2`, instead of its last letter."""
     make_checkpoint(directory, family, **sizes)
     characters = ["Ġ" if character == " " else character for character in CHARACTERS[:-1]]
@@ -35,9 +33,7 @@ def make_source(directory: Path, family: str, **sizes: Any) -> Path:
     return directory
 
 
-def write_gguf(
-    directory: Path, family: str, *, kind: str = "F32", drop: str = "", tied: bool = False, **metadata: Any
-) -> PreTrainedModel:
+def write_gguf(directory, family, *, kind="F32", drop="", tied=False, **metadata):
     """Writes `source` and `model.gguf` as llama.cpp does; returns the model that the GGUF file contains.
 
     Matrices have the type `kind`. The tensor `drop` is omitted. `metadata` has further keys, with `__` for the dots;
@@ -95,7 +91,7 @@ def write_gguf(
 
 @pytest.mark.parametrize("tied", [False, True], ids=["separate output layer", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_logits_and_tokens_equal_those_of_the_source(tmp_path: Path, family: str, tied: bool) -> None:
+def test_logits_and_tokens_equal_those_of_the_source(tmp_path, family, tied):
     model = write_gguf(tmp_path, family, tied=tied)
     report = import_gguf(tmp_path / "model.gguf", tmp_path / "made")
     made = load_model(tmp_path / "made", torch.float32)
@@ -117,7 +113,7 @@ def test_logits_and_tokens_equal_those_of_the_source(tmp_path: Path, family: str
     [("F16", "fp32"), ("BF16", "bf16"), ("Q8_0", "fp32"), ("Q5_1", "bf16"), ("Q4_1", "fp32")],
     ids=str,
 )
-def test_quantized_weights_are_exact(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_quantized_weights_are_exact(tmp_path, kind, dtype):
     model = write_gguf(tmp_path, "llama", kind=kind)
     assert f"16 {kind}, 5 F32" in import_gguf(tmp_path / "model.gguf", tmp_path / "made", dtype=dtype)
     expected = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -126,7 +122,7 @@ def test_quantized_weights_are_exact(tmp_path: Path, kind: str, dtype: str) -> N
     assert json.loads((tmp_path / "made/config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
 
 
-def test_the_pre_tokenizer_decides_how_digits_split(tmp_path: Path) -> None:
+def test_the_pre_tokenizer_decides_how_digits_split(tmp_path):
     for pre, tokens, warned in (("smollm", 4, False), ("gpt-2", 3, False), ("unknown", 3, True)):
         write_gguf(tmp_path / pre, "llama", tokenizer__ggml__pre=pre)
         report = import_gguf(tmp_path / pre / "model.gguf", tmp_path / pre / "made")
@@ -135,7 +131,7 @@ def test_the_pre_tokenizer_decides_how_digits_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_rotary_scaling_is_kept(tmp_path: Path, kind: str) -> None:
+def test_rotary_scaling_is_kept(tmp_path, kind):
     scaling = {"type": kind, "factor": 4.0, "original_context_length": 32}
     write_gguf(tmp_path, "llama", **{f"llama__rope__scaling__{key}": value for key, value in scaling.items()})
     import_gguf(tmp_path / "model.gguf", tmp_path / "made")
@@ -144,7 +140,7 @@ def test_rotary_scaling_is_kept(tmp_path: Path, kind: str) -> None:
     assert rope.get("original_max_position_embeddings") == (32 if kind == "yarn" else None)
 
 
-def test_only_earlier_imports_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_earlier_imports_are_replaced(tmp_path, capsys):
     write_gguf(tmp_path, "llama")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "mine.txt").write_text("mine")
@@ -174,14 +170,14 @@ def test_only_earlier_imports_are_replaced(tmp_path: Path, capsys: pytest.Captur
     ],
     ids=str,
 )
-def test_unsupported_models_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_refused(tmp_path, change, message):
     write_gguf(tmp_path, "llama", **change)
     with pytest.raises(ValueError) as error:
         import_gguf(tmp_path / "model.gguf", tmp_path / "made")
     assert message in str(error.value) and not (tmp_path / "made").exists()
 
 
-def header(*arrays: tuple[str, int, int], tail: bytes = b"") -> bytes:
+def header(*arrays, tail=b""):
     """The beginning of a llama file: an architecture, and arrays by key, type of the entries, and number."""
     text = [struct.pack("<Q", len(part)) + part for part in (b"general.architecture", b"llama")]
     pairs = [text[0] + struct.pack("<I", 8) + text[1]]
@@ -203,7 +199,7 @@ def header(*arrays: tuple[str, int, int], tail: bytes = b"") -> bytes:
     ],
     ids=["empty", "cut", "zip", "2^60 numbers", "2^60 texts", "10^6 merges", "2^60 tensors"],
 )
-def test_damaged_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+def test_damaged_files_are_one_message(tmp_path, capsys, content):
     (tmp_path / "model.gguf").write_bytes(content)
     for name in ("model.gguf", "nothing.gguf", "."):
         assert main([str(tmp_path / name), str(tmp_path / "made")]) == 2

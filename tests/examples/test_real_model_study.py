@@ -1,14 +1,13 @@
 """The study on a pretrained model: the runs that its page lists as missing, and the mismatch with intervals."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from examples.collapse_study import report
 from examples.collapse_study.cases import Grid, Study
-from examples.collapse_study.results import Row, summarize
+from examples.collapse_study.results import summarize
 from examples.real_model_study import mismatch
 from examples.tables import read_rows, write_rows
 from tests.checkpoints import make_checkpoint
@@ -17,13 +16,13 @@ from tests.runs import ROOT
 STUDY = Study(ROOT / "examples" / "real_model_study")
 
 
-def row_of(scenario: str, correction: str, seed: int, flags: str = "") -> Row:
+def row_of(scenario, correction, seed, flags=""):
     curve = [{"step": step, "eval/accuracy": 0.2 + step / 20} for step in (0, 4, 8, 12)]
     facts = {"seconds": 1.0, "flags": flags, "date": "2026-01-02", "machine": "2 cores", "versions": "python 3"}
     return summarize(curve, scenario=scenario, correction=correction, seed=seed, **facts)
 
 
-def test_what_was_not_run_is_listed() -> None:
+def test_what_was_not_run_is_listed():
     grid = Grid.load(STUDY).chosen(["both", "bf16"], ["standard PPO", "bypass PPO"])
     rows = [row_of("both", "standard PPO", seed) for seed in (0, 1, 2)] + [row_of("both", "bypass PPO", 0)]
     assert report.not_run(rows, grid).splitlines() == [
@@ -36,13 +35,13 @@ def test_what_was_not_run_is_listed() -> None:
     ]
 
 
-def test_the_page_shows_the_measured_mismatch() -> None:
+def test_the_page_shows_the_measured_mismatch():
     page = STUDY.page.read_text(encoding="utf-8")
     measured = mismatch.table(read_rows(mismatch.RESULTS, mismatch.Row))
     assert f"{report.begin('mismatch')}{measured}\n{report.END}" in page, "run `make docs`"
 
 
-def test_estimates_by_hand() -> None:
+def test_estimates_by_hand():
     """ρ of two responses: 2 and 1; 1/2. k3 = ((1 − ln 2) + 0 + (−1/2 + ln 2))/3 = 1/6; χ² = (3 + 0 − 3/4)/3 = 3/4."""
     log_ratios = [torch.tensor([2.0, 1.0], dtype=torch.float64).log(), torch.tensor([0.5], dtype=torch.float64).log()]
     k3, chi2, largest = mismatch.estimates(log_ratios)
@@ -53,7 +52,7 @@ def test_estimates_by_hand() -> None:
     assert largest[1:] == pytest.approx((0.5, 2))
 
 
-def test_a_small_model_is_measured(tmp_path: Path) -> None:
+def test_a_small_model_is_measured(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "model", "llama")
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(4)))
     rows = mismatch.measure(checkpoint, tmp_path / "rows.jsonl", apply_chat_template=False, response=4)

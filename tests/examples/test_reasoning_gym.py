@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ SUM = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 PRODUCT = "products?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -42,11 +41,11 @@ def rows(path: Path) -> list[dict[str, Any]]:
     ],
     ids=lambda value: repr(value),
 )
-def test_answers_are_read(reader: str, response: str, expected: str | None) -> None:
+def test_answers_are_read(reader, response, expected):
     assert reward.read_answer(response, reader) == expected
 
 
-def test_scores_are_those_of_the_dataset() -> None:
+def test_scores_are_those_of_the_dataset():
     metadata = {
         "dataset": "chain_sum",
         "config": {"max_terms": 2},
@@ -61,7 +60,7 @@ def test_scores_are_those_of_the_dataset() -> None:
     assert (reward.score(None, sample), reward.correct(None, sample)) == (1.0, 1.0)
 
 
-def test_what_a_dataset_cannot_score_counts_as_0(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_dataset_cannot_score_counts_as_0(caplog):
     spec = prompts.parse_spec("prime_factorization?answer=text")
     (entry,) = prompts.questions(spec, 1, set(), 0)
     metadata = prompts.row(spec, entry, None)["metadata"]
@@ -70,13 +69,13 @@ def test_what_a_dataset_cannot_score_counts_as_0(caplog: pytest.LogCaptureFixtur
     assert "prime_factorization cannot score '[[': ValueError; it counts as 0." in caplog.text
 
 
-def test_a_number_that_fills_memory_is_not_computed() -> None:
+def test_a_number_that_fills_memory_is_not_computed():
     spec = prompts.parse_spec("coin_flip?answer=text")
     (entry,) = prompts.questions(spec, 1, set(), 0)
     assert reward.entry_score(prompts.row(spec, entry, None)["metadata"], "1e999999999") == 0.0
 
 
-def test_datasets_that_run_text_as_code_are_refused() -> None:
+def test_datasets_that_run_text_as_code_are_refused():
     """Every call in the package that runs text is in a dataset that is refused, or runs what the package generated."""
     found = set()
     for file in Path(inspect.getfile(reasoning_gym)).parent.rglob("*.py"):
@@ -95,7 +94,7 @@ def test_datasets_that_run_text_as_code_are_refused() -> None:
             reward.entry_score({"dataset": name, "config": {}, "entry": {}, "answer": "text"}, "1")
 
 
-def test_no_question_is_trained_on_and_held_out(tmp_path: Path) -> None:
+def test_no_question_is_trained_on_and_held_out(tmp_path):
     specs = [prompts.parse_spec(text, answer="number") for text in (SUM, f"{PRODUCT}&weight=3")]
     said = prompts.write(tmp_path / "gym", specs, 400, 60)
     assert said.splitlines()[1:] == [
@@ -114,7 +113,7 @@ def test_no_question_is_trained_on_and_held_out(tmp_path: Path) -> None:
         assert reward.entry_score(row["metadata"], f"It is {row['label']}7.") < 1.0
 
 
-def test_the_same_arguments_write_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_arguments_write_the_same_rows(tmp_path, capsys):
     command = ["--train", "6", "--held-out", "2", SUM]
     for name in ("a", "b"):
         assert prompts.main(["--out", str(tmp_path / name), *command]) == 0
@@ -131,7 +130,7 @@ def test_the_same_arguments_write_the_same_rows(tmp_path: Path, capsys: pytest.C
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "mine"]
 
 
-def test_a_level_sets_the_fields_of_the_curriculum() -> None:
+def test_a_level_sets_the_fields_of_the_curriculum():
     assert prompts.parse_spec("chain_sum", level=2).config == {"max_terms": 4, "max_digits": 3}
     assert prompts.parse_spec("chain_sum?level=0&max_digits=2", level=2).config == {"max_terms": 2, "max_digits": 2}
     assert prompts.parse_spec("chain_sum").config == {}
@@ -149,13 +148,13 @@ def test_a_level_sets_the_fields_of_the_curriculum() -> None:
     ],
     ids=["misspelt dataset", "unknown field", "value out of range", "weight 0"],
 )
-def test_specifications_that_are_refused(text: str, message: str) -> None:
+def test_specifications_that_are_refused(text, message):
     with pytest.raises(ValueError) as error:
         prompts.parse_spec(text)
     assert message in str(error.value)
 
 
-def test_train_py_takes_the_prompts_and_the_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_py_takes_the_prompts_and_the_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=512)
     assert (
@@ -174,7 +173,7 @@ def test_train_py_takes_the_prompts_and_the_reward(tmp_path: Path, monkeypatch: 
     assert first["eval/accuracy"] in (0.0, 0.5, 1.0) and 0.0 <= last["rollout/raw_reward"] <= 1.0
 
 
-def test_commands_that_the_pages_show_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_the_pages_show_are_accepted(tmp_path, monkeypatch):
     page = (ROOT / "examples/reasoning_gym/README.md").read_text() + str(prompts.__doc__)
     commands = re.findall(r"^ *python -m examples\.reasoning_gym\.prompts (--out(?:.*\\\n)*.*)", page, re.M)
     assert len(commands) >= 2

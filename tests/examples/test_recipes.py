@@ -32,7 +32,7 @@ SRUN = 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"'
 """Stand-in for srun: runs the command once, on this machine."""
 
 
-def command_line(recipe: str, *flags: str, **environment: str) -> list[str]:
+def command_line(recipe, *flags, **environment):
     """What a recipe would pass to train.py."""
     found = subprocess.run(
         ["bash", recipe, *flags],
@@ -48,19 +48,19 @@ def command_line(recipe: str, *flags: str, **environment: str) -> list[str]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, str]:
+def files(tmp_path):
     make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=40960, num_key_value_heads=4)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "1+1?"}], "label": "2"}) + "\n")
     return {"MODEL": str(tmp_path / "model"), "TRAIN": str(rows), "EVAL": str(rows), "OUT": str(tmp_path / "out")}
 
 
-def torchrun(ranks: int) -> dict[str, str]:
+def torchrun(ranks):
     """What torchrun sets in the first of its processes."""
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
+def test_qwen3_on_gsm8k(files):
     line = command_line("examples/qwen3_gsm8k/run.sh", "--num-rollout", "7", SGLANG_PYTHON=sys.executable, **files)
     found = configure(line, torchrun(4))
     assert found.sglang.sglang_python == sys.executable and found.loop.num_rollout == 7
@@ -71,7 +71,7 @@ def test_qwen3_on_gsm8k(files: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def mixture(files: dict[str, str]) -> dict[str, str]:
+def mixture(files):
     """The same files with a mixture of 128 experts."""
     make_checkpoint(
         Path(files["MODEL"]), "qwen3_moe", max_position_embeddings=40960, num_experts=128, num_experts_per_tok=8
@@ -79,7 +79,7 @@ def mixture(files: dict[str, str]) -> dict[str, str]:
     return files
 
 
-def test_qwen3_30b_a3b_with_servers_of_its_own(mixture: dict[str, str]) -> None:
+def test_qwen3_30b_a3b_with_servers_of_its_own(mixture):
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
     line = command_line("examples/qwen3_30b_a3b/run.sh", SERVERS=servers, ADDRESS_OF_RANK_0="10.0.0.1", **mixture)
     found = configure(line, torchrun(8))
@@ -89,7 +89,7 @@ def test_qwen3_30b_a3b_with_servers_of_its_own(mixture: dict[str, str]) -> None:
     assert found.correction.use_tis and found.correction.rs_veto_threshold == 1e-4
 
 
-def test_qwen3_30b_a3b_on_one_machine(mixture: dict[str, str]) -> None:
+def test_qwen3_30b_a3b_on_one_machine(mixture):
     found = configure(
         command_line("examples/qwen3_30b_a3b/run.sh", "--lr", "1e-7", TRAIN_GPUS="4", **mixture), torchrun(4)
     )
@@ -98,13 +98,13 @@ def test_qwen3_30b_a3b_on_one_machine(mixture: dict[str, str]) -> None:
     assert found.sglang.sglang_server_args[:4] == ("--tp-size", "2", "--base-gpu-id", "4")
 
 
-def test_qwen3_30b_a3b_without_servers_is_refused(mixture: dict[str, str]) -> None:
+def test_qwen3_30b_a3b_without_servers_is_refused(mixture):
     with pytest.raises(subprocess.CalledProcessError) as error:
         command_line("examples/qwen3_30b_a3b/run.sh", **mixture)
     assert error.value.returncode == 2 and "set SERVERS to the URLs of SGLang's servers" in error.value.stderr
 
 
-def test_several_machines(files: dict[str, str]) -> None:
+def test_several_machines(files):
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
     line = command_line(
         "examples/clusters/torchrun.sh", "--num-rollout", "7", SERVERS=servers, MASTER="10.0.0.1", **files
@@ -114,7 +114,7 @@ def test_several_machines(files: dict[str, str]) -> None:
     assert found.sglang.sglang_sync_address == "10.0.0.1" and found.loop.num_rollout == 7
 
 
-def test_slurm_runs_the_recipe_of_several_machines(files: dict[str, str], tmp_path: Path) -> None:
+def test_slurm_runs_the_recipe_of_several_machines(files, tmp_path):
     """sbatch reads `#SBATCH` lines up to the first command and refuses unknown options."""
     script = (ROOT / "examples/clusters/slurm.sbatch").read_text()
     head, body = re.split(r"^(?=[^#\n])", script, maxsplit=1, flags=re.MULTILINE)
@@ -134,12 +134,12 @@ def test_slurm_runs_the_recipe_of_several_machines(files: dict[str, str], tmp_pa
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.rpartition("/")[2] for script in SCRIPTS])
-def test_shellcheck(script: str) -> None:
+def test_shellcheck(script):
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
     subprocess.run([Path(sys.executable).with_name("shellcheck"), script], cwd=ROOT, check=True)
 
 
-def test_kubernetes_runs_the_same_recipe(files: dict[str, str]) -> None:
+def test_kubernetes_runs_the_same_recipe(files):
     documents = yaml.safe_load_all((ROOT / "examples/clusters/kubernetes.yaml").read_text())
     by_name = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in documents}
     job, servers = by_name["Job", "slime-tis-train"], by_name["StatefulSet", "slime-tis-sample"]
@@ -156,7 +156,7 @@ def test_kubernetes_runs_the_same_recipe(files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "sglang"])
-def test_smollm2(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2(name, tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "data/smollm2/checkpoint", "llama")
     (tmp_path / "data/smollm2/prompts").mkdir()
     for rows in ("train.jsonl", "eval.jsonl"):

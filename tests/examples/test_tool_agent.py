@@ -3,8 +3,6 @@
 import asyncio
 import random
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +44,7 @@ ROW = {"prompt": "47+38-62>", "label": "23"}
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_the_calculator_knows_one_operation(call: str, result: str) -> None:
+def test_the_calculator_knows_one_operation(call, result):
     assert calculate(call) == result
 
 
@@ -59,7 +57,7 @@ def test_the_calculator_knows_one_operation(call: str, result: str) -> None:
     ],
     ids=["every call", "one call", "no call"],
 )
-def test_a_transcript_calls_until_it_answers(probability: tuple[float, ...], text: str, sampled: str) -> None:
+def test_a_transcript_calls_until_it_answers(probability, text, sampled):
     tokenizer = make_tokenizer(prepare.MAX_LENGTH, prepare.CHARACTERS)
     found = prepare.transcript(ROW, tokenizer, probability, random.Random(0))
     assert tokenizer.decode(found.tokens) == text
@@ -79,7 +77,7 @@ def test_a_transcript_calls_until_it_answers(probability: tuple[float, ...], tex
         ("", 0.0),
     ],
 )
-def test_the_last_answer_is_scored(response: str, reward: float) -> None:
+def test_the_last_answer_is_scored(response, reward):
     entry = {"question": "47 + 38 - 62 =", "answer": "23", "metadata": {}}
     metadata = {"dataset": "chain_sum", "config": prepare.CONFIG, "entry": entry, "answer": "text"}
     assert agent.correct(Namespace(), Sample(response=response, metadata=metadata)) == reward
@@ -88,10 +86,10 @@ def test_the_last_answer_is_scored(response: str, reward: float) -> None:
 class Caller:
     """An engine whose policy calls for ever."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer):
         self.ids = tokenizer.encode("?1+1=", add_special_tokens=False)
 
-    async def generate(self, token_ids: list[int], sampling_params: dict[str, Any], *, session_id: str) -> Generation:
+    async def generate(self, token_ids, sampling_params, *, session_id):
         count = len(self.ids)
         return Generation(
             token_ids=self.ids,
@@ -102,7 +100,7 @@ class Caller:
         )
 
 
-def test_an_episode_that_only_calls_ends(data: Path) -> None:
+def test_an_episode_that_only_calls_ends(data):
     checkpoint = str(data / "data" / "tool_agent" / "checkpoint")
     args = Namespace(hf_checkpoint=checkpoint, rollout_max_response_len=1000)
     sample = Sample(prompt="1+1>", tokens=[1, 5, 14, 5, 16])
@@ -113,7 +111,7 @@ def test_an_episode_that_only_calls_ends(data: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """What prepare.py makes, below a directory of its own."""
     root = tmp_path_factory.mktemp("agent")
     prepare.prepare(root / "data" / "tool_agent", example=SMALL)
@@ -121,7 +119,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_it_trains_for_two_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
     monkeypatch.chdir(data)
     flags = ["--custom-config-path", str(HERE / "train.yaml"), "--num-rollout", "2", "--rollout-batch-size", "4"]
     flags += ["--eval-interval", "2", "--no-progress", "--no-summary-plot", "--lr-warmup-iters", "1"]
@@ -133,12 +131,12 @@ def test_it_trains_for_two_steps(data: Path, tmp_path: Path, monkeypatch: pytest
         assert 1 <= row["rollout/turns"] <= agent.MAX_CALLS + 1
 
 
-def test_the_configuration_with_servers_is_accepted(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_with_servers_is_accepted(data, monkeypatch):
     monkeypatch.chdir(data)
     configure(["--custom-config-path", str(HERE / "sglang.yaml")], {})
 
 
-def test_episodes_are_printed_with_their_calls(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episodes_are_printed_with_their_calls(data, capsys):
     directory = data / "data" / "tool_agent"
     flags = [str(directory / "checkpoint"), "--prompts", str(directory / "eval.jsonl"), "--each", "2"]
     episodes.main(flags)

@@ -9,9 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,20 +17,20 @@ from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE, checksums, files_of, write_manifest
-from tests.faults.forked import ForkedRun, Outcome, run_forked
+from tests.faults.forked import ForkedRun, run_forked
 from tests.runs import largest_file, make_task, read_metrics, spawn, training_metrics
 
 TIMEOUT = 120.0
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def task(tmp_path_factory):
     # stale weights that bypass corrects, so that no warning is printed beside the messages
     return [*make_task(tmp_path_factory.mktemp("task")), "--update-weights-interval", "2", "--use-rollout-logprobs"]
 
 
 @pytest.fixture(scope="module")
-def trained(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(task, tmp_path_factory):
     """A run of four steps with the checkpoints of the last three: `save`, `run` (reports) and `hf`."""
     directory = tmp_path_factory.mktemp("trained")
     flags = [*task, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3"]
@@ -44,11 +42,11 @@ def trained(task: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
+def metrics(run):
     return [{"step": row["step"], **training_metrics(row)} for row in read_metrics(run)]
 
 
-def refusal(outcome: Outcome, status: int, *words: str) -> str | None:
+def refusal(outcome, status, *words):
     """Returns None if the outcome is a refusal in one line of stderr with these words, and the outcome otherwise."""
     lines = [line for line in outcome.error.splitlines() if line.strip() and not line.startswith("warning: ")]
     if outcome.status == status and len(lines) == 1 and all(word in lines[0] for word in words):
@@ -56,10 +54,10 @@ def refusal(outcome: Outcome, status: int, *words: str) -> str | None:
     return f"status {outcome.status}, {len(lines)} lines: {outcome.error[-600:]}"
 
 
-def damages(chance: random.Random) -> dict[str, Callable[[Path], Any]]:
+def damages(chance):
     """Damages of a file of a checkpoint, by name."""
 
-    def flip(file: Path) -> None:
+    def flip(file):
         data = bytearray(file.read_bytes())
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         file.write_bytes(data)
@@ -73,7 +71,7 @@ def damages(chance: random.Random) -> dict[str, Callable[[Path], Any]]:
     }
 
 
-def test_every_damaged_checkpoint_is_found(task: list[str], trained: Path, tmp_path: Path) -> None:
+def test_every_damaged_checkpoint_is_found(task, trained, tmp_path):
     results = tmp_path / "results.json"
     # in a separate process: one that has started gloo cannot fork runs any more
     spawn(damage_and_look, (task[task.index("--hf-checkpoint") + 1], str(trained / "save"), str(results)), 1)
@@ -82,7 +80,7 @@ def test_every_damaged_checkpoint_is_found(task: list[str], trained: Path, tmp_p
     assert len(tried) >= 35
 
 
-def damage_and_look(rank: int, model: str, trained: str, results: str) -> None:
+def damage_and_look(rank, model, trained, results):
     """Damages every file of the newest checkpoint in every way; writes which damages were found."""
     initialize(MegatronConfig(hf_checkpoint=model))
     tried, save = {}, Path(results).parent / "save"
@@ -112,9 +110,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_run_continues_from_the_latest_complete_checkpoint(
-    name: str, task: list[str], trained: Path, tmp_path: Path
-) -> None:
+def test_a_run_continues_from_the_latest_complete_checkpoint(name, task, trained, tmp_path):
     warnings, damage = DAMAGED[name]
     copy(trained, tmp_path, "save", "run")
     damage(tmp_path / "save")
@@ -125,22 +121,22 @@ def test_a_run_continues_from_the_latest_complete_checkpoint(
     assert file_bytes(tmp_path / "hf") == file_bytes(trained / "hf")
 
 
-def copy(trained: Path, directory: Path, *names: str) -> None:
+def copy(trained, directory, *names):
     for name in names:
         shutil.copytree(trained / name, directory / name)
 
 
-def flip_middle(file: Path) -> None:
+def flip_middle(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 8
     file.write_bytes(data)
 
 
-def file_bytes(export: Path) -> bytes:
+def file_bytes(export):
     return (export / "model.safetensors").read_bytes()
 
 
-def resume(task: list[str], directory: Path, *flags: str) -> list[str]:
+def resume(task, directory, *flags):
     """The command line that continues in a copy of the trained run."""
     save = str(directory / "save")
     return [
@@ -149,7 +145,7 @@ def resume(task: list[str], directory: Path, *flags: str) -> list[str]:
     ]
 
 
-def test_a_checkpoint_of_another_model_is_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(task, trained, tmp_path):
     copy(trained, tmp_path, "save")
     for checkpoint_path in (tmp_path / "save").iterdir():
         state = json.loads((checkpoint_path / TRAINER_STATE).read_text())
@@ -159,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused(task: list[str], trained: Path
     assert refusal(outcome, 1, "--hf-checkpoint is") is None
 
 
-def test_no_complete_checkpoint_is_refused(task: list[str], trained: Path, tmp_path: Path) -> None:
+def test_no_complete_checkpoint_is_refused(task, trained, tmp_path):
     copy(trained, tmp_path, "save")
     for path in (tmp_path / "save").iterdir():
         (path / "__0_1.distcp").unlink()
@@ -167,7 +163,7 @@ def test_no_complete_checkpoint_is_refused(task: list[str], trained: Path, tmp_p
     assert refusal(outcome, 1, "no checkpoint under", "iter_0000002: __0_1.distcp is missing") is None
 
 
-CHANGED: dict[tuple[str, ...], tuple[float, str]] = {
+CHANGED = {
     ("--lr", "5e-4"): (5e-4, "--lr 0.001 → 0.0005"),
     ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (5e-4, "--lr-decay-style 'constant' → 'linear'"),
     ("--n-samples-per-prompt", "2"): (1e-3, "--n-samples-per-prompt 4 → 2"),
@@ -176,7 +172,7 @@ CHANGED: dict[tuple[str, ...], tuple[float, str]] = {
 
 
 @pytest.mark.parametrize("flags", CHANGED, ids=" ".join)
-def test_changed_options_take_effect(flags: tuple[str, ...], task: list[str], trained: Path, tmp_path: Path) -> None:
+def test_changed_options_take_effect(flags, task, trained, tmp_path):
     lr, words = CHANGED[flags]
     copy(trained, tmp_path, "save", "run")
     shutil.rmtree(tmp_path / "save" / "iter_0000004")
@@ -188,7 +184,7 @@ def test_changed_options_take_effect(flags: tuple[str, ...], task: list[str], tr
     assert words in report
 
 
-def tree(directory: Path) -> dict[str, bytes | None]:
+def tree(directory):
     """Every path below a directory with what a file holds."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(directory.rglob("*"))}
 
@@ -205,9 +201,7 @@ def reward(args, sample):
 
 
 @pytest.mark.parametrize("name", ["absent", "empty", "export"])
-def test_files_that_come_to_the_target_during_the_run_stay(
-    name: str, task: list[str], trained: Path, tmp_path: Path
-) -> None:
+def test_files_that_come_to_the_target_during_the_run_stay(name, task, trained, tmp_path):
     (tmp_path / "meddling.py").write_text(MEDDLING)
     target = tmp_path / name
     if name == "empty":
@@ -223,7 +217,7 @@ def test_files_that_come_to_the_target_during_the_run_stay(
     assert (tmp_path / f"{name}-2" / "model.safetensors").exists()
 
 
-def test_two_runs_do_not_share_a_directory(task: list[str], tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_directory(task, tmp_path):
     names = {"--save": "save", "--output-dir": "run", "--save-hf": "hf"}
     own = [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
     first = ForkedRun([*task, *own, "--num-rollout", "400", "--save-interval", "1"], tmp_path / "first")
@@ -231,7 +225,7 @@ def test_two_runs_do_not_share_a_directory(task: list[str], tmp_path: Path) -> N
         assert time.monotonic() < first.started + TIMEOUT
         time.sleep(0.05)
 
-    def run(*flags: str) -> Outcome:
+    def run(*flags):
         return run_forked([*task, *flags], tmp_path / "log", timeout=TIMEOUT)
 
     for flag, name in names.items():
@@ -251,7 +245,7 @@ def test_two_runs_do_not_share_a_directory(task: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [10_000, 120_000, 200_000])
-def test_a_full_disk_loses_nothing(size: int, task: list[str], trained: Path, tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing(size, task, trained, tmp_path):
     copy(trained, tmp_path, "save", "run", "hf")
     shutil.rmtree(tmp_path / "save" / "iter_0000004")
     export = tree(tmp_path / "hf")

@@ -8,17 +8,15 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.arguments import parse_args
 from slime_tis.trainer.cli.command_line import needs_of
-from slime_tis.trainer.cli.options import MAX_TEXT, Option
+from slime_tis.trainer.cli.options import MAX_TEXT
 from slime_tis.trainer.cli.run_options import COMMAND_LINE, OPTIONS
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check, run_forked
@@ -58,7 +56,7 @@ COMPANIONS = {"rollout_rs": ("--rollout-rs-threshold", "2"), "sglang_router_ip":
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def base(tmp_path, monkeypatch):
     """A command line that is accepted, with its files in the current directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -70,7 +68,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return line
 
 
-def attempt(argv: Sequence[str]) -> tuple[int | None, str]:
+def attempt(argv):
     """Exit status of parse_args and what it wrote to stderr; None for anything but an exit, then with what it was."""
     error = io.StringIO()
     try:
@@ -83,7 +81,7 @@ def attempt(argv: Sequence[str]) -> tuple[int | None, str]:
     return 0, error.getvalue()
 
 
-def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
+def fault(argv, *, refused=True):
     """What is wrong with how a command line is taken, or None; it may be refused or not where `refused` is None."""
     started = time.process_time()
     status, said = attempt(argv)
@@ -106,9 +104,9 @@ def fault(argv: Sequence[str], *, refused: bool | None = True) -> str | None:
     return None
 
 
-def context(name: str) -> list[str]:
+def context(name):
     """The flags that an option needs to have an effect, and those that they need."""
-    words: list[str] = []
+    words = []
     for need in needs_of(COMMAND_LINE, name)[:1]:
         value = need.value or SAMPLES.get(need.option)
         words += [*context(need.option), flag(need.option), *([] if value is None else [value])]
@@ -116,13 +114,13 @@ def context(name: str) -> list[str]:
     return words
 
 
-def kind_of(option: Option) -> Any:
+def kind_of(option):
     """The type of an option's value, or of the items of a list; str for one of several words."""
     kind = option.type.item
     return str if option.type.choices else kind
 
 
-def wrong_values(option: Option) -> Iterator[str]:
+def wrong_values(option):
     """Texts that no option of this kind takes, and numbers out of its limits."""
     yield from BLANK
     yield from WRONG[kind_of(option)]
@@ -135,8 +133,8 @@ def wrong_values(option: Option) -> Iterator[str]:
         yield from (str(number) for number in numbers if not option.type.limits.allow(number))
 
 
-def test_every_option_with_every_wrong_value(base: list[str]) -> None:
-    tries: dict[str, str | None] = {}
+def test_every_option_with_every_wrong_value(base):
+    tries = {}
     for name, option in OPTIONS.items():
         for value in wrong_values(option):
             line = [*base, *context(name), f"{flag(name)}={value}"]
@@ -144,8 +142,8 @@ def test_every_option_with_every_wrong_value(base: list[str]) -> None:
     check(tries, at_least=700)
 
 
-def test_every_option_with_every_wrong_value_in_yaml(base: list[str]) -> None:
-    tries: dict[str, str | None] = {}
+def test_every_option_with_every_wrong_value_in_yaml(base):
+    tries = {}
     for name, option in OPTIONS.items():
         if name == "custom_config_path":
             continue
@@ -159,7 +157,7 @@ def test_every_option_with_every_wrong_value_in_yaml(base: list[str]) -> None:
     check(tries, at_least=500)
 
 
-def sample(option: Option) -> str:
+def sample(option):
     """A value that an option takes."""
     if option.name in SAMPLES:
         return SAMPLES[option.name]
@@ -171,13 +169,13 @@ def sample(option: Option) -> str:
     )
 
 
-def test_every_option_without_what_it_needs(base: list[str]) -> None:
-    tries: dict[str, str | None] = {}
+def test_every_option_without_what_it_needs(base):
+    tries = {}
     unlike = {"policy-loss": ["--use-rollout-logprobs", "--policy-loss", "reinforce"]}
     unlike["advantage-estimator"] = ["--advantage-estimator", "rloo"]
     unlike["rollout-engine"] = ["--rollout-engine", "sglang", "--sglang-url", "http://a:1"]
     for name in (option.name for option in OPTIONS.values() if option.needs):
-        words: list[str] = []
+        words = []
         if any(need.met_by(OPTIONS[need.option].default) for need in needs_of(COMMAND_LINE, name)):
             words = next((words for key, words in unlike.items() if f"--{key}=" in _needs(name)), [])
         line = [*base, *words, f"{flag(name)}={sample(OPTIONS[name])}"]
@@ -187,7 +185,7 @@ def test_every_option_without_what_it_needs(base: list[str]) -> None:
     check(tries, at_least=50)
 
 
-def _needs(name: str) -> str:
+def _needs(name):
     return " ".join(OPTIONS[name].needs)
 
 
@@ -229,24 +227,24 @@ WORDS = [
 @pytest.mark.parametrize(
     "environ", [{}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "9" * 5000}], ids=["alone", "none", "many"]
 )
-def test_malformed_command_lines(base: list[str], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_command_lines(base, environ, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    tries: dict[str, str | None] = {}
+    tries = {}
     for words in WORDS:
         tries[f"{words!r:.80}"] = fault([*base, *words])
         tries[f"{words!r:.80} first"] = fault([*words, *base], refused=None)
     check(tries, at_least=50)
 
 
-def bomb(levels: int, width: int = 9) -> str:
+def bomb(levels, width=9):
     """Aliases of aliases, whose text would double with every level."""
     lines = ["a0: &a0 [x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
     return "\n".join(lines)
 
 
-def verl(block: str) -> str:
+def verl(block):
     return f"algorithm: {{rollout_correction: {{{block}}}}}"
 
 
@@ -280,18 +278,11 @@ YAML = [
     verl("rollout_is: token, rollout_is_threshold: 3") + "\ntis_clip: 2",
     "actor_rollout_ref: {rollout: {calculate_log_probs: true, n: 8}}",
 ]
-BYTES = [
-    b"\xff\xfe",
-    b"lr: \xff",
-    "lr: 1".encode("utf-16"),
-    b"\x00" * 100,
-    os.urandom(1000),
-    b"lr: 1\rlr: 2",
-]
+BYTES = [b"\xff\xfe", b"lr: \xff", "lr: 1".encode("utf-16"), b"\x00" * 100, os.urandom(1000), b"lr: 1\rlr: 2"]
 
 
-def test_malformed_yaml(base: list[str]) -> None:
-    tries: dict[str, str | None] = {}
+def test_malformed_yaml(base):
+    tries = {}
     for number, text in enumerate([*(text.encode("utf-8") for text in YAML), *BYTES]):
         Path("run.yaml").write_bytes(text)
         tries[f"{number}: {text!r:.80}"] = fault([*base, "--custom-config-path", "run.yaml"])
@@ -334,8 +325,8 @@ ABSURD = [
 ]
 
 
-def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path) -> None:
-    tries: dict[str, str | None] = {}
+def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path):
+    tries = {}
     task = make_task(tmp_path / "task", prompts=16)
     for number, line in enumerate(ABSURD):
         words = line.format(
@@ -348,7 +339,7 @@ def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path: Path) ->
     check(tries, at_least=25)
 
 
-def verdict(status: int | None, error: str, traceback: bool) -> str | None:
+def verdict(status, error, traceback):
     """What is wrong with how a run ended; None where nothing is."""
     said = [line for line in error.splitlines() if line and not line.startswith("warning: ")]
     if traceback or status not in (0, 1, 2):

@@ -3,13 +3,10 @@
 `tests/test_custom.py` and `tests/rollout/test_rewards.py` check every message of the contracts.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from slime_tis.trainer import setup
-from tests.faults.forked import Outcome, run_forked
+from tests.faults.forked import run_forked
 from tests.runs import make_task, run_apart
 
 HEAD = "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw):\n    "
@@ -39,11 +36,11 @@ GOES_WRONG = {
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def task(tmp_path_factory):
     return [*make_task(tmp_path_factory.mktemp("task")), "--num-rollout", "1", "--micro-batch-size", "8"]
 
 
-def _run(task: list[str], directory: Path, code: str, *flags: str) -> Outcome:
+def _run(task, directory, code, *flags):
     directory.mkdir(parents=True)
     (directory / "beside.py").write_text("def fail():\n    return {}['x']\n")
     (directory / "mine.py").write_text(code)
@@ -51,7 +48,7 @@ def _run(task: list[str], directory: Path, code: str, *flags: str) -> Outcome:
     return run_forked([*task, *path], directory / "log")
 
 
-def assert_refused(outcome: Outcome, expected: str) -> None:
+def assert_refused(outcome, expected):
     """The run ends with status 2 and one readable line."""
     assert (outcome.status, outcome.traceback) == (2, False), outcome.error[-1500:]
     (error,) = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
@@ -59,9 +56,7 @@ def assert_refused(outcome: Outcome, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("flags", "code", "expected"), GOES_WRONG.values(), ids=GOES_WRONG)
-def test_a_failure_while_training_is_one_message(
-    flags: tuple[str, ...], code: str, expected: str, task: list[str], tmp_path: Path
-) -> None:
+def test_a_failure_while_training_is_one_message(flags, code, expected, task, tmp_path):
     outcome = _run(task, tmp_path / "run", code, *flags)
     assert_refused(outcome, expected)
     assert "fn (" in outcome.error or "beside" in outcome.error  # the function is named
@@ -78,9 +73,9 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("flags", "expected"), UNUSABLE.values(), ids=UNUSABLE)
 def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
-    flags: list[str], expected: str, task: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(*args: Any, **kwargs: Any) -> None:
+    flags, expected, task, tmp_path, monkeypatch
+):
+    def build(*args, **kwargs):
         raise OSError("a model is being built")
 
     monkeypatch.setattr(setup, "TrainingEngine", build)  # runs are forks of this process
@@ -90,7 +85,7 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
     assert_refused(run_forked(argv, tmp_path / "log", cwd=tmp_path), expected)
 
 
-def test_ranks_that_return_other_metrics_are_refused(task: list[str], tmp_path: Path) -> None:
+def test_ranks_that_return_other_metrics_are_refused(task, tmp_path):
     body = "rank = torch.distributed.get_rank()\n    return pg_loss, loss_masks, {'a': pg_loss} if rank == 0 else {}\n"
     (tmp_path / "mine.py").write_text(HEAD + body)
     ended = run_apart([*task, *TIS, f"{tmp_path / 'mine.py'}:fn"], tmp_path / "run", 2, 120)

@@ -5,10 +5,8 @@ import os
 import resource
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,21 +20,21 @@ needs_root = pytest.mark.skipif(not NAMESPACES, reason="needs root with mount na
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
+def directory():
     """A directory that every user can use, unlike pytest's."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o777)
         yield Path(name)
 
 
-def hide_shared_memory() -> None:
+def hide_shared_memory():
     """Makes /dev/shm read-only for this process alone."""
     assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", "/dev/shm"], check=True)
 
 
-def become_nobody() -> None:
+def become_nobody():
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -52,7 +50,7 @@ def become_nobody() -> None:
         pytest.param(become_nobody, id="nobody in a read-only checkout", marks=needs_root),
     ],
 )
-def test_a_run_completes_in_a_poor_environment(enter: Callable[[], Any], directory: Path) -> None:
+def test_a_run_completes_in_a_poor_environment(enter, directory):
     argv = [*make_task(directory), "--output-dir", str(directory / "run"), "--save", str(directory / "save")]
     argv += ["--save-hf", str(directory / "hf"), "--dump-details", str(directory / "dump")]
     (directory / "model/model.safetensors").chmod(0o644)
@@ -63,7 +61,7 @@ def test_a_run_completes_in_a_poor_environment(enter: Callable[[], Any], directo
 
 
 @pytest.mark.parametrize("limit", [32, 64])
-def test_a_low_limit_of_open_files_is_named(limit: int, tmp_path: Path) -> None:
+def test_a_low_limit_of_open_files_is_named(limit, tmp_path):
     enter = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, limit))
     outcome = run_forked([*make_task(tmp_path), "--output-dir", str(tmp_path / "run")], tmp_path / "log", before=enter)
     assert (outcome.status, outcome.traceback) == (1, False), outcome.error

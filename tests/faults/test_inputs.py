@@ -7,22 +7,14 @@ import json
 import shutil
 import struct
 import time
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_tis.hf_directory import (
-    ModelSizes,
-    check_generation_config,
-    check_tensors,
-    read_model_config,
-    tensor_files,
-)
+from slime_tis.hf_directory import ModelSizes, check_generation_config, check_tensors, read_model_config, tensor_files
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
 from slime_tis.trainer.megatron.architecture import read_hf_config
@@ -37,7 +29,7 @@ LONGEST_MESSAGE = 600
 SECONDS = 5.0
 
 
-def refused(work: Callable[[], Any], *names: Path | str) -> None:
+def refused(work, *names):
     """Work is refused in time by one short printable message that has the names."""
     began = time.monotonic()
     with pytest.raises(ValueError) as refusal:
@@ -48,18 +40,18 @@ def refused(work: Callable[[], Any], *names: Path | str) -> None:
     assert [str(name) for name in names if str(name) not in message] == [], message
 
 
-def row(**fields: Any) -> bytes:
+def row(**fields):
     return json.dumps({"prompt": "31>", "label": "13", **fields}).encode() + b"\n"
 
 
 GOOD = row()
 
 
-def deep(depth: int) -> bytes:
+def deep(depth):
     return b"[" * depth + b"]" * depth
 
 
-FILES: dict[str, tuple[bytes, str]] = {
+FILES = {
     "gzip": (gzip.compress(GOOD), "line 1 is not UTF-8"),
     "UTF-16 with a mark": (GOOD.decode().encode("utf-16"), "line 1 is not UTF-8"),
     "UTF-16 without a mark": (GOOD.decode().encode("utf-16-le"), "line 1 is not JSON"),
@@ -69,7 +61,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 }
 """Files that are not JSONL at all."""
 
-LINES: dict[str, tuple[bytes, str]] = {
+LINES = {
     "invalid UTF-8": (b'{"prompt": "\xff", "label": "1"}\n', "not UTF-8"),
     "a number of 5,000 digits": (b'{"prompt": "1", "label": -' + b"9" * 5000 + b"}\n", "limit (4300 digits)"),
     "lists nested 100,000 deep": (b'{"prompt": "1", "label": ' + deep(100_000) + b"}\n", "nested too deep"),
@@ -89,17 +81,17 @@ LINES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "words"), FILES.values(), ids=FILES)
-def test_data_sets_that_are_no_jsonl(content: bytes, words: str, tmp_path: Path) -> None:
+def test_data_sets_that_are_no_jsonl(content, words, tmp_path):
     (tmp_path / "p.jsonl").write_bytes(content)
     refused(lambda: load(tmp_path / "p.jsonl"), tmp_path / "p.jsonl", words)
 
 
-def load(path: Path, **options: Any) -> Any:
+def load(path, **options):
     return load_prompts(path, TOKENIZER, **{"input_key": "prompt", "label_key": "label", "sizes": SIZES, **options})
 
 
 @pytest.mark.parametrize(("line", "words"), LINES.values(), ids=LINES)
-def test_malformed_lines(line: bytes, words: str, tmp_path: Path) -> None:
+def test_malformed_lines(line, words, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(GOOD + line)
     refused(lambda: load(path), f"{path}, line 2", words)
@@ -108,13 +100,13 @@ def test_malformed_lines(line: bytes, words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "prompt", [[{"role": "user", "content": {"a": [1]}}], "\ud800"], ids=["no text", "half a pair"]
 )
-def test_malformed_chats(prompt: Any, tmp_path: Path) -> None:
+def test_malformed_chats(prompt, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(GOOD + row(prompt=prompt))
     refused(lambda: load(path, apply_chat_template=True), f"{path}, line 2")
 
 
-def test_a_long_prompt_alone_and_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
+def test_a_long_prompt_alone_and_tokens_that_the_model_does_not_have(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(row(prompt="1" * 20_000_000))
     refused(lambda: load(path, max_prompt_len=9), path, "raise it")
@@ -134,20 +126,20 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize(("content", "expected"), ACCEPTED.values(), ids=ACCEPTED)
-def test_data_sets_that_are_accepted(content: bytes, expected: list[Any], tmp_path: Path) -> None:
+def test_data_sets_that_are_accepted(content, expected, tmp_path):
     (tmp_path / "p.jsonl").write_bytes(content)
     began = time.monotonic()
     assert [(prompt.text, prompt.label) for prompt in load(tmp_path / "p.jsonl", max_prompt_len=99)] == expected
     assert time.monotonic() - began < SECONDS
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
     path = tmp_path / "p.parquet"
 
-    def write(**columns: list[Any]) -> bytes:
+    def write(**columns):
         rows = {"prompt": ["31>", "7>"], "label": ["13", "7"], **columns}
         parquet.write_table(pyarrow.table(rows), path)
         return path.read_bytes()
@@ -167,12 +159,12 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     return {family: make_checkpoint(directory / family, family) for family in ("qwen2", "qwen3", "llama")}
 
 
-def spoiled(source: Path, target: Path, **files: bytes | None) -> Path:
+def spoiled(source, target, **files):
     """A copy of a checkpoint with other contents of some files; None removes one."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
@@ -184,7 +176,7 @@ def spoiled(source: Path, target: Path, **files: bytes | None) -> Path:
     return target
 
 
-CONFIGS: dict[str, tuple[bytes | dict[str, Any] | None, str]] = {
+CONFIGS = {
     "none": (None, "no config.json"),
     "cut off": (b'{"architectures": [', "not JSON"),
     "invalid UTF-8": (b'{"a": "\xff"}', "not UTF-8"),
@@ -206,7 +198,7 @@ CONFIGS: dict[str, tuple[bytes | dict[str, Any] | None, str]] = {
 
 
 @pytest.mark.parametrize(("content", "words"), CONFIGS.values(), ids=CONFIGS)
-def test_configurations(content: Any, words: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_configurations(content, words, checkpoints, tmp_path):
     source = checkpoints["qwen3"]
     if isinstance(content, dict):
         content = json.dumps(json.loads((source / "config.json").read_text()) | content).encode()
@@ -223,7 +215,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("content", ENDS.values(), ids=ENDS)
-def test_generation_configurations(content: bytes, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_generation_configurations(content, checkpoints, tmp_path):
     directory = spoiled(checkpoints["qwen3"], tmp_path / "model", generation_config__json=content)
     refused(lambda: check_generation_config(directory), directory, "generation_config.json")
 
@@ -236,16 +228,14 @@ YARN = {"rope_type": "yarn"}
     [{"rope_scaling": YARN, "rope_parameters": YARN}, {"dtype": "float31", "torch_dtype": "float31"}],
     ids=["a rope without its factor", "an unknown type of numbers"],
 )
-def test_configurations_that_transformers_refuses(
-    fields: dict[str, Any], checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_configurations_that_transformers_refuses(fields, checkpoints, tmp_path):
     config = json.loads((checkpoints["qwen3"] / "config.json").read_text())
     text = json.dumps({**config, **fields}).encode()
     directory = spoiled(checkpoints["qwen3"], tmp_path / "model", config__json=text)
     refused(lambda: (read_hf_config(directory), load_model(directory, torch.float32)), directory)
 
 
-def test_tokenizers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_tokenizers(checkpoints, tmp_path):
     source = checkpoints["qwen3"]
     cut = (source / "tokenizer.json").read_bytes()[:100]
     for files in ({"tokenizer__json": b"\xff\xfe"}, {"tokenizer__json": cut}, {"tokenizer__json": None}):
@@ -253,11 +243,11 @@ def test_tokenizers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
         refused(lambda d=directory: load_tokenizer(d), directory)
 
 
-def check(directory: Path) -> None:
+def check(directory):
     check_tensors(directory, read_model_config(directory))
 
 
-def edited(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+def edited(source, target, edit):
     """A copy of a checkpoint with other tensors."""
     directory = spoiled(source, target)
     tensors = load_file(directory / "model.safetensors")
@@ -266,7 +256,7 @@ def edited(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]],
     return directory
 
 
-def header(content: bytes, length: int | None = None) -> bytes:
+def header(content, length=None):
     return struct.pack("<Q", len(content) if length is None else length) + content
 
 
@@ -290,26 +280,26 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("damage", WEIGHTS.values(), ids=WEIGHTS)
-def test_damaged_safetensors(damage: Callable[[bytes], bytes], checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_damaged_safetensors(damage, checkpoints, tmp_path):
     whole = (checkpoints["qwen3"] / "model.safetensors").read_bytes()
     directory = spoiled(checkpoints["qwen3"], tmp_path / "model", model__safetensors=damage(whole))
     refused(lambda: check(directory), directory / "model.safetensors", "download it again")
 
 
 @pytest.mark.parametrize(("edit", "words"), TENSORS.values(), ids=TENSORS)
-def test_other_tensors(edit: Callable[..., Any], words: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_other_tensors(edit, words, checkpoints, tmp_path):
     directory = edited(checkpoints["qwen3"], tmp_path / "model", edit)
     refused(lambda: check(directory), directory, words)
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
-def test_weights_that_are_not_finite(value: float, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_that_are_not_finite(value, checkpoints, tmp_path):
     directory = edited(checkpoints["qwen3"], tmp_path / "model", lambda w: w[Q].view(-1).__setitem__(7, value))
     words = f"{directory / 'model.safetensors'}: the tensor {Q} holds NaN or infinity"
     refused(lambda: HfTensors(directory, tied=False)[Q], words)
 
 
-def test_no_safetensors_and_no_sizes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_no_safetensors_and_no_sizes(checkpoints, tmp_path):
     source, target = checkpoints["qwen3"], tmp_path / "model"
     directory = spoiled(source, target, model__safetensors=None, pytorch_model__bin=b"\x80\x02}q\x00.")
     refused(lambda: check(directory), directory, "safetensors")
@@ -319,7 +309,7 @@ def test_no_safetensors_and_no_sizes(checkpoints: dict[str, Path], tmp_path: Pat
     refused(lambda: check(directory), directory / "config.json", "has no vocab_size")
 
 
-def indexed(source: Path, target: Path, index: Any) -> Path:
+def indexed(source, target, index):
     """A copy of a checkpoint in two files, with any index."""
     directory = spoiled(source, target, model__safetensors=None)
     tensors = load_file(source / "model.safetensors")
@@ -333,7 +323,7 @@ def indexed(source: Path, target: Path, index: Any) -> Path:
     return directory
 
 
-def naming(file: Any) -> Callable[[dict[str, str]], Any]:
+def naming(file):
     """An index whose query projection is in another file."""
     return lambda weight_map: {"weight_map": {**weight_map, Q: file(weight_map) if callable(file) else file}}
 
@@ -353,20 +343,20 @@ INDICES = {
 
 
 @pytest.mark.parametrize(("index", "words"), INDICES.values(), ids=INDICES)
-def test_indices(index: Any, words: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_indices(index, words, checkpoints, tmp_path):
     shutil.copy(checkpoints["llama"] / "model.safetensors", tmp_path / "outside.safetensors")
     directory = indexed(checkpoints["llama"], tmp_path / "model", index)
     refused(lambda: check(directory), directory, words)
 
 
-def test_a_damaged_part(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_part(checkpoints, tmp_path):
     directory = indexed(checkpoints["llama"], tmp_path / "model", lambda weight_map: {"weight_map": weight_map})
     part = directory / "part-1.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     refused(lambda: check(directory), part, "download it again")
 
 
-def test_model_directories_that_are_accepted(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_model_directories_that_are_accepted(checkpoints, tmp_path):
     for source in checkpoints.values():
         check(source)
     directory = indexed(checkpoints["llama"], tmp_path / "model", lambda weight_map: {"weight_map": weight_map})
@@ -388,7 +378,7 @@ def test_model_directories_that_are_accepted(checkpoints: dict[str, Path], tmp_p
     check(old)
 
 
-WHOLE_RUNS: dict[str, tuple[str, Callable[[bytes], bytes], int, str]] = {
+WHOLE_RUNS = {
     "a file cut off": ("model/model.safetensors", lambda whole: whole[:-9], 2, "download it again."),
     "no configuration": ("model/config.json", lambda whole: b"{", 2, "its config.json is not JSON"),
     "a tokenizer of garbage": ("model/tokenizer.json", lambda whole: b"\xff", 1, "whose tokenizer does not load"),
@@ -403,7 +393,7 @@ WHOLE_RUNS: dict[str, tuple[str, Callable[[bytes], bytes], int, str]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE_RUNS)
-def test_whole_runs_end_before_anything_is_built(name: str, tmp_path: Path) -> None:
+def test_whole_runs_end_before_anything_is_built(name, tmp_path):
     file, damage, status, words = WHOLE_RUNS[name]
     task, path = make_task(tmp_path), tmp_path / file
     path.write_bytes(damage(path.read_bytes()))

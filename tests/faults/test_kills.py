@@ -7,9 +7,6 @@ import hashlib
 import random
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +23,7 @@ TIMEOUT = 120.0
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(tmp_path_factory):
     task = make_task(tmp_path_factory.mktemp("task"), prompts=24)
     return [
         *(*task, "--num-rollout", str(STEPS), "--save-interval", "1", "--save-retain", "2", "--rollout-shuffle"),
@@ -34,20 +31,20 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def own(flags: list[str], directory: Path, *, resumes: bool = True) -> list[str]:
+def own(flags, directory, *, resumes=True):
     """The command line of a run with all files in a directory."""
     save = str(directory / "save")
     load = ["--load", save] if resumes else []
     return [*flags, "--save", save, *load, "--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run")]
 
 
-def results(directory: Path) -> list[Any]:
+def results(directory):
     """The metrics of all steps and the SHA-256 of the exported weights."""
     rows = [{"step": row["step"], **training_metrics(row)} for row in read_metrics(directory / "run")]
     return [*rows, hashlib.sha256((directory / "hf" / "model.safetensors").read_bytes()).hexdigest()]
 
 
-def kill(run: ForkedRun, moment: Callable[[], bool], delay: float) -> bool:
+def kill(run, moment, delay):
     """Kills a run `delay` seconds after a moment; returns whether the run was still alive."""
     process = psutil.Process(run.pid)
     while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < run.started + TIMEOUT:
@@ -61,19 +58,19 @@ def kill(run: ForkedRun, moment: Callable[[], bool], delay: float) -> bool:
     return reached
 
 
-def after_a_save(save: Path, count: int) -> Callable[[], bool]:
+def after_a_save(save, count):
     """A condition: `count` new checkpoints exist."""
     present = {path.name for path in save.glob("iter_*")}
     return lambda: len({path.name for path in save.glob("iter_*")} - present) >= count
 
 
-def within_a_save(save: Path, count: int) -> Callable[[], bool]:
+def within_a_save(save, count):
     """A condition: a checkpoint is being written after `count` others."""
     enough = after_a_save(save, count)
     return lambda: enough() and any(save.glob(".iter_*.unfinished"))
 
 
-def damage(save: Path) -> str | None:
+def damage(save):
     """Returns the damage of a killed run's checkpoints, or None."""
     for checkpoint in checkpoints(save):
         try:
@@ -83,11 +80,11 @@ def damage(save: Path) -> str | None:
     return None
 
 
-def test_a_killed_run_resumes_bitwise(flags: list[str], tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bitwise(flags, tmp_path):
     whole = run_forked(own(flags, tmp_path / "whole", resumes=False), tmp_path / "whole", timeout=TIMEOUT)
     assert whole.status == 0, whole.error
     chance = random.Random(0)
-    kills: dict[str, dict[str, str | None]] = {kind: {} for kind in ENOUGH}
+    kills = {kind: {} for kind in ENOUGH}
     for chain in range(3 * CHAINS):
         if chain >= CHAINS and all(len(kills[kind]) >= enough for kind, enough in ENOUGH.items()):
             break  # a run that ended before the kill does not count

@@ -31,7 +31,7 @@ def overflow(args, *, pg_loss, loss_masks, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def directory(task: list[str]) -> Path:
+def directory(task):
     """The task's directory, with user code and a copy of its model with a weight that is NaN."""
     directory = Path(task[task.index("--hf-checkpoint") + 1]).parent
     (directory / "huge.py").write_text(CODE)
@@ -44,9 +44,7 @@ def directory(task: list[str]) -> Path:
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("name", STOPS)
-def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(
-    name: str, policy: str, directory: Path, task: list[str], tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(name, policy, directory, task, tmp_path):
     flags = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     flags += [flag.format(directory=directory) for flag in STOPS[name]]
     outcome = run_forked([*flags, "--nonfinite-gradient", policy], tmp_path / "log")
@@ -65,7 +63,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(
         assert weights and all(weight.isfinite().all() for weight in weights)
 
 
-def test_the_last_good_step_is_saved_and_resumed(task: list[str], tmp_path: Path) -> None:
+def test_the_last_good_step_is_saved_and_resumed(task, tmp_path):
     """The reward of the third rollout overflows; a run with other rewards resumes after step 2."""
     (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n")
     flags = [*task, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]

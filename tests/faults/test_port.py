@@ -3,9 +3,7 @@
 import os
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ TRAIN = "python train.py --lr 1e-6 "
 LONG = 250_000
 """Characters, near the limit of a script: quadratic code would take minutes."""
 
-BAD_SCRIPTS: dict[str, str | bytes] = {
+BAD_SCRIPTS = {
     "empty": "",
     "no training": "echo hello\n",
     "open quote": "echo 'a\n" + TRAIN,
@@ -28,7 +26,7 @@ BAD_SCRIPTS: dict[str, str | bytes] = {
     "many sources": "".join(f"source s{i}.sh\n" for i in range(30)) + TRAIN,
     "sourced fifo": "source pipe.sh\n" + TRAIN,
 }
-GOOD_SCRIPTS: dict[str, str | bytes] = {
+GOOD_SCRIPTS = {
     "sourcing itself": "source run.sh\n" + TRAIN,
     "command substitution": "X=$(touch RUN)\n" + TRAIN + "--save $(touch RUN)",
     "quoted substitution": TRAIN + '--save "$(touch RUN)"',
@@ -48,7 +46,7 @@ GOOD_SCRIPTS: dict[str, str | bytes] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A directory with files to source."""
     for number in range(30):
         (tmp_path / f"s{number}.sh").write_text("X=1\n")
@@ -56,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def mutations(seed: int, count: int) -> Iterator[str]:
+def mutations(seed, count):
     """A script with letters deleted, doubled and replaced by what means something to a shell."""
     text = (
         'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"\nsource "${DIR}/a.sh"\n'
@@ -74,7 +72,7 @@ def mutations(seed: int, count: int) -> Iterator[str]:
         yield "".join(letters)
 
 
-def try_script(text: str | bytes, folder: Path, capsys: Any, statuses: tuple[int, ...]) -> str | None:
+def try_script(text, folder, capsys, statuses):
     """What went wrong in porting a script; None where it was ported, or refused in one message."""
     path = folder / "run.sh"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -92,7 +90,7 @@ def try_script(text: str | bytes, folder: Path, capsys: Any, statuses: tuple[int
     return harmful(captured.out)
 
 
-def harmful(printed: str) -> str | None:
+def harmful(printed):
     """Whether running what was printed would do anything but start one command with these words."""
     lines = [line for line in printed.replace(" \\\n", " ").splitlines() if not line.startswith("#")]
     if len(lines) != 1 or not lines[0].startswith("torchrun "):
@@ -106,7 +104,7 @@ def harmful(printed: str) -> str | None:
     return None
 
 
-def test_scripts(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_scripts(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     tried = {name: try_script(text, folder, capsys, (2,)) for name, text in BAD_SCRIPTS.items()}
     tried |= {name: try_script(text, folder, capsys, (0,)) for name, text in GOOD_SCRIPTS.items()}

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -37,7 +36,7 @@ def unhappy(args, sample):
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(tmp_path_factory):
     directory = tmp_path_factory.mktemp("task")
     task = make_task(directory)
     (directory / "code.py").write_text(CODE)
@@ -49,9 +48,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [(signal.SIGUSR1, (1,)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
     ids=["rank 1", "rank 0", "both"],
 )
-def test_a_signal_to_one_rank_or_to_both_saves_and_ends_both(
-    number: signal.Signals, receivers: tuple[int, ...], flags: list[str], tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_or_to_both_saves_and_ends_both(number, receivers, flags, tmp_path):
     save, metrics = tmp_path / "save", tmp_path / "run" / "metrics.jsonl"
     ranks = start_apart([*flags, "--save", str(save)], tmp_path / "run", ranks=2)
     ranks.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
@@ -72,7 +69,7 @@ def test_a_signal_to_one_rank_or_to_both_saves_and_ends_both(
     ],
     ids=["one raises", "one dies", "both raise"],
 )
-def test_the_rank_that_fails_is_the_one_that_reports(name: str, words: str, flags: list[str], tmp_path: Path) -> None:
+def test_the_rank_that_fails_is_the_one_that_reports(name, words, flags, tmp_path):
     code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
     ended = run_apart([*flags, "--custom-rm-path", f"{code}:{name}"], tmp_path / "run", 2, HANG)
     assert None not in ended.statuses and all(ended.statuses), ended.stderr
@@ -88,7 +85,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_all_ranks_skip_the_step_that_is_not_finite(layout: str, flags: list[str], tmp_path: Path) -> None:
+def test_all_ranks_skip_the_step_that_is_not_finite(layout, flags, tmp_path):
     """The rewards of the second rollout overflow: every rank skips its step, with equal metrics."""
     code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
     common = [*flags, "--custom-rm-path", f"{code}:overflows_in_the_second_rollout", "--disable-grpo-std-normalization"]
@@ -100,7 +97,7 @@ def test_all_ranks_skip_the_step_that_is_not_finite(layout: str, flags: list[str
     assert training_metrics(two[2]) == pytest.approx(training_metrics(one[2]), rel=1e-4, abs=1e-4)
 
 
-def test_ranks_agree_on_the_latest_complete_checkpoint(flags: list[str], tmp_path: Path) -> None:
+def test_ranks_agree_on_the_latest_complete_checkpoint(flags, tmp_path):
     """A flipped bit in the latest checkpoint: both ranks load the previous one, and one rank warns."""
     save = tmp_path / "save"
     common = [*flags, "--save", str(save), "--load", str(save), "--save-interval", "1"]
@@ -116,7 +113,7 @@ def test_ranks_agree_on_the_latest_complete_checkpoint(flags: list[str], tmp_pat
 
 
 @pytest.fixture
-def torchrun(flags: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def torchrun(flags, tmp_path):
     """Two ranks under a real torchrun, in a process group of their own; killed at the end if they are left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     command += [*flags, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
@@ -142,7 +139,7 @@ def torchrun(flags: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str]
         os.kill(pid, signal.SIGKILL)
 
 
-def ranks_of(tmp_path: Path) -> list[int]:
+def ranks_of(tmp_path):
     """The ranks of this test that are alive."""
     pids = []
     for process in psutil.process_iter(["cmdline"]):
@@ -152,14 +149,14 @@ def ranks_of(tmp_path: Path) -> list[int]:
     return pids
 
 
-def test_sigterm_to_torchruns_agent_saves_and_ends_its_ranks(torchrun: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_sigterm_to_torchruns_agent_saves_and_ends_its_ranks(torchrun, tmp_path):
     torchrun.send_signal(signal.SIGTERM)
     torchrun.communicate(timeout=HANG)
     assert "stopped by SIGTERM. The run stops after step" in (tmp_path / "log").read_text()
     assert ranks_of(tmp_path) == [] and list((tmp_path / "save").glob("iter_*"))
 
 
-def test_a_killed_rank_ends_the_others(torchrun: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others(torchrun, tmp_path):
     os.kill(min(ranks_of(tmp_path)), signal.SIGKILL)
     torchrun.communicate(timeout=HANG)
     assert ranks_of(tmp_path) == [] and torchrun.returncode

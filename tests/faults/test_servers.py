@@ -6,33 +6,19 @@ once alone, where the request ends with a message.
 
 import base64
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check
-from tests.faults.hostile import (
-    ADMIN_KEY,
-    ERRORS,
-    GENERATE,
-    KEY,
-    PROTOCOL,
-    STEERING,
-    Hostile,
-    hostiles,
-    http,
-    nested,
-)
+from tests.faults.hostile import ADMIN_KEY, ERRORS, GENERATE, KEY, PROTOCOL, STEERING, hostiles, http, nested
 from tests.rollout.sglang.rollouts import LATE, Weights, assert_exact, make_engine
 
 QUICK = Timeouts(recovery=0.3, first_retry=0.002, max_retry=0.01, health_interval=0.01)
@@ -45,18 +31,18 @@ ECHOES = [part for key in (KEY, ADMIN_KEY) for part in (key, base64.b64encode(ke
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(autouse=True)
-def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def keys(monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", KEY)
     monkeypatch.setenv("SGLANG_ADMIN_API_KEY", ADMIN_KEY)
 
 
 @contextmanager
-def engine_on(servers: list[Hostile], checkpoint: Path, **options: Any) -> Iterator[SGLangEngine]:
+def engine_on(servers, checkpoint, **options):
     config = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 5.0, **options}
     engine = make_engine(checkpoint, Weights(), timeouts=QUICK, **config)
     try:
@@ -65,7 +51,7 @@ def engine_on(servers: list[Hostile], checkpoint: Path, **options: Any) -> Itera
         engine.close()
 
 
-def seen_in(text: str) -> str | None:
+def seen_in(text):
     """What a message or a log must not show, if it does."""
     if any(part[start : start + 8] in text for part in ECHOES for start in range(len(part) - 7)):
         return f"shows a key: {text!r}"
@@ -80,20 +66,20 @@ class Peak:
 
     before: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         Path("/proc/self/clear_refs").write_text("5")
         self.before = self._most()
 
-    def grown(self) -> int:
+    def grown(self):
         return self._most() - self.before
 
     @staticmethod
-    def _most() -> int:
+    def _most():
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def judged(work: Callable[[], str | None], caplog: pytest.LogCaptureFixture) -> str | None:
+def judged(work, caplog):
     """What went wrong in a try: by its own judgement, or in time, memory, or what was logged."""
     caplog.clear()
     peak, began = Peak(), time.monotonic()
@@ -108,7 +94,7 @@ def judged(work: Callable[[], str | None], caplog: pytest.LogCaptureFixture) -> 
     return failure or next(filter(None, (seen_in(record.getMessage()) for record in caplog.records)), None)
 
 
-def lost(engine: SGLangEngine, url: str, work: Callable[[], Any]) -> str | None:
+def lost(engine, url, work):
     """Whether work ends with RolloutUnavailable and a message that one can read."""
     try:
         work()
@@ -121,13 +107,13 @@ def lost(engine: SGLangEngine, url: str, work: Callable[[], Any]) -> str | None:
     return seen_in(message)
 
 
-def test_hostile_answers_are_asked_for_elsewhere(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tried: dict[str, str | None] = {}
+def test_hostile_answers_are_asked_for_elsewhere(checkpoint, caplog):
+    tried = {}
     with hostiles(2) as both, engine_on(both, checkpoint, sglang_max_retries=20) as engine:
         hostile = both[0]
         counted = dict.fromkeys(GENERATE, 1) | dict.fromkeys({**PROTOCOL, **ERRORS}, 0)
 
-        def ask(name: str, spoil: Callable[[Any], Any]) -> str | None:
+        def ask(name, spoil):
             while engine.metrics()["rollout/sglang_live_servers"] < 2:
                 time.sleep(0.001)
             before = engine.metrics()
@@ -146,11 +132,11 @@ def test_hostile_answers_are_asked_for_elsewhere(checkpoint: Path, caplog: pytes
     check(tried)
 
 
-def test_a_hostile_server_alone_ends_in_a_message(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tried: dict[str, str | None] = {}
+def test_a_hostile_server_alone_ends_in_a_message(checkpoint, caplog):
+    tried = {}
     with hostiles(1) as (server,), engine_on([server], checkpoint, sglang_max_retries=0) as engine:
 
-        def ask(spoil: Callable[[Any], Any]) -> str | None:
+        def ask(spoil):
             while engine.metrics()["rollout/sglang_live_servers"] < 1:
                 time.sleep(0.001)
             server.faults.append(spoil)
@@ -161,7 +147,7 @@ def test_a_hostile_server_alone_ends_in_a_message(checkpoint: Path, caplog: pyte
     check(tried)
 
 
-INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
+INFO = {
     "a bomb": ("/server_info", GENERATE["gzip bomb"]),
     "nested arrays": ("/server_info", lambda good: nested(100_000)),
     "a number of 5,000 digits": ("/server_info", lambda good: '{"tp_size": ' + "9" * 5000 + "}"),
@@ -182,12 +168,10 @@ INFO: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried: dict[str, str | None] = {}
+def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(checkpoint, caplog):
+    tried = {}
 
-    def start(path: str, spoil: Callable[[Any], Any]) -> str | None:
+    def start(path, spoil):
         with hostiles(1) as (server,):
             server.workers, server.answers[path] = [server], spoil
             where = urlsplit(server.url)
@@ -205,7 +189,7 @@ def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(
     check(tried)
 
 
-UPDATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+UPDATES = {
     "the key in a refusal": ("/update_weights_from_disk", lambda good: http(KEY.encode(), status="400 X")),
     "the admin key in a failure": ("/update_weights_from_disk", lambda good: {"success": False, "message": ADMIN_KEY}),
     "a bomb": ("/update_weights_from_disk", GENERATE["gzip bomb"]),
@@ -214,10 +198,10 @@ UPDATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def test_updates_that_hostile_servers_spoil(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tried: dict[str, str | None] = {}
+def test_updates_that_hostile_servers_spoil(checkpoint, caplog):
+    tried = {}
 
-    def update(path: str, spoil: Callable[[Any], Any]) -> str | None:
+    def update(path, spoil):
         with hostiles(2) as both, engine_on(both, checkpoint, sglang_weight_sync="disk") as engine:
             both[0].answers[path] = spoil
             engine.update_weights(Weights(), 1)

@@ -3,12 +3,11 @@
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.faults.forked import ForkedRun, Outcome, group_is_empty, run_forked
+from tests.faults.forked import ForkedRun, group_is_empty, run_forked
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import make_task, read_metrics, training_metrics, with_sglang
 
@@ -56,7 +55,7 @@ async def bare_except(args, sample, sampling_params, engine):
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(tmp_path_factory):
     task = make_task(tmp_path_factory.mktemp("task"))
     prompts = task[task.index("--prompt-data") + 1]
     return [*task, "--num-rollout", str(STEPS), "--eval-prompt-data", prompts, "--eval-interval", "2", "--use-tis",
@@ -64,7 +63,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+def expected(flags, tmp_path_factory):
     """The metrics of an uninterrupted run, by step."""
     directory = tmp_path_factory.mktemp("whole")
     arguments = [*flags, "--save", str(directory / "save"), "--output-dir", str(directory / "run")]
@@ -73,9 +72,9 @@ def expected(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict
     return by_step(directory / "run")
 
 
-def by_step(run: Path) -> dict[int, dict[str, float]]:
+def by_step(run):
     """The rows of metrics.jsonl by step; an interrupted evaluation has a separate row."""
-    found: dict[int, dict[str, float]] = {}
+    found = {}
     for row in read_metrics(run):
         metrics = training_metrics(row)
         assert not found.get(row["step"], {}).keys() & metrics.keys(), f"step {row['step']} is reported twice"
@@ -83,7 +82,7 @@ def by_step(run: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | None:
+def wrong(run, outcome, number):
     """Returns the error of an interrupted run, or None."""
     words = outcome.error.strip().splitlines()
     if outcome.status is None:
@@ -101,7 +100,7 @@ def wrong(run: ForkedRun, outcome: Outcome, number: signal.Signals) -> str | Non
     return None
 
 
-def until(condition: Callable[[], bool], run: ForkedRun, timeout: float) -> bool:
+def until(condition, run, timeout):
     """Waits for a condition during the run; returns whether it came true."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and not has_ended(run):
@@ -111,20 +110,18 @@ def until(condition: Callable[[], bool], run: ForkedRun, timeout: float) -> bool
     return False
 
 
-def has_ended(run: ForkedRun) -> bool:
+def has_ended(run):
     """Returns whether the run has ended; its process is not reaped yet."""
     return "Z" in Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:1]
 
 
-def prints(run: ForkedRun, words: str) -> Callable[[], bool]:
+def prints(run, words):
     """A condition: the run has printed the words."""
     return lambda: any(path.exists() and words in path.read_text() for path in (run.stdout, run.stderr))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_interrupted_at_random_moments_resumes_bitwise(
-    seed: int, flags: list[str], expected: dict[int, dict[str, float]], tmp_path: Path
-) -> None:
+def test_a_run_interrupted_at_random_moments_resumes_bitwise(seed, flags, expected, tmp_path):
     """The run is interrupted several times, as a process or a group, and resumed until it completes."""
     chance, save = random.Random(seed), str(tmp_path / "save")
     arguments = [*flags, "--save", save, "--load", save, "--save-interval", "3", "--output-dir", str(tmp_path / "run")]
@@ -140,16 +137,16 @@ def test_a_run_interrupted_at_random_moments_resumes_bitwise(
     assert by_step(tmp_path / "run") == expected
 
 
-def test_a_signal_while_sglang_is_waited_for(flags: list[str], tmp_path: Path) -> None:
+def test_a_signal_while_sglang_is_waited_for(flags, tmp_path):
     """Requests hang in a server; the run saves and ends, and resumption gives the same metrics."""
     sglang = [*with_sglang(flags), "--num-rollout", "4", "--update-weights-interval", "1"]
 
-    def line(name: str, url: str) -> list[str]:
+    def line(name, url):
         places = {"--save": "save", "--load": "save", "--output-dir": "run", "--sglang-weight-dir": "weights"}
         directories = [word for flag, place in places.items() for word in (flag, str(tmp_path / name / place))]
         return [*sglang, "--sglang-url", url, *directories]
 
-    def trained(name: str) -> dict[int, dict[str, float]]:
+    def trained(name):
         rows = by_step(tmp_path / name / "run")
         return {step: {k: v for k, v in row.items() if "sglang" not in k} for step, row in rows.items()}
 
@@ -170,7 +167,7 @@ def test_a_signal_while_sglang_is_waited_for(flags: list[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reward", ["awaited", "blocking"])
-def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(reward: str, flags: list[str], tmp_path: Path) -> None:
+def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(reward, flags, tmp_path):
     """A coroutine is cancelled at the first signal; a call that never returns is ended by the second one."""
     (tmp_path / "slow.py").write_text(SLOW_REWARDS)
     number = signal.SIGINT
@@ -189,9 +186,7 @@ def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(reward: str, fla
 
 @pytest.mark.parametrize("engine", ["local", "sglang"])
 @pytest.mark.parametrize("agent", ["hung_thread", "bare_except"])
-def test_the_first_signal_stops_a_run_whose_tools_hang(
-    agent: str, engine: str, flags: list[str], tmp_path: Path
-) -> None:
+def test_the_first_signal_stops_a_run_whose_tools_hang(agent, engine, flags, tmp_path):
     (tmp_path / "agents.py").write_text(HUNG_TOOLS)
     with fake_servers(1) as (server,):
         if engine == "sglang":

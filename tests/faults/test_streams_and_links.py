@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,24 +25,24 @@ PARTIALS = (
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def flags(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-def broken_pipe() -> int:
+def broken_pipe():
     """A pipe whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer
 
 
-def full_device() -> int:
+def full_device():
     return os.open("/dev/full", os.O_WRONLY)
 
 
-def close_stdout() -> None:
+def close_stdout():
     sys.stdout.close()
-    sys.stdout = None  # type: ignore[assignment]  # as the interpreter does after >&-
+    sys.stdout = None  # as the interpreter does after >&-
 
 
 @pytest.mark.parametrize(
@@ -56,9 +55,7 @@ def close_stdout() -> None:
     ],
     ids=["broken pipe", "full disk", "closed", "broken pipe 2>&1"],
 )
-def test_a_run_survives_its_console(
-    break_streams: Callable[[], None], warnings: int, flags: list[str], tmp_path: Path
-) -> None:
+def test_a_run_survives_its_console(break_streams, warnings, flags, tmp_path):
     argv = [*flags, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     outcome = run_forked(argv, tmp_path / "log", before=break_streams)
     assert (outcome.status, outcome.traceback) == (0, False), outcome.error
@@ -68,7 +65,7 @@ def test_a_run_survives_its_console(
 
 
 @pytest.fixture(scope="module")
-def run(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(flags, tmp_path_factory):
     """A run with dumps and a report, in a directory with links to the files `victims/0`, `victims/1` and so on."""
     run = tmp_path_factory.mktemp("linked") / "run"
     victims = run.parent / "victims"
@@ -88,11 +85,11 @@ def run(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("place", range(len(PARTIALS)), ids=PARTIALS)
-def test_a_link_at_a_partial_file_is_not_followed(place: int, run: Path) -> None:
+def test_a_link_at_a_partial_file_is_not_followed(place, run):
     assert (run.parent / "victims" / str(place)).read_text() == "thesis"
 
 
-def test_a_link_at_the_lock_is_refused(flags: list[str], tmp_path: Path) -> None:
+def test_a_link_at_the_lock_is_refused(flags, tmp_path):
     (tmp_path / "victim").write_text("thesis")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
@@ -103,7 +100,7 @@ def test_a_link_at_the_lock_is_refused(flags: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("environment", [ASCII, C_LOCALE], ids=["ascii", "C locale"])
 @pytest.mark.parametrize("command", ["train --help", "port", "diagnose"])
-def test_commands_print_in_every_locale(command: str, environment: dict[str, str], run: Path, tmp_path: Path) -> None:
+def test_commands_print_in_every_locale(command, environment, run, tmp_path):
     completed = run_command(command, environment, run, tmp_path, stdout=subprocess.PIPE)
     assert completed.returncode == 0, completed.stderr
     encoding = "utf-8" if command == "port" else "ascii"  # a script keeps its names
@@ -111,14 +108,14 @@ def test_commands_print_in_every_locale(command: str, environment: dict[str, str
 
 
 @pytest.mark.parametrize("command", ["train --help", "port", "report"])
-def test_commands_end_quietly_with_their_reader(command: str, run: Path, tmp_path: Path) -> None:
+def test_commands_end_quietly_with_their_reader(command, run, tmp_path):
     writer = broken_pipe()
     completed = run_command(command, {}, run, tmp_path, stdout=writer)
     os.close(writer)
     assert (completed.returncode, completed.stderr) == (0, b"")
 
 
-def test_a_command_reports_a_full_disk(run: Path, tmp_path: Path) -> None:
+def test_a_command_reports_a_full_disk(run, tmp_path):
     writer = full_device()
     completed = run_command("port", {}, run, tmp_path, stdout=writer)
     os.close(writer)
@@ -126,9 +123,7 @@ def test_a_command_reports_a_full_disk(run: Path, tmp_path: Path) -> None:
     assert b"stdout" in completed.stderr
 
 
-def run_command(
-    command: str, environment: dict[str, str], run: Path, directory: Path, *, stdout: int
-) -> subprocess.CompletedProcess[bytes]:
+def run_command(command, environment, run, directory, *, stdout):
     """Runs a command of slime-tis; `port` reads a script and the others a run."""
     script = directory / "run.sh"
     script.write_text("python3 train.py --hf-checkpoint /models/é… --rm-type math --rollout-batch-size 4\n")

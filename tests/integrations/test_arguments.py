@@ -13,7 +13,7 @@ from slime_tis.limits import field_types, flag
 
 
 @pytest.fixture
-def parser() -> argparse.ArgumentParser:
+def parser():
     """slime's flags with its types and defaults."""
     parser = argparse.ArgumentParser()
     for switch in ("--use-tis", "--use-rollout-logprobs", "--get-mismatch-metrics", "--use-opsm"):
@@ -51,31 +51,27 @@ def parser() -> argparse.ArgumentParser:
     ],
     ids=["defaults", "slime's names", "both names", "rejection", "verl's criteria"],
 )
-def test_a_command_line_is_a_config(
-    line: str, expected: RolloutCorrectionConfig, parser: argparse.ArgumentParser
-) -> None:
+def test_a_command_line_is_a_config(line, expected, parser):
     assert rollout_correction_config(parser.parse_args(line.split())) == expected
 
 
-def test_every_option_has_a_flag_and_help(parser: argparse.ArgumentParser) -> None:
+def test_every_option_has_a_flag_and_help(parser):
     text = parser.format_help()
     assert all(flag(name) in text for name in field_types(RolloutCorrectionConfig))
     assert rollout_correction_config(argparse.Namespace()) == RolloutCorrectionConfig()
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"action": "store_true"}, {"dest": "level"}],
-    ids=["a switch", "another attribute"],
+    "options", [{"action": "store_true"}, {"dest": "level"}], ids=["a switch", "another attribute"]
 )
-def test_a_flag_with_another_meaning_is_refused(options: dict[str, str]) -> None:
+def test_a_flag_with_another_meaning_is_refused(options):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rs-level", **options)  # type: ignore[arg-type]
+    parser.add_argument("--rs-level", **options)
     with pytest.raises(ValueError, match="--rs-level"):
         add_rollout_correction_arguments(parser)
 
 
-def test_the_public_file_and_the_import_of_torch_alone() -> None:
+def test_the_public_file_and_the_import_of_torch_alone():
     assert arguments.add_rollout_correction_arguments is add_rollout_correction_arguments
     assert arguments.parse_args.__module__ == "slime_tis.trainer.cli.arguments"
     code = (

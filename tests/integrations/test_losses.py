@@ -2,10 +2,8 @@
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.integrations import losses
 from slime_tis.policy.losses import ppo_clip
-from tests.golden.methods import Case, cases
+from tests.golden.methods import cases
 from tests.integrations import peer_losses as peers
 
 LENGTHS = (5, 3, 6)
@@ -40,12 +38,12 @@ class Batch:
     mask: Tensor
 
 
-def batch(broken: float | None = None, mask: float = 1.0) -> Batch:
+def batch(broken=None, mask=1.0):
     """`broken` replaces the sampler's second log-prob of each row."""
     generator = torch.Generator().manual_seed(0)
     shape = len(LENGTHS), max(LENGTHS)
 
-    def noise(scale: float) -> Tensor:
+    def noise(scale):
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     valid = (torch.arange(shape[1])[None] < torch.tensor(LENGTHS)[:, None]).double() * mask
@@ -57,7 +55,7 @@ def batch(broken: float | None = None, mask: float = 1.0) -> Batch:
     return Batch(current, old, rollout, noise(1.0)[:, :1] * valid, valid)
 
 
-def skyrl(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
+def skyrl(config, x):
     loss = peers.skyrl if config is None else losses.skyrl(peers.skyrl, config)
     options = peers.skyrl_options()
     options.policy_loss_type = "regular" if config is None else "slime_tis"
@@ -65,13 +63,13 @@ def skyrl(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
     return loss(x.log_probs, x.old, advantages, config=options, loss_mask=x.mask, rollout_logprobs=x.rollout)
 
 
-def openrlhf(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
+def openrlhf(config, x):
     loss = peers.openrlhf() if config is None else losses.openrlhf(peers.openrlhf(), config)
     total, _, _, kl, rejected = loss(x.log_probs, x.old, x.advantages, action_mask=x.mask, rollout_log_probs=x.rollout)
     return total, {"kl": kl, "rejected_fraction": rejected}
 
 
-def nemo(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
+def nemo(config, x):
     loss = peers.nemo() if config is None else losses.NemoLoss(peers.nemo(), config)
     columns = {"prev_logprobs": x.old, "generation_logprobs": x.rollout, "advantages": x.advantages}
     data = {name: torch.nn.functional.pad(y, (1, 0)) for name, y in {**columns, "token_mask": x.mask}.items()}
@@ -79,8 +77,8 @@ def nemo(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
     return loss(x.log_probs, data, x.mask.any(1).sum(), x.mask.sum().clamp(min=1))
 
 
-def areal(config: RolloutCorrectionConfig | None, x: Batch, packed: bool = False) -> Any:
-    metrics: dict[str, float] = {}
+def areal(config, x, packed=False):
+    metrics = {}
     loss = peers.areal if config is None else losses.areal(peers.areal, config, metrics.update)
     columns = {"prox_logp": x.old, "logprobs": x.rollout, "advantages": x.advantages, "loss_mask": x.mask}
     current = x.log_probs
@@ -93,7 +91,7 @@ def areal(config: RolloutCorrectionConfig | None, x: Batch, packed: bool = False
     return loss(current, torch.zeros_like(current), columns, **options), metrics
 
 
-def prime_rl(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
+def prime_rl(config, x):
     loss = peers.prime_rl if config is None else losses.prime_rl(peers.prime_rl, config)
     columns = x.log_probs, x.rollout, x.advantages, x.mask.bool()
     rows = [
@@ -103,7 +101,7 @@ def prime_rl(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
     return sum(row.loss for row in rows) / x.mask.sum().clamp(min=1), rows[0].metrics
 
 
-def ms_swift(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
+def ms_swift(config, x):
     trainer = SimpleNamespace(rollout_importance_sampling_mode="token_mask", disable_rollout_importance_sampling=False)
     weights = None
     if config is not None:
@@ -112,7 +110,7 @@ def ms_swift(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
     return weighted_ppo(x, weights), {}
 
 
-def open_instruct(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
+def open_instruct(config, x):
     rho = None
     if config is not None:
         rollout = x.rollout.nan_to_num(nan=1.0)  # what open-instruct's mask_logprobs does
@@ -121,13 +119,13 @@ def open_instruct(config: RolloutCorrectionConfig | None, x: Batch) -> Any:
     return weighted_ppo(x, None if rho is None else rho.weights), {} if rho is None else rho.metrics
 
 
-def weighted_ppo(x: Batch, weights: Tensor | None) -> Tensor:
+def weighted_ppo(x, weights):
     loss, _ = ppo_clip(x.log_probs, x.old, x.advantages)
     loss = loss if weights is None else loss * weights
     return (loss * x.mask).sum() / x.mask.sum().clamp(min=1)
 
 
-FRAMEWORKS: dict[str, Callable[..., Any]] = {
+FRAMEWORKS = {
     "skyrl": skyrl,
     "openrlhf": openrlhf,
     "nemo": nemo,
@@ -139,14 +137,14 @@ FRAMEWORKS: dict[str, Callable[..., Any]] = {
 }
 
 
-def gradient(loss: Tensor, x: Batch) -> Tensor:
-    found: Tensor = torch.autograd.grad(loss, x.log_probs)[0]
+def gradient(loss, x):
+    found = torch.autograd.grad(loss, x.log_probs)[0]
     return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_loss_and_gradient_equal_the_library(framework: str, name: str) -> None:
+def test_loss_and_gradient_equal_the_library(framework, name):
     x, config = batch(), CONFIGS[name]
     total = x.mask.sum()
     if framework == "prime_rl":
@@ -166,7 +164,7 @@ def test_loss_and_gradient_equal_the_library(framework: str, name: str) -> None:
     assert rejected in ([], [pytest.approx(1 - (found.mask.sum() / total).item())])
 
 
-def test_bypass_compares_with_the_sampler() -> None:
+def test_bypass_compares_with_the_sampler():
     config = RolloutCorrectionConfig(
         use_rollout_logprobs=True, divergence_mask="binary_tv", divergence_mask_bound=0.05, rs_veto_threshold=0.5
     )
@@ -182,7 +180,7 @@ def test_bypass_compares_with_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_metrics_alone_leave_the_loss_as_it_is(framework: str) -> None:
+def test_metrics_alone_leave_the_loss_as_it_is(framework):
     x = batch()
     plain, _ = FRAMEWORKS[framework](None, x)
     loss, metrics = FRAMEWORKS[framework](METRICS, x)
@@ -193,7 +191,7 @@ def test_metrics_alone_leave_the_loss_as_it_is(framework: str) -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, -500.0], ids=str)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_log_probs_that_are_not_finite_are_counted_and_not_trained(framework: str, broken: float) -> None:
+def test_log_probs_that_are_not_finite_are_counted_and_not_trained(framework, broken):
     x = batch(broken=broken)
     config = RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1e4)
     loss, metrics = FRAMEWORKS[framework](config, x)
@@ -206,7 +204,7 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained(framework: st
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_batch_with_everything_rejected_or_masked_is_ordinary(framework: str) -> None:
+def test_a_batch_with_everything_rejected_or_masked_is_ordinary(framework):
     for x, config in ((batch(), NOTHING), (batch(mask=0.0), CONFIGS["geometric"])):
         if framework == "prime_rl":
             config = replace(config, use_tis=False)
@@ -227,18 +225,18 @@ SKYRL = {
 }
 
 
-def bounded(mode: str, low: float, high: float) -> dict[str, Any]:
+def bounded(mode, low, high):
     return {"use_tis": True, "tis_mode": mode, "tis_lower_bound": low, "tis_upper_bound": high}
 
 
-def openrlhf_options(params: dict[str, Any]) -> dict[str, Any]:
+def openrlhf_options(params):
     low, high = params["is_correction_threshold"]
     if params["is_correction_level"] == "seq":
         return GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high}
     return bounded(params["is_correction_mode"], low, high)
 
 
-def nemo_options(params: dict[str, Any]) -> dict[str, Any]:
+def nemo_options(params):
     high, low = (params.get(f"truncated_importance_sampling_ratio{end}") for end in ("", "_min"))
     return {
         "seq-mask-tis": GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high},
@@ -247,11 +245,11 @@ def nemo_options(params: dict[str, Any]) -> dict[str, Any]:
     }[params["truncated_importance_sampling_type"]]
 
 
-def skyrl_options(params: dict[str, Any]) -> dict[str, Any]:
+def skyrl_options(params):
     return SKYRL[next(iter(params.values()))]
 
 
-def golden(method: str, options: Callable[..., Any], framework: str, keep: Callable[..., Any]) -> list[Any]:
+def golden(method, options, framework, keep):
     """Cases of a peer, but for the batch on which the clamped PPO ratios of the peers differ from PPO."""
     entries = [entry for entry in cases(method, without="token_level_loss") if entry.values[0].batch != "tiny"]
     chosen = [entry for entry in entries if keep(entry.values[0].params)]
@@ -271,7 +269,7 @@ def golden(method: str, options: Callable[..., Any], framework: str, keep: Calla
         ),
     ],
 )
-def test_the_peers_own_corrections(case: Case, options: Callable[..., Any], framework: str) -> None:
+def test_the_peers_own_corrections(case, options, framework):
     """A peer's loss without its correction, wrapped, equals the peer's corrected loss, in float64."""
     columns = [case.input(name).double() for name in ("logp", "old", "sampler", "advantages", "mask")]
     x = Batch(columns[0].requires_grad_(), *columns[1:])
@@ -290,12 +288,12 @@ def test_the_peers_own_corrections(case: Case, options: Callable[..., Any], fram
     ],
     ids=["z score", "normalized", "kept"],
 )
-def test_options_on_the_global_batch_are_refused(name: str, options: dict[str, Any]) -> None:
+def test_options_on_the_global_batch_are_refused(name, options):
     with pytest.raises(ValueError, match=name):
         skyrl(RolloutCorrectionConfig(**options), batch())
 
 
-def test_what_would_be_wrong_is_refused() -> None:
+def test_what_would_be_wrong_is_refused():
     own = peers.openrlhf()
     own.is_correction_level = "token"
     with pytest.raises(ValueError, match="is_correction_level"):
@@ -318,7 +316,7 @@ def test_what_would_be_wrong_is_refused() -> None:
         losses.prime_rl_loss(None, rs_veto_threshold=1e-4)
 
 
-def test_the_loss_of_nemo_travels_to_workers() -> None:
+def test_the_loss_of_nemo_travels_to_workers():
     loss = pickle.loads(pickle.dumps(losses.NemoLoss(peers.nemo(), METRICS)))
     assert loss.loss_type == peers.nemo().loss_type and loss.correction == METRICS
     _, metrics = nemo(METRICS, batch())

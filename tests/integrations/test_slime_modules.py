@@ -4,7 +4,6 @@ import importlib
 import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ TOTAL, RESPONSE = 23, 20
 WHOLE = torch.arange(1.0, RESPONSE + 1)
 
 
-def test_the_helpers_are_found_and_nothing_else_is() -> None:
+def test_the_helpers_are_found_and_nothing_else_is():
     slime_modules.provide()
     slime_modules.provide()
     helpers = importlib.import_module("slime.backends.megatron_utils.cp_utils")
@@ -32,7 +31,7 @@ def test_the_helpers_are_found_and_nothing_else_is() -> None:
     assert sum(isinstance(finder, slime_modules.Finder) for finder in sys.meta_path) == 1
 
 
-def test_an_installed_slime_provides_the_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_slime_provides_the_other_names(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
         monkeypatch.delitem(sys.modules, name)
     package = tmp_path / "slime" / "backends" / "megatron_utils"
@@ -52,7 +51,7 @@ def test_an_installed_slime_provides_the_other_names(tmp_path: Path, monkeypatch
         monkeypatch.delitem(sys.modules, name)
 
 
-def _rank(rank: int, port: int, folder: str) -> None:
+def _rank(rank, port, folder):
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -65,7 +64,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     lonely = [slime_modules.slice_log_prob_with_cp(WHOLE[:1] * n, 3 + n, 1) for n in range(1, 6)]
     joined = [slime_modules.all_gather_with_cp(part, 3 + n, 1) for n, part in enumerate(lonely, 1)]
     assert local.grad is not None
-    found: dict[str, Any] = {
+    found = {
         "local": local.tolist(),
         "list": as_list,
         "gathered": gathered.tolist(),
@@ -79,7 +78,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_slices_of_two_ranks_are_joined_and_their_gradients_added(tmp_path: Path) -> None:
+def test_slices_of_two_ranks_are_joined_and_their_gradients_added(tmp_path):
     spawn(_rank, (free_port(), str(tmp_path)), 2)
     found = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2)]
     for rank in range(2):

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ from slime_tis.integrations.verl import (
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "verl_0_9_1.json").read_text())
 
 
-def padded(key: str, fill: float, dtype: torch.dtype) -> torch.Tensor:
+def padded(key, fill, dtype):
     rows = [torch.tensor(s[key], dtype=dtype) for s in GOLDEN["sequences"]]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def inputs(padding: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(padding=0.0):
     return (
         padded("train", padding, torch.float32),
         padded("rollout", padding, torch.float32),
@@ -40,13 +39,13 @@ def inputs(padding: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     )
 
 
-def rows(nested: list[Any]) -> list[list[float]]:
+def rows(nested):
     """Golden rows, which may be padded or not, cut to the length of their sequence."""
     return [list(row)[: len(s["mask"])] for row, s in zip(nested, GOLDEN["sequences"], strict=True)]
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values())))
-def test_golden(case: dict[str, Any]) -> None:
+def test_golden(case):
     """verl's weights, masks and metrics; NaN in the padding, which verl cannot take, changes nothing."""
     proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         *inputs(padding=torch.nan), **case["args"], verl_compat=True
@@ -64,7 +63,7 @@ def test_golden(case: dict[str, Any]) -> None:
     assert [mask[i, :n].tolist() for i, n in enumerate(lengths)] == rows(case["mask"])
 
 
-def test_the_older_api() -> None:
+def test_the_older_api():
     old = torch.tensor([[0.0, 0.9, 0.0], [-12.0, 0.0, 0.0]])
     proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         old,
@@ -84,7 +83,7 @@ def test_the_older_api() -> None:
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
 
 
-def test_wrong_options_are_refused() -> None:
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="response_mask must contain at least one valid token"):
         compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="does not match rollout_log_prob shape"):
@@ -97,7 +96,7 @@ def test_wrong_options_are_refused() -> None:
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "token", True)
 
 
-def test_what_is_no_criterion_of_verl_is_refused_with_the_list() -> None:
+def test_what_is_no_criterion_of_verl_is_refused_with_the_list():
     """verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign."""
     with pytest.raises(ValueError, match=r"'seq_max_k4'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k4", 2.0)
@@ -106,7 +105,7 @@ def test_what_is_no_criterion_of_verl_is_refused_with_the_list() -> None:
 
 
 @pytest.mark.parametrize("compat", [False, True])
-def test_a_lower_bound_of_zero_is_none(compat: bool) -> None:
+def test_a_lower_bound_of_zero_is_none(compat):
     """Ratios of e⁻⁹, 1 and e⁹; with `verl_compat` the bounds are on the inverse of the ratio."""
     _, mask, metrics = compute_rollout_correction_and_rejection_mask(
         torch.tensor([[-9.0, 0.0, 9.0]]),
@@ -122,7 +121,7 @@ def test_a_lower_bound_of_zero_is_none(compat: bool) -> None:
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number() -> None:
+def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number():
     """float("0.5_2") is 0.52."""
     log_ratio = torch.tensor([[0.45, 0.55, 1.9, 2.1]]).log()
     old = {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2"}
@@ -136,7 +135,7 @@ def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number() -> None:
         compute_rollout_correction_weights(log_ratio, torch.ones(1, 4), "token", "1_2_3")
 
 
-def test_public_names_of_verl() -> None:
+def test_public_names_of_verl():
     assert SAFETY_BOUND == 20.0 and {"token_k1", "token_k2", "token_k3"} == TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
     sequence = {f"seq_{aggregation}_{k}" for aggregation in ("sum", "mean", "max") for k in ("k1", "k2", "k3")}
     assert TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | sequence - {"seq_max_k1"} == SUPPORTED_ROLLOUT_RS_OPTIONS - {
@@ -149,7 +148,7 @@ EVERY_CRITERION = ",".join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
 
 @pytest.mark.parametrize("width", [2, 0])
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf")])
-def test_a_batch_without_a_valid_token_gives_zeros(value: float, width: int) -> None:
+def test_a_batch_without_a_valid_token_gives_zeros(value, width):
     """Masked, not finite, or without columns: nothing is measured, and nothing raises."""
     log_ratio = torch.full((2, width), value)
     mask = torch.full((2, width), 0.0 if value == 0.0 else 1.0)
@@ -160,7 +159,7 @@ def test_a_batch_without_a_valid_token_gives_zeros(value: float, width: int) -> 
         assert weights.sum() == 0 and set(found.values()) == {0.0}
 
 
-def test_training_perplexity_alone() -> None:
+def test_training_perplexity_alone():
     metrics = compute_offpolicy_metrics(torch.tensor([[-1.0, -3.0]]), None, torch.ones(1, 2))
     assert metrics == pytest.approx({"training_ppl": 7.389056, "training_log_ppl": 2.0})
     both = compute_rollout_corr_metrics_from_logprobs(torch.tensor([[-1.0]]), torch.tensor([[-0.5]]), torch.ones(1, 1))
@@ -170,12 +169,12 @@ def test_training_perplexity_alone() -> None:
 class Batch:
     """What the integration reads of a DataProto."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         names = ("old_log_probs", "rollout_log_probs", "response_mask")
         self.batch = dict(zip(names, inputs(), strict=True))
 
 
-def test_add_to_batch() -> None:
+def test_add_to_batch():
     batch, metrics = compute_rollout_correction_and_add_to_batch(
         Batch(), {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
     )
@@ -185,7 +184,7 @@ def test_add_to_batch() -> None:
     )
 
 
-def test_bypass_mode_writes_into_a_struct_of_hydra() -> None:
+def test_bypass_mode_writes_into_a_struct_of_hydra():
     """As hydra hands it over: a struct, which refuses new keys."""
     config = OmegaConf.create({"loss_mode": "vanilla", "clip_ratio": 0.2})
     OmegaConf.set_struct(config, True)
@@ -198,7 +197,7 @@ def test_bypass_mode_writes_into_a_struct_of_hydra() -> None:
     assert OmegaConf.is_struct(config)
 
 
-def test_bypass_mode_writes_into_a_plain_dictionary_and_needs_rollout_log_probs() -> None:
+def test_bypass_mode_writes_into_a_plain_dictionary_and_needs_rollout_log_probs():
     batch, policy_loss = Batch(), {"loss_mode": "vanilla"}
     apply_bypass_mode(batch, None, policy_loss)
     assert policy_loss == {"loss_mode": "bypass_mode", "rollout_correction": None}

@@ -11,7 +11,7 @@ VERL_PRESETS = [name for name in PRESETS if name not in OURS]
 
 
 @pytest.mark.parametrize("name", VERL_PRESETS)
-def test_presets_say_what_ours_say(name: str) -> None:
+def test_presets_say_what_ours_say(name):
     """The same rejection, weights and mode; verl's criteria are named token_k1 where ours are named by level."""
     ours, theirs = RolloutCorrectionConfig.preset(name), getattr(VerlConfig, name)().to_config()
     for field in ("use_tis", "use_rollout_logprobs", "policy_loss", "rs_veto_threshold", "rejection_normalizer"):
@@ -22,7 +22,7 @@ def test_presets_say_what_ours_say(name: str) -> None:
     assert bounds[0] == bounds[1]
 
 
-def test_older_spelling() -> None:
+def test_older_spelling():
     old = VerlConfig(
         rollout_is=None,
         rollout_rs="geometric",
@@ -39,7 +39,7 @@ def test_older_spelling() -> None:
     assert VerlConfig(bypass_mode=True, use_policy_gradient=True).loss_type == "reinforce"
 
 
-def test_arguments_of_presets() -> None:
+def test_arguments_of_presets():
     config = VerlConfig.decoupled_seq_is_rs(is_threshold=3.0, rs_threshold="0.4_4.0").to_config()
     assert config.tis_upper_bound == 3.0 and config.rejections[0].upper == 4.0
     assert VerlConfig.pg_rs(veto_threshold=None).to_config().rs_veto_threshold is None
@@ -51,7 +51,7 @@ def test_arguments_of_presets() -> None:
         VerlConfig.pg_is(treshold=3.0)
 
 
-def test_what_means_nothing_is_refused() -> None:
+def test_what_means_nothing_is_refused():
     with pytest.raises(ValueError, match="loss_type is 'dpo'; choose ppo_clip or reinforce"):
         VerlConfig(loss_type="dpo")
     with pytest.raises(ValueError, match="rollout_rs_threshold_lower belongs to rollout_rs token, sequence, geometric"):

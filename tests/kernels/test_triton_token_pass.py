@@ -4,17 +4,15 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction.layout import INPUTS, Layout, as_layout
+from slime_tis.correction.layout import INPUTS, as_layout
 from slime_tis.correction.reference import reference_correct
 from slime_tis.correction.sums import named, sequence_columns
 from slime_tis.correction.token_pass import torch_token_pass
@@ -37,7 +35,7 @@ Batch = tuple[list, list, list]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_tiles() -> Iterator[None]:
+def small_tiles():
     """Few rows at a time, so that short sequences have several tiles, and the interpreter little to do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_token_pass, "TILE_TOKENS", 32)
@@ -45,7 +43,7 @@ def small_tiles() -> Iterator[None]:
         yield
 
 
-def random_tokens(tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def random_tokens(tokens, dtype=torch.float32):
     """Log-probs of two policies with some that are not finite, and a mask in spans."""
     generator = torch.Generator().manual_seed(0)
     rollout = -torch.rand(tokens, generator=generator)
@@ -66,11 +64,11 @@ SUPPORTED = configurations().filter(
 """The kernel refuses divergence masks, the error criterion, and levels whose rows need sums of other rows."""
 
 
-def layout_of(*tensors: torch.Tensor, lengths: list[int] | None) -> Layout:
+def layout_of(*tensors, lengths):
     return as_layout(dict(zip(INPUTS, tensors, strict=False)), lengths)
 
 
-def packed(batch: Batch, dtype: torch.dtype = torch.float32) -> Layout:
+def packed(batch, dtype=torch.float32):
     dtypes = (dtype, dtype, torch.bool)
     tensors = [
         torch.tensor([y for x in xs for y in x], dtype=d, device=DEVICE) for xs, d in zip(batch, dtypes, strict=True)
@@ -78,7 +76,7 @@ def packed(batch: Batch, dtype: torch.dtype = torch.float32) -> Layout:
     return layout_of(*tensors, lengths=[len(x) for x in batch[0]])
 
 
-def assert_same(config: RolloutCorrectionConfig, layout: Layout, *, rtol: float = 5e-6, but: tuple = ()) -> None:
+def assert_same(config, layout, *, rtol=5e-6, but=()):
     """Equal verdicts, and weights, sums and extremes that are equal but for rounding."""
     for chunk in layout.chunks():
         eager, fused = torch_token_pass(config, chunk), token_pass(config, chunk)
@@ -98,7 +96,7 @@ def assert_same(config: RolloutCorrectionConfig, layout: Layout, *, rtol: float 
             torch.testing.assert_close(fused.extremes, eager.extremes, **close)
 
 
-def plain(node: Any) -> Any:
+def plain(node):
     """Dataclasses as dictionaries, for `assert_close`; None as 0."""
     if isinstance(node, list):
         return [plain(x) for x in node]
@@ -108,10 +106,10 @@ def plain(node: Any) -> Any:
 
 
 @pytest.mark.parametrize("wild", [False, True], ids=["finite", "non-finite"])
-def test_batches(wild: bool) -> None:
+def test_batches(wild):
     @settings(max_examples=EXAMPLES)
     @given(SUPPORTED, batches(wild=wild))
-    def check(config: RolloutCorrectionConfig, batch: Batch) -> None:
+    def check(config, batch):
         # rows of log-probs of ±3e38 overflow in the order in which they are added
         assert_same(config, packed(batch), but=("train",) if wild else ())
 
@@ -120,7 +118,7 @@ def test_batches(wild: bool) -> None:
 
 @settings(max_examples=EXAMPLES // 2)
 @given(SUPPORTED, batches(wild=True))
-def test_correct_agrees_with_the_reference(config: RolloutCorrectionConfig, batch: Batch) -> None:
+def test_correct_agrees_with_the_reference(config, batch):
     width = max((len(x) for x in batch[0]), default=0) + 1
     fill = (math.nan, math.nan, False)
     tensors = [
@@ -133,7 +131,7 @@ def test_correct_agrees_with_the_reference(config: RolloutCorrectionConfig, batc
     assert torch.equal(found.mask, reference.mask)
 
 
-PACKED: dict[str, tuple[list[int] | None, tuple[int, ...]]] = {
+PACKED = {
     "many rows": ([5, 0, 1, 131, 78], (215,)),
     "empty sequences": ([0, 100, 20, 0], (120,)),
     "padded, one token": (None, (2, 1)),
@@ -143,14 +141,14 @@ PACKED: dict[str, tuple[list[int] | None, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(("lengths", "shape"), PACKED.values(), ids=list(PACKED))
-def test_everything_at_once(lengths: list[int] | None, shape: tuple[int, ...]) -> None:
+def test_everything_at_once(lengths, shape):
     assert_same(EVERYTHING, layout_of(*[x.view(shape) for x in random_tokens(math.prod(shape))], lengths=lengths))
 
 
 @pytest.mark.parametrize(
     "options", [{"use_tis": True, "tis_level": "prefix"}, {"use_rs": True, "rs_level": "segment"}], ids=str
 )
-def test_levels_whose_rows_need_other_rows_are_refused(options: dict[str, Any]) -> None:
+def test_levels_whose_rows_need_other_rows_are_refused(options):
     (chunk,) = layout_of(*random_tokens(20), lengths=[20]).chunks()
     with pytest.raises(ValueError, match="does not support"):
         token_pass(RolloutCorrectionConfig(**options), chunk)
@@ -167,7 +165,7 @@ def test_levels_whose_rows_need_other_rows_are_refused(options: dict[str, Any]) 
     ],
     ids=str,
 )
-def test_dtypes(train: torch.dtype, rollout: torch.dtype, mask: torch.dtype) -> None:
+def test_dtypes(train, rollout, mask):
     config = RolloutCorrectionConfig(use_tis=True, rollout_rs="seq_sum_k3", rollout_rs_threshold="0.1")
     values = random_tokens(40)
     # one ulp of the working precision where both passes have it in full, and nothing less exact in float64
@@ -176,7 +174,7 @@ def test_dtypes(train: torch.dtype, rollout: torch.dtype, mask: torch.dtype) -> 
     assert_same(config, layout, rtol=rtol)
 
 
-def test_small_log_ratios_keep_their_digits() -> None:
+def test_small_log_ratios_keep_their_digits():
     config = RolloutCorrectionConfig(use_tis=True)
     train = torch.tensor([1e-7, 3e-5, -2e-3, 0.3465, 0.3467, 5.0, 19.9, -40.0], device=DEVICE)
     layout = layout_of(train, torch.zeros_like(train), torch.ones_like(train), lengths=[1] * 8)
@@ -186,7 +184,7 @@ def test_small_log_ratios_keep_their_digits() -> None:
     torch.testing.assert_close(sums.ratio_minus_1, exact, rtol=3e-7, atol=0.0)
 
 
-def test_non_contiguous_tokens_and_lists() -> None:
+def test_non_contiguous_tokens_and_lists():
     config = RolloutCorrectionConfig(use_tis=True, rs_veto_threshold=0.5)
     tokens = [torch.stack([x, x], 1).view(-1)[::2] for x in random_tokens(41)]
     assert_same(config, layout_of(*tokens, lengths=[40, 1]))
@@ -195,7 +193,7 @@ def test_non_contiguous_tokens_and_lists() -> None:
     assert_same(config, layout_of(*lists, lengths=None))
 
 
-def test_empty_batches() -> None:
+def test_empty_batches():
     none = torch.zeros(0, device=DEVICE)
     found = correct(EVERYTHING, none, none, none, lengths=[0, 0], token_pass=token_pass)
     assert found.mask.shape == (0,) and found.accepted_per_sequence.tolist() == [0, 0]
@@ -203,7 +201,7 @@ def test_empty_batches() -> None:
     assert padded.weights.shape == (0, 4)
 
 
-def test_tokens_that_are_not_finite_are_named() -> None:
+def test_tokens_that_are_not_finite_are_named():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     tokens = [torch.zeros(20, device=DEVICE), torch.zeros(20, device=DEVICE), torch.ones(20, device=DEVICE)]
     (chunk,) = layout_of(*tokens, lengths=[3, 17]).chunks()
@@ -214,7 +212,7 @@ def test_tokens_that_are_not_finite_are_named() -> None:
         token_pass(config, chunk)
 
 
-def test_a_cpu_needs_the_interpreter() -> None:
+def test_a_cpu_needs_the_interpreter():
     script = "from experimental.triton_token_pass import *; import slime_tis, torch; x = torch.zeros(1, 1)\n"
     script += "slime_tis.correct(RolloutCorrectionConfig(), x, x, x, token_pass=token_pass)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -222,14 +220,14 @@ def test_a_cpu_needs_the_interpreter() -> None:
     assert done.returncode == 1 and "TRITON_INTERPRET=1" in done.stderr
 
 
-def test_the_same_tokens_give_the_same_bits() -> None:
+def test_the_same_tokens_give_the_same_bits():
     layout = layout_of(*random_tokens(90), lengths=[50, 40])
     first, second = ([token_pass(EVERYTHING, chunk).table_S for chunk in layout.chunks()] for _ in range(2))
     assert torch.equal(torch.cat(first), torch.cat(second))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to synchronise with")
-def test_no_host_synchronisation() -> None:
+def test_no_host_synchronisation():
     (chunk,) = layout_of(*random_tokens(90), lengths=[50, 40]).chunks()
     token_pass(EVERYTHING, chunk)
     torch.cuda.set_sync_debug_mode("error")
@@ -239,7 +237,7 @@ def test_no_host_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_kernels_compile_for_a_gpu_without_spilling(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_a_gpu_without_spilling(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compiled.py")

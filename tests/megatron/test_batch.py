@@ -2,7 +2,6 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 from slime_tis.trainer.step import Step, with_token_baseline
 
 
-def test_fixed_partition() -> None:
+def test_fixed_partition():
     assert fixed_partition(5, 2) == [[0, 1], [2, 3], [4]]
     assert fixed_partition(3, None) == [[0, 1, 2]]
 
 
-def test_context_ranks_own_every_response_token_once() -> None:
+def test_context_ranks_own_every_response_token_once():
     values = [0.0, 1.0, 2.0, 3.0, 4.0]
     pieces = [
         make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2).responses.rollout_log_probs_L
@@ -34,7 +33,7 @@ def test_context_ranks_own_every_response_token_once() -> None:
     assert pieces[1].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
+def test_every_context_rank_has_the_loss_masks_of_whole_responses():
     masks = [[1, 1, 0, 1, 1], [0, 1, 1]]
     for rank in range(2):
         batch = make_batch([[1] * 8, [2] * 4], masks, [[0.0] * 5, [0.0] * 3], [[0] * 5, [0] * 3], rank, 2)
@@ -43,7 +42,7 @@ def test_every_context_rank_has_the_loss_masks_of_whole_responses() -> None:
         assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
 
 
-def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps() -> None:
+def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
     """Two groups over two steps, packed with a tool's output in between: equal to the padded batch."""
     masks = [[1, 1, 0, 1], [1], [1, 0], [1, 1, 1]]
     torch.manual_seed(0)
@@ -56,13 +55,13 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps() -> None:
         batch = make_batch([[1, *row] for row in empty], [masks[i] for i in chosen], empty, empty)
         flat = torch.cat([probs[i] for i in chosen])
         batch = batch.with_token_values(old_log_probs_L=flat.log(), sum_pi_squared_L=0.5 + flat.square() / 2)
-        samples: Any = [SimpleNamespace(group_index=groups[i]) for i in chosen]
-        fields: Any = dict.fromkeys([field.name for field in dataclasses.fields(Step)])
+        samples = [SimpleNamespace(group_index=groups[i]) for i in chosen]
+        fields = dict.fromkeys([field.name for field in dataclasses.fields(Step)])
         steps.append(Step(**fields | {"samples": samples, "batch": batch}))
         corrections.append((batch.responses.loss_mask_L, torch.cat([weights[i] for i in chosen])))
     found = with_token_baseline(steps, [[3.0, -2.0], [1.0, 0.5]], corrections, {9: 0, 7: 1}, Ranks())
 
-    def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    def padded(rows):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     last = [torch.tensor([0, 0, 0, 1]), torch.tensor([1]), torch.tensor([1, 0]), torch.tensor([0, 0, 1])]
@@ -80,12 +79,12 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps() -> None:
         assert advantages_L is not None and torch.equal(advantages_L, packed.float())
 
 
-def test_rows_of_wrong_lengths_are_refused() -> None:
+def test_rows_of_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match=r"weight_versions has \[1, 1\]"):
         make_batch([[1, 2]], [[1]], [[-0.5]], [[0], [0]])
 
 
-def test_select_keeps_all_fields_of_a_sample() -> None:
+def test_select_keeps_all_fields_of_a_sample():
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
     chosen = (
         batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
@@ -101,7 +100,7 @@ def test_select_keeps_all_fields_of_a_sample() -> None:
     assert responses.ref_log_probs_L is None
 
 
-def test_select_keeps_the_slices_of_a_context_rank() -> None:
+def test_select_keeps_the_slices_of_a_context_rank():
     whole = make_batch([[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2)
     alone = make_batch([[2] * 6], [[1] * 4], [[1.5] * 4], [[0] * 4], 1, 2)
     assert whole.select([1]).responses.slices == alone.responses.slices
@@ -109,7 +108,7 @@ def test_select_keeps_the_slices_of_a_context_rank() -> None:
     assert whole.select([0, 1]).responses.slices == whole.responses.slices
 
 
-def test_siblings_stay_together_if_ranks_get_equal_numbers() -> None:
+def test_siblings_stay_together_if_ranks_get_equal_numbers():
     assert shard("abcdef", 1, 3) == ["b", "e"] and unshard([["a", "c"], ["b", "d"]]) == list("abcd")
     assert assign_together(["a"] * 4 + ["b"] * 4, 2) == 4
     assert shard("aaaabbbb", 1, 2, 4) == list("bbbb")
@@ -119,7 +118,7 @@ def test_siblings_stay_together_if_ranks_get_equal_numbers() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
-def test_shards_of_runs_are_the_samples_in_their_order(size: int, groups: list[int]) -> None:
+def test_shards_of_runs_are_the_samples_in_their_order(size, groups):
     samples = [(group, i) for group, count in enumerate(groups * size) for i in range(count)]
     together = assign_together([group for group, _ in samples], size)
     shards = [shard(samples, rank, size, together) for rank in range(size)]
@@ -155,14 +154,12 @@ MIXED = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
         pytest.param(MIXED, [1] * 4, [0, 0, 1, 2], 21, [[0, 1, 2, 3]], id="different segments in one rollout"),
     ],
 )
-def test_micro_batches_by_hand(
-    tokens: Rows, responses: list[int], rollouts: list[int] | None, budget: int, expected: Rows
-) -> None:
+def test_micro_batches_by_hand(tokens, responses, rollouts, budget, expected):
     tree = PrefixTree.of(tokens, responses)
     assert token_budget_partitions([tree], budget, None if rollouts is None else [rollouts]) == [expected]
 
 
-def test_the_only_group_of_a_micro_batch_is_split_to_match_another_rank() -> None:
+def test_the_only_group_of_a_micro_batch_is_split_to_match_another_rank():
     trees = [PrefixTree.apart([9] * 3, [1] * 3), PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)]
     first, second = token_budget_partitions(trees, 9)
     assert first == [[0], [1], [2]]
@@ -176,7 +173,7 @@ rollouts_of_a_rank = st.lists(
 
 
 @given(st.lists(rollouts_of_a_rank, min_size=1, max_size=3), st.integers(1, 60))
-def test_rollouts_are_whole_and_within_the_budget(ranks: list[list[Rows]], budget: int) -> None:
+def test_rollouts_are_whole_and_within_the_budget(ranks, budget):
     shortest = min(map(len, ranks))  # every rank gets the same number of rollouts
     trees, numbers = [], []
     for drawn in (rank[:shortest] for rank in ranks):

@@ -3,17 +3,13 @@
 import dataclasses
 import os
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoints import read_state
 from tests.checkpoints import make_checkpoint
@@ -24,11 +20,11 @@ MASKS = [[1] * 3, [1] * 2, [1] * 2]
 BATCH = make_batch(TOKENS, MASKS, [[0.0] * 3, [0.0] * 2, [0.0] * 2], [[0] * 3, [0] * 2, [0] * 2])
 
 
-def steps(engine: TrainingEngine, count: int) -> list[float]:
+def steps(engine, count):
     return [engine.train_step(BATCH, [[0, 2], [1]], likelihood).grad_norm for _ in range(count)]
 
 
-def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
+def build(model, parallel, **options):
     config = MegatronConfig(hf_checkpoint=str(model), lr=1e-3, lr_decay_style="linear", **options)
     return TrainingEngine(config, parallel, temperature=1.0, total_steps=10)
 
@@ -41,7 +37,7 @@ FP16 = {"fp16": True, "initial_loss_scale": 1024.0}
     [{}, {"use_distributed_optimizer": True}, {"bf16": True}, FP16, {**FP16, "use_distributed_optimizer": True}],
     ids=str,
 )
-def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: Parallel, tmp_path: Path) -> None:
+def test_resumption_is_bitwise(options, model, parallel, tmp_path):
     engine = build(model, parallel, **options)
     steps(engine, 2)
     checkpoint.write(tmp_path, 2, engine, {"run": "a", "step": 2}).finish(retain=2)
@@ -56,7 +52,7 @@ def test_resumption_is_bitwise(options: dict[str, Any], model: Path, parallel: P
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
 
 
-def test_an_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(model: Path, parallel: Parallel) -> None:
+def test_an_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(model, parallel):
     engine = build(model, parallel, fp16=True, initial_loss_scale=2.0**32)
     before = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
     results = [engine.train_step(BATCH, [[0, 2], [1]], likelihood) for _ in range(3)]
@@ -65,8 +61,8 @@ def test_an_overflow_of_float16_skips_the_step_and_lowers_the_loss_scale(model: 
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_hf_tensors())
 
 
-def test_a_loss_that_is_not_finite_is_no_overflow(model: Path, parallel: Parallel) -> None:
-    def broken(inputs: LossInputs) -> LossOutputs:
+def test_a_loss_that_is_not_finite_is_no_overflow(model, parallel):
+    def broken(inputs):
         found = likelihood(inputs)
         return dataclasses.replace(found, numerator=found.numerator * torch.nan)
 
@@ -74,7 +70,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(model: Path, parallel: Paralle
     assert not result.overflowed and not result.is_finite
 
 
-def test_a_checkpoint_of_another_model_is_refused(model: Path, parallel: Parallel, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
     checkpoint.write(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}).finish(retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
     with pytest.raises(checkpoint.CheckpointError, match="another model or layout"):
@@ -82,9 +78,7 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, parallel: Paralle
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_options_of_the_optimizer_are_those_of_the_resumed_run(
-    distributed: bool, model: Path, parallel: Parallel, tmp_path: Path
-) -> None:
+def test_options_of_the_optimizer_are_those_of_the_resumed_run(distributed, model, parallel, tmp_path):
     engine = build(model, parallel, use_distributed_optimizer=distributed)
     steps(engine, 2)
     checkpoint.write(tmp_path, 2, engine, {"run": "a"}).finish(retain=1)
@@ -104,12 +98,10 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(
     assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
 
 
-def test_no_process_is_forked_to_write(
-    model: Path, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
     engine = build(model, parallel)
 
-    def no_fork() -> int:
+    def no_fork():
         raise AssertionError("a process was forked")
 
     monkeypatch.setattr(os, "fork", no_fork)

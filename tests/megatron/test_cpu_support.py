@@ -23,17 +23,17 @@ REWRITTEN = [
 
 
 @pytest.mark.parametrize(("source", "expected"), REWRITTEN, ids=[source for source, _ in REWRITTEN])
-def test_rewrites_cuda_literals_and_nothing_else(source: str, expected: str) -> None:
+def test_rewrites_cuda_literals_and_nothing_else(source, expected):
     assert rewrite(source) == expected
 
 
-def test_options_are_read_without_megatron_core() -> None:
+def test_options_are_read_without_megatron_core():
     code = "import sys, slime_tis.trainer.options.megatron; sys.exit('megatron.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
-def test_importing_megatron_core_first_is_refused_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importing_megatron_core_first_is_refused_without_cuda(monkeypatch):
     finders = [finder for finder in sys.meta_path if finder.__module__ != rewrite.__module__]
     monkeypatch.setattr(sys, "meta_path", finders)
     with pytest.raises(RuntimeError, match="already imported"):

@@ -7,7 +7,7 @@ from slime_tis.trainer.megatron.environment import LAUNCH, Environment, read_env
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
-def test_without_a_launcher_there_is_one_process() -> None:
+def test_without_a_launcher_there_is_one_process():
     assert read_environment({}) == Environment(rank=0, local_rank=0, world_size=1, launched=False)
     assert read_environment(TORCHRUN) == Environment(rank=3, local_rank=1, world_size=4, launched=True)
 
@@ -27,7 +27,7 @@ def test_without_a_launcher_there_is_one_process() -> None:
         pytest.param(TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'", id="port beyond the range"),
     ],
 )
-def test_impossible_values_are_named(environ: dict[str, str], message: str) -> None:
+def test_impossible_values_are_named(environ, message):
     with pytest.raises(ValueError) as raised:
         read_environment(environ)
     assert message in str(raised.value) and str(raised.value).endswith(LAUNCH + ".")

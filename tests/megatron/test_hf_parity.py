@@ -1,8 +1,6 @@
 """Every supported family against Hugging Face: logits, and a round trip of the weights, on one and two ranks."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.trainer.megatron.packing import RowSplit, pack
-from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import make_checkpoint
@@ -58,7 +55,7 @@ CASES = {
 }
 
 
-def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None:
+def compare(directory, parallel, layout):
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     vocab = reference.config.vocab_size
     splits = parallel.tensor_size > 1 and moe_sizes(reference.config) is not None  # megatron-core asks for it
@@ -92,7 +89,7 @@ def compare(directory: Path, parallel: Parallel, layout: dict[str, Any]) -> None
         assert not names, f"{directory.name}: {sorted(names)} were not exported"
 
 
-def compare_all(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> None:
+def compare_all(parallel, directory, layout):
     """Compares every checkpoint under `directory`."""
     for checkpoint in sorted(path for path in directory.iterdir() if path.is_dir()):
         compare(checkpoint, parallel, layout)
@@ -100,7 +97,7 @@ def compare_all(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_logits_and_weights_match_transformers(ranks: int, tmp_path: Path) -> None:
+def test_logits_and_weights_match_transformers(ranks, tmp_path):
     for name, (family, sizes) in CASES.items():
         make_checkpoint(tmp_path / name, family, **sizes)
     layout = {"tensor_model_parallel_size": ranks}
@@ -108,6 +105,6 @@ def test_logits_and_weights_match_transformers(ranks: int, tmp_path: Path) -> No
     assert len(list(tmp_path.glob("*/parity_*"))) == ranks * len(CASES)
 
 
-def test_every_family_that_the_command_line_accepts_is_compared() -> None:
+def test_every_family_that_the_command_line_accepts_is_compared():
     compared = {CHECKPOINTS[family][1].__name__ for family, _ in CASES.values()}
     assert compared == set(FAMILIES)

@@ -1,41 +1,39 @@
 """RMSNorm and SwiGLU against torch's own: values to the bit, gradients, and what is saved for the backward pass."""
 
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from slime_tis.trainer.megatron.layers import TorchRMSNorm, swiglu, with_recomputed_input
 
 TOKENS, HIDDEN = 5, 48
 
 
-def norm(dtype: torch.dtype) -> TorchRMSNorm:
-    layer = TorchRMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), HIDDEN, 1e-6)  # type: ignore[arg-type]
+def norm(dtype):
+    layer = TorchRMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), HIDDEN, 1e-6)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(HIDDEN).exp())
     return layer
 
 
-def plain_swiglu(x: Tensor) -> Tensor:
+def plain_swiglu(x):
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def gradients(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+def gradients(function, x, grad, *more):
     x = x.detach().requires_grad_()
     return torch.autograd.grad(function(x), [x, *more], grad)
 
 
-def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
+def saved(function, x):
     """Elements that are saved for the backward pass, the input and parameters among them."""
-    sizes: dict[int, int] = {}
+    sizes = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
         return tensor
 
@@ -47,12 +45,12 @@ def saved(function: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_the_norm_equals_torch(dtype: torch.dtype, scale: float) -> None:
+def test_the_norm_equals_torch(dtype, scale):
     torch.manual_seed(0)
     layer, x = norm(dtype), (torch.randn(TOKENS, 1, HIDDEN) * scale).to(dtype)
     grad = torch.randn(TOKENS, 1, HIDDEN).to(dtype)
 
-    def reference(x: Tensor) -> Tensor:
+    def reference(x):
         return F.rms_norm(x, (HIDDEN,), layer.weight, layer.eps)
 
     assert torch.equal(layer(x), reference(x))
@@ -64,39 +62,39 @@ def test_the_norm_equals_torch(dtype: torch.dtype, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_swiglu_equals_torch(dtype: torch.dtype) -> None:
+def test_swiglu_equals_torch(dtype):
     torch.manual_seed(1)
     x, grad = (torch.randn(TOKENS, 1, 2 * HIDDEN) * 3).to(dtype), torch.randn(TOKENS, 1, HIDDEN).to(dtype)
     assert torch.equal(swiglu(x), plain_swiglu(x))
     torch.testing.assert_close(*gradients(swiglu, x, grad), *gradients(plain_swiglu, x, grad))
 
 
-def test_only_inputs_are_saved_for_the_backward_pass() -> None:
+def test_only_inputs_are_saved_for_the_backward_pass():
     x = torch.randn(TOKENS, HIDDEN)
     assert saved(norm(torch.float32), x) == TOKENS * HIDDEN + TOKENS + HIDDEN  # x, a number per token, the weight
     assert saved(swiglu, x) == TOKENS * HIDDEN
     assert saved(plain_swiglu, x) == TOKENS * HIDDEN * 3 // 2  # for comparison
 
 
-def test_the_input_of_a_layer_is_recomputed() -> None:
+def test_the_input_of_a_layer_is_recomputed():
     torch.manual_seed(3)
     weight = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
     x, grad = torch.randn(TOKENS, 2 * HIDDEN), torch.randn(TOKENS, HIDDEN)
 
-    def layer(inputs: Tensor) -> Tensor:
+    def layer(inputs):
         return inputs @ weight
 
-    def recomputing(x: Tensor) -> Tensor:
+    def recomputing(x):
         return with_recomputed_input(layer, swiglu, x)
 
-    def plain(x: Tensor) -> Tensor:
+    def plain(x):
         return layer(swiglu(x))
 
     for one, other in zip(gradients(recomputing, x, grad, weight), gradients(plain, x, grad, weight), strict=True):
         assert torch.equal(one, other)
     calls, entered = [], []
 
-    def counted(x: Tensor) -> Tensor:
+    def counted(x):
         inputs = swiglu(x)
         calls.append(torch.is_grad_enabled())
         entered.append(weakref.ref(inputs))

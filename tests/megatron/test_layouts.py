@@ -1,8 +1,6 @@
 """train.py on two ranks: every parallel layout gives the metrics of one process on the same data."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +31,7 @@ TRUNCATED_SAMPLING = ["--rollout-top-p", "0.8", "--rollout-temperature", "0.9"]
 """Log-probs are over the sets of sampled tokens, split over the ranks."""
 
 
-def replayed(directory: Path) -> tuple[list[str], list[dict[str, Any]]]:
+def replayed(directory):
     """Flags that replay the rollouts of a run in one process, and the rows of that run."""
     flags = [*make_task(directory), *CORRECTION, *TRUNCATED_SAMPLING]
     data = str(directory / "rollout_{rollout_id}.jsonl")
@@ -43,11 +41,11 @@ def replayed(directory: Path) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[dict[str, Any]]]:
+def one_process(tmp_path_factory):
     return replayed(tmp_path_factory.mktemp("layouts"))
 
 
-def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_same(rows, expected):
     """The metrics of every step equal another run's, up to the order of sums."""
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row, one in zip(rows, expected, strict=True):
@@ -55,9 +53,7 @@ def assert_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS)
-def test_two_ranks_agree_with_one(
-    layout: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_two_ranks_agree_with_one(layout, one_process, tmp_path):
     flags, expected = one_process
     result = run_apart([*flags, *TWO_RANKS[layout]], tmp_path, ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -96,9 +92,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("case", MORE)
-def test_two_ranks_agree_with_one_beyond_sums(
-    case: str, one_process: tuple[list[str], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_two_ranks_agree_with_one_beyond_sums(case, one_process, tmp_path):
     layout, correction = MORE[case]
     flags = [*one_process[0], *correction, "--num-rollout", "2"]
     alone = [training_metrics(row) for row in run_here(flags, tmp_path / "1")]
@@ -109,7 +103,7 @@ def test_two_ranks_agree_with_one_beyond_sums(
     assert together == [pytest.approx(row, rel=1e-4, abs=1e-4) for row in alone]
 
 
-def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_samples_do_not_depend_on_the_number_of_ranks(tmp_path):
     flags = [*make_task(tmp_path), "--num-rollout", "1", "--rollout-precision", "fp32"]
     files = [tmp_path / f"samples_{ranks}.jsonl" for ranks in (1, 2)]
     run_here([*flags, "--save-debug-rollout-data", str(files[0])], tmp_path / "run_1")

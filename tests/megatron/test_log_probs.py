@@ -1,7 +1,6 @@
 """Log-probs from logits and from hidden states: values and gradients equal log_softmax's, in the memory of one tile."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,17 +18,14 @@ SETS = [[0, 5, 2], [3], [12, 1], [], [7, 8, 9], [4], [6, 0], [2, 11], []]
 TARGETS = torch.tensor([0, 3, 12, 10, 7, 4, 6, 2, 1])
 WHOLE = TokenDistribution()
 FIVE = torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25], [0.5, 0.2, 0.1, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]]).log()
-LogProbs = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 tilings = pytest.mark.parametrize(
-    "entries",
-    [0, 10**6, 36, 20],
-    ids=["all logits", "one tile", "blocks of the vocabulary", "chunks and blocks"],
+    "entries", [0, 10**6, 36, 20], ids=["all logits", "one tile", "blocks of the vocabulary", "chunks and blocks"]
 )
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(request, monkeypatch):
     """Tiles of the test's `entries`."""
     callspec = getattr(request.node, "callspec", None)
     entries = callspec.params.get("entries", 20) if callspec else 20
@@ -37,11 +33,11 @@ def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fused_log_probs, "MIN_COLUMNS", 4)
 
 
-def over_sets(sets: list[list[int]]) -> TokenDistribution:
+def over_sets(sets):
     return TokenDistribution(sampling_mask=SamplingMask.from_sets(sets))
 
 
-def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribution) -> tuple[Tensor, ...]:
+def dense_log_probs(logits, target, distribution):
     """The reference: log-probs, entropies and Σ π² by torch's log_softmax over a dense mask."""
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if distribution.sampling_mask is not None:
@@ -54,18 +50,18 @@ def dense_log_probs(logits: Tensor, target: Tensor, distribution: TokenDistribut
     return log_softmax.gather(1, target[:, None])[:, 0], entropy, log_softmax.exp().square().sum(-1)
 
 
-def fused(distribution: TokenDistribution = WHOLE, target: Tensor = TARGETS, total: Tensor | None = None) -> LogProbs:
+def fused(distribution=WHOLE, target=TARGETS, total=None):
     """From hidden states; the gradient of the weight is added to `total`, or becomes the weight's `main_grad`."""
 
-    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        weight.main_grad = torch.zeros(weight.shape) if total is None else total  # type: ignore[attr-defined]  # megatron-core's
-        return fused_linear_log_probs(hidden, weight, target, distribution, weight.main_grad)  # type: ignore[attr-defined]
+    def log_probs(hidden, weight):
+        weight.main_grad = torch.zeros(weight.shape) if total is None else total  # megatron-core's
+        return fused_linear_log_probs(hidden, weight, target, distribution, weight.main_grad)
 
     return log_probs
 
 
-def from_logits(distribution: TokenDistribution = WHOLE) -> LogProbs:
-    def log_probs(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+def from_logits(distribution=WHOLE):
+    def log_probs(hidden, weight):
         logits = hidden.to(weight.dtype) @ weight.t()
         logits.detach()[:, VOCABULARY:] = -torch.inf  # as the engine does
         return vocab_parallel_log_probs(logits, TARGETS, distribution)
@@ -73,7 +69,7 @@ def from_logits(distribution: TokenDistribution = WHOLE) -> LogProbs:
     return log_probs
 
 
-def values_and_gradients(log_probs: LogProbs, hidden: Tensor, weight: Tensor, grads: Tensor) -> list[Tensor]:
+def values_and_gradients(log_probs, hidden, weight, grads):
     """All values, and gradients of hidden states and weight, given [2, rows] gradients of log-probs and entropies."""
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     values = log_probs(*leaves)
@@ -84,7 +80,7 @@ def values_and_gradients(log_probs: LogProbs, hidden: Tensor, weight: Tensor, gr
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.75, 0.2]), (0.5, [0.9, 1 / 17])])
-def test_hand_computed_table(temperature: float, expected: list[float]) -> None:
+def test_hand_computed_table(temperature, expected):
     logits, distribution = torch.tensor([[0.0, 3.0], [4.0, 0.0]]), TokenDistribution(temperature=temperature)
     logits[logits > 0] = logits[logits > 0].log()
     log_prob, entropy = vocab_parallel_log_probs(logits, torch.tensor([1, 1]), distribution)
@@ -100,8 +96,8 @@ def test_hand_computed_table(temperature: float, expected: list[float]) -> None:
 @pytest.mark.parametrize("entropy_gradient", [False, True], ids=["log-prob gradient", "entropy gradient"])
 @pytest.mark.parametrize("zeros", [(), (0, 1, 5), range(ROWS)], ids=["all rows", "some zero", "all zero"])
 def test_values_and_gradients_match_a_dense_masked_softmax(
-    entries: int, chunk_size: int, masked: bool, temperature: float, entropy_gradient: bool, zeros: tuple[int, ...]
-) -> None:
+    entries, chunk_size, masked, temperature, entropy_gradient, zeros
+):
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, INPUTS), torch.randn(PADDED, INPUTS)
     grads = torch.randn(2, ROWS)
@@ -116,7 +112,7 @@ def test_values_and_gradients_match_a_dense_masked_softmax(
         sums_squares=True,
     )
 
-    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def dense(hidden, weight):
         return dense_log_probs(hidden @ weight[:VOCABULARY].t(), TARGETS, distribution)
 
     implementation = fused(distribution) if entries else from_logits(distribution)
@@ -129,7 +125,7 @@ def test_values_and_gradients_match_a_dense_masked_softmax(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype: torch.dtype) -> None:
+def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype):
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(PADDED, INPUTS).to(dtype)
     before, padded, grads = torch.randn(PADDED, INPUTS), TokenDistribution(vocab_size=VOCABULARY), torch.ones(2, ROWS)
@@ -139,14 +135,14 @@ def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype: torch.dtyp
     assert torch.equal(total[VOCABULARY:], before[VOCABULARY:])
 
 
-def test_no_rows_have_no_values_and_no_gradient() -> None:
+def test_no_rows_have_no_values_and_no_gradient():
     log_probs = fused(target=torch.zeros(0, dtype=torch.int64))
     found = values_and_gradients(log_probs, torch.randn(0, 3), torch.randn(5, 3), torch.zeros(2, 0))
     assert [value.tolist() for value in found] == [[], [], [], [[0.0] * 3] * 5]
 
 
 @pytest.mark.parametrize("entries", [10**6, 36], ids=["one tile", "blocks of the vocabulary"])
-def test_large_logits_in_another_block_leave_no_rounding(entries: int) -> None:
+def test_large_logits_in_another_block_leave_no_rounding(entries):
     logits = torch.zeros(9, 13)
     logits[0, 12], logits[1, 0], logits[2, 12] = 300.0, 300.0, -300.0
     target = torch.tensor([12, 12, 0, *range(6)])
@@ -162,14 +158,12 @@ def test_large_logits_in_another_block_leave_no_rounding(entries: int) -> None:
     [(fused, torch.float32), (from_logits, torch.bfloat16)],
     ids=["from hidden states", "from logits"],
 )
-def test_bfloat16_has_logits_in_bfloat16_and_sums_in_float32(
-    implementation: Callable[[], LogProbs], gradient: torch.dtype
-) -> None:
+def test_bfloat16_has_logits_in_bfloat16_and_sums_in_float32(implementation, gradient):
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, INPUTS).bfloat16().float(), torch.randn(VOCABULARY, INPUTS).bfloat16()
     grads = torch.randn(2, ROWS)
 
-    def dense(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def dense(hidden, weight):
         return dense_log_probs((hidden.bfloat16() @ weight.t()).float(), TARGETS, WHOLE)[:2]
 
     expected = values_and_gradients(dense, hidden, weight, grads)
@@ -183,11 +177,11 @@ def test_bfloat16_has_logits_in_bfloat16_and_sums_in_float32(
 class Sizes(TorchDispatchMode):
     """The largest tensor that an operation makes, in entries, except tensors of the weight's size."""
 
-    def __init__(self, ignored: int) -> None:
+    def __init__(self, ignored):
         super().__init__()
         self.largest, self.ignored, self.products = 0, ignored, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.products += func is torch.ops.aten.mm.default
         sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
@@ -204,7 +198,7 @@ class Sizes(TorchDispatchMode):
         pytest.param(160, 40, 160, 4, id="no gradient"),
     ],
 )
-def test_only_one_tile_of_logits_exists_at_a_time(entries: int, zeros: int, largest: int, products: int) -> None:
+def test_only_one_tile_of_logits_exists_at_a_time(entries, zeros, largest, products):
     hidden, weight = torch.randn(40, 2).requires_grad_(), torch.randn(16, 2).requires_grad_()
     grad = torch.ones(40)
     grad[:zeros] = 0.0
@@ -214,18 +208,18 @@ def test_only_one_tile_of_logits_exists_at_a_time(entries: int, zeros: int, larg
     assert (sizes.largest, sizes.products) == (largest, products)
 
 
-def test_a_nan_weight_makes_every_row_nan() -> None:
+def test_a_nan_weight_makes_every_row_nan():
     weight = torch.randn(VOCABULARY, INPUTS)
     weight[2] = torch.nan
     log_prob, entropy = fused()(torch.randn(ROWS, INPUTS), weight)
     assert log_prob.isnan().all() and entropy.isnan().all()
 
 
-def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory() -> None:
+def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory():
     logits = torch.randn(11, 17).requires_grad_() * 1.0
-    saved: list[Tensor] = []
+    saved = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         saved.append(tensor)
         return tensor
 
@@ -234,7 +228,7 @@ def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory() -> None:
     assert [tensor.data_ptr() for tensor in saved if tensor.numel() == logits.numel()] == [logits.data_ptr()]
 
 
-def test_log_probs_and_entropies_over_the_sampled_sets_by_hand() -> None:
+def test_log_probs_and_entropies_over_the_sampled_sets_by_hand():
     # {1, 2, 4} has mass 0.75, {0} is certain, and the last row has no set. Id 77 is beyond the vocabulary.
     leaf, sets = FIVE.clone().requires_grad_(), over_sets([[1, 2, 4, 77], [0], []])
     log_prob, entropy = vocab_parallel_log_probs(leaf * 1.0, torch.tensor([2, 0, 3]), sets)
@@ -245,7 +239,7 @@ def test_log_probs_and_entropies_over_the_sampled_sets_by_hand() -> None:
     assert leaf.grad is not None and leaf.grad[0, [0, 3]].tolist() + leaf.grad[1, 1:].tolist() == [0.0] * 6
 
 
-def test_a_target_outside_its_set_has_probability_zero_and_other_rows_are_unaffected() -> None:
+def test_a_target_outside_its_set_has_probability_zero_and_other_rows_are_unaffected():
     sets = over_sets([[0, 1], [0, 1], []])
     log_prob, entropy = vocab_parallel_log_probs(FIVE.clone(), torch.tensor([4, 1, 0]), sets)
     assert log_prob[0] == -math.inf
@@ -253,7 +247,7 @@ def test_a_target_outside_its_set_has_probability_zero_and_other_rows_are_unaffe
     assert entropy.isfinite().all()
 
 
-def test_a_nan_logit_outside_the_set_makes_the_log_prob_nan() -> None:
+def test_a_nan_logit_outside_the_set_makes_the_log_prob_nan():
     logits = FIVE[:1].clone()
     logits[0, 3] = math.nan
     assert vocab_parallel_log_probs(logits, torch.tensor([2]), over_sets([[1, 2]]))[0].isnan().all()

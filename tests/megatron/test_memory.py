@@ -1,8 +1,6 @@
 """The token budget of micro-batches: bytes of a token and free memory by hand, and which options replace it."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch
 from slime_tis.trainer.megatron import memory
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.memory import TokenBudget, bytes_per_token, free_memory
-from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 
 SMOLLM2 = {
@@ -33,7 +30,7 @@ HEAD = 12 * 576
 PER_LAYER = 4 * 576 + 5 * 576 + 2 * 192 + 2 * 1536
 
 
-BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
+BF16 = {"params_dtype": torch.bfloat16}
 TENSOR = {"tensor_model_parallel_size": 2}
 EXPERTS = {
     "num_moe_experts": 8,
@@ -42,7 +39,7 @@ EXPERTS = {
     "moe_ffn_hidden_size": 512,
     "moe_shared_expert_intermediate_size": None,
 }
-CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
+CASES = {
     "fp32": ({}, 0, -1, 4 * 30 * PER_LAYER + HEAD),
     "transformer-engine": ({"use_te_activation_func": False}, 0, -1, 4 * 30 * (PER_LAYER + 3 * 1536) + HEAD),
     "fp32, logits requested": ({}, 49152, -1, 4 * 30 * PER_LAYER + HEAD + 16 * 49152),
@@ -57,19 +54,19 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
 
 
 @pytest.mark.parametrize(("changes", "logits", "chunk_size", "expected"), CASES.values(), ids=list(CASES))
-def test_bytes_of_a_token_by_hand(changes: dict[str, Any], logits: int, chunk_size: int, expected: int) -> None:
-    config: Any = SimpleNamespace(**SMOLLM2 | changes)
+def test_bytes_of_a_token_by_hand(changes, logits, chunk_size, expected):
+    config = SimpleNamespace(**SMOLLM2 | changes)
     assert bytes_per_token(config, logits, chunk_size) == expected
 
 
 @pytest.mark.parametrize(
     ("free", "tokens"), [(2 * 1000 * 999, 512), (2 * 1000 * 512, 512), (1500 * 2, 1), (100, 1), (0, 1)]
 )
-def test_the_budget_is_a_power_of_two_that_fits_half_of_the_memory(free: int, tokens: int) -> None:
+def test_the_budget_is_a_power_of_two_that_fits_half_of_the_memory(free, tokens):
     assert TokenBudget.that_fits(free, 1000).tokens == tokens
 
 
-def test_free_memory_is_shared_and_bounded_by_the_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_free_memory_is_shared_and_bounded_by_the_container(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
@@ -87,8 +84,8 @@ def test_free_memory_is_shared_and_bounded_by_the_container(monkeypatch: pytest.
     assert free_memory(cpu, 1) == 0
 
 
-def test_options_take_precedence(model: Path, parallel: Parallel) -> None:
-    def budget(**options: Any) -> TokenBudget | None:
+def test_options_take_precedence(model, parallel):
+    def budget(**options):
         config = MegatronConfig(hf_checkpoint=str(model), **options)
         return TrainingEngine(config, parallel, temperature=1.0, total_steps=1).token_budget
 

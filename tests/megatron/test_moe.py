@@ -3,8 +3,6 @@
 import dataclasses
 import gc
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from safetensors.torch import load_file
 from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
 from slime_tis.trainer.megatron.architecture import uses_transformer_engine
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import likelihood
@@ -23,16 +20,16 @@ BIAS = "e_score_correction_bias"
 
 
 @pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def glm(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("glm"), "glm4_moe", num_hidden_layers=3)
 
 
-def build(model: Path, parallel: Parallel, **options: Any) -> TrainingEngine:
+def build(model, parallel, **options):
     config = MegatronConfig(hf_checkpoint=str(model), lr=1e-2, clip_grad=0.0, **options)
     return TrainingEngine(config, parallel, temperature=1.0, total_steps=10, keep_reference=True)
 
 
-def test_router_biases_stay_float32_and_constant_in_bfloat16_training(glm: Path, parallel: Parallel) -> None:
+def test_router_biases_stay_float32_and_constant_in_bfloat16_training(glm, parallel):
     engine, file = build(glm, parallel, bf16=True), load_file(glm / "model.safetensors")
     before = engine.reference_log_probs(BATCH, [[0, 1, 2]])
     for _ in range(2):
@@ -48,7 +45,7 @@ def test_router_biases_stay_float32_and_constant_in_bfloat16_training(glm: Path,
     assert not file
 
 
-def test_an_unused_engine_is_freed(glm: Path, model: Path, parallel: Parallel) -> None:
+def test_an_unused_engine_is_freed(glm, model, parallel):
     for path in (model, glm):
         engine = build(path, parallel)
         assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
@@ -58,7 +55,7 @@ def test_an_unused_engine_is_freed(glm: Path, model: Path, parallel: Parallel) -
         assert module() is None, path
 
 
-def test_sizes_are_read_from_the_configuration(glm: Path, tmp_path: Path) -> None:
+def test_sizes_are_read_from_the_configuration(glm, tmp_path):
     assert moe_sizes(load_config(glm)) == MoeSizes(
         layers=(1, 2), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=24
     )
@@ -69,7 +66,7 @@ def test_sizes_are_read_from_the_configuration(glm: Path, tmp_path: Path) -> Non
     assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
 
 
-def test_transformer_engine_is_used_for_dense_models_only(glm: Path, model: Path, parallel: Parallel) -> None:
+def test_transformer_engine_is_used_for_dense_models_only(glm, model, parallel):
     gpu = dataclasses.replace(parallel, backend=dataclasses.replace(parallel.backend, transformer_engine=True))
     assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [True, False]
     assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [False, False]

@@ -4,23 +4,21 @@
 whose GPU the engines would take instead.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.weight_rounding import round_int8
-from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import likelihood
@@ -33,7 +31,7 @@ BF16 = 0.2
 
 
 @pytest.fixture(scope="module")
-def parallel(request: pytest.FixtureRequest) -> Iterator[Parallel]:
+def parallel(request):
     asked = request.config.getoption("device")
     if (asked == "cuda") != torch.cuda.is_available():
         pytest.skip(f"the engines take a GPU where there is one, and --device is {asked}")
@@ -46,16 +44,16 @@ def parallel(request: pytest.FixtureRequest) -> Iterator[Parallel]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return Path(make_checkpoint(tmp_path_factory.mktemp("on_device") / "model", "llama"))
 
 
-def batch_of() -> TrainingBatch:
+def batch_of():
     rows = [[1] * len(response) for _ in PROMPTS for response in RESPONSES]
     return make_batch(TOKENS, rows, rows, rows)
 
 
-def reference(checkpoint: Path) -> tuple[list[Tensor], float]:
+def reference(checkpoint):
     """Log-probs of the responses, and the norm of the gradient of their mean, by transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     found = []
@@ -69,7 +67,7 @@ def reference(checkpoint: Path) -> tuple[list[Tensor], float]:
 
 
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 2e-5), (True, BF16)], ids=["fp32", "bf16"])
-def test_log_probs_and_gradient(checkpoint: Path, parallel: Parallel, bf16: bool, tolerance: float) -> None:
+def test_log_probs_and_gradient(checkpoint, parallel, bf16, tolerance):
     config = MegatronConfig(hf_checkpoint=str(checkpoint), clip_grad=0.0, lr=1e-3, bf16=bf16)
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=2)
     partition = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -84,7 +82,7 @@ def test_log_probs_and_gradient(checkpoint: Path, parallel: Parallel, bf16: bool
     assert engine.weights_are_finite()
 
 
-def sampled(engine: LocalEngine, checkpoint: Path, temperature: float) -> list[Sample]:
+def sampled(engine, checkpoint, temperature):
     tokenizer = load_tokenizer(checkpoint)
     texts = ["31415>", "7>", "abc def + 12>"]
     prompts = [
@@ -96,9 +94,7 @@ def sampled(engine: LocalEngine, checkpoint: Path, temperature: float) -> list[S
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("int8", 2e-5), ("bf16", BF16)])
-def test_samples_of_the_local_engine(
-    checkpoint: Path, parallel: Parallel, precision: str, tolerance: float, tmp_path: Path
-) -> None:
+def test_samples_of_the_local_engine(checkpoint, parallel, precision, tolerance, tmp_path):
     device = parallel.backend.device
     engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), precision=precision, device=device)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
@@ -130,7 +126,7 @@ def test_samples_of_the_local_engine(
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "segment"])
-def test_the_correction_does_not_synchronize_with_the_device(parallel: Parallel, level: str) -> None:
+def test_the_correction_does_not_synchronize_with_the_device(parallel, level):
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0)
     device = parallel.backend.device
     rollout = -torch.arange(1.0, 41.0, device=device) / 40

@@ -4,25 +4,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.layers import rotate
-from slime_tis.trainer.megatron.packing import MicroBatch, RotaryAngles, RowSplit, pack
+from slime_tis.trainer.megatron.packing import RotaryAngles, RowSplit, pack
 from tests.megatron.test_prefix_tree import groups
 
 
-def batch_of(tokens: list[list[int]], responses: list[int], rank: int = 0, size: int = 1) -> TrainingBatch:
+def batch_of(tokens, responses, rank=0, size=1):
     values = [[1] * response for response in responses]
     return make_batch(tokens, values, values, values, rank, size)
 
 
-def rows_of(packed: MicroBatch) -> list[int]:
+def rows_of(packed):
     """The rows whose logits predict the response tokens."""
     rows = packed.packed_seq_params.response_rows
     assert rows is not None
     return rows.tolist()
 
 
-def test_two_sequences_on_one_rank() -> None:
+def test_two_sequences_on_one_rank():
     packed = pack(batch_of([[5, 6, 7], [8, 9]], [2, 1]))
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
@@ -32,7 +32,7 @@ def test_two_sequences_on_one_rank() -> None:
     assert packed.packed_seq_params.max_seqlen_q == 3
 
 
-def test_siblings_share_their_prompt() -> None:
+def test_siblings_share_their_prompt():
     tokens, responses = [[5, 6, 7], [5, 6, 8, 9], [1, 2], [5, 6]], [1, 2, 1, 0]
     packed = pack(batch_of(tokens, responses), RowSplit(tensor_size=4), share_prompts=True)
     assert packed.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 0]]
@@ -44,9 +44,7 @@ def test_siblings_share_their_prompt() -> None:
 
 
 @given(groups, st.integers(1, 3))
-def test_every_packed_token_sees_the_beginning_of_its_sequence(
-    drawn: list[tuple[list[int], list[list[int]]]], tensor_size: int
-) -> None:
+def test_every_packed_token_sees_the_beginning_of_its_sequence(drawn, tensor_size):
     samples = [(prompt, response) for prompt, responses in drawn for response in responses]
     tokens = [[*prompt, *response] for prompt, response in samples]
     batch = batch_of(tokens, [len(response) for _, response in samples])
@@ -66,7 +64,7 @@ def test_every_packed_token_sees_the_beginning_of_its_sequence(
                 assert packed.position_ids[0, seen].tolist() == list(range(len(seen)))
 
 
-def test_zigzag_over_two_ranks() -> None:
+def test_zigzag_over_two_ranks():
     # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2 3 4 5.
     sequences, responses = [[10, 11, 12, 13, 14, 15]], [3]
     first = pack(batch_of(sequences, responses, 0, 2), RowSplit(context_rank=0, context_size=2))
@@ -81,7 +79,7 @@ def test_zigzag_over_two_ranks() -> None:
     assert second.packed_seq_params.cu_seqlens_q.tolist() == [0, 8]
 
 
-def test_the_gradient_of_a_rotation_matches_its_formula() -> None:
+def test_the_gradient_of_a_rotation_matches_its_formula():
     torch.manual_seed(0)
     x, direction = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     cos, sin = RotaryAngles(torch.rand(4), scaling=1.5)(torch.arange(5))
@@ -94,13 +92,13 @@ def test_the_gradient_of_a_rotation_matches_its_formula() -> None:
     torch.testing.assert_close(leaf.grad, reference.grad)
 
 
-def routed(length: int, first: int) -> torch.Tensor:
+def routed(length, first):
     """Identifiable rows [length - 1, 2 layers, 2]: first + 10 · position + layer, and + 100 for the second expert."""
     position = torch.arange(length - 1)[:, None, None] * 10
     return (first + position + torch.arange(2)[:, None] + torch.tensor([0, 100])).to(torch.int16)
 
 
-def test_rows_of_experts_are_at_the_indices_of_their_tokens() -> None:
+def test_rows_of_experts_are_at_the_indices_of_their_tokens():
     batch = batch_of([[5, 6, 7], [8, 9], [3, 4]], [2, 1, 1])
     weights = [torch.full((2, 2, 2), 0.25), None, torch.full((1, 2, 2), 0.75)]
     packed = pack(batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), RowSplit(tensor_size=4))
@@ -125,9 +123,7 @@ def test_rows_of_experts_are_at_the_indices_of_their_tokens() -> None:
     st.integers(1, 4),
     st.integers(1, 3),
 )
-def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(
-    shapes: list[tuple[int, int, bool]], context_size: int, tensor_size: int
-) -> None:
+def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(shapes, context_size, tensor_size):
     tokens = [[100 * i + j + 1 for j in range(prompt + response)] for i, (prompt, response, _) in enumerate(shapes)]
     rows = [
         routed(len(ids), 1000 * i) if there else None

@@ -4,9 +4,6 @@ import gc
 import json
 import os
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from slime_tis.main import main
 from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine, wrap
-from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.plan import GIB, USABLE, census, fake_rank, smallest_layout
 from tests.checkpoints import make_checkpoint
@@ -51,7 +47,7 @@ GLM_4_5 = {
 }
 
 
-def write_config(directory: Path, family: str, sizes: dict[str, Any]) -> None:
+def write_config(directory, family, sizes):
     """A model of transformers' family, as config.json alone."""
     architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
     AutoConfig.for_model(family, architectures=[architecture[family]], **sizes).save_pretrained(directory)
@@ -67,7 +63,7 @@ def write_config(directory: Path, family: str, sizes: dict[str, Any]) -> None:
         pytest.param("glm4_moe", GLM_4_5, 352_797_814_784, 128, id="GLM-4.5 without its layer for speculation"),
     ],
 )
-def test_published_models(family: str, sizes: dict[str, Any], parameters: int, ranks: int, tmp_path: Path) -> None:
+def test_published_models(family, sizes, parameters, ranks, tmp_path):
     write_config(tmp_path, family, sizes)
     with torch.device("meta"):
         transformers = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -81,7 +77,7 @@ def test_published_models(family: str, sizes: dict[str, Any], parameters: int, r
 
 SEQUENCE = 256
 """Tokens of a sample in the measurement."""
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+LAYOUTS = {
     "one rank": ("qwen3", 1, {}),
     "bf16": ("qwen3", 2, {"bf16": True}),
     "tensor and pipeline, tied": (
@@ -105,7 +101,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("family", "ranks", "options"), LAYOUTS.values(), ids=list(LAYOUTS))
-def test_the_plan_counts_what_megatron_builds(family: str, ranks: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_plan_counts_what_megatron_builds(family, ranks, options, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tie_word_embeddings=True, vocab_size=67)
     config = MegatronConfig(hf_checkpoint=str(checkpoint), **options)
     planned = census(config).stages(config, ranks)
@@ -122,18 +118,18 @@ def test_the_plan_counts_what_megatron_builds(family: str, ranks: int, options: 
         assert gradients == stage.gradients or config.use_distributed_optimizer
 
 
-def test_the_smallest_layout_is_the_smallest_that_fits(tmp_path: Path) -> None:
+def test_the_smallest_layout_is_the_smallest_that_fits(tmp_path):
     config = MegatronConfig(hf_checkpoint=str(make_checkpoint(tmp_path, "qwen3")))
     whole = census(config)
     (alone,) = whole.stages(config, 1)
     enough = alone.fixed + 2048 * alone.per_token
-    assert smallest_layout(config, whole, 8, enough + alone.per_token)[0] == 1  # type: ignore[index]
+    assert smallest_layout(config, whole, 8, enough + alone.per_token)[0] == 1
     found = smallest_layout(config, whole, 8, enough - alone.per_token)
     assert found is not None and found[0] == 2
     assert smallest_layout(config, whole, 8, 1000) is None
 
 
-def test_every_size_that_does_not_divide_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_size_that_does_not_divide_is_named(tmp_path, capsys):
     checkpoint = make_checkpoint(tmp_path, "qwen3")
     layout = ["--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "4"]
     assert main(["plan", "--world-size", "8", "--hf-checkpoint", str(checkpoint), *layout]) == 2
@@ -142,7 +138,7 @@ def test_every_size_that_does_not_divide_is_named(tmp_path: Path, capsys: pytest
     assert [name for name in (*sizes, "--world-size is 8") if name not in message] == []
 
 
-def test_the_command_needs_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_needs_config_json_alone(tmp_path, capsys):
     write_config(tmp_path, "qwen3", QWEN3_4B | {"num_hidden_layers": 4})
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -157,7 +153,7 @@ def test_the_command_needs_config_json_alone(tmp_path: Path, capsys: pytest.Capt
         assert main(["plan", "--hf-checkpoint", str(tmp_path), *wrong]) == 2
 
 
-def memory_of(run: Callable[[], object]) -> tuple[int, int]:
+def memory_of(run):
     """(largest, last) number of bytes of tensors during a call, beyond those before it."""
     with profile(profile_memory=True) as recorded:
         run()
@@ -169,7 +165,7 @@ def memory_of(run: Callable[[], object]) -> tuple[int, int]:
         pending += event.children
         if event.tag == _EventType.Allocation:
             changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    held: dict[int, int] = {}
+    held = {}
     total = largest = 0
     for _, address, nbytes in sorted(changes):
         total -= held.pop(address, 0)  # also if a thread of gloo freed it, which is not recorded
@@ -180,19 +176,19 @@ def memory_of(run: Callable[[], object]) -> tuple[int, int]:
     return largest, total
 
 
-def trains_within_the_plan(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> None:
+def trains_within_the_plan(parallel, directory, layout):
     config = MegatronConfig(hf_checkpoint=str(directory), micro_batch_size=4, share_prompts=False, **layout)
     chance = random.Random(parallel.data_rank)
     tokens = [[chance.randrange(3, 60) for _ in range(SEQUENCE)] for _ in range(8)]
     rows = [[1] * (SEQUENCE - 8)] * 8
     batch = make_batch(tokens, rows, rows, rows)
-    engines: list[TrainingEngine] = []
+    engines = []
 
-    def start() -> None:
+    def start():
         engines.append(TrainingEngine(config, parallel, temperature=1.0, total_steps=10))
         step()  # allocates the optimizer's moments
 
-    def step() -> None:
+    def step():
         engines[-1].train_step(batch, [list(range(4)), list(range(4, 8))], likelihood)
 
     start()  # fills caches of the libraries
@@ -214,7 +210,7 @@ def trains_within_the_plan(parallel: Parallel, directory: Path, layout: dict[str
         pytest.param("qwen3_moe", 2, {"expert_model_parallel_size": 2}, id="experts on two ranks"),
     ],
 )
-def test_the_peak_of_a_step_is_predicted(family: str, ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_the_peak_of_a_step_is_predicted(family, ranks, layout, tmp_path):
     sizes = {
         "hidden_size": 128,
         "intermediate_size": 512,

@@ -1,10 +1,7 @@
 """Logits of response rows only, and shared prompts: results equal those from logits of every row of each sample."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +10,14 @@ from benchmarks.shared_prompts import EveryRow
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.megatron import fused_log_probs
 from slime_tis.trainer.megatron.architecture import read_hf_config
-from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
+from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine, why_not_shared
-from slime_tis.trainer.megatron.packing import MicroBatch
-from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import RECOMPUTE_LAYERS, assert_same_results, on_ranks, results, weighted_loss
 
 FIRST, SECOND, TURN = [3, 4, 5, 6, 7], [3, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28]
-SAMPLES: list[tuple[list[int], list[int]]] = [
+SAMPLES = [
     (FIRST, [8, 11, 12]),
     (FIRST, [8, 11, 12]),  # the same response
     (FIRST, [13]),
@@ -45,13 +40,13 @@ class Counting(TrainingEngine):
 
     tokens = 0
 
-    def _pack(self, batch: TrainingBatch) -> MicroBatch:
+    def _pack(self, batch):
         micro = super()._pack(batch)
         self.tokens += micro.input_ids.shape[1]
         return micro
 
 
-def batch_of(parallel: Parallel) -> TrainingBatch:
+def batch_of(parallel):
     rows = [[1] * len(response) for _, response in SAMPLES]
     sets = [[[token, 5 + token % 3] if token % 5 else [] for token in response] for _, response in SAMPLES]
     masks = [SamplingMask.from_sets(of_response) for of_response in sets]
@@ -60,18 +55,18 @@ def batch_of(parallel: Parallel) -> TrainingBatch:
     return make_batch(tokens, rows, rows, rows, *ranks, sampling_masks=masks)
 
 
-def make_tiles_small(assign: Callable[[Any, str, int], None]) -> None:
+def make_tiles_small(assign):
     """Tiles of four rows, or of sixteen tokens of the vocabulary: several, although vocabularies are tiny."""
     assign(fused_log_probs, "TILE_BYTES", 4 * 64)
     assign(fused_log_probs, "MIN_COLUMNS", 16)
 
 
 @pytest.fixture(autouse=True)
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiles(monkeypatch):
     make_tiles_small(monkeypatch.setattr)
 
 
-def compare(model: Path, parallel: Parallel, options: dict[str, Any], partition: list[list[int]]) -> None:
+def compare(model, parallel, options, partition):
     """Three engines on the same weights and samples."""
     found = []
     for kind, share in ((EveryRow, False), (Counting, False), (Counting, None)):
@@ -96,13 +91,11 @@ def compare(model: Path, parallel: Parallel, options: dict[str, Any], partition:
         pytest.param("qwen3", {"recompute_granularity": "selective"}, WHOLE, id="recomputation of attention"),
     ],
 )
-def test_one_process(
-    family: str, options: dict[str, Any], partition: list[list[int]], parallel: Parallel, tmp_path: Path
-) -> None:
+def test_one_process(family, options, partition, parallel, tmp_path):
     compare(make_checkpoint(tmp_path, family, tie_word_embeddings=family == "qwen3"), parallel, options, partition)
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "tensor": {"tensor_model_parallel_size": 2},
     "tensor and sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "context": {"context_parallel_size": 2},
@@ -111,14 +104,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks(layout: str, tmp_path: Path) -> None:
+def test_two_ranks(layout, tmp_path):
     for family, tied in (("qwen3", True), ("qwen3_moe", False)):
         if (family, layout) != ("qwen3_moe", "tensor"):  # megatron-core's experts need sequence parallelism, too
             make_checkpoint(tmp_path / family, family, tie_word_embeddings=tied, vocab_size=67)
     on_ranks(compare_families, tmp_path, LAYOUTS[layout])
 
 
-def compare_families(parallel: Parallel, directory: Path, layout: dict[str, Any]) -> None:
+def compare_families(parallel, directory, layout):
     make_tiles_small(setattr)
     for model in sorted(directory.iterdir()):
         compare(model, parallel, layout, SPLIT)
@@ -129,15 +122,13 @@ def compare_families(parallel: Parallel, directory: Path, layout: dict[str, Any]
     [("cpu", None, None), ("cpu", False, "--no-share-prompts"), ("cuda", None, "needs a CPU"), ("cuda", True, None)],
     ids=["a CPU", "turned off", "a GPU", "refused"],
 )
-def test_why_prompts_are_not_shared(
-    device: str, requested: bool | None, reason: str | None, model: Path, parallel: Parallel
-) -> None:
+def test_why_prompts_are_not_shared(device, requested, reason, model, parallel):
     on_device = replace(parallel, backend=replace(parallel.backend, device=torch.device(device)))
     with pytest.raises(ValueError, match="--share-prompts is on") if requested else nullcontext():
         assert (why_not_shared(requested, on_device, read_hf_config(model)) or "").endswith(reason or "")
 
 
-def test_prompt_rows_have_no_logits(parallel: Parallel, model: Path) -> None:
+def test_prompt_rows_have_no_logits(parallel, model):
     config = MegatronConfig(hf_checkpoint=str(model))
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, gives_logits=True)
     shapes = []

@@ -1,8 +1,6 @@
 """Whether transformer-engine computes the layers; it is a stand-in here, because its kernels need a GPU."""
 
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,14 +26,7 @@ GOOD, BROKEN = "", "raise ImportError('libcudart.so.13: cannot open shared objec
         pytest.param({"bf16": True, "transformer_impl": "transformer_engine"}, False, GOOD, "a GPU", id="asked on CPU"),
     ],
 )
-def test_transformer_engine_is_used_where_it_can_train(
-    options: dict[str, Any],
-    has_gpu: bool,
-    module: str | None,
-    answer: bool | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformer_engine_is_used_where_it_can_train(options, has_gpu, module, answer, tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         monkeypatch.delitem(sys.modules, name)
     if module is not None:

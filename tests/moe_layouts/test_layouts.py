@@ -1,8 +1,5 @@
 """train.py with mixtures of experts on two and four ranks: every parallel layout gives the metrics of one process."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,7 +26,7 @@ LAYOUTS = {
     "pipeline": (2, PIPELINE_2),
     "pipeline and experts": (4, [*PIPELINE_2, *EXPERTS_2]),
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen3_moe": {"num_hidden_layers": 4, "mlp_only_layers": [0]},
     "qwen2_moe": {},
     "glm4_moe": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
@@ -42,7 +39,7 @@ REPLAY = [
     *("--rollout-router-bits", "3", "--use-rollout-routing-replay", "--measure-routing-mismatch", "1"),
     *("--num-steps-per-rollout", "2", "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-rollout", "2"),
 ]
-MODES: dict[str, tuple[str, list[str]]] = {
+MODES = {
     **{family: (family, CORRECTION) for family in FAMILIES},
     "replay of experts": ("qwen3_moe", REPLAY),
     "both replays, with weights": ("qwen3_moe", [*REPLAY, "--routing-replay-weights", "--use-routing-replay"]),
@@ -59,11 +56,7 @@ CASES = [
 ]
 
 
-OneProcess = tuple[list[str], list[dict[str, Any]], dict[str, torch.Tensor]]
-"""Flags that train on the samples of a run in one process, its metrics, and the policy at its end."""
-
-
-def make_moe_task(directory: Path, family: str) -> list[str]:
+def make_moe_task(directory, family):
     """As `make_task`, with a padding embedding that is not zero.
 
     Samples contain padding tokens, and a zero vector's RMSNorm has a gradient of 1 / √ε, which depends on the order of
@@ -78,7 +71,7 @@ def make_moe_task(directory: Path, family: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+def one_process(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("one_process")
     family, mode_flags = MODES[request.param]
     flags, data = [*make_moe_task(directory, family), *mode_flags], str(directory / "rollout_{rollout_id}.jsonl")
@@ -92,7 +85,7 @@ def one_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(("one_process", "layout"), CASES, indirect=["one_process"], ids=str)
-def test_ranks_agree_with_one_process(one_process: OneProcess, layout: str, tmp_path: Path) -> None:
+def test_ranks_agree_with_one_process(one_process, layout, tmp_path):
     flags, expected_rows, expected_weights = one_process
     ranks, layout_flags = LAYOUTS[layout]
     # Some rollout metrics depend on single roundings of a router that the rollout engine rounds.

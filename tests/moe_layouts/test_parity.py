@@ -1,7 +1,5 @@
 """Mixtures of experts on two ranks against transformers: logits, and a round trip of the weights."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -25,7 +23,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_weights_match_transformers(layout: str, tmp_path: Path) -> None:
+def test_logits_and_weights_match_transformers(layout, tmp_path):
     for family, sizes in CASES.items():
         make_checkpoint(tmp_path / family, family, **sizes)
     on_ranks(compare_all, tmp_path, LAYOUTS[layout])

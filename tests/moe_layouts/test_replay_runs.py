@@ -1,12 +1,10 @@
 """train.py with a mixture of experts: routing replay, the remaining mismatch, and samples without experts."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from slime_tis.trainer.data.dump import encoded, load_samples
-from tests.conftest import Run
 from tests.runs import make_task, run_here, training_metrics
 
 REPLAY = ("--use-rollout-routing-replay", "--measure-routing-mismatch", "1")
@@ -14,12 +12,12 @@ COARSE = ("--rollout-precision", "fp32", "--rollout-router-bits", "3")
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def task(tmp_path_factory):
     """The flags that train a mixture of experts on the task."""
     return make_task(tmp_path_factory.mktemp("task"), "qwen3_moe")
 
 
-def test_replay_removes_the_mismatch_of_a_coarse_router(run: Run) -> None:
+def test_replay_removes_the_mismatch_of_a_coarse_router(run):
     rows = run(*COARSE, *REPLAY)
     for row in rows:
         assert row["train/routing_replay_missing"] == 0
@@ -32,14 +30,14 @@ def test_replay_removes_the_mismatch_of_a_coarse_router(run: Run) -> None:
         assert 0 <= row["train/expert_load_min"] < 1 / 8 < row["train/expert_load_max"] <= 1 / 2
 
 
-def test_replayed_weights_remove_the_rest_of_the_mismatch(run: Run) -> None:
+def test_replayed_weights_remove_the_rest_of_the_mismatch(run):
     experts = run(*COARSE, *REPLAY, "--num-rollout", "1")[0]
     both = run(*COARSE, *REPLAY, "--num-rollout", "1", "--routing-replay-weights", name="weights")[0]
     assert both["train/with_replay/mismatch_k3_kl"] < 1e-9 < experts["train/with_replay/mismatch_k3_kl"]
     assert both["train/without_replay/mismatch_k3_kl"] == experts["train/without_replay/mismatch_k3_kl"]
 
 
-def test_equal_engines_need_no_replay(run: Run) -> None:
+def test_equal_engines_need_no_replay(run):
     plain = run("--rollout-precision", "fp32")
     for name, flags in (("experts", []), ("weights", ["--routing-replay-weights"])):
         rows = run("--rollout-precision", "fp32", *REPLAY, *flags, name=name)
@@ -49,7 +47,7 @@ def test_equal_engines_need_no_replay(run: Run) -> None:
             assert row["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
 
 
-def test_a_run_without_replay_measures_the_mismatch_with_replay(run: Run) -> None:
+def test_a_run_without_replay_measures_the_mismatch_with_replay(run):
     plain = run(*COARSE, "--num-steps-per-rollout", "2")
     measured = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY[1:-1], "2", name="measured")
     replayed = run(*COARSE, "--num-steps-per-rollout", "2", *REPLAY, "--num-rollout", "1", name="replayed")
@@ -67,7 +65,7 @@ def test_a_run_without_replay_measures_the_mismatch_with_replay(run: Run) -> Non
     assert measured[0]["train/routing_difference"] == replayed[0]["train/routing_difference"]
 
 
-def test_training_replays_the_pass_for_old_log_probs(run: Run) -> None:
+def test_training_replays_the_pass_for_old_log_probs(run):
     steps = ("--num-steps-per-rollout", "2", "--lr", "3e-2", "--rollout-precision", "fp32")
     plain, replayed = run(*steps), run(*steps, "--use-routing-replay", name="replayed")
     assert [row["train/routing_difference"] for row in replayed[::2]] == [0, 0, 0]  # the same weights
@@ -77,13 +75,13 @@ def test_training_replays_the_pass_for_old_log_probs(run: Run) -> None:
     assert plain[1]["train/ppo_kl"] != replayed[1]["train/ppo_kl"]
 
 
-def test_both_replays_together_replay_the_rollouts_experts(run: Run) -> None:
+def test_both_replays_together_replay_the_rollouts_experts(run):
     steps = (*COARSE, *REPLAY, "--num-steps-per-rollout", "2", "--routing-replay-weights")
     rollout, both = run(*steps), run(*steps, "--use-routing-replay", name="both")
     assert [training_metrics(row) for row in both] == [training_metrics(row) for row in rollout]
 
 
-def spoil(file: Path) -> None:
+def spoil(file):
     """Makes the records of a dump's first four samples unusable, each in another way."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     samples = [sample for group in load_samples(file, 4, 4) for sample in group]
@@ -95,7 +93,7 @@ def spoil(file: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_samples_without_usable_experts_are_trained_without_replay_and_counted(task: list[str], tmp_path: Path) -> None:
+def test_samples_without_usable_experts_are_trained_without_replay_and_counted(task, tmp_path):
     data = str(tmp_path / "{rollout_id}.jsonl")
     flags = [*task, *COARSE, *REPLAY, "--routing-replay-weights", "--num-rollout", "1"]
     whole = run_here([*flags, "--save-debug-rollout-data", data], tmp_path / "whole")[0]
@@ -112,7 +110,7 @@ def test_samples_without_usable_experts_are_trained_without_replay_and_counted(t
     assert training_metrics(micro_batches) == pytest.approx(training_metrics(row), rel=1e-4, abs=1e-6)
 
 
-def test_a_resumed_run_with_replay_is_bitwise(task: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_with_replay_is_bitwise(task, tmp_path):
     flags = [*task, *COARSE, *REPLAY, "--use-routing-replay", "--num-steps-per-rollout", "2", "--use-tis"]
     flags += ["--update-weights-interval", "3", "--num-rollout", "4", "--save-interval", "2"]
     whole = run_here([*flags, "--save", str(tmp_path / "save")], tmp_path / "whole")
@@ -124,7 +122,7 @@ def test_a_resumed_run_with_replay_is_bitwise(task: list[str], tmp_path: Path) -
     assert [training_metrics(row) for row in resumed] == [training_metrics(row) for row in whole[4:]]
 
 
-def test_rollouts_in_flight_keep_their_experts(run: Run) -> None:
+def test_rollouts_in_flight_keep_their_experts(run):
     rows = run("--rollout-precision", "fp32", *REPLAY, "--rollout-lookahead", "1", "--lr", "1e-2")
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 1]
     assert [row["train/routing_difference"] > 0 for row in rows] == [False, True, True]  # chosen by older weights

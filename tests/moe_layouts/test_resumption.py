@@ -1,7 +1,5 @@
 """Runs with experts on two ranks resume from a checkpoint, and the rollout engine gets their weights."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +12,7 @@ EXPERTS_2 = ["--expert-model-parallel-size", "2"]
 
 
 @pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed optimizer"])
-def test_a_run_resumes_from_a_checkpoint(optimizer: list[str], tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_checkpoint(optimizer, tmp_path):
     flags = [*make_moe_task(tmp_path, "glm4_moe"), "--rollout-precision", "fp32", "--check-weight-sync"]
     flags += [*EXPERTS_2, *optimizer, "--weight-sync-bound", "1e-4"]
     whole = metrics_of([*flags, "--save-hf", str(tmp_path / "whole_hf")], tmp_path / "whole", 2)

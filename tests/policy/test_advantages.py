@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from slime_tis.correction import Ranks
 from slime_tis.correction.context_parallel import ONE_RANK
 from slime_tis.policy.advantages import (
     ESTIMATORS,
@@ -20,13 +19,13 @@ from slime_tis.policy.advantages import (
 )
 from slime_tis.policy.config import PolicyConfig
 from tests.correction.test_trimming import over_ranks
-from tests.golden.methods import BATCHES, Case, cases
+from tests.golden.methods import BATCHES, cases
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
 ONES = torch.ones_like(REWARDS)
 
 
-def test_grpo_is_the_distance_from_the_group_mean_in_unbiased_deviations() -> None:
+def test_grpo_is_the_distance_from_the_group_mean_in_unbiased_deviations():
     expected = 0.5 / (1 / 3) ** 0.5  # deviation of 1, 0, 0, 1 with n − 1 = 3 below
     torch.testing.assert_close(
         grpo(REWARDS),
@@ -36,17 +35,17 @@ def test_grpo_is_the_distance_from_the_group_mean_in_unbiased_deviations() -> No
     )
 
 
-def test_the_largest_rewards_have_advantages() -> None:
+def test_the_largest_rewards_have_advantages():
     rewards = MAX_REWARD * torch.tensor([[1.0, -1.0] * 64], dtype=torch.float64)
     assert grpo(rewards).sign().equal(rewards.sign()) and rloo(rewards).isfinite().all()
 
 
-def test_rloo_compares_with_the_siblings() -> None:
+def test_rloo_compares_with_the_siblings():
     rewards = torch.tensor([[3.0, 0.0, 6.0]])
     assert rloo(rewards).tolist() == [[0.0, -4.5, 4.5]]
 
 
-def test_reinforce_plus_plus_scales_by_the_batch_over_tokens() -> None:
+def test_reinforce_plus_plus_scales_by_the_batch_over_tokens():
     rewards = torch.tensor([[1.0, -1.0], [0.0, 4.0]], dtype=torch.float64)
     tokens = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
     # Centred: 1, −1, −2, 2. Token-weighted mean (1 − 3 − 4 + 4) / 8 = −0.25, E x² = (1 + 3 + 8 + 8) / 8 = 2.5.
@@ -56,12 +55,12 @@ def test_reinforce_plus_plus_scales_by_the_batch_over_tokens() -> None:
 
 
 @pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "optimal_token_baseline"])
-def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(estimator: str) -> None:
-    config = PolicyConfig(advantage_estimator=estimator)  # type: ignore[arg-type]
+def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(estimator):
+    config = PolicyConfig(advantage_estimator=estimator)
     assert advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
 
 
-def test_options_choose_the_estimator_and_what_follows() -> None:
+def test_options_choose_the_estimator_and_what_follows():
     torch.testing.assert_close(advantages(REWARDS, ONES, PolicyConfig(advantage_estimator="rloo")), rloo(REWARDS))
     torch.testing.assert_close(
         advantages(REWARDS, ONES, PolicyConfig(disable_grpo_std_normalization=True, normalize_advantages=True)),
@@ -69,7 +68,7 @@ def test_options_choose_the_estimator_and_what_follows() -> None:
     )
 
 
-def test_rejected_samples_are_in_no_baseline_and_get_no_advantage() -> None:
+def test_rejected_samples_are_in_no_baseline_and_get_no_advantage():
     rewards = torch.tensor([[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
     accepted = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
     assert grpo(rewards, normalize_std=False, accepted=accepted).tolist() == [[0, -1, 0, 1], [0] * 4, [0] * 4]
@@ -85,8 +84,8 @@ def test_rejected_samples_are_in_no_baseline_and_get_no_advantage() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_keeping_all_is_keeping_nothing_back(estimator: str) -> None:
-    config = PolicyConfig(advantage_estimator=estimator, normalize_advantages=True)  # type: ignore[arg-type]
+def test_keeping_all_is_keeping_nothing_back(estimator):
+    config = PolicyConfig(advantage_estimator=estimator, normalize_advantages=True)
     torch.manual_seed(0)
     rewards, tokens = torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
     every = torch.ones(3, 4, dtype=torch.bool)
@@ -96,14 +95,12 @@ def test_keeping_all_is_keeping_nothing_back(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("function", [grpo, rloo])
-def test_a_group_of_one_is_refused(function: object) -> None:
+def test_a_group_of_one_is_refused(function):
     with pytest.raises(ValueError, match=r"\[groups, n ≥ 2\], got \(4, 1\)"):
-        function(torch.ones(4, 1))  # type: ignore[operator]
+        function(torch.ones(4, 1))
 
 
-def token_advantages(
-    case: Case, samples: torch.Tensor | slice = slice(None), width: int | None = None, ranks: Ranks = ONE_RANK
-) -> torch.Tensor:
+def token_advantages(case, samples=slice(None), width=None, ranks=ONE_RANK):
     old, weights = case.input("old"), torch.ones_like(case.input("old"))
     if case.params["use_weights"]:
         weights = (old - case.input("sampler")).exp().clamp_max(2)
@@ -116,7 +113,7 @@ def token_advantages(
 
 
 @pytest.mark.parametrize("case", cases("verl.optimal_token_baseline"))
-def test_optimal_token_baseline_equals_verl(case: Case) -> None:
+def test_optimal_token_baseline_equals_verl(case):
     found, theirs = token_advantages(case), case.output("advantages").double()
     energy = (1 - 2 * case.input("old").exp() + case.input("sum_pi_squared")) * case.input("mask")
     compared = (energy.cumsum(1) > 1e-6) & (case.input("mask") > 0)  # verl adds 1e-8
@@ -125,11 +122,11 @@ def test_optimal_token_baseline_equals_verl(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("verl.optimal_token_baseline"))
-def test_optimal_token_baseline_is_the_same_for_every_split_over_ranks(case: Case) -> None:
+def test_optimal_token_baseline_is_the_same_for_every_split_over_ranks(case):
     whole, mask = token_advantages(case), case.input("mask")
     found = torch.zeros_like(whole)
 
-    def on_rank(samples: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def on_rank(samples, ranks):
         width = 1 + max(mask[samples].sum(0).nonzero().flatten().tolist(), default=-1)
         found[samples, :width] = token_advantages(case, samples, width, ranks)
         return torch.zeros([])
@@ -138,7 +135,7 @@ def test_optimal_token_baseline_is_the_same_for_every_split_over_ranks(case: Cas
     torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_a_token_that_is_not_finite_shifts_no_baseline() -> None:
+def test_a_token_that_is_not_finite_shifts_no_baseline():
     log_probs = torch.tensor([[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]])
     rewards, group = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]), torch.zeros(3, dtype=torch.int64)
     found = optimal_token_baseline(rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp())
@@ -146,7 +143,7 @@ def test_a_token_that_is_not_finite_shifts_no_baseline() -> None:
     torch.testing.assert_close(found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64))
 
 
-def test_sure_tokens_have_a_baseline() -> None:
+def test_sure_tokens_have_a_baseline():
     """Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ² is 0 in float32."""
     log_probs = -torch.tensor([[1.0], [1.0], [2.0**0.5], [2.0]]) * 1e-9
     found = optimal_token_baseline(
@@ -162,7 +159,7 @@ def test_sure_tokens_have_a_baseline() -> None:
 @pytest.mark.parametrize(
     "case", [*cases("vcpo.baseline", scope="group", without="agg_mode"), *cases("vcpo.baseline", scope="minibatch")]
 )
-def test_minimum_variance_baseline_equals_vcpo(case: Case) -> None:
+def test_minimum_variance_baseline_equals_vcpo(case):
     log_weights = ((case.input("old") - case.input("sampler")).double() * case.input("mask")).sum(1)
     if case.params.get("use_clipped_is_ratios"):
         log_weights = log_weights.clamp_max(math.log(case.params["rollout_is_threshold"]))
@@ -187,7 +184,7 @@ def test_minimum_variance_baseline_equals_vcpo(case: Case) -> None:
     torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-6)
 
 
-def test_minimum_variance_baseline_at_the_limits() -> None:
+def test_minimum_variance_baseline_at_the_limits():
     """Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no baseline."""
     rewards, group = torch.tensor([1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 7, 7])
     ones, log_weights = torch.ones(4), torch.tensor([0.0, 800.0, 0.0, 0.0])

@@ -11,7 +11,7 @@ from slime_tis.policy.step_sums import MIN_WORKER_TOKENS, STALENESS, WORKER, met
 NAN, INF = float("nan"), float("inf")
 
 
-def test_sums_over_the_tokens_of_each_bucket() -> None:
+def test_sums_over_the_tokens_of_each_bucket():
     train, rollout = torch.tensor([-1.0, -2.0, -1.0, -30.0, -1.0]), torch.tensor([-1.5, -1.0, -1.25, -1.0, -9.0])
     table = sums_by(STALENESS, train, rollout, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([0, 4, 3, 12, 12]))
     # Δ: 0.5 at staleness 0, −1 and 0.25 at 3 to 4, −29 at 9 or more with e^Δ taken at −20; the last is masked.
@@ -23,7 +23,7 @@ def test_sums_over_the_tokens_of_each_bucket() -> None:
 
 
 @pytest.mark.parametrize("unusable", [NAN, INF, -INF, -1e6, -3e38])
-def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
+def test_tokens_count_where_the_correction_counts_them(unusable):
     """A large number instead of minus infinity is omitted, as what is not finite is."""
     train, rollout = torch.tensor([0.0, 0.0, -1.0]), torch.tensor([-0.5, unusable, -0.75])
     mask = torch.ones(3)
@@ -35,7 +35,7 @@ def test_tokens_count_where_the_correction_counts_them(unusable: float) -> None:
     assert of_all["train_rollout_logprob_abs_diff"] == pytest.approx((0.5 + 0.25) / 2)
 
 
-def test_the_worst_of_several_servers() -> None:
+def test_the_worst_of_several_servers():
     worker = torch.tensor([0, 1, 1, 2, -1, 300]).repeat_interleave(MIN_WORKER_TOKENS)
     difference = torch.tensor([0.1, 0.1, 0.3, 0.5, 0.1, 0.4]).repeat_interleave(MIN_WORKER_TOKENS)
     sums = sums_by(WORKER, -1 - difference, torch.full_like(difference, -1.0), torch.ones_like(worker), worker)

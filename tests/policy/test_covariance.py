@@ -1,23 +1,20 @@
 """Clip-Cov and KL-Cov against verl, over splits and ranks, and at the limits."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from slime_tis import Ranks
 from slime_tis.policy.config import CovarianceRule
 from slime_tis.policy.covariance import covariance_limit
 from slime_tis.policy.losses import clip_cov, kl_cov, ppo_clip
 from tests.correction.test_trimming import over_ranks
-from tests.golden.methods import Case, cases
+from tests.golden.methods import cases
 from tests.policy.test_losses_2026 import check, policies
 
 
 @pytest.mark.parametrize("case", cases("verl.kl_cov"))
-def test_kl_cov_equals_verl(case: Case) -> None:
+def test_kl_cov_equals_verl(case):
     log_prob, old, advantage = policies(case)
     options = case.params["policy_loss"]
     limit = covariance_limit(log_prob, advantage, case.input("mask"), CovarianceRule(share=options["kl_cov_ratio"]))
@@ -29,11 +26,11 @@ def test_kl_cov_equals_verl(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("verl.clip_cov"))
-def test_clip_cov_equals_verl_without_its_draw(case: Case) -> None:
+def test_clip_cov_equals_verl_without_its_draw(case):
     """Where verl draws some of the candidates, as many are selected here."""
     log_prob, old, advantage = policies(case)
     options, mask = case.params["policy_loss"], case.input("mask")
-    clips: dict[str, Any] = {"clip_low": case.params["clip_ratio_low"], "clip_high": case.params["clip_ratio_high"]}
+    clips = {"clip_low": case.params["clip_ratio_low"], "clip_high": case.params["clip_ratio_high"]}
     rule = CovarianceRule(share=options["clip_cov_ratio"], lower=options["clip_cov_lb"], upper=options["clip_cov_ub"])
     _, clipped = ppo_clip(log_prob.detach(), old, advantage, **clips)
     limit = covariance_limit(log_prob, advantage, mask, rule)
@@ -47,7 +44,7 @@ def test_clip_cov_equals_verl_without_its_draw(case: Case) -> None:
     check(case, loss, log_prob, "token-mean")
 
 
-def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def batch(seed=0):
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.rand(400, generator=generator) > 0.2).float()
     return -torch.rand(400, generator=generator) * 5, torch.randn(400, generator=generator), mask
@@ -56,7 +53,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     "rule", [CovarianceRule(share=0.05), CovarianceRule(share=0.04, lower=0.5, upper=2.0)], ids=str
 )
-def test_the_largest_covariances_are_selected_for_every_split_over_ranks(rule: CovarianceRule) -> None:
+def test_the_largest_covariances_are_selected_for_every_split_over_ranks(rule):
     log_probs, advantages, mask = batch()
     a, log_p = (x[mask > 0].double() for x in (advantages, log_probs))
     c = (a - a.mean()) * (log_p - log_p.mean())
@@ -68,7 +65,7 @@ def test_the_largest_covariances_are_selected_for_every_split_over_ranks(rule: C
     assert found.tolist() == pytest.approx(expected) and len(expected) > 10
     parts = [torch.arange(start, 400, 3) for start in range(3)]
 
-    def count_of(part: Tensor, ranks: Ranks) -> Tensor:
+    def count_of(part, ranks):
         rank_limit = covariance_limit(log_probs[part], advantages[part], mask[part], rule, ranks)
         return (rank_limit.selects(log_probs[part], advantages[part]) & (mask[part] > 0)).sum()
 
@@ -76,7 +73,7 @@ def test_the_largest_covariances_are_selected_for_every_split_over_ranks(rule: C
 
 
 @pytest.mark.parametrize("mask", [0.0, 1.0], ids=["no token", "tokens without log-probs"])
-def test_nothing_is_selected_without_usable_tokens(mask: float) -> None:
+def test_nothing_is_selected_without_usable_tokens(mask):
     log_probs = torch.full((5,), math.nan)
     limit = covariance_limit(log_probs, torch.ones(5), torch.full((5,), mask), CovarianceRule(share=0.5))
     assert not limit.selects(log_probs, torch.ones(5)).any()

@@ -1,9 +1,6 @@
 """The user's functions for advantages and losses, held to their contracts."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, loss_batch, reduced_loss, token_advantages
 from slime_tis.policy.reducers import dr_grpo
-from slime_tis.policy.tokens import ResponseTokens
 from tests.policy.test_policy_loss import make
 
 ARGS = Namespace(rollout_max_response_len=8)
@@ -23,20 +19,20 @@ OPTIONS = {
 }
 
 
-def make_tokens(lengths: list[int]) -> ResponseTokens:
+def make_tokens(lengths):
     values = [[0.5] * length for length in lengths]
     masks = [[1] * length for length in lengths]
     return make(masks, rollout_log_probs=values, old_log_probs=values, advantages=values)
 
 
-def load(tmp_path: Path, kind: str, code: str) -> ObjectiveFunctions:
+def load(tmp_path, kind, code):
     path = tmp_path / f"own_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
     options = {name: value or f"{path}:fn" for name, value in OPTIONS[kind].items()}
     return ObjectiveFunctions.load(PolicyConfig(**options), ARGS)
 
 
-def call_loss(tmp_path: Path, body: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def call_loss(tmp_path, body):
     code = f"import torch\ndef fn(args, batch, logits, sum_of_sample_mean):\n    {body}\n"
     function = load(tmp_path, "loss", code).loss
     assert function is not None
@@ -45,7 +41,7 @@ def call_loss(tmp_path: Path, body: str) -> tuple[torch.Tensor, dict[str, torch.
     return loss(make_tokens([2, 3]), torch.arange(5.0), [], logits, torch.sum)
 
 
-def test_a_loss_gets_slimes_batch(tmp_path: Path) -> None:
+def test_a_loss_gets_slimes_batch(tmp_path):
     body = """
     assert sorted(batch) == [
         "advantages", "log_probs", "loss_masks", "response_lengths", "rollout_is_weights",
@@ -74,29 +70,29 @@ WRONG_LOSSES = {
 }
 
 
-def assert_refused(message: str, function: Callable[..., object], *arguments: Any) -> None:
+def assert_refused(message, function, *arguments):
     with pytest.raises(CustomFunctionError) as refusal:
         function(*arguments)
     assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("body", WRONG_LOSSES)
-def test_a_wrong_loss_is_one_message(tmp_path: Path, body: str) -> None:
+def test_a_wrong_loss_is_one_message(tmp_path, body):
     assert_refused(f"fn ({tmp_path}/own_0.py, line 2) {WRONG_LOSSES[body]}", call_loss, tmp_path, body)
 
 
-def test_a_loss_that_raises_is_one_message_with_its_line(tmp_path: Path) -> None:
+def test_a_loss_that_raises_is_one_message_with_its_line(tmp_path):
     with pytest.raises(CustomFunctionError, match=r"fn \(.*own_0.py, line 3\) raised KeyError: 'values'"):
         call_loss(tmp_path, "return batch['values'], {}")
 
 
-def reduce(functions: ObjectiveFunctions) -> torch.Tensor:
+def reduce(functions):
     loss = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True) * 1
     mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])
     return reduced_loss(functions, make_tokens([2, 3]), loss, mask, per_token=False, seed=0)
 
 
-def test_a_reducer_reduces_and_is_checked(tmp_path: Path) -> None:
+def test_a_reducer_reduces_and_is_checked(tmp_path):
     head = "import torch\ndef fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):\n    "
     functions = load(tmp_path, "reducer", head + "return lambda loss: (loss * torch.cat(loss_masks)).sum() / 100\n")
     assert reduce(functions).item() == pytest.approx(0.12)
@@ -108,14 +104,14 @@ def test_a_reducer_reduces_and_is_checked(tmp_path: Path) -> None:
         assert_refused(message, reduce, load(tmp_path, "reducer", f"{head}{body}\n"))
 
 
-def test_dr_grpo_divides_by_the_longest_response() -> None:
+def test_dr_grpo_divides_by_the_longest_response():
     name = "slime_tis.policy.reducers.dr_grpo"
     functions = ObjectiveFunctions.load(PolicyConfig(custom_pg_loss_reducer_function_path=name), ARGS)
     assert functions.reducer is dr_grpo
     assert reduce(functions).item() == pytest.approx((1 + 2 + 4 + 5) / 8)
 
 
-def test_functions_cannot_change_what_is_trained_in_place(tmp_path: Path) -> None:
+def test_functions_cannot_change_what_is_trained_in_place(tmp_path):
     sequences = [torch.arange(4), torch.arange(5)]
     tokens = make_tokens([2, 3])
     masks = tokens.loss_mask_N.clone()
@@ -127,13 +123,13 @@ def test_functions_cannot_change_what_is_trained_in_place(tmp_path: Path) -> Non
     assert not (tokens.rollout_log_probs_L == 7).any()
 
 
-def advantages(functions: ObjectiveFunctions) -> list[float]:
-    data: dict[str, Any] = {"rewards": [1.0, -1.0], "response_lengths": [2, 3]}
+def advantages(functions):
+    data = {"rewards": [1.0, -1.0], "response_lengths": [2, 3]}
     mask = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
     return token_advantages(functions, data, [2, 3], mask, seed=0).tolist()
 
 
-def test_advantages_are_of_every_token_and_checked(tmp_path: Path) -> None:
+def test_advantages_are_of_every_token_and_checked(tmp_path):
     head = "import torch\ndef fn(args, rollout_data):\n    rollout_data['advantages'] = "
     pairs = "zip(rollout_data['rewards'], rollout_data['response_lengths'])"
     functions = load(tmp_path, "advantage", f"{head}[r * torch.arange(1.0, n + 1) for r, n in {pairs}]\n")
@@ -149,7 +145,7 @@ def test_advantages_are_of_every_token_and_checked(tmp_path: Path) -> None:
         assert_refused(message, advantages, load(tmp_path, "advantage", f"{head}{value}\n"))
 
 
-def test_metrics_are_compared_with_those_of_the_first_micro_batch(tmp_path: Path) -> None:
+def test_metrics_are_compared_with_those_of_the_first_micro_batch(tmp_path):
     code = "def fn(args, batch, logits, mean):\n    fn.n = getattr(fn, 'n', -1) + 1\n"
     code += "    return logits.sum(), {'a': 1.0} | ({'b': 2.0} if fn.n == 2 else {})\n"
     function = load(tmp_path, "loss", code.replace("mean", "sum_of_sample_mean")).loss

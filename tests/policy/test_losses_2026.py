@@ -1,21 +1,12 @@
 """Losses of 2026 against the values and gradients of the peers' own code."""
 
 import math
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from slime_tis.correction import (
-    Ranks,
-    RolloutCorrectionConfig,
-    correct,
-    off_policy_sequence_mask,
-    response_slices,
-)
+from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, off_policy_sequence_mask, response_slices
 from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
 from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
 from slime_tis.policy.losses import LOSSES, aspo, dro, gspo, kl_estimate, ppo_clip, sapo, vespo
@@ -24,7 +15,7 @@ from tests.golden.methods import BATCHES, Case, cases
 from tests.policy.test_policy_loss import make
 
 
-def average(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
+def average(loss, mask, mode):
     """The peers' averages over [B, T]."""
     loss = torch.where(mask > 0, loss, 0.0)
     if mode == "token-mean":
@@ -33,7 +24,7 @@ def average(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
     return rows.mean() if mode == "mean over all rows" else rows.sum() / (mask.sum(1) > 0).sum()
 
 
-def check(case: Case, loss: Tensor, log_prob: Tensor, mode: str, rel: float = 1e-5) -> None:
+def check(case, loss, log_prob, mode, rel=1e-5):
     value = average(loss, case.input("mask"), mode)
     value.backward()
     grad = log_prob.grad
@@ -41,13 +32,13 @@ def check(case: Case, loss: Tensor, log_prob: Tensor, mode: str, rel: float = 1e
     torch.testing.assert_close(grad, case.output("grad"), rtol=rel, atol=1e-6)
 
 
-def policies(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def policies(case):
     """log π with gradient, log of the anchor, advantages."""
     anchor = "sampler" if case.params.get("anchor") == "sampler" else "old"
     return case.input("logp").requires_grad_(), case.input(anchor), case.input("advantages")
 
 
-def test_aspo_gradient_by_hand() -> None:
+def test_aspo_gradient_by_hand():
     """r = 0.5, 1.5, 0.5, 1.5, 0.2, 5 at A = 2, 2, −1, −1, 2, −1: 1/r or r, at most 3, and 0 beyond 0.8 and 1.2."""
     ratio = torch.tensor([0.5, 1.5, 0.5, 1.5, 0.2, 5.0], dtype=torch.float64)
     old, advantage = torch.full_like(ratio, -3.0), torch.tensor([2.0, 2.0, -1.0, -1.0, 2.0, -1.0])
@@ -59,28 +50,28 @@ def test_aspo_gradient_by_hand() -> None:
     assert clipped.tolist() == [0, 1, 1, 0, 0, 0]
 
 
-def sapo_of(params: dict[str, Any], mask: Tensor, *policies: Tensor) -> Tensor:
+def sapo_of(params, mask, *policies):
     tau = {"tau_pos": 1.0, "tau_neg": 1.05} | params | params.get("sapo", {})
     return sapo(*policies, tau_positive=tau["tau_pos"], tau_negative=tau["tau_neg"])
 
 
-def vespo_of(_: dict[str, Any], mask: Tensor, log_prob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+def vespo_of(_, mask, log_prob, old, advantage):
     total = ((log_prob.detach() - old).clamp(-20, 20) * mask).sum(1, keepdim=True)
     return vespo(log_prob, total.expand_as(mask), advantage)
 
 
-def gspo_of(params: dict[str, Any], mask: Tensor, log_prob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+def gspo_of(params, mask, log_prob, old, advantage):
     mean = ((log_prob.detach() - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
     low, high = params["clip_ratio_low"], params["clip_ratio_high"]
     return gspo(log_prob, mean.expand_as(mask), advantage, clip_low=low, clip_high=high)[0]
 
 
-def dual_clip_of(params: dict[str, Any], mask: Tensor, *policies: Tensor) -> Tensor:
+def dual_clip_of(params, mask, *policies):
     low, high = params.get("epsilon_low", 0.2), params.get("epsilon_high", 0.2)
     return ppo_clip(*policies, clip_low=low, clip_high=high, dual_clip=params["delta"])[0]
 
 
-def dro_of(params: dict[str, Any], mask: Tensor, *policies: Tensor) -> Tensor:
+def dro_of(params, mask, *policies):
     return dro(*policies, beta=params["policy_loss"]["dro_beta"])
 
 
@@ -101,7 +92,7 @@ PEERS = [
     ("loss", "mode", "case"),
     [pytest.param(loss, mode, *entry.values, id=entry.id) for loss, mode, chosen in PEERS for entry in chosen],
 )
-def test_losses_equal_the_peers(loss: Callable[..., Tensor], mode: str | None, case: Case) -> None:
+def test_losses_equal_the_peers(loss, mode, case):
     inputs = policies(case)
     check(case, loss(case.params, case.input("mask"), *inputs), inputs[0], mode or case.params["loss_agg_mode"])
 
@@ -110,7 +101,7 @@ MILES = [cases("miles.unbiased_kl", kl_loss_type=kind) for kind in ("k1", "k2", 
 
 
 @pytest.mark.parametrize("case", [*cases("slime.unbiased_kl"), *chain.from_iterable(MILES)])
-def test_unbiased_kl_equals_slime_and_miles(case: Case) -> None:
+def test_unbiased_kl_equals_slime_and_miles(case):
     log_prob, old, _ = policies(case)
     ratio = (log_prob - old).exp() if case.params["unbiased"] else None
     kl = kl_estimate(log_prob, case.input("ref"), case.params["kl_loss_type"], ratio)
@@ -120,7 +111,7 @@ def test_unbiased_kl_equals_slime_and_miles(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [*cases("slime.opsm"), *cases("miles.opsm"), *cases("trl.off_policy_mask")])
-def test_off_policy_sequence_mask_equals_the_peers(case: Case) -> None:
+def test_off_policy_sequence_mask_equals_the_peers(case):
     mask, anchor = case.input("mask").bool(), case.input("sampler" if "loss_type" in case.params else "old")
     delta = case.params.get("opsm_delta") or case.params["off_policy_mask_threshold"]
     kept = off_policy_sequence_mask(case.input("logp"), anchor, case.input("advantages")[:, 0], mask, delta=delta)
@@ -128,7 +119,7 @@ def test_off_policy_sequence_mask_equals_the_peers(case: Case) -> None:
     assert torch.equal(kept[mask.any(1)], expected[mask.any(1)] > 0)
 
 
-def step_of(case: Case, step: LossStep) -> tuple[Tensor, Tensor, Tensor]:
+def step_of(case, step):
     """Value, gradient [B, T] and accepted tokens of `policy_loss` on the case's batch."""
     names = {"old": "old_log_probs", "sampler": "rollout_log_probs", "advantages": "advantages"}
     tokens = make(case.input("mask").tolist(), **{key: case.input(name).tolist() for name, key in names.items()})
@@ -141,7 +132,7 @@ def step_of(case: Case, step: LossStep) -> tuple[Tensor, Tensor, Tensor]:
     return value, log_probs.grad, outputs.record.accepted_L.view_as(log_probs)
 
 
-def step_for(correction: RolloutCorrectionConfig, *, old: bool = True, **policy: Any) -> LossStep:
+def step_for(correction, *, old=True, **policy):
     return LossStep(
         correction=correction,
         policy=PolicyConfig(**{"calculate_per_token_loss": True, **policy}),
@@ -150,7 +141,7 @@ def step_for(correction: RolloutCorrectionConfig, *, old: bool = True, **policy:
 
 
 @pytest.mark.parametrize("case", [*cases("prime_rl.default"), *cases("prime_rl.ipo")])
-def test_gradient_of_the_divergence_presets_equals_prime_rl(case: Case) -> None:
+def test_gradient_of_the_divergence_presets_equals_prime_rl(case):
     if "ipo_threshold" in case.params:
         overrides, preset = {"divergence_mask_bound": case.params["ipo_threshold"]}, "ipo"
     else:
@@ -169,7 +160,7 @@ def test_gradient_of_the_divergence_presets_equals_prime_rl(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("nemo_rl.clipped_pg", truncated_importance_sampling_type="seq-mask-tis"))
-def test_seq_mask_tis_equals_nemo_rl(case: Case) -> None:
+def test_seq_mask_tis_equals_nemo_rl(case):
     low, high = (case.params[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
     config = RolloutCorrectionConfig.preset("seq_mask_tis", rs_lower_bound=low, rs_upper_bound=high)
     step = step_for(config, calculate_per_token_loss=case.params.get("token_level_loss", True))
@@ -181,7 +172,7 @@ def test_seq_mask_tis_equals_nemo_rl(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("nemo_rl.sequence_error_mask"))
-def test_sequence_error_equals_nemo_rl(case: Case) -> None:
+def test_sequence_error_equals_nemo_rl(case):
     config = RolloutCorrectionConfig(
         rollout_rs="seq_mean_error", rollout_rs_threshold=case.params["seq_logprob_error_threshold"]
     )
@@ -196,7 +187,7 @@ def test_sequence_error_equals_nemo_rl(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases("vcpo.ess_step", use_clipped=False, scaling_rule="sqrt"))
-def test_effective_share_of_sequences_equals_vcpo(case: Case) -> None:
+def test_effective_share_of_sequences_equals_vcpo(case):
     mask = case.input("mask").bool()
     result = correct(RolloutCorrectionConfig(), case.input("old"), case.input("sampler"), mask)
     log_weights = ((case.input("old").double() - case.input("sampler")) * mask).sum(1)[mask.any(1)]
@@ -208,7 +199,7 @@ def test_effective_share_of_sequences_equals_vcpo(case: Case) -> None:
 
 
 @pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl", "gspo", "cispo", "dro"])
-def test_verls_loss_modes_equal_verl(mode: str) -> None:
+def test_verls_loss_modes_equal_verl(mode):
     compared = 0
     for (case,) in (entry.values for entry in cases(f"verl.{mode}", without="rollout_is_threshold")):
         keys = {**case.params, "policy_loss.dro_beta": case.params.get("policy_loss", {}).get("dro_beta")}
@@ -237,7 +228,7 @@ CTPO = {  # loss and norm of the gradient of the authors' function, with bounds 
 
 
 @pytest.mark.parametrize("batch", CTPO)
-def test_ctpo_equals_its_authors(batch: str) -> None:
+def test_ctpo_equals_its_authors(batch):
     for (low, high, dual), expected in zip(((0.025, 0.05, 0.05), (0.1, 0.2, 0.4)), CTPO[batch], strict=True):
         clips = {"eps_clip": -math.expm1(-low), "eps_clip_high": math.expm1(high), "eps_clip_c": math.exp(dual)}
         step = step_for(RolloutCorrectionConfig(policy_loss="experimental_ctpo"), **clips)
@@ -246,7 +237,7 @@ def test_ctpo_equals_its_authors(batch: str) -> None:
 
 
 @pytest.mark.parametrize("batch", CTPO)
-def test_cppo_equals_its_algorithm(batch: str) -> None:
+def test_cppo_equals_its_algorithm(batch):
     """Algorithm 1 of the paper, token by token in float64."""
     case, bound, budget = Case(params={}, outputs={}, batch=batch), 0.02, 0.01
     config = RolloutCorrectionConfig(policy_loss="experimental_cppo")
@@ -274,12 +265,12 @@ def test_cppo_equals_its_algorithm(batch: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - COVARIANCE_RULES))
-def test_every_loss_at_the_limits(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loss_at_the_limits(name, monkeypatch):
     """Equal policies give the policy gradient, rows can be micro-batches, and a masked batch has no gradient."""
     plain = BATCHES["plain"]
     step = step_for(RolloutCorrectionConfig(policy_loss=name))
 
-    def gradient(**changes: Any) -> Tensor:
+    def gradient(**changes):
         monkeypatch.setitem(BATCHES, "changed", plain | changes)
         case = Case(params={}, outputs={}, batch="changed")
         return step_of(case, step)[1] * case.input("mask").sum().clamp_min(1)
@@ -292,7 +283,7 @@ def test_every_loss_at_the_limits(name: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert not gradient(mask=(masked_in * 0).tolist()).any()
 
 
-def test_prefix_sums_cross_context_parallel_ranks() -> None:
+def test_prefix_sums_cross_context_parallel_ranks():
     """Two responses of 5 and 3 tokens after prompts of 2 and 1, each cut into four chunks for two ranks."""
     slices = [response_slices([7, 4], [5, 3], rank, 2) for rank in range(2)]
     values_N, mask_N = torch.arange(1.0, 9.0), torch.tensor([1, 1, 0, 1, 1, 1, 0, 1]).bool()

@@ -2,27 +2,25 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slime_tis.correction import GlobalBatch, Ranks, ReduceOp, RolloutCorrectionConfig, response_slices
+from slime_tis.correction import GlobalBatch, Ranks, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_tis import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
-from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, StepSums, metrics_by, step_metrics
+from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, metrics_by, step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 from slime_tis.trainer.megatron.batch import make_batch
 
 NAN = float("nan")
 
 
-def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) -> ResponseTokens:
+def make(masks, **values):
     """Responses after prompts of two tokens, with values by name: rollout_log_probs, advantages, old_log_probs, …"""
     lengths = [len(mask) for mask in masks]
     totals = [n + 2 for n in lengths]
@@ -40,7 +38,7 @@ def make(masks: Sequence[Sequence[int]], **values: Sequence[Sequence[float]]) ->
     )
 
 
-def build(policy: dict[str, Any] | None = None, recompute_old: bool = False, **correction: Any) -> LossStep:
+def build(policy=None, recompute_old=False, **correction):
     return LossStep(
         correction=RolloutCorrectionConfig(**{"rejection_normalizer": "kept", **correction}),
         policy=PolicyConfig(**(policy or {})),
@@ -48,14 +46,12 @@ def build(policy: dict[str, Any] | None = None, recompute_old: bool = False, **c
     )
 
 
-def evaluate(
-    step: LossStep, tokens: ResponseTokens, log_probs: Tensor, entropy: Tensor
-) -> tuple[Tensor, Tensor, StepSums]:
+def evaluate(step, tokens, log_probs, entropy):
     found = policy_loss(LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy), step)
     return found.numerator, found.denominator, found.sums
 
 
-def loss_of(step: LossStep, tokens: ResponseTokens, log_probs: list[float]) -> tuple[float, Tensor, StepSums]:
+def loss_of(step, tokens, log_probs):
     """(loss, gradient at the log-probs, sums) of a step with this micro-batch alone."""
     leaf = torch.tensor(log_probs, requires_grad=True)
     numerator, denominator, sums = evaluate(step, tokens.to(leaf.device), leaf, torch.zeros(len(log_probs)))
@@ -64,7 +60,7 @@ def loss_of(step: LossStep, tokens: ResponseTokens, log_probs: list[float]) -> t
     return (numerator / denominator.clamp_min(1)).item(), leaf.grad, sums
 
 
-def counts(sums: StepSums) -> list[float]:
+def counts(sums):
     """Accepted and original denominator, accepted and original tokens."""
     found = (sums.loss_denominator, sums.original_denominator, sums.accepted_tokens, sums.masked_in_tokens)
     return [value.item() for value in found]
@@ -76,12 +72,12 @@ CURRENT = [-1.0, -1.0, -1.0, -1.0, -1.5, -0.5]
 ADVANTAGES = [[1.0] * 4, [-2.0] * 2]
 
 
-def batch(**values: Sequence[Sequence[float]]) -> ResponseTokens:
+def batch(**values):
     """`make` of the constants above, with these values instead or in addition."""
     return make(MASKS, **{"rollout_log_probs": ROLLOUT, "advantages": ADVANTAGES, **values})
 
 
-def test_the_loss_decays_with_the_age_of_the_weights() -> None:
+def test_the_loss_decays_with_the_age_of_the_weights():
     """Versions 5 (trained), 3, 4 and unknown: factors 1, 0.25, 0.5 and 1; masked tokens and the divisor as before."""
     versions = {"weight_versions": [[5, 3, 3, 4], [-1, 7]]}
     tokens = batch(**versions)
@@ -92,12 +88,12 @@ def test_the_loss_decays_with_the_age_of_the_weights() -> None:
     assert (gradient / plain)[[0, 1, 3, 4, 5]].tolist() == pytest.approx([1, 0.25, 0.5, 1, 1])
 
 
-def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_over_sequences() -> None:
+def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_over_sequences():
     _, grad, _ = loss_of(build(), batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
-def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominator() -> None:
+def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominator():
     # Ratios: 1, e, (masked), e^−0.5 | 1, e^−0.25. Rejection keeps [0.5, 2], so the second token goes.
     step = build(use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
     _, grad, sums = loss_of(step, batch(), CURRENT)
@@ -106,20 +102,20 @@ def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominat
     assert counts(sums) == [2, 2, 3, 5]
 
 
-def test_the_original_denominator_keeps_counting_what_was_rejected() -> None:
+def test_the_original_denominator_keeps_counting_what_was_rejected():
     step = build(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0, rejection_normalizer="original")
     _, grad, _ = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, 0, 2 / 4, 2 / 4]))
 
 
-def test_a_rejected_sequence_does_not_count() -> None:
+def test_a_rejected_sequence_does_not_count():
     step = build(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=1.2)
     _, grad, sums = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
     assert counts(sums) == [1, 2, 2, 5]
 
 
-def test_bypass_clips_against_the_rollout_policy() -> None:
+def test_bypass_clips_against_the_rollout_policy():
     step = build(use_rollout_logprobs=True)
     _, grad, _ = loss_of(step, batch(), CURRENT)
     # A > 0: ratio e > 1.2 is clipped, e^−0.5 is not; A < 0: ratio e^−0.25 < 0.8 is clipped.
@@ -127,7 +123,7 @@ def test_bypass_clips_against_the_rollout_policy() -> None:
 
 
 @pytest.mark.parametrize("loss", ["ppo", "reinforce"])
-def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_them(loss: str) -> None:
+def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_them(loss):
     # Weights π_θ/π_rollout: 1, e, (masked), e^−0.5 | 1, e^−0.25; the second is above the bound of 2.
     step = build(use_rollout_logprobs=True, policy_loss=loss)
     _, grad, sums = loss_of(step, batch(), CURRENT)
@@ -144,7 +140,7 @@ def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_th
         torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
-def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
+def test_reinforce_weights_the_log_prob_by_the_current_ratio():
     step = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
     loss, grad, _ = loss_of(step, batch(), CURRENT)
     weights = torch.tensor([1.0, 2.0, 0.0, 0.60653066, 1.0, 0.7788008])
@@ -153,7 +149,7 @@ def test_reinforce_weights_the_log_prob_by_the_current_ratio() -> None:
     assert loss == pytest.approx((expected @ torch.tensor(CURRENT)).item())
 
 
-def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_policy() -> None:
+def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_policy():
     old = [[-1.0, -1.1, -9.0, -2.0], [-1.5, -0.4]]
     tokens = batch(old_log_probs=old)
     _, grad, sums = loss_of(build(recompute_old=True), tokens, CURRENT)
@@ -164,7 +160,7 @@ def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_poli
     assert metrics["ois"] == pytest.approx(((1 + ratio[1] + ratio[3]) / 3 + (1 + ratio[5]) / 2).item() / 2, rel=1e-6)
 
 
-def test_interpolated_old_log_probs_follow_the_versions() -> None:
+def test_interpolated_old_log_probs_follow_the_versions():
     versions = [[0, 1, 2, 3], [3, 3]]
     tokens = batch(advantages=[[1.0] * 4, [1.0] * 2], weight_versions=versions)
     step = replace(build({"eps_clip": 0.9, "eps_clip_high": 9.0}, old_logprobs="interpolate"), version=3)
@@ -175,7 +171,7 @@ def test_interpolated_old_log_probs_follow_the_versions() -> None:
     torch.testing.assert_close(grad, -ratio * torch.tensor([1 / 6, 1 / 6, 0, 1 / 6, 1 / 4, 1 / 4]))
 
 
-def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
+def test_off_policy_sequence_masking_against_the_old_policy_is_slimes():
     # log π_old − log π_θ: 0.1 on average in both; only the second sequence has a negative advantage.
     old = [[-0.9, -0.9, -9.0, -0.9], [-1.4, -0.4]]
     step = build({"use_opsm": True, "opsm_policy": "old", "opsm_delta": 0.05}, recompute_old=True)
@@ -189,7 +185,7 @@ def test_off_policy_sequence_masking_against_the_old_policy_is_slimes() -> None:
 
 
 @pytest.mark.parametrize(("delta", "accepted"), [(0.1, False), (0.2, True)])
-def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float, accepted: bool) -> None:
+def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta, accepted):
     # log π_rollout − log π_θ: −0.17 on average in the first, and 0.125 in the second, of a negative advantage.
     step = build({"use_opsm": True, "opsm_delta": delta})
     _, grad, sums = loss_of(step, batch(), CURRENT)
@@ -204,8 +200,8 @@ def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta: float
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("bypass", [False, True])
-def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, bypass: bool) -> None:
-    options: dict[str, Any] = {"use_rollout_logprobs": True} if bypass else {"use_tis": True}
+def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad, bypass):
+    options = {"use_rollout_logprobs": True} if bypass else {"use_tis": True}
     poisoned = batch(rollout_log_probs=[[-1.0, bad, bad, -0.5], ROLLOUT[1]])
     masked = make([[1, 0, 0, 1], [1, 1]], rollout_log_probs=ROLLOUT, advantages=ADVANTAGES)
     _, grad, sums = loss_of(build(**options), poisoned, CURRENT)
@@ -216,14 +212,14 @@ def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad: float, b
     assert all(value == value for value in metrics.values())
 
 
-def test_a_neutral_token_has_ratio_one_in_bypass_mode() -> None:
+def test_a_neutral_token_has_ratio_one_in_bypass_mode():
     tokens = batch(rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]])
     step = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
     _, grad, _ = loss_of(step, tokens, CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
-def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
+def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit():
     values = {"rollout_log_probs": [[-1.0, NAN, -9.0, -0.5], ROLLOUT[1]], "advantages": ADVANTAGES}
     old = [[-1.2, -1.1, -1.0, -2.0], [-1.5, -0.4]]
     _, plain, _ = loss_of(build(), make(MASKS, **values), CURRENT)
@@ -238,7 +234,7 @@ def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"use_rollout_logprobs": True}, {"old_logprobs": "interpolate"}, {"use_rs": True}], ids=str
 )
-def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: dict[str, Any]) -> None:
+def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options):
     tokens = batch()
     measured = build(get_mismatch_metrics=True, **options)
     metrics = step_metrics(loss_of(measured, tokens, CURRENT)[2], measured.correction, PolicyConfig())
@@ -248,7 +244,7 @@ def test_the_mismatch_of_the_only_step_is_that_of_its_own_forward_pass(options: 
     assert metrics["mismatch_kl"] == pytest.approx(-(1.0 - 0.5 - 0.25) / 4)
 
 
-def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
+def test_the_mismatch_is_reported_by_staleness_of_the_weights():
     # Δ: 0, 1, (masked), −0.5 at versions 3, 3, 3, 2 | 0, −0.25 at versions 1, 0; the policy is at version 3.
     versions = [[3.0, 3.0, 3.0, 2.0], [1.0, 0.0]]
     sums = loss_of(replace(build(), version=3), batch(weight_versions=versions), CURRENT)[2]
@@ -263,7 +259,7 @@ def test_the_mismatch_is_reported_by_staleness_of_the_weights() -> None:
     assert metrics_by(STALENESS, fresh.staleness) == {}
 
 
-def test_kl_and_entropy_enter_the_loss() -> None:
+def test_kl_and_entropy_enter_the_loss():
     step = build({"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coef": 0.1, "calculate_per_token_loss": True})
     tokens = make([[1, 1]], rollout_log_probs=[[-1.0, -1.0]], ref_log_probs=[[-1.5, -1.0]], advantages=[[1.0, 1.0]])
     leaf, entropy = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([0.3, 0.5], requires_grad=True)
@@ -275,7 +271,7 @@ def test_kl_and_entropy_enter_the_loss() -> None:
     assert metrics["loss"] == pytest.approx(-1.0 - 0.1 * 0.4 + 0.5 * (0.5 - 1.0) / 2)
 
 
-def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_metrics() -> None:
+def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_metrics():
     step = build(use_tis=True, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
     whole = batch()
     _, expected, sums = loss_of(step, whole, CURRENT)
@@ -294,7 +290,7 @@ def test_a_batch_split_into_micro_batches_sums_to_the_same_loss_and_metrics() ->
     assert merged == pytest.approx({name: metrics[name] for name in merged}, rel=1e-6, abs=1e-7)
 
 
-def test_trimming_takes_the_limit_that_it_is_given() -> None:
+def test_trimming_takes_the_limit_that_it_is_given():
     # Δ²: 0, 1, (masked), 0.25 | 0, 0.0625: over all five the mean of all but the 1 is 0.078.
     options = {"rs_second_moment_bound": 0.1}
     whole = batch()
@@ -312,23 +308,23 @@ def test_trimming_takes_the_limit_that_it_is_given() -> None:
 class Observer:
     """A user function that keeps its arguments and changes nothing."""
 
-    def __init__(self, metrics: Callable[[int], dict[str, Tensor]] = lambda call: {}) -> None:
+    def __init__(self, metrics=lambda call: {}):
         self.metrics = metrics
-        self.calls: list[dict[str, Any]] = []
+        self.calls = []
 
-    def __call__(self, args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **kwargs: Any) -> Any:
+    def __call__(self, args, *, pg_loss, loss_masks, **kwargs):
         self.calls.append({"loss_masks": loss_masks, "random": torch.rand(()).item(), **kwargs})
         return pg_loss, loss_masks, self.metrics(len(self.calls))
 
 
-def custom(function: Callable[..., Any], seed: int = 0, **correction: Any) -> LossStep:
+def custom(function, seed=0, **correction):
     return replace(build(**correction), custom=CustomTis(function=function, args=Namespace(), seed=seed))
 
 
-def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_mask() -> None:
-    seen: dict[str, Any] = {}
+def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_mask():
+    seen = {}
 
-    def halve(args: Any, *, pg_loss: Tensor, loss_masks: list[Tensor], **kwargs: Any) -> Any:
+    def halve(args, *, pg_loss, loss_masks, **kwargs):
         seen.update(kwargs)
         masks = [mask.clone() for mask in loss_masks]
         masks[0][0] = 0
@@ -346,10 +342,10 @@ def test_a_custom_function_sees_slimes_arguments_and_ours_and_replaces_loss_and_
     assert metrics["gradient_kept_fraction"] == pytest.approx(4 / 5)
 
 
-def test_a_custom_function_gets_whole_masks_without_a_collective_of_its_own() -> None:
+def test_a_custom_function_gets_whole_masks_without_a_collective_of_its_own():
     watch, reduced = Observer(), list[int]()
 
-    def of_one_rank(table: Tensor, op: ReduceOp) -> Tensor:
+    def of_one_rank(table, op):
         reduced.append(table.shape[0])
         return table
 
@@ -361,7 +357,7 @@ def test_a_custom_function_gets_whole_masks_without_a_collective_of_its_own() ->
     assert reduced == [1]  # the correction's table alone, of one sequence
 
 
-def test_a_custom_function_replaces_veto_and_trimming_too() -> None:
+def test_a_custom_function_replaces_veto_and_trimming_too():
     step = custom(Observer(), use_tis=True, rs_second_moment_bound=0.1, rs_veto_upper_threshold=2.0)
     _, grad, sums = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
@@ -369,8 +365,8 @@ def test_a_custom_function_replaces_veto_and_trimming_too() -> None:
     assert not any("second_moment" in name or "catastrophic" in name for name in metrics)
 
 
-def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
-    def careless(args: Any, *, pg_loss: Tensor, **k: Any) -> Any:
+def test_a_custom_function_for_metrics_alone_may_work_in_place():
+    def careless(args, *, pg_loss, **k):
         pg_loss.mul_(0.5).add_(1)
         for name in ("train_log_probs", "rollout_log_probs", "loss_masks", "advantages", "log_probs"):
             for values in k[name]:
@@ -389,7 +385,7 @@ def test_a_custom_function_for_metrics_alone_may_work_in_place() -> None:
         assert torch.equal(getattr(tokens, name), value), name
 
 
-def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_that_is_missing_is_nan() -> None:
+def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_that_is_missing_is_nan():
     watch = Observer()
     tokens = batch(rollout_log_probs=[[-1.0, NAN, NAN, -0.5], ROLLOUT[1]])
     loss_of(custom(watch, use_tis=True), tokens, CURRENT)
@@ -397,7 +393,7 @@ def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_th
     assert seen[0].nan_to_num(9.0).tolist() == [-1.0, 9.0, 0.0, -0.5] and seen[1].tolist() == ROLLOUT[1]
 
 
-def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
+def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours():
     names = ("loss", "grad_norm", "custom_loss", "mine", "opsm_clipfrac")
     greedy = Observer(lambda call: dict.fromkeys(names, torch.full((6,), 99.0)))
     step = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
@@ -408,7 +404,7 @@ def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours() -> None:
     assert [metrics[name] for name in names] == pytest.approx([99.0] * 5)
 
 
-def test_metrics_of_other_names_in_another_micro_batch_are_refused() -> None:
+def test_metrics_of_other_names_in_another_micro_batch_are_refused():
     step = custom(Observer(lambda call: {("a", "b")[call - 1]: torch.zeros(6)}), use_tis=True)
     tokens = batch()
     loss_of(step, tokens, CURRENT)
@@ -417,7 +413,7 @@ def test_metrics_of_other_names_in_another_micro_batch_are_refused() -> None:
         loss_of(step, tokens, CURRENT)
 
 
-def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() -> None:
+def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch():
     lottery = Observer()
     tokens = batch()
     before = torch.get_rng_state()
@@ -430,13 +426,13 @@ def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch() 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_turns_are_the_runs_of_trained_tokens_of_each_response() -> None:
+def test_turns_are_the_runs_of_trained_tokens_of_each_response():
     mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 1.0])
     assert turns_of(mask, [6, 0, 2, 3]).tolist() == [1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 2]
     assert turns_of(mask[:0], [0]).tolist() == []
 
 
-def test_the_mismatch_is_reported_by_turn_without_what_tools_said() -> None:
+def test_the_mismatch_is_reported_by_turn_without_what_tools_said():
     tokens = make(
         [[1, 1, 0, 1], [1, 0]],
         rollout_log_probs=[[-1.0, -1.0, 9.0, -3.0], [-1.0, -50.0]],
@@ -450,7 +446,7 @@ def test_the_mismatch_is_reported_by_turn_without_what_tools_said() -> None:
     assert {name.rpartition("_turn_")[2] for name in found} == {"1", "2"}
 
 
-def test_segments_of_a_rollout_are_averaged_over_together() -> None:
+def test_segments_of_a_rollout_are_averaged_over_together():
     mask = torch.tensor([True, True, False, True, True, True])
     counts = torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64)
     apart = LossReduction.build(mask, counts, [3, 2, 1], [0, 1, 2], per_token=False)

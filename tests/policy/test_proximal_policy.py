@@ -33,7 +33,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("options", "of_batch", "once", "twice", "forward"), CASES.values(), ids=CASES)
-def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, forward: bool) -> None:
+def test_forward_passes(options, of_batch, once, twice, forward):
     config = RolloutCorrectionConfig(**options)
     assert needs_global_batch(config) == of_batch
     assert [uses_recomputed_old_policy(config, steps) for steps in (1, 2)] == [once, twice]
@@ -48,6 +48,6 @@ def test_forward_passes(options: dict, of_batch: bool, once: bool, twice: bool, 
     [({}, True), (NORMALIZES, True), (BYPASS, False), (INTERPOLATES, False)],
     ids=["decoupled", "batch-normalised", "bypass", "interpolated"],
 )
-def test_the_clip_acts_unless_the_policy_is_its_own_old_policy(options: dict, once: bool) -> None:
+def test_the_clip_acts_unless_the_policy_is_its_own_old_policy(options, once):
     config = RolloutCorrectionConfig(**options)
     assert [clip_is_inactive(config, steps) for steps in (1, 2)] == [once, False]

@@ -1,8 +1,6 @@
 """Logs of other programs, written by these programs, in the diagnosis."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -16,7 +14,7 @@ VALUES = [0.004 * 1.4**step for step in range(STEPS)]
 """Mean |Δ| of a run whose rollout engine misses every update."""
 
 
-def tensorboard(directory: Path) -> Path:
+def tensorboard(directory):
     writer = SummaryWriter(directory)
     for step, value in enumerate(VALUES):
         writer.add_scalar("policy/rollout_train_logprobs_abs_diff_mean", value, step)
@@ -24,13 +22,13 @@ def tensorboard(directory: Path) -> Path:
     return directory
 
 
-def trainer_state(directory: Path) -> Path:
+def trainer_state(directory):
     rows = [{"step": i, "sampling/sampling_logp_difference/mean": value} for i, value in enumerate(VALUES)]
     TrainerState(log_history=rows).save_to_json(str(directory / "trainer_state.json"))
     return directory
 
 
-def console(directory: Path) -> Path:
+def console(directory):
     """As verl's LocalLogger prints, with Ray's prefix and with numpy's numbers."""
     path = directory / "train.log"
     lines = [
@@ -41,7 +39,7 @@ def console(directory: Path) -> Path:
     return path
 
 
-def table(directory: Path) -> Path:
+def table(directory):
     path = directory / "export.csv"
     rows = [f"{step},{value},text" for step, value in enumerate(VALUES)]
     path.write_text("\n".join(["_step,debug/vllm_vs_local_logprob_diff_mean,name", *rows]) + "\n")
@@ -49,7 +47,7 @@ def table(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", [tensorboard, trainer_state, console, table], ids=lambda write: write.__name__)
-def test_a_log_of_another_program_is_diagnosed(write: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_log_of_another_program_is_diagnosed(write, tmp_path):
     path = write(tmp_path)
     rows = read_log(path)
     assert rows is not None and [row["step"] for row in rows] == list(range(STEPS))
@@ -73,7 +71,7 @@ def test_a_log_of_another_program_is_diagnosed(write: Callable[[Path], Path], tm
     ],
     ids=lambda value: repr(value)[:24],
 )
-def test_a_log_without_metrics_is_refused(name: str, content: str, tmp_path: Path) -> None:
+def test_a_log_without_metrics_is_refused(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     for path in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match=name):

@@ -10,7 +10,6 @@ import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,32 +28,32 @@ from tests.test_docs import blocks
 class Parsed(HTMLParser):
     """Elements of a page, and the text of its scripts."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
+        self.elements = []
+        self.scripts = []
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         if tag == "script":
             self.scripts.append("")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.elements and self.elements[-1][0] == "script":
             self.scripts[-1] += data
 
     @property
-    def data(self) -> dict:
+    def data(self):
         packed = self.scripts[2].strip()
         return {**json.loads(self.scripts[0]), "samples": unpacked(inflated(packed))[0] if packed else None}
 
 
-def inflated(packed: str) -> bytes:
+def inflated(packed):
     return zlib.decompress(base64.b64decode(packed))
 
 
-def unpacked(raw: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def unpacked(raw):
     """The JSON and the columns of `samples.packed`, read as samples.js does."""
     (length,) = struct.unpack_from("<I", raw)
     head = json.loads(raw[4 : 4 + length])
@@ -67,23 +66,23 @@ def unpacked(raw: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return head, columns
 
 
-def source(table: TokenTable | None = None) -> Source:
+def source(table=None):
     table = make_table() if table is None else table
     return Source(name="dump", path=Path("dump.parquet"), metrics=(), table=table, note="")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("report") / "run")
 
 
 @pytest.fixture(scope="module")
-def page(run: Path) -> str:
+def page(run):
     assert main(["report", str(run)]) == 0
     return (run / "report.html").read_text()
 
 
-def test_the_page_is_self_contained(page: str) -> None:
+def test_the_page_is_self_contained(page):
     parsed = Parsed(page)
     types = [attributes.get("type") for tag, attributes in parsed.elements if tag == "script"]
     assert types == ["application/json", None, *["application/octet-stream", None] * 2]  # data, samples, plotly
@@ -93,7 +92,7 @@ def test_the_page_is_self_contained(page: str) -> None:
     assert "default-src 'none'" in page and len(page) < 3_000_000
 
 
-def test_hostile_text_stays_data(page: str) -> None:
+def test_hostile_text_stays_data(page):
     assert HOSTILE not in page and "<img src=x" not in page
     data = Parsed(page).data
     assert re.fullmatch("[A-Za-z0-9+/=]+", Parsed(page).scripts[2].strip())
@@ -101,7 +100,7 @@ def test_hostile_text_stays_data(page: str) -> None:
     assert HOSTILE in shown and any(HOSTILE in sample["prompt"] for sample in data["samples"]["samples"])
 
 
-def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
+def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page):
     data = Parsed(page).data
     assert [plot["id"] for plot in data["overview"]] == ["run-reward", "run-mismatch", "run-ess", "run-gradient"]
     (warning,) = data["warnings"]
@@ -116,7 +115,7 @@ def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page: str) -> None:
     assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
 
 
-def test_only_reports_are_overwritten(run: Path, page: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_only_reports_are_overwritten(run, page, tmp_path, capsys):
     own, foreign = tmp_path / "own.html", tmp_path / "notes.html"
     own.write_text(page)
     foreign.write_text("<html>my notes</html>")
@@ -139,7 +138,7 @@ def test_only_reports_are_overwritten(run: Path, page: str, tmp_path: Path, caps
     assert foreign.read_text() == "<html>my notes</html>"
 
 
-def test_a_run_without_dumps_names_the_flag_that_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_without_dumps_names_the_flag_that_writes_them(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     (run / "config.yaml").write_text("lr: 0.001\n")
     assert main(["report", str(run)]) == 0
@@ -150,7 +149,7 @@ def test_a_run_without_dumps_names_the_flag_that_writes_them(tmp_path: Path, cap
     assert "--save-debug-train-data" in capsys.readouterr().out
 
 
-def test_two_runs_in_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_two_runs_in_one_page(run, tmp_path, capsys):
     other = make_run(tmp_path / "other", steps=5)
     out = tmp_path / "both.html"
     assert main(["report", "--compare", str(run), str(other), "--out", str(out)]) == 0
@@ -163,7 +162,7 @@ def test_two_runs_in_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert main(["report", *wrong]) == 2
 
 
-def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monkeypatch) -> None:
+def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (command,) = [block for block in blocks("report.md", "") if "seeds.html" in block]
     argv = shlex.split(command)[1:]
@@ -182,7 +181,7 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monke
     assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
 
 
-def test_two_runs_differ_in_the_changed_option_and_engine(run: Path, tmp_path: Path, capsys) -> None:
+def test_two_runs_differ_in_the_changed_option_and_engine(run, tmp_path, capsys):
     other = make_run(tmp_path / "other")
     table = make_table()
     write(other / "dumps" / "0.parquet", replace(table, rollout_log_prob=table.rollout_log_prob - 0.5))
@@ -202,12 +201,12 @@ def test_two_runs_differ_in_the_changed_option_and_engine(run: Path, tmp_path: P
         assert main(["diagnose", *wrong]) == 2
 
 
-def test_any_keys_of_a_configuration_are_grouped() -> None:
+def test_any_keys_of_a_configuration_are_grouped():
     runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
     assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
 
 
-def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_json_has_the_numbers_and_no_page(run, tmp_path, capsys):
     dump = tmp_path / "dump.parquet"
     write(dump, make_table(8))
     assert main(["report", str(dump), "--json"]) == 0
@@ -226,14 +225,14 @@ def test_json_has_the_numbers_and_no_page(run: Path, tmp_path: Path, capsys: pyt
     ],
     ids=["text", "list", "cut", "nested", "400 digits"],
 )
-def test_damaged_metrics_are_refused_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, text: str) -> None:
+def test_damaged_metrics_are_refused_with_one_line(tmp_path, capsys, text):
     (tmp_path / "metrics.jsonl").write_text(text)
     assert main(["report", str(tmp_path)]) == 2
     message = capsys.readouterr().err.strip()
     assert "metrics.jsonl" in message and len(message.splitlines()) == 1
 
 
-def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch) -> None:
+def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch):
     maps = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "evil.T"], "AutoConfig": "evil.C"}}
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\nclass C: pass\n")
     for name in ("config.json", "tokenizer_config.json"):
@@ -247,13 +246,13 @@ def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch) -> None
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_absent_path_is_refused_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_absent_path_is_refused_with_one_line(tmp_path, capsys):
     for command in ("report", "diagnose"):
         assert main([command, str(tmp_path / "nothing")]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_numbers_of_a_table_by_hand() -> None:
+def test_numbers_of_a_table_by_hand():
     table = TokenTable.from_parts(
         [SampleParts(train_log_prob=[-1.0, -2.0, -3.0], rollout_log_prob=[-1.5, -2.0, -90.0], loss_mask=[1, 1, 0])]
     )
@@ -263,14 +262,14 @@ def test_numbers_of_a_table_by_hand() -> None:
     assert numbers["k3"] == pytest.approx((np.exp(0.5) - 0.5 - 1) / 2)
 
 
-def test_a_table_without_a_valid_token_is_an_ordinary_page() -> None:
+def test_a_table_without_a_valid_token_is_an_ordinary_page():
     table = TokenTable.from_parts([SampleParts(train_log_prob=[np.nan], rollout_log_prob=[-1.0])])
     empty = TokenTable.from_parts([])
     for each in (table, empty):
         assert Parsed(render(page_data([source(each)]))).data["shape"] == []
 
 
-def test_the_worst_samples_come_first_with_their_groups() -> None:
+def test_the_worst_samples_come_first_with_their_groups():
     table = make_table(40, 20)
     shown = samples.chosen_samples(table, 400)
     assert shown.tokens <= 400
@@ -282,8 +281,8 @@ def test_the_worst_samples_come_first_with_their_groups() -> None:
     assert worst.sum() == 4
 
 
-def test_the_size_of_a_page_is_bounded(tmp_path: Path) -> None:
-    def size(payload: dict[str, Any]) -> int:
+def test_the_size_of_a_page_is_bounded(tmp_path):
+    def size(payload):
         return len(zlib.compress(samples.packed(payload)))
 
     long = samples.payload(samples.chosen_samples(repeated(make_table(24, 500), 10)))
@@ -302,11 +301,11 @@ def test_the_size_of_a_page_is_bounded(tmp_path: Path) -> None:
     assert len(overview.warnings(rows)) == 200 and len(plot.layout["shapes"]) == 200
 
 
-def repeated(table: TokenTable, times: int) -> TokenTable:
+def repeated(table, times):
     return TokenTable.concatenate([table] * times)
 
 
-def test_columns_survive_the_round_trip_through_the_page() -> None:
+def test_columns_survive_the_round_trip_through_the_page():
     table = make_table(3, 7)  # 21 values: a column of bytes is not aligned
     head, columns = unpacked(samples.packed(samples.payload(table)))
     np.testing.assert_array_equal(columns["train"], table.train_log_prob)
@@ -318,8 +317,8 @@ def test_columns_survive_the_round_trip_through_the_page() -> None:
     assert head["experts"] == {"layers": 3, "of": 3, "k": 2} and head["offsets"] == [0, 7, 14, 21]
 
 
-def test_a_variable_with_a_single_value_is_not_plotted() -> None:
-    def drawn(*tables: TokenTable) -> set[str]:
+def test_a_variable_with_a_single_value_is_not_plotted():
+    def drawn(*tables):
         return {plot["id"] for plot in page_data([source(table) for table in tables])["shape"]}
 
     short, long = make_table(4, 10), make_table(4, 20)
@@ -327,23 +326,23 @@ def test_a_variable_with_a_single_value_is_not_plotted() -> None:
     assert "by-length" in drawn(TokenTable.concatenate([short, long]))
 
 
-def test_steps_exclude_evaluations() -> None:
+def test_steps_exclude_evaluations():
     rows = ({"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/grad_norm": 1.0}, {"step": 2, "train/grad_norm": 1.0})
     run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
     assert page_data([run])["subtitle"] == ["run: 2 steps"]
 
 
-def test_recurring_warnings_are_listed_again() -> None:
+def test_recurring_warnings_are_listed_again():
     rows = [{"step": i, "health/mismatch": float(held)} for i, held in enumerate([1, 1, 0, 1])]
     found = overview.warnings(rows)
     assert [(warning["step"], warning["last"]) for warning in found] == [(0, 1), (3, 3)]
 
 
-def test_the_front_has_the_undominated_points() -> None:
+def test_the_front_has_the_undominated_points():
     assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [True, True, True, False, True]
 
 
-def test_dumps_moved_with_their_run_are_found(tmp_path: Path) -> None:
+def test_dumps_moved_with_their_run_are_found(tmp_path):
     run = make_run(tmp_path / "before")
     moved = run.rename(tmp_path / "after")
     table = open_source(str(moved)).table

@@ -1,7 +1,5 @@
 """Health warnings: each rule on the metrics of one step, and when warnings begin and end."""
 
-from collections.abc import Mapping
-
 import pytest
 
 from slime_tis import RolloutCorrectionConfig
@@ -28,7 +26,7 @@ GOOD = {
     "train/worst_worker_ratio": 3.0,
     "perf/micro_batch_load": 1.0,
 }
-BAD: dict[str, tuple[str, float, int, str]] = {
+BAD = {
     "rejection": ("train/gradient_kept_fraction", 0.46, 2, "54.0% of the tokens are rejected"),
     "effective_samples": ("train/mis_eff_sample_size", 0.31, 2, "fewer than 50%"),
     "at_bound": ("train/mis_truncate_fraction", 0.2, 10, "--tis-upper-bound 2"),
@@ -46,22 +44,22 @@ BAD: dict[str, tuple[str, float, int, str]] = {
 """Rule: its metric, a bad value, steps until the warning, and a part of the message."""
 
 
-def messages(health: Health, rows: list[Mapping[str, float]]) -> list[tuple[int, str]]:
+def messages(health, rows):
     """(step, message) of rows."""
     return [(step, message) for step, row in enumerate(rows, start=1) for message in health.check(row)[1]]
 
 
-def causes(row: Mapping[str, float], config: RolloutCorrectionConfig = TIS) -> list[str]:
+def causes(row, config=TIS):
     return [name for name, finding in evaluate(STEP_RULES, row, config).items() if finding]
 
 
-def test_values_at_the_limits_are_healthy() -> None:
+def test_values_at_the_limits_are_healthy():
     assert messages(Health(TIS), [GOOD] * 50) == []
     assert Health(TIS).check(GOOD) == ({}, [])
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_finding_is_printed_once_and_marks_every_step(name: str) -> None:
+def test_a_finding_is_printed_once_and_marks_every_step(name):
     metric, value, after, text = BAD[name]
     health = Health(TIS)
     rows = [health.check(GOOD | {metric: value}) for _ in range(after + 5)]
@@ -71,7 +69,7 @@ def test_a_finding_is_printed_once_and_marks_every_step(name: str) -> None:
     assert [metrics for metrics, _ in rows] == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
 
 
-def test_a_finding_that_comes_and_goes_does_not_flap() -> None:
+def test_a_finding_that_comes_and_goes_does_not_flap():
     bad = GOOD | {"train/grad_norm": 0.0}
     health = Health(TIS)
     assert len(messages(health, [bad, GOOD, bad, *[GOOD] * 9, bad])) == 1
@@ -84,7 +82,7 @@ def test_a_finding_that_comes_and_goes_does_not_flap() -> None:
     ]
 
 
-def test_bounds_are_blamed_for_rejection_unless_all_samples_were_retokenized() -> None:
+def test_bounds_are_blamed_for_rejection_unless_all_samples_were_retokenized():
     row = GOOD | {"train/grad_norm": 0.0, "train/skipped_steps": 1.0, "train/gradient_kept_fraction": 0.0}
     for retokenized, text in ((0.0, "widen the bounds"), (0.5, "widen the bounds"), (1.0, "retokenized")):
         findings = evaluate(STEP_RULES, row | {"rollout/retokenized": retokenized}, TIS)
@@ -104,18 +102,18 @@ def test_bounds_are_blamed_for_rejection_unless_all_samples_were_retokenized() -
     ],
     ids=["no correction", "metrics only", "TIS", "bypass", "interpolated old policy"],
 )
-def test_uncorrected_staleness_is_a_finding(config: RolloutCorrectionConfig, names: list[str]) -> None:
+def test_uncorrected_staleness_is_a_finding(config, names):
     assert causes(GOOD, config) == names
     assert "staleness" not in causes(GOOD | {"rollout/weight_staleness": 0.0}, config)
 
 
-def test_the_bound_is_named_by_the_metric_of_its_mode() -> None:
+def test_the_bound_is_named_by_the_metric_of_its_mode():
     clip = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_lower_bound=0.5)
     row = GOOD | {"train/mis_clip_fraction_high": 0.2}
     assert causes(row, clip) == ["at_bound"] and causes(row, TIS) == []
 
 
-def test_a_constant_reward_is_reported_after_ten_rollouts() -> None:
+def test_a_constant_reward_is_reported_after_ten_rollouts():
     same = GOOD | {"rollout/zero_std_groups": 1.0, "rollout/raw_reward": 0.0}
     found = [step for step, message in messages(Health(TIS), [same] * 12) if "rollout/raw_reward is 0" in message]
     assert found == [10]
@@ -123,12 +121,12 @@ def test_a_constant_reward_is_reported_after_ten_rollouts() -> None:
     assert not any("rollout/raw_reward" in message for _, message in messages(Health(TIS), varied))
 
 
-def test_a_missing_metric_neither_begins_nor_ends_a_finding() -> None:
+def test_a_missing_metric_neither_begins_nor_ends_a_finding():
     assert evaluate(STEP_RULES, {}, NO_CORRECTION) == {}
     health = Health(TIS)
     assert len(messages(health, [GOOD | {"train/grad_norm": 0.0}])) == 1
     assert messages(health, [{}] * 30) == []
 
 
-def test_nan_is_reported_only_by_the_metric_that_counts_it() -> None:
+def test_nan_is_reported_only_by_the_metric_that_counts_it():
     assert causes(dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}) == ["nonfinite_gradient"]

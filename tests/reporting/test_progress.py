@@ -8,7 +8,7 @@ import pytest
 from slime_tis.trainer.reporting import progress
 
 
-def test_the_bar_follows_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_follows_and_leaves_nothing(monkeypatch):
     monkeypatch.setattr(progress, "INTERVAL", 0.005)
     written, done = io.StringIO(), [0]
     with progress.shown_progress(lambda: (done[0], 8), "responses", shown=True, file=written):
@@ -20,11 +20,8 @@ def test_the_bar_follows_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["short work", "not shown"])
-def test_no_bar(shown: bool) -> None:
+def test_no_bar(shown):
     written = io.StringIO()
-    with (
-        pytest.raises(KeyError),
-        progress.shown_progress(lambda: (0, 1), "responses", shown=shown, file=written),
-    ):
+    with pytest.raises(KeyError), progress.shown_progress(lambda: (0, 1), "responses", shown=shown, file=written):
         raise KeyError
     assert written.getvalue() == ""

@@ -1,9 +1,6 @@
 """A checkpoint and its tokenizer."""
 
-from pathlib import Path
-
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
@@ -11,16 +8,16 @@ from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(scope="session")
-def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+def tokenizer(checkpoint):
     return load_tokenizer(checkpoint)
 
 
-def make_prompts(path: Path, texts: list[str]) -> list[Prompt]:
+def make_prompts(path, texts):
     tokenizer = load_tokenizer(path)
     ids = [tuple(tokenizer(text)["input_ids"]) for text in texts]
     return [Prompt(index=i, text=text, token_ids=ids[i]) for i, text in enumerate(texts)]

@@ -3,9 +3,6 @@
 import asyncio
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,10 +26,10 @@ SAMPLING = Sampling(max_response_len=4)
 class Letters:
     """A tokenizer: token n is the n-th letter, and "bc" is one token, 27, where a text is tokenized."""
 
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
+    def decode(self, ids, **_):
         return "".join("bc" if token == 27 else chr(96 + token) for token in ids)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         ids, place = [], 0
         while place < len(text):
             pair = text[place : place + 2] == "bc"
@@ -44,12 +41,10 @@ class Letters:
 class Engine:
     """Samples 2, 3, 4 and 5 after every input, with log-probs that follow from the length of the input."""
 
-    def __init__(self, finish_reason: str = "length", version: int = 7) -> None:
+    def __init__(self, finish_reason="length", version=7):
         self.finish_reason, self.version = finish_reason, version
 
-    async def generate(
-        self, token_ids: Sequence[int], sampling_params: Mapping[str, Any] | None = None, *, session_id: Any = None
-    ) -> Generation:
+    async def generate(self, token_ids, sampling_params=None, *, session_id=None):
         count = (sampling_params or {}).get("max_new_tokens", 4)
         ids = [2, 3, 4, 5][:count]
         await asyncio.sleep(0)
@@ -57,7 +52,7 @@ class Engine:
             token_ids=ids,
             log_probs=[-float(len(token_ids)) - place / 8 for place in range(count)],
             weight_versions=[self.version] * count,
-            finish_reason=self.finish_reason,  # type: ignore[arg-type]
+            finish_reason=self.finish_reason,
             text=Letters().decode(ids),
             sampling_mask=SamplingMask.from_sets([[token, 9] for token in ids]),
             routed_experts=torch.arange(len(token_ids) + count - 1)[:, None, None] + 100 * len(token_ids),
@@ -71,7 +66,7 @@ TURN = """
 """
 
 
-def call(tmp_path: Path, body: str, engine: Any = None, sample: Sample | None = None, **options: Any) -> list[Sample]:
+def call(tmp_path, body, engine=None, sample=None, **options):
     """What a function with this body gives; the lines of the body begin in line 5 of FILE."""
     path = tmp_path / f"agent_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(f"{IMPORTS}async def generate(args, sample, sampling_params, engine):\n{body}\n")
@@ -86,7 +81,7 @@ def call(tmp_path: Path, body: str, engine: Any = None, sample: Sample | None = 
     function = build_generate_function(
         config,
         Namespace(reward_key=None),
-        Letters(),  # type: ignore[arg-type]
+        Letters(),
         sizes=ModelSizes(vocab_size=28, context_len=None),
         version=lambda: 5,
         address=("127.0.0.1", 0),
@@ -96,7 +91,7 @@ def call(tmp_path: Path, body: str, engine: Any = None, sample: Sample | None = 
     return asyncio.run(function.bind(SAMPLING)(sample, engine or Engine()))
 
 
-def test_turns_come_with_what_the_engine_recorded(tmp_path: Path) -> None:
+def test_turns_come_with_what_the_engine_recorded(tmp_path):
     observation = "    sample.append_response_tokens(args, tokens=[26], trainable=False, text='z')\n"
     (sample,) = call(tmp_path, f"{TURN}{observation}{TURN}    return sample")
     assert sample.tokens == [1, 2, 3, 2, 3, 26, 2, 3] and sample.loss_mask == [1, 1, 0, 1, 1]
@@ -109,7 +104,7 @@ def test_turns_come_with_what_the_engine_recorded(tmp_path: Path) -> None:
     assert experts is not None and experts.flatten().tolist() == [600, 601, 302, 303, 604, 605, 606]
 
 
-def test_log_probs_and_versions_may_be_left_to_the_engine(tmp_path: Path) -> None:
+def test_log_probs_and_versions_may_be_left_to_the_engine(tmp_path):
     body = """
     out = await engine.generate([8, 9], sampling_params)
     return Sample(tokens=[8, 9, *out.token_ids, 4], response_length=5, loss_mask=[1, 1, 1, 1, 0], reward=0.5)"""
@@ -128,7 +123,7 @@ RETOKENIZED = """
     return sample"""
 
 
-def test_a_sample_of_tokens_that_were_tokenized_again_is_rejected_or_trained_on_in_part(tmp_path: Path) -> None:
+def test_a_sample_of_tokens_that_were_tokenized_again_is_rejected_or_trained_on_in_part(tmp_path):
     (sample,) = call(tmp_path, RETOKENIZED)
     assert sample.retokenized == 2 and sample.remove_sample and sample.tokens[3:] == [27, 4, 2, 3]
     (sample,) = call(tmp_path, RETOKENIZED, retokenization="keep-mask")
@@ -136,7 +131,7 @@ def test_a_sample_of_tokens_that_were_tokenized_again_is_rejected_or_trained_on_
     assert sample.rollout_log_probs[2:] == [-5.0, -5.125]
 
 
-def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_path: Path) -> None:
+def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_path):
     body = """
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     text = sample.prompt
@@ -187,7 +182,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("body", "reason", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_contract_costs_one_sample_and_is_named(body: str, reason: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_contract_costs_one_sample_and_is_named(body, reason, message, tmp_path):
     (sample,) = call(tmp_path, f"    {body.strip()}")
     found = sample.metadata["generate_error"].replace(str(tmp_path / "agent_0.py"), "FILE")
     assert sample.failure == reason and message in found
@@ -195,7 +190,7 @@ def test_a_broken_contract_costs_one_sample_and_is_named(body: str, reason: str,
     assert sample.status is Sample.Status.FAILED and sample.weight_versions == [5]
 
 
-def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path: Path) -> None:
+def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path):
     (first,) = call(tmp_path, f"{TURN}    return sample", Engine("abort"))
     assert first.status is Sample.Status.ABORTED and first.loss_mask == [1, 1]
     (whole,) = call(tmp_path, f"{TURN}    return sample", Engine(version=8), sample=first)
@@ -203,12 +198,12 @@ def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path: 
     assert whole.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125] and whole.status is Sample.Status.TRUNCATED
 
 
-def test_several_segments_that_were_aborted_begin_anew(tmp_path: Path) -> None:
+def test_several_segments_that_were_aborted_begin_anew(tmp_path):
     (sample,) = call(tmp_path, f"{TURN}    return [sample, sample]", Engine("abort"))
     assert (sample.status, sample.tokens, sample.response_length) == (Sample.Status.ABORTED, [1, 2, 3], 0)
 
 
-def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_else(tmp_path: Path) -> None:
+def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_else(tmp_path):
     (good,) = call(tmp_path, f"{TURN}    return sample")
     (bad,) = call(tmp_path, "    raise ValueError('no tool')")
     good.rollout_id, bad.rollout_id, good.reward = 0, 1, 1.0
@@ -224,7 +219,7 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
     assert mark_failed_samples([[good]]) is None
 
 
-def test_a_sample_without_a_response_is_a_failure() -> None:
+def test_a_sample_without_a_response_is_a_failure():
     aborted = Sample(
         prompt_row=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[]
     )
@@ -232,7 +227,7 @@ def test_a_sample_without_a_response_is_a_failure() -> None:
     assert aborted.failure == "aborted" and aborted.tokens == [1, 2, 3, 3] and message is not None
 
 
-def test_segments_count_as_one_rollout_in_the_metrics(tmp_path: Path) -> None:
+def test_segments_count_as_one_rollout_in_the_metrics(tmp_path):
     segments = call(
         tmp_path,
         f"{TURN}    other = Sample(tokens=[5, *out.token_ids], response_length=2, loss_mask=[0, 0])\n"
@@ -246,7 +241,7 @@ def test_segments_count_as_one_rollout_in_the_metrics(tmp_path: Path) -> None:
     assert metrics["rollout/turns"] == 1.0 and metrics["rollout/observation_len"] == 2.0
 
 
-def requests(*pairs: tuple[list[int], list[int]]) -> list[Sampled]:
+def requests(*pairs):
     asked = []
     for number, (ids, out) in enumerate(pairs):
         ones = [1] * len(out)
@@ -269,14 +264,12 @@ WHERE_TOKENS_WERE = {
 @pytest.mark.parametrize(
     ("tokens", "length", "pairs", "request_of_each"), WHERE_TOKENS_WERE.values(), ids=WHERE_TOKENS_WERE
 )
-def test_where_tokens_were_sampled(
-    tokens: list[int], length: int, pairs: list[tuple[list[int], list[int]]], request_of_each: list[int]
-) -> None:
+def test_where_tokens_were_sampled(tokens, length, pairs, request_of_each):
     assert provenance(tokens, length, requests(*pairs)).request == request_of_each
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 100))
-def test_every_sampled_token_is_found_and_none_after_a_change(turns: list[list[int]], place: int) -> None:
+def test_every_sampled_token_is_found_and_none_after_a_change(turns, place):
     tokens, pairs, mask = [7], [], []
     for number, turn in enumerate(turns):
         pairs.append((list(tokens), turn))
@@ -289,7 +282,7 @@ def test_every_sampled_token_is_found_and_none_after_a_change(turns: list[list[i
     assert changed[:place] == found.request[:place] and set(changed[place:]) == {-1}
 
 
-def test_each_token_keeps_the_server_that_sampled_it() -> None:
+def test_each_token_keeps_the_server_that_sampled_it():
     sample = Sample(tokens=[1, 2, 3, 8, 4], response_length=3, rollout_log_probs=[-1.0, 0.0, -1.0])
     assert sample.worker_of_each == [-1, -1, -1]
     asked = requests(([1, 2], [3]), ([1, 2, 3, 8], [4]))
@@ -297,7 +290,7 @@ def test_each_token_keeps_the_server_that_sampled_it() -> None:
     assert sample.worker_of_each == [0, 0, 1]  # an observation has the server of the token before it
 
 
-def test_nothing_is_known_of_tokens_that_no_engine_sampled(tmp_path: Path) -> None:
+def test_nothing_is_known_of_tokens_that_no_engine_sampled(tmp_path):
     (sample,) = call(tmp_path, "    return Sample(tokens=[1, 2, 3], response_length=2)")
     assert all(math.isnan(value) for value in sample.rollout_log_probs) and sample.weight_versions == [5, 5]
     assert sample.response == "bc" and sample.retokenized == 0

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.samples import make_sample
 PROMPT = Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3})
 
 
-def sample(group: int, place: int, response_ids: tuple[int, int] = (4, 5), **changes: object) -> Sample:
+def sample(group, place, response_ids=(4, 5), **changes):
     values = {
         "group_index": group,
         "index": 2 * group + place,
@@ -28,19 +27,19 @@ def sample(group: int, place: int, response_ids: tuple[int, int] = (4, 5), **cha
     return make_sample(PROMPT, list(response_ids), **{**values, **changes})
 
 
-def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
+def test_samples_come_back_as_they_were(tmp_path):
     groups = [[sample(0, 0), sample(0, 1, reward=None)], [sample(1, 0), sample(1, 1, response_ids=(9, 9))]]
     save_samples(tmp_path / "a" / "rollout.jsonl", groups)
     assert load_samples(tmp_path / "a" / "rollout.jsonl", 2, 2) == groups
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
 
 
-def test_a_sample_without_a_response_comes_back(tmp_path: Path) -> None:
+def test_a_sample_without_a_response_comes_back(tmp_path):
     pending = Sample(prompt_row=PROMPT, tokens=list(PROMPT.token_ids), group_index=0, index=0)
     assert from_dict(json.loads(json.dumps(to_dict(pending)))).tokens == pending.tokens
 
 
-def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path: Path) -> None:
+def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path):
     for missing in (math.nan, -math.inf, None):
         save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[missing, -0.5])]])
         assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, -0.5]
@@ -48,7 +47,7 @@ def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_af
         assert math.isnan(found[0]) and found[1] == -0.5
 
 
-def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
+def test_another_number_of_samples_is_refused(tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0), sample(0, 1)]])
     with pytest.raises(ValueError, match=r"has 1 prompts with \[2\] samples each, but --rollout-batch-size is 4"):
         load_samples(tmp_path / "x", 4, 2)
@@ -56,7 +55,7 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
         load_samples(tmp_path / "none", 4, 2)
 
 
-def test_samples_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
+def test_samples_that_do_not_fit_the_model_are_refused(tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0)]])
     assert load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=5))
     with pytest.raises(ValueError, match="line 1 has token 5"):
@@ -65,7 +64,7 @@ def test_samples_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
         load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=4))
 
 
-def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_routing_comes_back_to_the_bit(tmp_path):
     experts = torch.tensor([[[3, 1]], [[0, 255]], [[7, 2]], [[5, 6]]], dtype=torch.uint8)
     weights = torch.rand(4, 1, 2)
     rows = [
@@ -89,7 +88,7 @@ def test_routing_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 
 ROUTING = {"dtype": "uint8", "shape": [4, 1, 2], "base64": "AAAAAAAAAAA="}
-DAMAGED: dict[str, tuple[dict[str, object], str]] = {
+DAMAGED = {
     "missing fields": ({"prompt_row": None, "tokens": None}, "line 1 is not a sample"),
     "another length": ({"loss_mask": [1]}, "response_length 2, rollout_log_probs 2, loss_mask 1"),
     "overflowing reward": ({"reward": 1e308}, "line 1 has the reward"),
@@ -102,7 +101,7 @@ DAMAGED: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize(("changes", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_line_is_refused(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_damaged_line_is_refused(changes, message, tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0)]])
     (tmp_path / "x").write_text(json.dumps(json.loads((tmp_path / "x").read_text()) | changes))
     with pytest.raises(ValueError, match=message):
@@ -112,7 +111,7 @@ def test_a_damaged_line_is_refused(changes: dict[str, object], message: str, tmp
         load_samples(tmp_path / "x", 1, 1)
 
 
-def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path: Path) -> None:
+def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path):
     first = sample(0, 0, rollout_id=0, session_id="a", train_metadata={"weight": 2}, non_generation_time=0.5)
     second = Sample(
         group_index=0,

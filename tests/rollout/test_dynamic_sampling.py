@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.dynamic_sampling import MAX_REASONS, accepted_groups, collect
 from slime_tis.trainer.rollout.filter_hub import (
     DynamicFilterOutput,
@@ -16,7 +15,7 @@ from slime_tis.trainer.rollout.filter_hub import (
 from tests.rollout.test_rewards import make_samples
 
 
-def groups_of(*rewards: tuple[float, ...]) -> list[list[Sample]]:
+def groups_of(*rewards):
     """Groups with these rewards."""
     groups = []
     for number, of_group in enumerate(rewards):
@@ -34,7 +33,7 @@ def judge_with(function):
     return lambda groups: [function(None, group) for group in groups]
 
 
-def batches(*rewards: list[tuple[float, float]]):
+def batches(*rewards):
     return (groups_of(*batch) for batch in rewards)
 
 
@@ -68,7 +67,7 @@ def test_with_fallback_one_batch_is_enough():
 
 
 def test_reasons_without_end_are_counted_together():
-    reasons: Counter[str] = Counter()
+    reasons = Counter()
     outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MAX_REASONS + 5)]
     assert accepted_groups(groups_of(EQUAL) * len(outputs), outputs, 1, reasons) == []
     assert len(reasons) == MAX_REASONS + 1 and reasons["other"] == 5

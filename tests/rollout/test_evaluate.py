@@ -7,7 +7,7 @@ from slime_tis.trainer.evaluation import accuracy_metrics
 from tests.samples import make_sample
 
 
-def test_metrics_are_means_over_the_answers() -> None:
+def test_metrics_are_means_over_the_answers():
     prompt, done, cut = Prompt(index=0, text="12>", token_ids=(1, 2)), Sample.Status.COMPLETED, Sample.Status.TRUNCATED
     statuses = (done, done, done, cut, done, cut)
     samples = [

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import (
     Generation,
-    Request,
     RequestOptions,
     SampleEngine,
     SampleKey,
@@ -77,7 +76,7 @@ def test_samples_for_training_come_from_the_distribution_that_training_computes(
 
 def asked(calls, key=KEY, **options):
     """The requests that an engine makes of some inputs."""
-    requests: list[Request] = []
+    requests = []
 
     async def answer(request):
         requests.append(request)

@@ -26,7 +26,7 @@ def checkpoints(tmp_path_factory):
     }
 
 
-def make_engine(path, **options) -> LocalEngine:
+def make_engine(path, **options):
     return LocalEngine(path, load_tokenizer(path), **options)
 
 
@@ -34,7 +34,7 @@ def weights(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict().items()
 
 
-def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
+def forward_log_probs(path, sample, sampling):
     """Log-probs of the response by one forward pass over the unpadded sequence, without a cache."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     ids, start = torch.tensor([sample.tokens]), len(sample.row.token_ids)
@@ -45,7 +45,7 @@ def forward_log_probs(path, sample: Sample, sampling: Sampling) -> torch.Tensor:
     return log_probs.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1)
 
 
-def assert_log_probs(path, sample: Sample, sampling: Sampling) -> None:
+def assert_log_probs(path, sample, sampling):
     torch.testing.assert_close(
         torch.tensor(sample.rollout_log_probs), forward_log_probs(path, sample, sampling), **EXACT
     )

@@ -19,7 +19,7 @@ def write(path, rows):
     return path
 
 
-def make_config(**options) -> RolloutConfig:
+def make_config(**options):
     required = {"prompt_data": "p", "rollout_batch_size": 2, "rollout_max_response_len": 4, "rm_type": "f1"}
     return RolloutConfig(**{**required, "input_key": "prompt", **options})
 

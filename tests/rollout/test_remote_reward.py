@@ -1,7 +1,7 @@
 """Rewards from a server on this machine: what it gets, and whatever it may answer."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import isawaitable
 from typing import Any
@@ -23,7 +23,7 @@ class Scorer(FakeSGLang):
 
     respond: Callable[[dict[str, Any]], Any]
 
-    async def _control(self, path: str, body: dict[str, Any]) -> Any:
+    async def _control(self, path, body):
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         answer = self.respond(body)
@@ -33,17 +33,17 @@ class Scorer(FakeSGLang):
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Callable[[dict[str, Any]], Any]], Scorer]]:
+def serve():
     with servers_of(Scorer, 1) as (server,):
 
-        def start(respond: Callable[[dict[str, Any]], Any]) -> Scorer:
+        def start(respond):
             server.respond = respond
             return server
 
         yield start
 
 
-def client(url: str, **options: Any) -> RewardServer:
+def client(url, **options):
     return RewardServer(**{"url": url, "timeout": 10, "max_retries": 2, "concurrency": 8, "backoff": 0.001} | options)
 
 
@@ -151,7 +151,7 @@ def test_a_server_that_never_answers_is_given_up(serve):
 def test_requests_under_way_are_bounded(serve):
     both = asyncio.Barrier(2)
 
-    async def answer(body: dict[str, Any]) -> tuple[int, str]:
+    async def answer(body):
         await both.wait()
         return 200, "1"
 
@@ -163,7 +163,7 @@ def test_requests_under_way_are_bounded(serve):
 def test_a_signal_ends_the_wait(serve):
     server = serve(lambda body: asyncio.sleep(60))
 
-    def stop() -> None:
+    def stop():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

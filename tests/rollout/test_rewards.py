@@ -7,7 +7,7 @@ import pytest
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.dump import from_dict, to_dict
-from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward, check_prompts
 from slime_tis.trainer.rollout.metrics import rollout_metrics
@@ -15,11 +15,11 @@ from slime_tis.trainer.samples import mask_removed_samples
 from tests.samples import make_sample
 
 
-def make_config(**options) -> RolloutConfig:
+def make_config(**options):
     return RolloutConfig(prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, **options)
 
 
-def make_samples(*groups, label: str | None = "12") -> list[Sample]:
+def make_samples(*groups, label="12"):
     """Samples of prompts 10, 11, … with the given responses."""
     return [
         make_sample(
@@ -64,7 +64,7 @@ async def group(args, samples, **kwargs):
 """
 
 
-def written(tmp_path, code, name="fn", **options) -> RolloutConfig:
+def written(tmp_path, code, name="fn", **options):
     """A configuration with a reward function of a file with this code."""
     path = tmp_path / f"reward_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)

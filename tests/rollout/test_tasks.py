@@ -32,7 +32,7 @@ print(run(work()))
 """
 
 
-def test_a_process_with_hung_threads_and_tasks_ends() -> None:
+def test_a_process_with_hung_threads_and_tasks_ends():
     """A bare `except` also swallows the GeneratorExit with which the interpreter ends coroutines."""
     with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -43,10 +43,10 @@ def test_a_process_with_hung_threads_and_tasks_ends() -> None:
         assert process.stdout.read() == b"worked\n"
 
 
-def test_a_hung_call_holds_up_no_other_one_and_idle_threads_are_used_again() -> None:
+def test_a_hung_call_holds_up_no_other_one_and_idle_threads_are_used_again():
     released = threading.Event()
 
-    async def work() -> set[int]:
+    async def work():
         hung = asyncio.ensure_future(asyncio.to_thread(released.wait))
         assert not hung.done()
         return {await asyncio.to_thread(threading.get_ident) for _ in range(20)}
@@ -57,33 +57,33 @@ def test_a_hung_call_holds_up_no_other_one_and_idle_threads_are_used_again() -> 
         released.set()
 
 
-def test_a_module_s_semaphore_serves_one_run_after_another() -> None:
+def test_a_module_s_semaphore_serves_one_run_after_another():
     gate = asyncio.Semaphore(1)
 
-    async def turn() -> None:
+    async def turn():
         async with gate:
             await asyncio.sleep(0)
 
-    async def work() -> None:
+    async def work():
         await asyncio.gather(turn(), turn())
 
     for _ in range(2):
         run(work())  # with a loop for each the second one raises: bound to a different event loop
 
 
-async def stops_the_loop() -> int:
+async def stops_the_loop():
     asyncio.get_running_loop().stop()
     await asyncio.sleep(0.01)
     return 7
 
 
-async def cancels_all_tasks() -> None:
+async def cancels_all_tasks():
     for task in asyncio.all_tasks():
         task.cancel()
     await asyncio.sleep(0.01)
 
 
-def test_a_function_that_stops_the_loop_or_cancels_every_task() -> None:
+def test_a_function_that_stops_the_loop_or_cancels_every_task():
     assert run(stops_the_loop()) == 7
     with pytest.raises(CustomFunctionError, match="did not create"):
         run(cancels_all_tasks())
@@ -93,10 +93,10 @@ def test_a_function_that_stops_the_loop_or_cancels_every_task() -> None:
         assert loop.submit(stops_the_loop()).result(timeout=60) == 7
 
 
-def test_a_loop_of_its_own_thread_ends_beside_a_task_that_swallows_cancellations() -> None:
+def test_a_loop_of_its_own_thread_ends_beside_a_task_that_swallows_cancellations():
     started, swallowed = threading.Event(), []
 
-    async def stubborn() -> None:
+    async def stubborn():
         while True:
             try:
                 started.set()

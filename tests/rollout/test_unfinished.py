@@ -1,9 +1,8 @@
 """Unfinished groups under a buffer filter: taken, left, dropped, and what a filter may not return."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -18,40 +17,40 @@ from tests.samples import make_sample
 class Engine:
     """The part of an engine that keeps unfinished groups."""
 
-    def __init__(self, groups: list[list[Sample]]) -> None:
+    def __init__(self, groups):
         self.groups = groups
 
-    def unfinished(self) -> list[list[Sample]]:
+    def unfinished(self):
         return self.groups
 
-    def resume_unfinished(self, groups: list[list[Sample]]) -> None:
+    def resume_unfinished(self, groups):
         self.groups = groups
 
 
-def group(number: int) -> list[Sample]:
+def group(number):
     prompt = Prompt(index=number, text="p", token_ids=(1,))
     return [make_sample(prompt, [2, 3], group_index=number, status=Sample.Status.ABORTED) for _ in range(2)]
 
 
-def made(filter_function: Callable[..., Any] | None, count: int = 4) -> tuple[Unfinished, Engine]:
+def made(filter_function, count=4):
     engine = Engine([group(number) for number in range(count)])
     functions = {} if filter_function is None else {"buffer_filter_path": filter_function}
     choose = RolloutHooks(args=Namespace(), functions=functions).choose
     return Unfinished(engine=cast(RolloutEngine, engine), choose=choose), engine
 
 
-def numbers(groups: list[list[Sample]]) -> list[int | None]:
+def numbers(groups):
     return [samples[0].group_index for samples in groups]
 
 
-def pop_last(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+def pop_last(args, rollout_id, buffer, num_samples):
     """Takes one group from the end, and gives up the first."""
     chosen = [buffer.pop()]
     del buffer[0]
     return chosen
 
 
-def test_groups_that_are_left_wait_and_come_first() -> None:
+def test_groups_that_are_left_wait_and_come_first():
     unfinished, engine = made(pop_last)
     assert unfinished.take(8) == 1
     assert numbers(engine.groups) == [3]
@@ -64,19 +63,19 @@ def test_groups_that_are_left_wait_and_come_first() -> None:
     assert unfinished.metrics() == {"rollout/buffer_waiting": 1, "rollout/buffer_dropped": 1}
 
 
-def test_a_group_that_is_returned_and_still_in_the_buffer_is_taken_once() -> None:
+def test_a_group_that_is_returned_and_still_in_the_buffer_is_taken_once():
     unfinished, engine = made(lambda args, rollout_id, buffer, num_samples: buffer[1:2])
     assert unfinished.take(8) == 1
     assert (numbers(engine.groups), numbers(unfinished.waiting)) == ([1], [0, 2, 3])
 
 
-def test_without_a_filter_all_go_on() -> None:
+def test_without_a_filter_all_go_on():
     unfinished, engine = made(None)
     assert unfinished.take(2) == 4
     assert (numbers(engine.groups), unfinished.waiting, unfinished.metrics()) == ([0, 1, 2, 3], [], {})
 
 
-def mutate(args: Any, rollout_id: Any, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+def mutate(args, rollout_id, buffer, num_samples):
     buffer[0][0].tokens[0] = 7
     return buffer[:1]
 
@@ -95,7 +94,7 @@ WHAT_A_FILTER = {
 
 
 @pytest.mark.parametrize(("function", "message"), WHAT_A_FILTER.values(), ids=WHAT_A_FILTER)
-def test_what_a_filter_may_not_do_is_one_message(function: Callable[..., Any], message: str) -> None:
+def test_what_a_filter_may_not_do_is_one_message(function, message):
     with pytest.raises(CustomFunctionError, match=message) as error:
         made(function)[0].take(3)
     assert Path(__file__).name in str(error.value)

@@ -3,7 +3,6 @@
 import math
 import re
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from tests.rollout.test_prefetch import Log
 from tests.rollout.test_rewards import make_config
 
 
-def load(tmp_path: Path, option: str, code: str) -> RolloutHooks:
+def load(tmp_path, option, code):
     """The hook `fn` of a file with this code."""
     path = tmp_path / f"hook_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
@@ -118,7 +117,7 @@ COUNTING = """self.count += num_samples
 
 @pytest.fixture
 def make_source(tmp_path, tokenizer):
-    def go(groups: str = COUNTING, code: str = SOURCE) -> CustomDataSource:
+    def go(groups=COUNTING, code=SOURCE):
         path = tmp_path / f"source_{len(list(tmp_path.iterdir()))}.py"
         path.write_text(code.replace("GROUPS", groups))
         config = make_config(rm_type="random", n_samples_per_prompt=2, rollout_max_prompt_len=20)
@@ -180,7 +179,7 @@ def fn(args, rollout_id, data_source, evaluation=False):
 
 @pytest.fixture
 def make_rollout(tmp_path, tokenizer):
-    def go(body: str = "pass"):
+    def go(body="pass"):
         (tmp_path / "own.py").write_text(ROLLOUT.replace("BODY", body))
         (tmp_path / "p.jsonl").write_text("".join(f'{{"input": "{n}>"}}\n' for n in range(6)))
         options = {"rm_type": "random", "n_samples_per_prompt": 2}

@@ -21,7 +21,7 @@ COARSE = ["fp16", "bf16", "fp8", "int8", "int4"]
 ROW_SCALES = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
@@ -66,7 +66,7 @@ def test_what_an_engine_rounds():
     assert not rounds(torch.bfloat16, "bf16")
 
 
-def send(rounder: WeightRounder, version: int, weight: torch.Tensor, precision: str = "bf16") -> torch.Tensor:
+def send(rounder, version, weight, precision="bf16"):
     rounder.begin(version)
     return rounder("w", weight, precision).float()
 

@@ -47,8 +47,7 @@ def test_a_version_sent_again_is_compared_with_the_one_before():
 
 
 @pytest.mark.parametrize(
-    ("rounding", "low", "high"),
-    [("nearest", 0.0, 0.0), ("stochastic", 0.75, 1.25), ("error-compensated", 0.75, 1.25)],
+    ("rounding", "low", "high"), [("nearest", 0.0, 0.0), ("stochastic", 0.75, 1.25), ("error-compensated", 0.75, 1.25)]
 )
 def test_small_steps_from_a_bf16_checkpoint(rounding, low, high):
     generator = torch.Generator().manual_seed(0)

@@ -1,15 +1,13 @@
 """Servers and engines for tests against the real SGLang; `make test-sglang` runs them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Prompt, Sampling
+from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
@@ -22,10 +20,8 @@ from tests.sglang_server.servers import PYTHON, RealServer
 # Large enough for several buckets of 1 MiB; of a wide vocabulary, so that end-of-sequence is rare and responses long.
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 1024, "max_position_embeddings": 512}
 
-MakeEngine = Callable[..., SGLangEngine]
 
-
-def pytest_sessionstart() -> None:
+def pytest_sessionstart():
     """These tests are not skipped where they cannot run."""
     if not PYTHON.exists():
         pytest.exit(f"{PYTHON} does not exist: run `make sglang-env`, which builds the servers' environment.", 1)
@@ -33,31 +29,31 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     """Where checkpoints and the servers' logs go."""
     return tmp_path_factory.mktemp("sglang")
 
 
 @pytest.fixture(scope="session")
-def checkpoint(directory: Path) -> Path:
+def checkpoint(directory):
     """The model that servers start with."""
     return make_checkpoint(directory / "model", "qwen3", **SIZES)
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint: Path) -> Reference:
+def reference(checkpoint):
     """What log-probs of `checkpoint` ought to be."""
     return Reference(checkpoint)
 
 
 @pytest.fixture(scope="session")
-def other_reference(directory: Path) -> Reference:
+def other_reference(directory):
     """What log-probs of the same model with other weights ought to be."""
     return Reference(make_checkpoint(directory / "other", "qwen3", seed=1, **SIZES))
 
 
 @pytest.fixture(scope="session")
-def started(checkpoint: Path, directory: Path) -> Iterator[list[RealServer]]:
+def started(checkpoint, directory):
     """Two servers that come up at the same time; not waited for."""
     servers = [RealServer(checkpoint, directory / f"server_{i}.log", "--dtype", "float32") for i in range(2)]
     yield servers
@@ -66,29 +62,23 @@ def started(checkpoint: Path, directory: Path) -> Iterator[list[RealServer]]:
 
 
 @pytest.fixture
-def server(started: list[RealServer]) -> RealServer:
+def server(started):
     """A server that runs."""
     return started[0].wait()
 
 
 @pytest.fixture
-def two_servers(started: list[RealServer]) -> list[RealServer]:
+def two_servers(started):
     """Two servers that run."""
     return [server.wait() for server in started]
 
 
 @pytest.fixture
-def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Iterator[MakeEngine]:
+def make_engine(checkpoint, reference, tmp_path):
     """Makes engines, on given servers or ones that they start; they push the reference's weights as version 0."""
     with ExitStack() as engines:
 
-        def make(
-            *servers: RealServer,
-            weights: Callable[[], Any] = reference.named_tensors,
-            push: bool = True,
-            sampling: Sampling | None = None,
-            **options: Any,
-        ) -> SGLangEngine:
+        def make(*servers, weights=reference.named_tensors, push=True, sampling=None, **options):
             urls = {"sglang_url": tuple(server.url for server in servers)} if servers else {}
             config = SGLangConfig(sglang_bucket_mb=1, **urls, **options)
             host = EngineHost(hf_checkpoint=checkpoint, weights=weights, output_dir=tmp_path)
@@ -102,7 +92,7 @@ def make_engine(checkpoint: Path, reference: Reference, tmp_path: Path) -> Itera
 
 
 @pytest.fixture(scope="session")
-def prompts() -> list[Prompt]:
+def prompts():
     """Prompts of several lengths."""
     texts = [[BOS, *(3 + (7 * i + 5 * j) % 60 for j in range(2 + 3 * i))] for i in range(8)]
     return [Prompt(index=i, text=str(i), token_ids=tuple(ids)) for i, ids in enumerate(texts)]
@@ -113,14 +103,12 @@ class Real:
     """A running server, and what tests on it need."""
 
     server: RealServer
-    make_engine: MakeEngine
+    make_engine: Callable[..., SGLangEngine]
     prompts: list[Prompt]
     reference: Reference
     other_reference: Reference
 
 
 @pytest.fixture
-def real(
-    server: RealServer, make_engine: MakeEngine, prompts: list[Prompt], reference: Reference, other_reference: Reference
-) -> Real:
+def real(server, make_engine, prompts, reference, other_reference):
     return Real(server, make_engine, prompts, reference, other_reference)

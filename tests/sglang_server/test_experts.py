@@ -1,15 +1,12 @@
 """Routed experts of a real server, against transformers: over updates, aborts and partial rollouts."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer, weights_by_file_name
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
@@ -27,20 +24,20 @@ LONG = Sampling(max_response_len=300, n_samples=2, return_routed_experts=True)
 class MoeReference(Reference):
     """A mixture of experts in transformers, float32, which also says what its routers choose."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint):
         super().__init__(checkpoint)
-        self._chosen: dict[str, Tensor] = {}
+        self._chosen = {}
         for name, module in self._model.named_modules():
             if name.endswith(".mlp.experts"):  # called with hidden states, experts and their weights
                 module.register_forward_pre_hook(
                     lambda module, args, name=name: self._chosen.__setitem__(name, args[1])
                 )
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self):
         """Its weights under the names of files, one matrix for each expert."""
         yield from weights_by_file_name(self._model).items()
 
-    def experts(self, token_ids: list[int]) -> Tensor:
+    def experts(self, token_ids):
         """[tokens - 1, layers, k] of all tokens but the last."""
         self.log_probs(token_ids)
         return torch.stack(list(self._chosen.values()), 1)[:-1]
@@ -50,7 +47,7 @@ Servers = tuple[RealServer, dict[int, MoeReference], Path]
 
 
 @pytest.fixture(scope="module")
-def served(directory: Path) -> Iterator[Servers]:
+def served(directory):
     """A server with a mixture of experts, and references of its weights and of two others."""
     paths = [make_checkpoint(directory / f"moe_{seed}", "qwen3_moe", seed=seed, **SIZES) for seed in range(2)]
     server = RealServer(paths[0], directory / "moe.log", "--dtype", "float32", "--enable-return-routed-experts")
@@ -59,7 +56,7 @@ def served(directory: Path) -> Iterator[Servers]:
     server.stop()
 
 
-def connect(served: Servers, output_dir: Path, **options: Any) -> SGLangEngine:
+def connect(served, output_dir, **options):
     server, references, path = served
     config = SGLangConfig(sglang_url=(server.url,), **options)
     host = EngineHost(hf_checkpoint=path, weights=references[0].named_tensors, output_dir=output_dir)
@@ -67,7 +64,7 @@ def connect(served: Servers, output_dir: Path, **options: Any) -> SGLangEngine:
 
 
 @pytest.fixture
-def engine(served: Servers, tmp_path: Path) -> Iterator[SGLangEngine]:
+def engine(served, tmp_path):
     _, references, _ = served
     engine = connect(served, tmp_path, sglang_bucket_mb=1)
     engine.update_weights(references[0].named_tensors, 0)
@@ -75,7 +72,7 @@ def engine(served: Servers, tmp_path: Path) -> Iterator[SGLangEngine]:
     engine.close()
 
 
-def assert_experts(sample: Sample, references: dict[int, MoeReference]) -> None:
+def assert_experts(sample, references):
     """Every row is the choice of the weights that sampled the next token, after all tokens before it.
 
     Rows whose router hesitates between two experts may differ; there are next to none in float32.
@@ -91,9 +88,7 @@ def assert_experts(sample: Sample, references: dict[int, MoeReference]) -> None:
     assert worst_by_version(sample, references) < BOUND
 
 
-def test_experts_and_log_probs_are_those_of_transformers_through_updates(
-    served: Servers, engine: SGLangEngine, prompts: list[Prompt], tmp_path: Path
-) -> None:
+def test_experts_and_log_probs_are_those_of_transformers_through_updates(served, engine, prompts, tmp_path):
     server, references, _ = served
     sampling = Sampling(max_response_len=32, n_samples=2, return_routed_experts=True)
     for sample in flat(engine.generate(prompts, sampling, seed=0)):
@@ -116,9 +111,7 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(
     by_disk.close()
 
 
-def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_update(
-    directory: Path, prompts: list[Prompt], tmp_path: Path
-) -> None:
+def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_update(directory, prompts, tmp_path):
     paths = [make_checkpoint(directory / f"glm_{seed}", "glm4_moe", seed=seed, **SIZES) for seed in range(2)]
     server = RealServer(paths[0], directory / "glm.log", "--dtype", "float32", "--enable-return-routed-experts")
     try:
@@ -136,9 +129,7 @@ def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_u
         server.stop()
 
 
-def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(
-    served: Servers, engine: SGLangEngine, prompts: list[Prompt]
-) -> None:
+def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(served, engine, prompts):
     _, references, _ = served
     sampling = dataclasses.replace(LONG, stop_token_ids=tuple(range(3, 1024, 32)))  # so that lengths differ
     groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()

@@ -7,17 +7,14 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.samples import flat
-from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import BOUND, worst_by_version
-from tests.sglang_server.servers import RealServer, wait_for_decoding
+from tests.sglang_server.servers import wait_for_decoding
 
 SAMPLES = 3
 
 
 @pytest.mark.parametrize("sync", ["distributed", "disk"])
-def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_current_weights(
-    sync: str, two_servers: list[RealServer], real: Real
-) -> None:
+def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_current_weights(sync, two_servers, real):
     victim, prompts = two_servers[1], real.prompts
     weights = {0: real.reference, 1: real.other_reference}
     current = [real.reference]

@@ -1,22 +1,18 @@
 """A function of several turns asks a real server and the local engine, and gets the same."""
 
-from pathlib import Path
-
 import pytest
 
-from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
-from slime_tis.trainer.engines.generation import TokenEngine
+from slime_tis.trainer.data.sample import STATUS, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.samples import flat
-from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import BOUND
 
 OBSERVATION = [11, 12, 13]
 DIGITS = [str(digit) for digit in range(10)]
 
 
-async def three_turns(sample: Sample, engine: TokenEngine) -> list[Sample]:
+async def three_turns(sample, engine):
     """Answers that end at a digit, an end of sequence or after 24 tokens, with observations between them."""
     for turn in range(3):
         answer = await engine.generate(sample.tokens, {"stop": DIGITS, "max_new_tokens": 24})
@@ -27,7 +23,7 @@ async def three_turns(sample: Sample, engine: TokenEngine) -> list[Sample]:
     return [sample]
 
 
-def test_turns_are_those_of_the_local_engine(real: Real, checkpoint: Path) -> None:
+def test_turns_are_those_of_the_local_engine(real, checkpoint):
     prompts, greedy = real.prompts, Sampling(temperature=0.0, max_response_len=24)
     tokenizer = load_tokenizer(checkpoint)
     asked = real.make_engine(real.server).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()

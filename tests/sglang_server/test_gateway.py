@@ -2,14 +2,12 @@
 
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from slime_tis.trainer.engines.sglang.client import ROUTING_KEY
-from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, wait_until
+from tests.rollout.sglang.fake_sglang import fake_servers, wait_until
 from tests.rollout.sglang.rollouts import PROMPTS, SAMPLING, Run, assert_exact
 from tests.rollout.sglang.test_functions import RUN, assert_two_turns, two_turns
 from tests.runs import free_port
@@ -20,7 +18,7 @@ KEY = ROUTING_KEY.lower()
 
 
 @pytest.fixture(params=["consistent_hashing", "manual"])
-def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, list[FakeSGLang]]]:
+def gateway(request, tmp_path):
     """The port of a gateway with a policy, and its servers."""
     with fake_servers(2) as servers, open(tmp_path / "gateway.log", "wb") as log:
         port = free_port()
@@ -36,7 +34,7 @@ def gateway(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[in
             process.wait()
 
 
-def num_healthy(port: int) -> int:
+def num_healthy(port):
     """Servers that the gateway knows and finds healthy."""
     try:
         workers = httpx.get(f"http://127.0.0.1:{port}/workers", trust_env=False).json()["workers"]
@@ -45,7 +43,7 @@ def num_healthy(port: int) -> int:
     return sum(worker["is_healthy"] for worker in workers)
 
 
-def test_turns_of_a_sample_stay_on_one_server(gateway: tuple[int, list[FakeSGLang]], checkpoint: Path) -> None:
+def test_turns_of_a_sample_stay_on_one_server(gateway, checkpoint):
     port, servers = gateway
     router = {"sglang_url": None, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port}
     run = Run(servers, checkpoint, **router)

@@ -1,8 +1,6 @@
 """What a real server samples, and what it says of it, against transformers and the training engine."""
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,21 +8,20 @@ import torch
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
+from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import EOS
 from tests.samples import flat
-from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import BOUND
 
 
 @pytest.fixture(scope="module")
-def parallel(checkpoint: Path) -> Iterator[Parallel]:
+def parallel(checkpoint):
     yield initialize(MegatronConfig(hf_checkpoint=str(checkpoint)))
     shut_down()
 
 
-def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[torch.Tensor]:
+def training_log_probs(engine, samples):
     batch = make_batch(
         [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],
@@ -36,9 +33,7 @@ def training_log_probs(engine: TrainingEngine, samples: list[Sample]) -> list[to
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_transformers_and_of_training(
-    temperature: float, checkpoint: Path, parallel: Parallel, real: Real
-) -> None:
+def test_log_probs_are_those_of_transformers_and_of_training(temperature, checkpoint, parallel, real):
     engine = real.make_engine(real.server)
     sampling = Sampling(temperature=temperature, max_response_len=48, n_samples=3)
     groups = engine.generate(real.prompts, sampling, seed=0)
@@ -60,7 +55,7 @@ def test_log_probs_are_those_of_transformers_and_of_training(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_likeliest_tokens_are_those_of_transformers(temperature: float, real: Real) -> None:
+def test_the_likeliest_tokens_are_those_of_transformers(temperature, real):
     sampling = Sampling(temperature=temperature, top_p=0.5, top_k=2, max_response_len=48)
     texts = [list(prompt.token_ids) for prompt in real.prompts]
     answers = real.make_engine(real.server).top_log_probs(texts, sampling, 8)
@@ -71,7 +66,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(temperature: float, real
         assert top == pytest.approx({token: every[token] for token in top}, abs=BOUND)
 
 
-def test_a_stop_token_ends_a_response_and_is_part_of_it(real: Real) -> None:
+def test_a_stop_token_ends_a_response_and_is_part_of_it(real):
     stops = tuple(range(3, 1024, 8))
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)
     for sample in flat(real.make_engine(real.server).generate(real.prompts, sampling, seed=0)):
@@ -80,7 +75,7 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(real: Real) -> None:
         assert real.reference.gap(sample) < BOUND
 
 
-def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none(real: Real) -> None:
+def test_a_response_ends_with_the_context_and_no_prompt_is_sent_that_leaves_none(real):
     engine = real.make_engine(real.server)
     long = dataclasses.replace(real.prompts[0], token_ids=tuple(3 + i % 60 for i in range(500)))
     ((sample,),) = engine.generate([long], Sampling(max_response_len=400), seed=0)

@@ -1,25 +1,20 @@
 """A server that a run starts itself, with an API key."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import httpx
 import psutil
 import pytest
 
-from slime_tis.trainer.data.sample import Prompt, Sampling
-from slime_tis.trainer.engines.sglang.engine import SGLangEngine
+from slime_tis.trainer.data.sample import Sampling
 from tests.runs import free_port
 from tests.samples import flat
-from tests.sglang_server.conftest import MakeEngine
-from tests.sglang_server.references import BOUND, Reference
+from tests.sglang_server.references import BOUND
 from tests.sglang_server.servers import FLAGS, PYTHON, wait_for_decoding
 
 KEY = "sk-not-to-be-seen"
 
 
 @pytest.fixture
-def launch(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[[], SGLangEngine]:
+def launch(make_engine, monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", KEY)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     flags = ("--config", str(FLAGS), "--dtype", "float32")
@@ -28,14 +23,8 @@ def launch(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_when_it_dies(
-    launch: Callable[[], SGLangEngine],
-    make_engine: MakeEngine,
-    prompts: list[Prompt],
-    reference: Reference,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    launch, make_engine, prompts, reference, tmp_path, monkeypatch, capfd
+):
     before = set(psutil.Process().children(recursive=True))
     engine = launch()
     (url,) = engine.prompt_log_probs([1, 5, 9])
@@ -66,6 +55,6 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
     assert not [process for process in launched if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def is_scheduler(process: psutil.Process, before: set[psutil.Process]) -> bool:
+def is_scheduler(process, before):
     """Whether it is the process of a new server that holds the model."""
     return process not in before and process.cmdline()[:1] == ["sglang::scheduler"]

@@ -1,16 +1,14 @@
 """Sampling masks of a real server: sets and log-probs against transformers, through weight updates and aborts."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Sample, Sampling
+from slime_tis.trainer.data.sample import Sampling
 from tests.runs import read_metrics, run_apart
 from tests.samples import flat
-from tests.sglang_server.conftest import Real
-from tests.sglang_server.references import BOUND, Reference
+from tests.sglang_server.references import BOUND
 from tests.sglang_server.servers import wait_for_decoding
 from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
 
@@ -23,11 +21,11 @@ CASES = {
 }
 
 
-def truncated(**filters: float) -> Sampling:
-    return Sampling(max_response_len=40, n_samples=2, return_sampling_mask=True, **filters)  # type: ignore[arg-type]
+def truncated(**filters):
+    return Sampling(max_response_len=40, n_samples=2, return_sampling_mask=True, **filters)
 
 
-def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> torch.Tensor:
+def expected_sizes(reference, sample, sampling):
     """The number of tokens that SGLang leaves: top-p is of the whole distribution, and does not follow top-k."""
     probs = (reference.logits(sample) / sampling.temperature).softmax(-1).sort(-1, descending=True).values
     sizes = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1)
@@ -35,7 +33,7 @@ def expected_sizes(reference: Reference, sample: Sample, sampling: Sampling) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sets_and_log_probs_are_those_of_transformers(case: str, real: Real) -> None:
+def test_sets_and_log_probs_are_those_of_transformers(case, real):
     sampling = truncated(**CASES[case])
     engine = real.make_engine(real.server, sampling=sampling)
     for version, weights in ((0, real.reference), (1, real.other_reference)):
@@ -52,7 +50,7 @@ def test_sets_and_log_probs_are_those_of_transformers(case: str, real: Real) -> 
             assert (sample.sampling_mask.lengths == sizes).float().mean() > 0.9
 
 
-def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(real: Real) -> None:
+def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(real):
     long = dataclasses.replace(truncated(top_p=0.9), max_response_len=400)
     engine = real.make_engine(real.server, sampling=long)
     rollout = engine.submit(real.prompts, long, seed=0)
@@ -76,7 +74,7 @@ def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
         assert real.other_reference.gap_over_sets(sample, (1,)) < BOUND
 
 
-def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task, tmp_path):  # noqa: F811
     flags = [*task, *sglang_flags("--sglang-dtype", "float32"), "--rollout-top-p", "0.9", "--rollout-top-k", "40"]
     run = run_apart([*flags, "--context-parallel-size", "2"], tmp_path, ranks=2)
     assert run.returncode == 0, run.stderr

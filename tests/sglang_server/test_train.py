@@ -19,18 +19,18 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def task(tmp_path_factory):
     flags = make_task(tmp_path_factory.mktemp("task"), prompts=32, hidden_size=64)
     precision = flags.index("--rollout-precision")  # of the local engine
     return [*flags[:precision], *flags[precision + 2 :], "--num-rollout", str(STEPS), "--lr", "1e-4"]
 
 
-def sglang_flags(*server_flags: str) -> list[str]:
+def sglang_flags(*server_flags):
     launch = ["--rollout-engine", "sglang", "--sglang-launch", "1", "--sglang-python", str(PYTHON)]
     return [*launch, "--sglang-base-port", str(free_port()), "--sglang-config", str(FLAGS), *server_flags]
 
 
-def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: list[str], tmp_path: Path) -> None:
+def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task, tmp_path):
     flags = [*task, *sglang_flags("--sglang-dtype", "bfloat16"), "--check-weight-sync", "--sglang-weight-sync", "disk"]
     run = run_apart([*flags, "--rollout-lookahead", "1", "--use-tis", "--tis-upper-bound", "2.0"], tmp_path)
     assert run.returncode == 0, run.stderr
@@ -51,13 +51,13 @@ def test_a_run_with_a_bf16_server_measures_its_mismatch_and_corrects_it(task: li
     ]
 
 
-def test_a_server_with_another_norm_epsilon_is_named_before_the_first_step(task: list[str], tmp_path: Path) -> None:
+def test_a_server_with_another_norm_epsilon_is_named_before_the_first_step(task, tmp_path):
     override = ["--sglang-json-model-override-args", '{"rms_norm_eps": 0.01}', "--sglang-dtype", "float32"]
     run = run_apart([*task, *sglang_flags(*override), "--check-engines", "stop"], tmp_path)
     assert run.returncode == 1 and "uses a norm epsilon of 0.01" in run.stderr
 
 
-def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task: list[str], tmp_path: Path) -> None:
+def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task, tmp_path):
     data = str(tmp_path / "rollout_{rollout_id}.jsonl")
     flags = [*task, *sglang_flags("--sglang-dtype", "float32"), "--tensor-model-parallel-size", "2"]
     flags += ["--check-weight-sync", "--weight-sync-bound", "1e-4", "--save-debug-rollout-data", data]
@@ -74,14 +74,14 @@ def test_two_ranks_that_share_a_model_give_an_fp32_server_its_weights(task: list
 
 
 @pytest.fixture(scope="module")
-def experts_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def experts_task(tmp_path_factory):
     flags = make_task(tmp_path_factory.mktemp("experts"), "qwen3_moe", prompts=32, hidden_size=64, num_hidden_layers=3)
     precision = flags.index("--rollout-precision")
     flags = [*flags[:precision], *flags[precision + 2 :], "--lr", "1e-5", "--use-rollout-routing-replay"]
     return [*flags, *sglang_flags("--sglang-dtype", "bfloat16")]
 
 
-def test_a_run_replays_the_experts_of_a_bf16_server(experts_task: list[str], tmp_path: Path) -> None:
+def test_a_run_replays_the_experts_of_a_bf16_server(experts_task, tmp_path):
     flags = ["--num-rollout", "2", "--n-samples-per-prompt", "16", "--num-steps-per-rollout", "2"]
     run = run_apart([*experts_task, *flags, "--measure-routing-mismatch", "1"], tmp_path)
     assert run.returncode == 0, run.stderr
@@ -96,9 +96,7 @@ def test_a_run_replays_the_experts_of_a_bf16_server(experts_task: list[str], tmp
     assert last["rollout/sglang_retries"] == last["rollout/sglang_malformed_responses"] == 0
 
 
-def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_stragglers(
-    experts_task: list[str], tmp_path: Path
-) -> None:
+def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_stragglers(experts_task, tmp_path):
     data = tmp_path / "rollout_{rollout_id}.jsonl"
     flags = [*experts_task, "--partial-rollout", "--over-sampling-batch-size", "8", "--num-rollout", "6"]
     flags += ["--rollout-max-response-len", "100", "--rollout-stop-token-ids", *map(str, range(3, 64, 24))]
@@ -128,7 +126,7 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
         assert len(whole.rollout_routed_experts) == len(whole.tokens) - 1
 
 
-def begins_with(whole: Sample, part: Sample) -> bool:
+def begins_with(whole, part):
     """Whether a sample continues from another one."""
     first = whole.prompt_index, whole.response_ids[: part.response_length]
     log_probs = whole.rollout_log_probs[: part.response_length]

@@ -5,7 +5,6 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from tests.samples import flat
-from tests.sglang_server.conftest import Real
 from tests.sglang_server.references import BOUND, worst_by_version
 from tests.sglang_server.servers import wait_for_decoding
 
@@ -14,7 +13,7 @@ LONG = Sampling(max_response_len=400, n_samples=2)
 pytestmark = pytest.mark.parametrize("sync", ["distributed", "disk"])
 
 
-def test_log_probs_are_those_of_the_weights_that_it_was_given(sync: str, real: Real) -> None:
+def test_log_probs_are_those_of_the_weights_that_it_was_given(sync, real):
     engine = real.make_engine(real.server, sglang_weight_sync=sync)
     sampling = Sampling(max_response_len=32, n_samples=2)
     for version, weights in ((1, real.other_reference), (2, real.reference), (7, real.other_reference)):
@@ -28,7 +27,7 @@ def test_log_probs_are_those_of_the_weights_that_it_was_given(sync: str, real: R
         assert engine.prompt_log_probs(ids)[real.server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
 
 
-def test_every_token_has_the_version_and_log_prob_of_its_weights(sync: str, real: Real) -> None:
+def test_every_token_has_the_version_and_log_prob_of_its_weights(sync, real):
     weights = {0: real.reference, 1: real.other_reference, 2: real.reference}
     engine = real.make_engine(real.server, sglang_weight_sync=sync)
     pending = engine.submit(real.prompts, LONG, seed=0)
@@ -44,7 +43,7 @@ def test_every_token_has_the_version_and_log_prob_of_its_weights(sync: str, real
     assert seen.count(3) >= 2  # or the updates came too early, or too late, to show anything
 
 
-def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_has_ours(sync: str, real: Real) -> None:
+def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_has_ours(sync, real):
     earlier = real.make_engine(real.server)
     earlier.update_weights(real.other_reference.named_tensors, 12)
     earlier.close()

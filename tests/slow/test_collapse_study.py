@@ -13,7 +13,7 @@ def study(tmp_path_factory):
     directory = tmp_path_factory.mktemp("study")
     task = make_task(directory)
 
-    def call(*more: str, flags: tuple[str, ...] = ()) -> int:
+    def call(*more, flags=()):
         where = ["--results", str(directory / "results.csv"), "--runs", str(directory / "runs")]
         names = ["--scenarios", "both", "--corrections", "token TIS", "standard PPO", "--jobs", "2"]
         sizes = ["--num-rollout", "2", "--lr-warmup-iters", "1", "--eval-interval", "1", "--eval-prompt-data"]

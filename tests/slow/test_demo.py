@@ -3,17 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.runs import ROOT, read_metrics
 
 
-def demo(directory: Path) -> subprocess.CompletedProcess[str]:
+def demo(directory):
     command = [sys.executable, "-m", "slime_tis.main", "demo", "--out", "made"]
     return subprocess.run(command, cwd=directory, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
 
-def test_the_demo_ends_with_a_report_that_names_its_cause(tmp_path: Path) -> None:
+def test_the_demo_ends_with_a_report_that_names_its_cause(tmp_path):
     first = demo(tmp_path)
     assert first.returncode == 0, first.stderr
     report = tmp_path / "made/run/report.html"

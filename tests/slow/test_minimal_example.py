@@ -6,7 +6,7 @@ import torch
 from examples.minimal.grpo import END, LENGTH, group_advantages, train
 
 
-def test_it_learns_and_reports_rounding_and_staleness() -> None:
+def test_it_learns_and_reports_rounding_and_staleness():
     history = list(train(48))
     rewards = [metrics["reward"] for metrics in history]
     assert rewards[0] == pytest.approx(0.074, abs=0.005)  # chance: 1/10 per token before the first end
@@ -19,7 +19,7 @@ def test_it_learns_and_reports_rounding_and_staleness() -> None:
     assert END == 0 and LENGTH == 6
 
 
-def test_advantages_are_standard_scores_of_a_group() -> None:
+def test_advantages_are_standard_scores_of_a_group():
     rewards = torch.zeros(128)
     rewards[:8] = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 1.0])
     found = group_advantages(rewards)

@@ -2,8 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ def reward(args, sample):
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> list[str]:
+def task(tmp_path):
     """Flags of a run that the reward interrupts in its third rollout, once."""
     flags = make_task(tmp_path, "qwen3_moe", prompts=32)
     (tmp_path / "reward.py").write_text(REWARD)
@@ -45,15 +43,15 @@ def task(tmp_path: Path) -> list[str]:
     ]
 
 
-def stragglers(directory: Path) -> list[Sample]:
+def stragglers(directory):
     """The samples of a checkpoint that were begun and not finished."""
     (checkpoint,) = directory.glob("iter_*")
-    state: dict[str, Any] = json.loads((checkpoint / "trainer_state.json").read_text())
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
     samples = [from_dict(row) for group in state["unfinished"] for row in group]
     return [sample for sample in samples if sample.status is Sample.Status.ABORTED and sample.response_ids]
 
 
-def test_stragglers_of_an_interrupted_run_keep_their_experts(task: list[str], tmp_path: Path) -> None:
+def test_stragglers_of_an_interrupted_run_keep_their_experts(task, tmp_path):
     with fake_servers(1) as (server,):
         server.pace = 0.01  # so that all requests are under way before the first of them ends
         flags = [*task, "--sglang-url", server.url]
@@ -82,7 +80,7 @@ def test_stragglers_of_an_interrupted_run_keep_their_experts(task: list[str], tm
         assert torch.equal(whole.rollout_routed_experts[: len(one.rollout_routed_experts)], one.rollout_routed_experts)
 
 
-def goes_on_from(whole: Sample, part: Sample) -> bool:
+def goes_on_from(whole, part):
     """Whether a response has another one, and the weights that it was sampled by, as its beginning."""
     length = len(part.response_ids)
     beginning = whole.prompt_index, whole.response_ids[:length], whole.weight_versions[:length]

@@ -1,16 +1,13 @@
 """Runs of train.py whose weights are rounded on their way to the rollout engine: what arrives, ranks, resumption."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.conftest import Run
 from tests.runs import read_metrics, run_apart, run_here
 
 SMALL = ("--rollout-precision", "bf16", "--lr", "1e-6", "--num-rollout", "4")
 
 
-def test_small_updates_are_measured_and_warned_of(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_small_updates_are_measured_and_warned_of(run, capsys):
     rows = run(*SMALL, name="nearest")
     assert all(row["rollout/update_absorbed"] > 0.9 for row in rows)
     run(*SMALL, "--weight-update-rounding", "stochastic", name="stochastic")
@@ -19,9 +16,7 @@ def test_small_updates_are_measured_and_warned_of(run: Run, capsys: pytest.Captu
 
 @pytest.mark.parametrize("rounding", ["stochastic", "error-compensated"])
 @pytest.mark.parametrize("interval", ["1", "2"])
-def test_a_resumed_run_rounds_as_one_that_was_never_stopped(
-    task: list[str], tmp_path: Path, rounding: str, interval: str
-) -> None:
+def test_a_resumed_run_rounds_as_one_that_was_never_stopped(task, tmp_path, rounding, interval):
     flags = [*task, *("--rollout-precision", "int8", "--weight-update-rounding", rounding)]
     flags += ["--lr", "1e-4", "--update-weights-interval", interval]
     whole = run_here([*flags, "--num-rollout", "5"], tmp_path / "whole")
@@ -33,7 +28,7 @@ def test_a_resumed_run_rounds_as_one_that_was_never_stopped(
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "error-compensated"])
-def test_ranks_round_alike(task: list[str], tmp_path: Path, rounding: str) -> None:
+def test_ranks_round_alike(task, tmp_path, rounding):
     flags = [*task, *("--rollout-precision", "bf16", "--weight-update-rounding", rounding, "--lr", "1e-5")]
     alone = run_here(flags, tmp_path / "alone")
     layout = ("--tensor-model-parallel-size", "2")

@@ -1,18 +1,13 @@
 """Planted faults of weight updates, and fifty good ones, while a small model trains."""
 
-import pytest
-
 import slime_tis.trainer.weight_sync
 from benchmarks.weight_sync_faults import FAULTS, Planter
-from tests.conftest import Run
 from tests.test_weight_sync import long_prompts
 
 __all__ = ["long_prompts"]
 
 
-def test_planted_faults_are_caught_and_fifty_good_updates_raise_no_alarm(
-    run: Run, task: list[str], long_prompts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_faults_are_caught_and_fifty_good_updates_raise_no_alarm(run, task, long_prompts, monkeypatch):
     planter = Planter(checkpoint=task[task.index("--hf-checkpoint") + 1], plant_at=[2, 50])
     monkeypatch.setattr(slime_tis.trainer.weight_sync, "check_weight_sync", planter)
     rows = run(*long_prompts, "--check-weight-sync", "--num-rollout", "50", "--lr", "1e-4")

@@ -4,7 +4,6 @@ Skipped where the package index does not give the package; a package with anothe
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     try:
         print(prepare.prepare(directory))
@@ -33,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_directory_is_the_model(checkpoint: Path) -> None:
+def test_the_directory_is_the_model(checkpoint):
     config = read_model_config(checkpoint)
     check_tensors(checkpoint, config)
     sizes = [
@@ -46,7 +45,7 @@ def test_the_directory_is_the_model(checkpoint: Path) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in weights.values())
 
 
-def test_it_answers_in_words(checkpoint: Path) -> None:
+def test_it_answers_in_words(checkpoint):
     tokenizer = load_tokenizer(checkpoint)
     assert tokenizer.encode("12 34") == [33, 34, 216, 35, 36]  # every digit is a token
     question = [{"role": "user", "content": "What is the capital of France?"}]
@@ -59,7 +58,7 @@ def test_it_answers_in_words(checkpoint: Path) -> None:
     assert sample.response == "The capital of France is Paris." and sample.status is Sample.Status.COMPLETED
 
 
-def make_flags(checkpoint: Path, directory: Path, train: int) -> list[str]:
+def make_flags(checkpoint, directory, train):
     """Makes this number of prompts, and returns flags that train two steps on them."""
     options = ["--train", str(train), "--held-out", "4", "--answer", "number"]
     assert prompts.main(["--out", str(directory / "prompts"), *options, *TASKS]) == 0
@@ -70,7 +69,7 @@ def make_flags(checkpoint: Path, directory: Path, train: int) -> list[str]:
     ]
 
 
-def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path) -> None:
+def test_it_trains_for_two_steps(checkpoint, tmp_path):
     flags, run = make_flags(checkpoint, tmp_path, 16), tmp_path / "run"
     flags += ["--eval-prompt-data", str(tmp_path / "prompts" / "eval.jsonl"), "--save-hf", str(tmp_path / "hf")]
     flags += ["--rollout-batch-size", "4", "--no-progress"]
@@ -89,9 +88,7 @@ def test_it_trains_for_two_steps(checkpoint: Path, tmp_path: Path) -> None:
     assert json.loads((checkpoint / "config.json").read_text()) == json.loads((tmp_path / "hf/config.json").read_text())
 
 
-def test_answers_before_and_after_are_printed(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_before_and_after_are_printed(checkpoint, tmp_path, capsys, monkeypatch):
     make_flags(checkpoint, tmp_path, 8)
     paths = {"--before": checkpoint, "--after": checkpoint, "--prompts": tmp_path / "prompts/eval.jsonl"}
     capsys.readouterr()
@@ -103,9 +100,7 @@ def test_answers_before_and_after_are_printed(
     assert lines[2].removeprefix("  before: ") == lines[3].removeprefix("  after:  ")
 
 
-def test_planted_faults_of_weight_updates_are_caught(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_faults_of_weight_updates_are_caught(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "reward.py").write_text(REWARD)
     planter = Planter(checkpoint=str(checkpoint), plant_at=[2], engines=["bf16"])
     monkeypatch.setattr(slime_tis.trainer.weight_sync, "check_weight_sync", planter)

@@ -1,7 +1,6 @@
 """The files of training checkpoints: names, checksums, owners, and what is removed."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,7 @@ from slime_tis.trainer.storage import checkpoints as files
 from tests.storage.killed import killed_at_each_operation
 
 
-def write(directory: Path, step: int, run: str, *, extra: str | None = None) -> Path:
+def write(directory, step, run, *, extra=None):
     """A checkpoint of two files, whole, as a run would leave it."""
     checkpoint = files.checkpoint_path(directory, step)
     unfinished = files.begin(checkpoint)
@@ -22,11 +21,11 @@ def write(directory: Path, step: int, run: str, *, extra: str | None = None) -> 
     return checkpoint
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_checkpoints_are_sorted_by_number_and_odd_names_are_passed_over(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_number_and_odd_names_are_passed_over(tmp_path):
     steps = ["iter_0000002", "iter_9999999", "iter_10000000"]
     for name in (*steps, "iter_abc", "iter_", "iter_-1", "iter_1.5", "xiter_1", "iter_\u0663"):
         (tmp_path / name).mkdir()
@@ -35,7 +34,7 @@ def test_checkpoints_are_sorted_by_number_and_odd_names_are_passed_over(tmp_path
     assert files.checkpoints(tmp_path / "absent") == []
 
 
-def test_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+def test_checksums_are_those_of_sha256sum(tmp_path):
     (tmp_path / "a").write_text("abc")
     assert files.checksums(tmp_path, ["a"]) == {"a": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
 
@@ -50,14 +49,14 @@ def test_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
     ],
     ids=["empty", "nonsense", "leads out", "absolute"],
 )
-def test_a_damaged_manifest_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_named(text, message, tmp_path):
     checkpoint = write(tmp_path, 1, "a")
     (checkpoint / files.MANIFEST).write_text(text)
     with pytest.raises(files.Damaged, match=message):
         files.read_manifest(checkpoint)
 
 
-def test_only_earlier_checkpoints_of_the_run_are_removed(tmp_path: Path) -> None:
+def test_only_earlier_checkpoints_of_the_run_are_removed(tmp_path):
     for step in (1, 2, 4, 6, 7, 9):
         write(tmp_path, step, "other" if step == 2 else "mine", extra="notes.txt" if step == 4 else None)
     files.prune(tmp_path / "iter_0000007", "mine", retain=2)
@@ -68,7 +67,7 @@ def test_only_earlier_checkpoints_of_the_run_are_removed(tmp_path: Path) -> None
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000007", "iter_0000009"]
 
 
-def test_the_same_step_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
     write(tmp_path, 1, "a")
     write(tmp_path, 1, "a")
     assert names(tmp_path) == ["iter_0000001"]
@@ -80,7 +79,7 @@ def test_the_same_step_again_takes_the_place_of_the_first(tmp_path: Path) -> Non
     assert names(tmp_path) == ["iter_0000001", "iter_0000001.replaced", "iter_0000001.replaced-2"]
 
 
-def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path: Path) -> None:
+def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path):
     for name in (".iter_0000003.unfinished", ".iter_0000001.removed"):
         (tmp_path / name).mkdir()
         for file in ("__0_1.distcp", ".metadata.tmp", "common.pt", ".tmpSpjdmX"):
@@ -94,13 +93,11 @@ def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path
     assert (tmp_path / ".iter_0000005.unfinished" / "thesis.txt").read_text() == "mine"
 
 
-def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_next_save_tidies_up(
-    tmp_path: Path,
-) -> None:
+def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_next_save_tidies_up(tmp_path):
     for step in (1, 2):
         write(tmp_path, step, "a")
 
-    def save() -> None:
+    def save():
         files.prune(write(tmp_path, 3, "a"), "a", retain=2)
 
     for number in killed_at_each_operation(tmp_path, save):

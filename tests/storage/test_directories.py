@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ with held({Path(sys.argv[1]): "--save"}):
 """
 
 
-def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path: Path) -> None:
+def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
     lock = tmp_path / "run" / ".lock"
     command = [sys.executable, "-c", HOLD, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -36,7 +35,7 @@ def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == []
 
 
-def test_a_directory_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_locked_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ValueError, match="--save cannot be written: Not a directory"),
@@ -45,7 +44,7 @@ def test_a_directory_that_cannot_be_locked_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_why_a_directory_cannot_be_written(tmp_path: Path) -> None:
+def test_why_a_directory_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
     assert unwritable(tmp_path) is None and unwritable(tmp_path / "a" / "b") is None

@@ -1,14 +1,12 @@
 """Exported directories: what may be replaced, and what a process leaves that is killed at any of its operations."""
 
-from pathlib import Path
-
 import pytest
 
 from slime_tis.trainer.storage import exports
 from tests.storage.killed import killed_at_each_operation
 
 
-def export(target: Path, content: str) -> None:
+def export(target, content):
     exports.check_target(target, "--save-hf is 'hf'", "export")
     unfinished = exports.begin(target)
     (unfinished / "config.json").write_text(content)
@@ -17,14 +15,12 @@ def export(target: Path, content: str) -> None:
     exports.finish(unfinished, target)
 
 
-def files(directory: Path) -> dict[str, str]:
+def files(directory):
     return {path.name: path.read_text() for path in directory.iterdir()}
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["the first export", "over an earlier one"])
-def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the_next_takes_its_place(
-    before: bool, tmp_path: Path
-) -> None:
+def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the_next_takes_its_place(before, tmp_path):
     target = tmp_path / "hf"
     if before:
         export(target, "old")
@@ -53,7 +49,7 @@ def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the
     ],
     ids=["a file", "a file beside ours", "a file in its place", "a link in its place"],
 )
-def test_what_somebody_else_has_in_the_way_is_refused_and_stays(make, tmp_path: Path) -> None:
+def test_what_somebody_else_has_in_the_way_is_refused_and_stays(make, tmp_path):
     left = tmp_path / ".hf.unfinished"
     left.mkdir()
     make(left)

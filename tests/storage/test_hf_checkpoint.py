@@ -1,20 +1,17 @@
 """Checkpoints that are written: shards, index, configuration; what is copied, and what a failure leaves."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 from tests.runs import largest_file
 
 
 @pytest.fixture
-def like(tmp_path: Path) -> Path:
+def like(tmp_path):
     """A checkpoint directory with every kind of file."""
     source = tmp_path / "like"
     source.mkdir()
@@ -30,21 +27,21 @@ def like(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path):
     (tmp_path / "written").mkdir()
     return tmp_path / "written"
 
 
 SIDE = [
-    *("chat_template.jinja", "config.json", "merges.txt", "qwen.tiktoken", "tokenization_qwen.py", "tokenizer.model"),
+    *("chat_template.jinja", "config.json", "merges.txt", "qwen.tiktoken", "tokenization_qwen.py", "tokenizer.model")
 ]
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_one_file_and_what_lies_beside_the_weights(directory: Path, like: Path) -> None:
+def test_one_file_and_what_lies_beside_the_weights(directory, like):
     weights = {"a": torch.tensor([1.0, -2.5]), "b": torch.zeros(2, 3)}
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=32)
     assert names(directory) == sorted([*SIDE, "model.safetensors"])
@@ -54,7 +51,7 @@ def test_one_file_and_what_lies_beside_the_weights(directory: Path, like: Path) 
     assert loaded["a"].tolist() == [1.0, -2.5] and loaded["b"].shape == (2, 3)
 
 
-def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory: Path, like: Path) -> None:
+def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory, like):
     sizes = {"a": 10, "b": 10, "c": 30, "d": 5, "e": 15}  # elements of 2 bytes, 40 bytes per file
     weights = {name: torch.full((size,), 1.0, dtype=torch.bfloat16) for name, size in sizes.items()}
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=40)
@@ -68,7 +65,7 @@ def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory: Path
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory: Path, like: Path) -> None:
+def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory, like):
     whole = torch.arange(6.0).view(2, 3)
     write_hf_checkpoint(directory, [("row", whole[0]), ("transposed", whole.T)], like=like, shard_bytes=100)
     loaded = load_file(directory / "model.safetensors")
@@ -76,10 +73,10 @@ def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory: 
     assert loaded["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
 
-def test_a_full_disk_is_an_error_of_the_system_and_the_rest_is_left_to_iterate(directory: Path, like: Path) -> None:
-    given: list[int] = []
+def test_a_full_disk_is_an_error_of_the_system_and_the_rest_is_left_to_iterate(directory, like):
+    given = []
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
+    def weights():
         for i in range(4):
             given.append(i)
             yield f"w{i}", torch.zeros(100_000, dtype=torch.uint8)

@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,19 +22,19 @@ STATE = TrainerState(
 )
 
 
-def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_state_is_read_as_it_was_written(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps(asdict(STATE)))
     assert read_trainer_state(tmp_path) == STATE
 
 
 @pytest.mark.parametrize("change", [{"step": "3"}, {"unfinished": {}}, {"first_accuracy": []}], ids=str)
-def test_a_value_of_another_type_is_named(change: dict[str, Any], tmp_path: Path) -> None:
+def test_a_value_of_another_type_is_named(change, tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({**asdict(STATE), **change}))
     with pytest.raises(ValueError, match=rf"trainer_state\.json: {next(iter(change))}: "):
         read_trainer_state(tmp_path)
 
 
-def test_options_that_a_run_must_keep_are_refused_with_both_values() -> None:
+def test_options_that_a_run_must_keep_are_refused_with_both_values():
     saved = {"seed": 1, "rollout_seed": 5, "rollout_shuffle": False, "lr": 1.0}
     check_options(saved, {**saved, "rollout_seed": 6, "lr": 2.0})
     shuffled = {**saved, "rollout_shuffle": True}
@@ -49,7 +47,7 @@ def test_options_that_a_run_must_keep_are_refused_with_both_values() -> None:
             check_options(before, now)
 
 
-def test_other_changes_are_one_line() -> None:
+def test_other_changes_are_one_line():
     saved = {"lr": 1e-4, "save": "a", "ids": [1, 2], "gone": 1, "rm_type": "math"}
     now = {"lr": 5e-5, "save": "b", "ids": [1, 2], "new": 1, "rm_type": "xyz\n"}
     assert changed_options(saved, now) == "--lr 0.0001 → 5e-05, --rm-type 'math' → 'xyz\\n'"

@@ -3,30 +3,22 @@
 The modules ask for a GPU when they are built; `on_cpu` answers for it. Their kernels are not run.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformer_engine.pytorch.attention.dot_product_attention import utils as attention
 
-from slime_tis.trainer.megatron.architecture import Model, build_model
+from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
-from slime_tis.trainer.megatron.parallel import (
-    Backend,
-    Parallel,
-    initialize,
-    shut_down,
-    trains_with_transformer_engine,
-)
+from slime_tis.trainer.megatron.parallel import Backend, initialize, shut_down, trains_with_transformer_engine
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parallel]:
+def on_cpu(tmp_path_factory):
     """One process whose layers come from transformer-engine, on the CPU."""
     parallel = initialize(MegatronConfig(hf_checkpoint=str(tmp_path_factory.mktemp("none"))))
     backend = Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=True)
@@ -37,13 +29,13 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parallel]:
     shut_down()
 
 
-def build(checkpoint: Path, parallel: Parallel) -> Model:
+def build(checkpoint, parallel):
     return build_model(checkpoint, MegatronConfig(hf_checkpoint=str(checkpoint), bf16=True), parallel)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_weights_are_loaded_and_exported(family: str, tied: bool, on_cpu: Parallel, tmp_path: Path) -> None:
+def test_weights_are_loaded_and_exported(family, tied, on_cpu, tmp_path):
     checkpoint = make_checkpoint(tmp_path, family, tie_word_embeddings=tied)
     model = build(checkpoint, on_cpu)
     load_hf_weights(model, checkpoint, on_cpu)
@@ -53,7 +45,7 @@ def test_weights_are_loaded_and_exported(family: str, tied: bool, on_cpu: Parall
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in exported.items())
 
 
-def test_a_checkpoint_has_every_weight(on_cpu: Parallel, tmp_path: Path) -> None:
+def test_a_checkpoint_has_every_weight(on_cpu, tmp_path):
     model = build(make_checkpoint(tmp_path, "qwen3"), on_cpu)
     sharded = model.module.sharded_state_dict()
     stored = {entry.key for entry in sharded.values()}
@@ -61,16 +53,16 @@ def test_a_checkpoint_has_every_weight(on_cpu: Parallel, tmp_path: Path) -> None
     assert {name for name in weights if ".layers.1." not in name} <= stored
 
 
-def test_a_mixture_of_experts_has_torch_layers(on_cpu: Parallel, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_has_torch_layers(on_cpu, tmp_path):
     model = build(make_checkpoint(tmp_path, "qwen3_moe"), on_cpu)
     assert not any("transformer_engine" in type(module).__module__ for module in model.module.modules())
 
 
-def test_bf16_trains_with_it(on_cpu: Parallel) -> None:
+def test_bf16_trains_with_it(on_cpu):
     assert trains_with_transformer_engine(MegatronConfig(hf_checkpoint="model", bf16=True), has_gpu=True)
 
 
-def test_float32_has_neither_flash_nor_fused_attention(on_cpu: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_has_neither_flash_nor_fused_attention(on_cpu, monkeypatch):
     """The unfused backend alone takes packed sequences in float32; it pads them, and refuses context parallelism."""
     monkeypatch.setattr(attention, "get_device_compute_capability", lambda: (9, 0))
     layout = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}

@@ -1,21 +1,18 @@
 """A checkpoint, and engines on servers."""
 
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers
+from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.rollout.sglang.rollouts import Run
 
 
 @pytest.fixture
-def start(checkpoint: Path) -> Iterator[Callable[..., Run]]:
+def start(checkpoint):
     with ExitStack() as stack:
 
-        def make(count: int, prepare: Callable[[list[FakeSGLang]], None] = lambda servers: None, **options: Any) -> Run:
+        def make(count, prepare=lambda servers: None, **options):
             servers = stack.enter_context(fake_servers(count))
             prepare(servers)
             run = Run(servers, checkpoint, **options)

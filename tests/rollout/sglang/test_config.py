@@ -7,7 +7,7 @@ from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback, normaliz
 SECRET = "hunter2-secret"
 
 
-def test_defaults_stand_without_a_server() -> None:
+def test_defaults_stand_without_a_server():
     config = SGLangConfig()
     assert (config.server_urls, config.router_url) == ((), None)
     with pytest.raises(ValueError, match="no server is named"):
@@ -60,7 +60,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused(given: dict, message: str) -> None:
+def test_refused(given, message):
     with pytest.raises(ValueError) as refusal:
         SGLangConfig(**given)
     assert message in str(refusal.value)
@@ -68,13 +68,13 @@ def test_refused(given: dict, message: str) -> None:
     assert SECRET not in str(refusal.value)
 
 
-def test_server_flags_pass() -> None:
+def test_server_flags_pass():
     flags = ("--mem-fraction-static", "0.7", "--disable-cuda-graph", "--host-memory-ratio=2")
     flags += ("--ssl-keyfile", "key.pem", "--bucket-time-to-first-token", "1", "--tokenizer-path", "t")
     assert SGLangConfig(sglang_launch=1, sglang_server_args=flags).sglang_server_args == flags
 
 
-def test_normalized_url() -> None:
+def test_normalized_url():
     urls = {
         "http://127.0.0.1:30000": "http://127.0.0.1:30000",
         "http://127.0.0.1:30000/": "http://127.0.0.1:30000",
@@ -96,23 +96,23 @@ REFUSED_URLS_KEEP_SECRETS = {
 
 
 @pytest.mark.parametrize("url", REFUSED_URLS_KEEP_SECRETS.values(), ids=REFUSED_URLS_KEEP_SECRETS)
-def test_refused_urls_keep_secrets(url: str) -> None:
+def test_refused_urls_keep_secrets(url):
     with pytest.raises(ValueError, match=r"^--sglang-url") as refusal:
         SGLangConfig(sglang_url=(url,))
     assert SECRET not in str(refusal.value)
 
 
-def test_router_url() -> None:
+def test_router_url():
     assert SGLangConfig(sglang_router_ip="10.0.0.1", sglang_router_port=3000).router_url == "http://10.0.0.1:3000"
     assert SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url == "http://[fd00::1]:3000"
 
 
-def test_is_loopback() -> None:
+def test_is_loopback():
     local = ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"]
     assert [host for host in [*local, "10.0.0.1", "localhost.example"] if is_loopback(f"http://{host}:1")] == local
 
 
-def test_key_comes_from_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_comes_from_the_environment_alone(monkeypatch):
     monkeypatch.setenv("SGLANG_API_KEY", SECRET)
     config = SGLangConfig(sglang_launch=1)
     assert config.api_key == SECRET

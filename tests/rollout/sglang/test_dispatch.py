@@ -1,10 +1,7 @@
 """Which server takes a request, and what becomes of it when the server fails, over real HTTP."""
 
 import asyncio
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,17 +10,16 @@ from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.engine import SGLangRollout
-from tests.rollout.sglang.fake_sglang import FakeSGLang, fake_servers, log_prob, spoiled, wait_until, when
+from tests.rollout.sglang.fake_sglang import fake_servers, log_prob, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, versions_of
 from tests.samples import flat
 
 
-def live(run: Run) -> float:
+def live(run):
     return run.engine.metrics()["rollout/sglang_live_servers"]
 
 
-def test_requests_of_a_hanging_server_move_elsewhere(start: Callable[..., Run]) -> None:
+def test_requests_of_a_hanging_server_move_elsewhere(start):
     run = start(2, sglang_request_timeout=1000.0)
     hanging = run.servers[0]
     hanging.faults.extend(["hang", "hang"])
@@ -35,7 +31,7 @@ def test_requests_of_a_hanging_server_move_elsewhere(start: Callable[..., Run]) 
     wait_until(lambda: {body["rid"] for body in hanging.requests[:2]} <= hanging.aborted)
 
 
-def test_single_failed_health_checks_mark_no_server_down(start: Callable[..., Run]) -> None:
+def test_single_failed_health_checks_mark_no_server_down(start):
     run = start(1)
     (server,) = run.servers
     for _ in range(3):
@@ -46,12 +42,12 @@ def test_single_failed_health_checks_mark_no_server_down(start: Callable[..., Ru
     assert run.engine.metrics()["rollout/sglang_deaths"] == 0
 
 
-def test_no_request_is_sent_during_an_update(start: Callable[..., Run]) -> None:
+def test_no_request_is_sent_during_an_update(start):
     run = start(2)
-    sent: list[int] = []
-    rollouts: list[SGLangRollout] = []
+    sent = []
+    rollouts = []
 
-    def submit_once() -> None:
+    def submit_once():
         sent.append(len(run.requests))
         if not rollouts:
             rollouts.append(run.engine.submit(PROMPTS, SAMPLING))
@@ -63,7 +59,7 @@ def test_no_request_is_sent_during_an_update(start: Callable[..., Run]) -> None:
     assert run.engine.metrics()["rollout/sglang_deaths"] == 0
 
 
-def test_a_server_that_kept_its_weights_serves_at_once(start: Callable[..., Run]) -> None:
+def test_a_server_that_kept_its_weights_serves_at_once(start):
     run = start(1)
     run.update(4)
     (server,) = run.servers
@@ -77,7 +73,7 @@ def test_a_server_that_kept_its_weights_serves_at_once(start: Callable[..., Run]
     assert run.weights.iterated == 1
 
 
-def test_slow_servers_are_awaited_and_missing_ones_are_not(checkpoint: Path) -> None:
+def test_slow_servers_are_awaited_and_missing_ones_are_not(checkpoint):
     with fake_servers(2) as (first, second):
         first.healthy = False
         when(lambda: first.count("/health") > 2, lambda: setattr(first, "healthy", True))
@@ -91,10 +87,10 @@ def test_slow_servers_are_awaited_and_missing_ones_are_not(checkpoint: Path) -> 
             Run([first, second], checkpoint, sglang_startup_timeout=0.2)
 
 
-def test_waiting_requests_keep_their_order_after_a_cancellation(start: Callable[..., Run]) -> None:
+def test_waiting_requests_keep_their_order_after_a_cancellation(start):
     run = start(1, sglang_concurrency=1)
 
-    async def asks(sample: Any, engine: Any) -> Any:
+    async def asks(sample, engine):
         tasks = [asyncio.create_task(engine.generate([1, token])) for token in range(3, 9)]
         while not run.requests:
             await asyncio.sleep(0.001)
@@ -109,7 +105,7 @@ def test_waiting_requests_keep_their_order_after_a_cancellation(start: Callable[
 
 
 @contextmanager
-def behind_router(checkpoint: Path) -> Iterator[tuple[Run, FakeSGLang]]:
+def behind_router(checkpoint):
     with fake_servers(3) as (router, *workers):
         router.workers = workers
         address = urlsplit(router.url)
@@ -121,7 +117,7 @@ def behind_router(checkpoint: Path) -> Iterator[tuple[Run, FakeSGLang]]:
             run.engine.close()
 
 
-def test_a_router_takes_requests_and_its_servers_take_weights(checkpoint: Path) -> None:
+def test_a_router_takes_requests_and_its_servers_take_weights(checkpoint):
     with behind_router(checkpoint) as (run, router):
         run.update(2)
         assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
@@ -134,7 +130,7 @@ def test_a_router_takes_requests_and_its_servers_take_weights(checkpoint: Path) 
         assert run.sync.pushes[1:] == [([run.servers[1].url], 2)]
 
 
-def test_a_server_behind_a_router_may_die(checkpoint: Path) -> None:
+def test_a_server_behind_a_router_may_die(checkpoint):
     with behind_router(checkpoint) as (run, _):
         run.servers[0].stop_after = 1
         rollout = run.engine.submit(LATE[:4], SAMPLING)
@@ -144,11 +140,11 @@ def test_a_server_behind_a_router_may_die(checkpoint: Path) -> None:
         wait_until(lambda: live(run) == 1)
 
 
-def test_the_wrong_one_of_four_servers_is_named(start: Callable[..., Run]) -> None:
+def test_the_wrong_one_of_four_servers_is_named(start):
     run = start(4)
     wrong = run.servers[2]
 
-    def warmer(answer: dict[str, Any]) -> None:
+    def warmer(answer):
         for entry in answer["meta_info"]["output_token_logprobs"]:
             entry[0] *= 0.9
 

@@ -1,7 +1,6 @@
 """Two gloo processes with one engine: the first alone talks to the servers, and both get, or raise, the same."""
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -28,18 +27,18 @@ from tests.runs import spawn
 SIZE = 2
 
 
-def work(rank: int, checkpoint: str, url: str, out: str) -> None:
+def work(rank, checkpoint, url, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
     torch.save(play(rank, checkpoint, url), f"{out}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
+def play(rank, checkpoint, url):
     """What one rank sees of a run on a server that begins with the weights of another run."""
     weights, sync = Weights(), ByHand()
     engine = make_engine(Path(checkpoint), weights, weight_sync=sync, sglang_url=(url,), sglang_max_retries=0)
-    seen: dict[str, Any] = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
+    seen = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
     engine.update_weights(weights, 4)
     seen["iterated"].append(weights.iterated)
     seen["second"] = engine.generate(PROMPTS, SAMPLING, 0)
@@ -60,7 +59,7 @@ def play(rank: int, checkpoint: str, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_ranks_see_the_same(tmp_path: Path) -> None:
+def test_two_ranks_see_the_same(tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
     with fake_servers(1) as (server,):
         server.weight_version, server.version = "7", 7

@@ -4,10 +4,7 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.trainer.data.sample import FinishReason, Sample, Sampling
+from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.generation import Generation, RequestOptions
 from slime_tis.trainer.engines.local.routing import has_usable_experts
 from slime_tis.trainer.engines.sglang import sampling as sampling_module
@@ -29,15 +26,8 @@ from slime_tis.trainer.engines.sglang.schema import (
     parse_routed_experts,
 )
 from tests.checkpoints import make_checkpoint, make_tokenizer
-from tests.rollout.sglang.fake_sglang import (
-    EXPERTS,
-    LAYERS,
-    chosen_experts,
-    continuation,
-    spoiled,
-    wait_until,
-)
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, assert_exact, held
+from tests.rollout.sglang.fake_sglang import EXPERTS, LAYERS, chosen_experts, continuation, spoiled, wait_until
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, assert_exact, held
 from tests.samples import flat, reloaded
 
 SIZES = MoeSizes(
@@ -49,16 +39,16 @@ SHORT = next(prompt for prompt in EARLY if len(continuation(list(prompt.token_id
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe", num_hidden_layers=LAYERS)
 
 
 @pytest.fixture
-def start(start: Callable[..., Run]) -> Callable[..., Run]:
+def start(start):
     return partial(start, sampling=SAMPLING)
 
 
-def assert_experts(sample: Sample) -> None:
+def assert_experts(sample):
     """Every row has the choice of the weights that sampled the token after it; the prompt's, of the first token."""
     first = len(sample.row.token_ids)
     of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
@@ -68,7 +58,7 @@ def assert_experts(sample: Sample) -> None:
     assert has_usable_experts(sample, SIZES)
 
 
-def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start: Callable[..., Run]) -> None:
+def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start):
     run = start(2)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
@@ -77,14 +67,14 @@ def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start: Callab
     assert all(body["return_routed_experts"] and body["routed_experts_start_len"] == 0 for body in run.requests)
 
 
-def test_an_evaluation_asks_for_none(start: Callable[..., Run]) -> None:
+def test_an_evaluation_asks_for_none(start):
     run = start(1)
     groups = run.engine.generate(PROMPTS[:2], Sampling(max_response_len=20), seed=0)
     assert all(sample.rollout_routed_experts is None for sample in flat(groups))
     assert not any("return_routed_experts" in body for body in run.requests)
 
 
-def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start: Callable[..., Run]) -> None:
+def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start):
     run = start(2)
     with held(run, 5):
         pending = run.engine.submit(LATE[:3], LONG, seed=0)
@@ -107,7 +97,7 @@ def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start: Calla
     )
 
 
-def stragglers(run: Run) -> list[list[Sample]]:
+def stragglers(run):
     """Two groups that have 2 to 8 tokens when a third one is complete."""
     with held(run, 2):
         pending = run.engine.submit([LATE[0], SHORT, LATE[1]], LONG, seed=0, num_groups=1)
@@ -117,7 +107,7 @@ def stragglers(run: Run) -> list[list[Sample]]:
     return run.engine.unfinished()
 
 
-def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too(start: Callable[..., Run]) -> None:
+def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too(start):
     run = start(1)
     left = stragglers(run)
     for sample in flat(left):
@@ -134,7 +124,7 @@ def test_stragglers_go_on_from_the_experts_that_they_have_after_a_checkpoint_too
         assert_experts(sample)
 
 
-def test_stragglers_without_all_experts_get_none(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+def test_stragglers_without_all_experts_get_none(start, caplog):
     run = start(1)
     (one, other), second = stragglers(run)
     one.rollout_routed_experts = None
@@ -148,9 +138,7 @@ def test_stragglers_without_all_experts_get_none(start: Callable[..., Run], capl
     assert not caplog.records
 
 
-def test_a_request_that_an_update_did_not_end_has_none(
-    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_an_update_did_not_end_has_none(start, monkeypatch, caplog):
     monkeypatch.setattr(sampling_module, "ABORT_TIMEOUT", 0.05)
     run = start(1)
     run.servers[0].deaf = True
@@ -164,19 +152,19 @@ def test_a_request_that_an_update_did_not_end_has_none(
     assert "updated in the middle" in caplog.text
 
 
-def with_text(change: Callable[[str], str]) -> Callable[[Any], Any]:
+def with_text(change):
     """A fault that changes the experts of an answer as they are sent."""
 
-    def edit(answer: dict[str, Any]) -> None:
+    def edit(answer):
         answer["meta_info"]["routed_experts"] = change(answer["meta_info"]["routed_experts"])
 
     return spoiled(edit)
 
 
-def with_rows(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def with_rows(change):
     """A fault that changes the rows of an answer, in place if `change` returns None."""
 
-    def text(encoded: str) -> str:
+    def text(encoded):
         rows = np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, LAYERS, 2).copy()
         changed = change(rows)
         return base64.b64encode((rows if changed is None else changed).tobytes()).decode()
@@ -195,9 +183,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("fault", "problem"), HOSTILE.values(), ids=list(HOSTILE))
-def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
-    fault: Any, problem: str, start: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(fault, problem, start, caplog):
     run = start(1)
     run.servers[0].faults.extend([fault, fault])
     with caplog.at_level(logging.WARNING):
@@ -214,19 +200,19 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
     assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 0
 
 
-def test_servers_without_the_flag_are_refused_at_the_start(start: Callable[..., Run]) -> None:
+def test_servers_without_the_flag_are_refused_at_the_start(start):
     flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
     with pytest.raises(ValueError, match=f"^{flags} is on"):
         start(2, lambda servers: servers[1].info.update(enable_return_routed_experts=False))
 
 
-def layout(**fields: Any) -> ExpertLayout:
+def layout(**fields):
     sizes = {"layers": (0, 1), "num_experts": 8, "top_k": 2, "intermediate_size": 4, "shared_intermediate_size": None}
     num_hidden_layers = fields.pop("num_hidden_layers", 2)
     return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**{**sizes, **fields}))
 
 
-def test_bytes_of_experts_by_hand() -> None:
+def test_bytes_of_experts_by_hand():
     # 48 layers of 8 experts of 4 bytes are 1,536 bytes, in base64 2,048.
     qwen3_30b = layout(num_hidden_layers=48, layers=tuple(range(48)), num_experts=128, top_k=8)
     assert qwen3_30b.num_bytes(1) == 2048
@@ -241,9 +227,7 @@ def test_bytes_of_experts_by_hand() -> None:
     st.sampled_from([(4, 2), (8, 3), (256, 8), (257, 2), (512, 1)]),
     st.integers(0, 2**32 - 1),
 )
-def test_what_was_encoded_is_decoded_without_dense_layers(
-    rows: int, layers: tuple[tuple[int, ...], int], sizes: tuple[int, int], seed: int
-) -> None:
+def test_what_was_encoded_is_decoded_without_dense_layers(rows, layers, sizes, seed):
     (sparse, num_layers), (num_experts, top_k) = layers, sizes
     chance = np.random.default_rng(seed)
     experts = np.argsort(chance.random((rows, num_layers, num_experts)), -1)[..., :top_k].astype("<i4")
@@ -258,7 +242,7 @@ def test_what_was_encoded_is_decoded_without_dense_layers(
     assert np.array_equal(found.numpy(), experts[:, list(sparse)])
 
 
-def test_a_text_that_names_experts_is_no_experts() -> None:
+def test_a_text_that_names_experts_is_no_experts():
     encoded = base64.b64encode(np.array([[[0, 1], [2, 3]]] * 2, dtype="<i4").tobytes()).decode()
     meta = {
         "finish_reason": {"type": "length"},
@@ -277,12 +261,12 @@ def test_a_text_that_names_experts_is_no_experts() -> None:
         assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
 
 
-def test_an_expert_of_its_own_may_be_the_first_everywhere() -> None:
+def test_an_expert_of_its_own_may_be_the_first_everywhere():
     one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
     assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
 
 
-def completion(experts: list[list[int]], finish_reason: FinishReason) -> Generation:
+def completion(experts, finish_reason):
     """One token, with the single expert of each layer for every token that was fed."""
     return Generation(
         token_ids=[5],
@@ -294,7 +278,7 @@ def completion(experts: list[list[int]], finish_reason: FinishReason) -> Generat
     )
 
 
-def test_one_expert_per_token_is_judged_over_the_whole_response() -> None:
+def test_one_expert_per_token_is_judged_over_the_whole_response():
     for last, unrecorded in (([0, 0], 0), ([0, 3], 0), ([6, 0], 1), ([6, 3], None)):
         pending = PendingSample(prompt_ids=list(SHORT.token_ids), max_new_tokens=8)
         pending.append(completion([[0, 0]] * len(SHORT.token_ids), "abort"))

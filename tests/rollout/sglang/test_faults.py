@@ -2,8 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -11,10 +9,10 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.rollout.sglang.fake_sglang import spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of
 
 
-def edit_log_probs(edit: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+def edit_log_probs(edit):
     return spoiled(lambda answer: edit(answer["meta_info"]["output_token_logprobs"]))
 
 
@@ -30,7 +28,7 @@ FAULTS = [
 ]
 
 
-def test_every_fault_is_tried_again_and_counts_once(start: Callable[..., Run]) -> None:
+def test_every_fault_is_tried_again_and_counts_once(start):
     run = start(3, sglang_max_retries=50)
     run.servers[0].faults.extend(FAULTS)
     run.servers[1].faults.extend(reversed(FAULTS))
@@ -45,7 +43,7 @@ def test_every_fault_is_tried_again_and_counts_once(start: Callable[..., Run]) -
     }
 
 
-def test_a_request_that_hangs_goes_elsewhere_and_its_late_answer_is_not_counted(start: Callable[..., Run]) -> None:
+def test_a_request_that_hangs_goes_elsewhere_and_its_late_answer_is_not_counted(start):
     run = start(2, sglang_request_timeout=0.3)
     run.servers[0].stop_after = 0  # it would answer, but later
     pending = run.engine.submit(PROMPTS, SAMPLING, seed=0)
@@ -55,7 +53,7 @@ def test_a_request_that_hangs_goes_elsewhere_and_its_late_answer_is_not_counted(
     assert_exact(pending.result(), PROMPTS)
 
 
-def test_a_long_response_that_exceeds_the_timeout_goes_on_from_its_tokens(start: Callable[..., Run]) -> None:
+def test_a_long_response_that_exceeds_the_timeout_goes_on_from_its_tokens(start):
     run = start(1, sglang_request_timeout=0.1)
     run.servers[0].stop_after = 4
     sampling = Sampling(max_response_len=10)
@@ -67,7 +65,7 @@ def test_a_long_response_that_exceeds_the_timeout_goes_on_from_its_tokens(start:
     assert run.engine.metrics()["rollout/sglang_retries"] == 0
 
 
-def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: Callable[..., Run]) -> None:
+def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start):
     run = start(2)
     run.update(1)
     victim = run.servers[1]
@@ -96,7 +94,7 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start: 
     assert run.engine.metrics()["rollout/sglang_returns"] == 1
 
 
-def test_a_refused_request_stops_the_rollout_with_the_servers_words(start: Callable[..., Run]) -> None:
+def test_a_refused_request_stops_the_rollout_with_the_servers_words(start):
     run = start(2)
     run.servers[0].faults.append(400)
     with pytest.raises(RolloutUnavailable, match="answered HTTP 400"):
@@ -104,14 +102,14 @@ def test_a_refused_request_stops_the_rollout_with_the_servers_words(start: Calla
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
 
 
-def test_a_server_with_another_key_is_left_to_the_others(start: Callable[..., Run]) -> None:
+def test_a_server_with_another_key_is_left_to_the_others(start):
     run = start(2)
     run.servers[0].faults.extend([401, 403, 404])
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
     assert run.engine.metrics()["rollout/sglang_retries"] == 3
 
 
-def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start: Callable[..., Run]) -> None:
+def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start):
     run = start(2, timeouts=Timeouts(recovery=0.2, first_retry=0.005, max_retry=0.02, health_interval=0.01))
     sampling = Sampling(max_response_len=30)
     with held(run, 10):

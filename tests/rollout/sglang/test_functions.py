@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, Run, held
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, held
 from tests.samples import flat, reloaded
 
 RUN = Sampling(max_response_len=12, n_samples=2)
@@ -32,12 +31,12 @@ async def two_turns(sample, engine):
     return [sample]
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)
 
 
-def assert_two_turns(sample: Sample) -> None:
+def assert_two_turns(sample):
     """Both answers are what the model says; a first one that was aborted may be longer by its second request."""
     first = sample.loss_mask.index(0)
     ids = list(sample.row.token_ids)
@@ -52,7 +51,7 @@ def assert_two_turns(sample: Sample) -> None:
         assert value == (log_prob(token, version) if trained else 0.0)
 
 
-def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> None:
+def test_functions_ask_servers_over_several_turns(start):
     run = start(2)
     future = run.engine.submit(PROMPTS, RUN, 3, function=two_turns, concurrency=5)
     groups = future.result()
@@ -69,7 +68,7 @@ def test_functions_ask_servers_over_several_turns(start: Callable[..., Run]) -> 
     assert sorted(Counter(keys).values()) == [2] * 24, "both turns of a sample have its key"
 
 
-def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Callable[..., Run]) -> None:
+def test_a_rollout_without_servers_ends_though_functions_swallow_it(start):
     run = start(1, sglang_max_retries=1)
     run.servers[0].faults.extend([500] * 100)
 
@@ -83,7 +82,7 @@ def test_a_rollout_without_servers_ends_though_functions_swallow_it(start: Calla
         run.engine.submit(PROMPTS[:3], RUN, function=careless, concurrency=9).result()
 
 
-def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Callable[..., Run]) -> None:
+def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start):
     run = start(1)
     mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1]]
 
@@ -116,7 +115,7 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start: Call
     assert run.engine.unfinished() == []
 
 
-def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run], monkeypatch) -> None:
+def test_a_function_that_ignores_the_abort_begins_anew(start, monkeypatch):
     run = start(1)
     aborts = []
 
@@ -142,7 +141,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start: Callable[..., Run]
     ] * 2
 
 
-def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
+def test_a_stop_string_may_span_two_requests(start):
     run = start(1, sglang_request_timeout=0.1)
     expected = continuation(list(LATE[0].token_ids), 60)
     stop = text_of(expected[4:7])
@@ -162,7 +161,7 @@ def test_a_stop_string_may_span_two_requests(start: Callable[..., Run]) -> None:
     assert run.requests[-1]["sampling_params"]["stop"] == [stop]
 
 
-def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Callable[..., Run]) -> None:
+def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start):
     run = start(1)
     answers = []
 
@@ -181,7 +180,7 @@ def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start: Call
     assert run.requests[3]["sampling_params"]["max_new_tokens"] == 17
 
 
-def test_functions_may_post_to_the_address_themselves(start: Callable[..., Run]) -> None:
+def test_functions_may_post_to_the_address_themselves(start):
     run = start(1)
 
     async def posts(sample, engine):
@@ -202,7 +201,7 @@ def test_functions_may_post_to_the_address_themselves(start: Callable[..., Run])
     assert sample.status is Sample.Status.TRUNCATED
 
 
-def test_closing_the_engine_ends_functions(start: Callable[..., Run]) -> None:
+def test_closing_the_engine_ends_functions(start):
     run = start(1)
     ended = []
 

@@ -2,8 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +10,11 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.rollout.sglang.fake_sglang import continuation, log_prob, next_token, spoiled, wait_until
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of
 from tests.samples import flat, make_sample
 
 
-def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[..., Run], checkpoint: Path) -> None:
+def test_samples_are_those_of_the_model_in_the_prompts_order(start, checkpoint):
     run = start(3)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
@@ -37,13 +35,13 @@ def test_samples_are_those_of_the_model_in_the_prompts_order(start: Callable[...
     }
 
 
-def begun(tokens: int) -> Sample:
+def begun(tokens):
     """A response to LATE[0] that was aborted after some tokens."""
     response = continuation(list(LATE[0].token_ids), tokens)
     return make_sample(LATE[0], response, status=Sample.Status.ABORTED)
 
 
-def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run]) -> None:
+def test_inputs_that_servers_do_not_take_are_not_sent(start):
     run = start(2, lambda servers: servers[0].info.update(max_req_input_len=8))
     long = Prompt(index=4, text="", token_ids=(3,) * 8)
     with pytest.raises(ValueError, match="prompt 4 has 8 tokens"):
@@ -54,8 +52,8 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start: Callable[..., Run])
     assert run.requests == []
 
 
-def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Callable[..., Run]) -> None:
-    def seeds(run: Run, seed: int) -> list[int]:
+def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start):
+    def seeds(run, seed):
         for server in run.servers:
             server.requests.clear()
         assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
@@ -68,7 +66,7 @@ def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start: Call
     assert not set(seeds(run, seed=6)) & set(first)
 
 
-def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
+def test_close_ends_what_is_in_flight(start, caplog):
     caplog.set_level(logging.INFO)
     threads = set(threading.enumerate())
     run = start(2, sglang_concurrency=4)
@@ -86,7 +84,7 @@ def test_close_ends_what_is_in_flight(start: Callable[..., Run], caplog: pytest.
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-def test_rollouts_and_evaluations_are_in_flight_together(start: Callable[..., Run]) -> None:
+def test_rollouts_and_evaluations_are_in_flight_together(start):
     run = start(2)
     with held(run, 2):
         pending = [run.engine.submit(PROMPTS[k : k + 4], SAMPLING, seed=k) for k in (0, 4, 8)]
@@ -99,7 +97,7 @@ def test_rollouts_and_evaluations_are_in_flight_together(start: Callable[..., Ru
         assert one.progress == (12, 12)
 
 
-def test_every_server_scores_a_probe(start: Callable[..., Run]) -> None:
+def test_every_server_scores_a_probe(start):
     run = start(2)
     run.update(5)
     run.servers[1].version = 6
@@ -113,9 +111,7 @@ def test_every_server_scores_a_probe(start: Callable[..., Run]) -> None:
         run.engine.prompt_log_probs(ids)
 
 
-def test_servers_take_turns_to_give_the_likeliest_tokens(
-    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_servers_take_turns_to_give_the_likeliest_tokens(start, caplog):
     run = start(2)
     run.update(5)
     texts = [[1, 7, 20], [1, 9], [1, 30]]
@@ -138,9 +134,7 @@ def test_servers_take_turns_to_give_the_likeliest_tokens(
     assert caplog.text.count("it has no output_top_logprobs") == 1
 
 
-def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(
-    start: Callable[..., Run], checkpoint: Path
-) -> None:
+def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(start, checkpoint):
     run = start(1)
     long = Prompt(index=4, text="", token_ids=(3,) * 128)
     messages = []

@@ -8,12 +8,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import psutil
@@ -80,7 +77,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def fake_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_sglang(tmp_path, monkeypatch):
     package = tmp_path / "packages/sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -89,15 +86,12 @@ def fake_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_API_KEY", raising=False)
 
 
-Launch = Callable[..., LaunchedServers]
-
-
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Launch]:
+def servers(tmp_path):
     """Makes servers, and stops them at the end."""
     with ExitStack() as stack:
 
-        def make(*flags: str, count: int = 1, **options: Any) -> LaunchedServers:
+        def make(*flags, count=1, **options):
             port = 21000 + os.getpid() % 4000 * 2
             settings = {"sglang_startup_timeout": 30.0, "sglang_base_port": port, **options}
             config = SGLangConfig(sglang_launch=count, sglang_server_args=flags or None, **settings)
@@ -108,16 +102,16 @@ def servers(tmp_path: Path) -> Iterator[Launch]:
         yield make
 
 
-def facts(url: str) -> dict[str, Any]:
+def facts(url):
     return httpx.get(f"{url}/any", trust_env=False).json()
 
 
-def wait_until_gone(*pids: int) -> None:
+def wait_until_gone(*pids):
     wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
 
 
-def wait_for(url: str) -> None:
-    def answers() -> bool:
+def wait_for(url):
+    def answers():
         try:
             return httpx.get(url, trust_env=False) is not None
         except httpx.HTTPError:
@@ -126,13 +120,13 @@ def wait_for(url: str) -> None:
     wait_until(answers)
 
 
-def poll_until(started: LaunchedServers, enough: Callable[[list[str]], object]) -> list[str]:
-    reported: list[str] = []
+def poll_until(started, enough):
+    reported = []
     wait_until(lambda: reported.extend(started.poll()) or enough(reported))
     return reported
 
 
-def test_start_and_stop(servers: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_and_stop(servers, tmp_path, monkeypatch):
     for name, value in {"RANK": "3", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "KEPT": "yes"}.items():
         monkeypatch.setenv(name, value)
     started = servers("--delay", "0.3", "--unwell", "0.5", "--family", count=2)
@@ -153,7 +147,7 @@ def test_start_and_stop(servers: Launch, tmp_path: Path, monkeypatch: pytest.Mon
     started.stop()
 
 
-def test_early_death_is_reported_with_the_end_of_the_log(servers: Launch, tmp_path: Path) -> None:
+def test_early_death_is_reported_with_the_end_of_the_log(servers, tmp_path):
     log = tmp_path / "logs/sglang_0.log"
     log.parent.mkdir()
     log.write_text("of an earlier run\n")
@@ -165,19 +159,19 @@ def test_early_death_is_reported_with_the_end_of_the_log(servers: Launch, tmp_pa
     assert message.endswith("| RuntimeError: no such model") and "earlier" not in message
 
 
-def test_startup_timeout(servers: Launch) -> None:
+def test_startup_timeout(servers):
     started = servers("--unwell", "60", sglang_startup_timeout=1.0)
     message = r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"
     with pytest.raises(RolloutUnavailable, match=message):
         started.start()
 
 
-def test_python_that_does_not_run(servers: Launch) -> None:
+def test_python_that_does_not_run(servers):
     with pytest.raises(RolloutUnavailable, match="does not run"):
         servers(sglang_python="/no/python").start()
 
 
-def test_death_and_new_start(servers: Launch, tmp_path: Path) -> None:
+def test_death_and_new_start(servers, tmp_path):
     started = servers("--family", count=2)
     urls = started.start()
     before = [facts(url) for url in urls]
@@ -192,7 +186,7 @@ def test_death_and_new_start(servers: Launch, tmp_path: Path) -> None:
     assert (tmp_path / "logs/sglang_0.log").read_text().count("server_args=") == 2
 
 
-def test_given_up_after_three_restarts(servers: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_up_after_three_restarts(servers, monkeypatch):
     started = servers(sglang_startup_timeout=60.0)
     started.start()
     now = time.monotonic()
@@ -215,7 +209,7 @@ def test_given_up_after_three_restarts(servers: Launch, monkeypatch: pytest.Monk
     monkeypatch.undo()
 
 
-def test_a_server_that_ignores_sigterm_is_killed(servers: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_sigterm_is_killed(servers, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.5)
     started = servers("--stubborn", "--family")
     (url,) = started.start()
@@ -224,7 +218,7 @@ def test_a_server_that_ignores_sigterm_is_killed(servers: Launch, monkeypatch: p
     wait_until_gone(found["pid"], found["family"][0])
 
 
-def start_and_wait(directory: Path, url: Connection) -> None:
+def start_and_wait(directory, url):
     """A program that starts a server, sends its URL, and continues."""
     os.environ["PYTHONPATH"] = str(directory / "packages")
     config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
@@ -232,7 +226,7 @@ def start_and_wait(directory: Path, url: Connection) -> None:
     signal.pause()
 
 
-def test_servers_end_with_this_program(tmp_path: Path) -> None:
+def test_servers_end_with_this_program(tmp_path):
     ours, theirs = fork_server().Pipe(duplex=False)
     program = fork_server().Process(target=start_and_wait, args=(tmp_path, theirs))
     program.start()
@@ -242,7 +236,7 @@ def test_servers_end_with_this_program(tmp_path: Path) -> None:
     wait_until_gone(found["pid"])
 
 
-def test_ports_in_use_are_passed_over(tmp_path: Path) -> None:
+def test_ports_in_use_are_passed_over(tmp_path):
     first = free_ports(25000, 1)[0]
     with socket.create_server(("0.0.0.0", first)), socket.create_server(("127.0.0.1", first + 2)):
         found = free_ports(first, 2)
@@ -252,7 +246,7 @@ def test_ports_in_use_are_passed_over(tmp_path: Path) -> None:
         free_ports(65535, 2)
 
 
-def test_an_answer_of_another_program_is_not_taken_for_the_servers(servers: Launch) -> None:
+def test_an_answer_of_another_program_is_not_taken_for_the_servers(servers):
     started = servers("--delay", "60")
     other = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", started.urls[0][-5:]]
     process = subprocess.Popen(other, stdout=subprocess.DEVNULL)
@@ -265,9 +259,7 @@ def test_an_answer_of_another_program_is_not_taken_for_the_servers(servers: Laun
         process.wait()
 
 
-def test_secrets_are_in_no_list_of_processes_and_no_log(
-    servers: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secrets_are_in_no_list_of_processes_and_no_log(servers, tmp_path, monkeypatch):
     for name in ("MY_KEY", "SGLANG_ADMIN_API_KEY", "PASSWORD"):
         monkeypatch.setenv(name, f"{SECRET}-{name}")
     flags = ("--family", "--ssl-keyfile-password-env", "PASSWORD", "--say-env=NO_SUCH_VARIABLE")
@@ -296,7 +288,7 @@ GPUS = {
 
 
 @pytest.mark.parametrize(("flags", "firsts"), GPUS.values(), ids=GPUS)
-def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | None]) -> None:
+def test_servers_share_the_gpus_out(flags, firsts):
     config = SGLangConfig(sglang_launch=3, sglang_server_args=flags or None)
     for index, first in enumerate(firsts):
         words = server_command(config, "m", index, 1, Path("log"))
@@ -305,7 +297,7 @@ def test_servers_share_the_gpus_out(flags: tuple[str, ...], firsts: list[str | N
         assert (last and words[last + 1]) == first, json.dumps(words)
 
 
-def test_servers_record_experts_where_they_are_replayed() -> None:
+def test_servers_record_experts_where_they_are_replayed():
     for records, flags in ((True, ("--enable-return-routed-experts",)), (False, None)):
         sampling = Sampling(max_response_len=1, return_routed_experts=records)
         settings = SGLangSettings(config=SGLangConfig(sglang_launch=1), sampling=sampling)

@@ -1,17 +1,16 @@
 """Partial rollouts: the earliest groups are returned, the others continue in the next rollout from their tokens."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from tests.rollout.sglang.fake_sglang import continuation, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, assert_log_probs, held
+from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, assert_exact, assert_log_probs, held
 from tests.samples import flat, reloaded
 
 
-def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None:
+def test_stragglers_are_kept_and_gone_on_with(start):
     run = start(2)
     sampling = Sampling(max_response_len=30, n_samples=2)
     mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1], EARLY[2]]
@@ -54,9 +53,7 @@ def test_stragglers_are_kept_and_gone_on_with(start: Callable[..., Run]) -> None
     assert sorted(len(body["input_ids"]) - 3 for body in run.requests) == sorted([*goes_on, 0, 0])
 
 
-def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_not_asked_for_again(
-    start: Callable[..., Run],
-) -> None:
+def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_not_asked_for_again(start):
     run = start(1)
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
@@ -72,7 +69,7 @@ def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_no
     assert len(run.requests) == asked
 
 
-def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start: Callable[..., Run]) -> None:
+def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start):
     run = start(1)
     run.servers[0].deaf = True  # it takes note of no abort: every request ends by itself
     sampling = Sampling(max_response_len=30)
@@ -87,7 +84,7 @@ def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start: Callable[.
     assert len(run.requests) == asked
 
 
-def test_what_is_wanted_has_to_be_in_flight(start: Callable[..., Run]) -> None:
+def test_what_is_wanted_has_to_be_in_flight(start):
     run = start(1)
     for num_groups in (0, 3):
         with pytest.raises(ValueError, match=f"num_groups is {num_groups}"):

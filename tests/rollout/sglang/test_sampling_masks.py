@@ -2,25 +2,21 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
-from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest, InvalidAnswer, max_answer_bytes, parse_generation
-from tests.rollout.sglang.fake_sglang import FakeSGLang, log_prob, recorded, sampled_from
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, Run
+from tests.rollout.sglang.fake_sglang import log_prob, recorded, sampled_from
+from tests.rollout.sglang.rollouts import LATE, PROMPTS
 from tests.samples import flat, make_sample
 
 TRUNCATED = Sampling(top_p=0.9, max_response_len=20, n_samples=2, return_sampling_mask=True)
-Start = Callable[..., Run]
 
 
-def masked_answer(**changes: Any) -> dict[str, Any]:
+def masked_answer(**changes):
     """The recorded answer of eight tokens with sampling masks, after changes of its meta_info."""
     answer = recorded("generate_length")
     ids = answer["output_ids"]
@@ -32,12 +28,12 @@ def masked_answer(**changes: Any) -> dict[str, Any]:
     return answer
 
 
-def parsed(answer: dict[str, Any], sampling: Sampling = TRUNCATED) -> Generation:
+def parsed(answer, sampling=TRUNCATED):
     request = GenerateRequest(input_ids=(1,), sampling=sampling, max_new_tokens=8, request_id="r")
     return parse_generation(json.dumps(answer).encode(), request, vocab_size=64)[0]
 
 
-def test_an_answer_has_its_sets_and_the_log_probs_over_them() -> None:
+def test_an_answer_has_its_sets_and_the_log_probs_over_them():
     completion = parsed(masked_answer())
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs == [-0.5] * 8
@@ -61,17 +57,17 @@ SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
         pytest.param({LOG_PROBS: [0.5] * 8}, r"logprobs\[0\] is 0\.5", id="a positive log-prob"),
     ],
 )
-def test_sets_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_sets_that_cannot_be_are_refused(changes, message):
     with pytest.raises(InvalidAnswer, match=message):
         parsed(masked_answer(**changes))
 
 
-def test_answers_with_sets_may_be_larger_and_are_bounded() -> None:
+def test_answers_with_sets_may_be_larger_and_are_bounded():
     assert max_answer_bytes(100) == 262_144 + 25_600
     assert max_answer_bytes(100, 50) == 262_144 + 25_600 + 50_000
 
 
-def reporting(limit: int) -> Callable[[list[FakeSGLang]], None]:
+def reporting(limit):
     """Limits the sets that the last server reports."""
     return lambda servers: servers[-1].info.update(sampling_mask_max_tokens=limit)
 
@@ -81,7 +77,7 @@ def reporting(limit: int) -> Callable[[list[FakeSGLang]], None]:
     [(4096, -1, 3072), (4096, 40, 40), (40, 40, 40), (4096, 1, 1)],
     ids=["top-p alone", "top-k", "as many as reported", "greedy"],
 )
-def test_samples_carry_the_sets(start: Start, limit: int, top_k: int, sent: int) -> None:
+def test_samples_carry_the_sets(start, limit, top_k, sent):
     sampling = dataclasses.replace(TRUNCATED, top_k=top_k)
     run = start(1, reporting(limit), sampling=sampling)
     for sample in flat(run.engine.generate(PROMPTS, sampling)):
@@ -91,7 +87,7 @@ def test_samples_carry_the_sets(start: Start, limit: int, top_k: int, sent: int)
     assert {body["sampling_params"]["top_k"] for body in run.requests} == {sent}
 
 
-def test_no_sets_are_asked_for_where_nothing_is_cut_or_nothing_is_trained(start: Start) -> None:
+def test_no_sets_are_asked_for_where_nothing_is_cut_or_nothing_is_trained(start):
     run = start(1, sampling=TRUNCATED)
     for sampling in (
         dataclasses.replace(TRUNCATED, return_sampling_mask=False),
@@ -101,9 +97,7 @@ def test_no_sets_are_asked_for_where_nothing_is_cut_or_nothing_is_trained(start:
     assert not any("return_sampling_mask" in body for body in run.requests)
 
 
-def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allowed(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allowed(start, caplog):
     with pytest.raises(ValueError, match="--rollout-top-k -1, but a server reports at most 1 "):
         start(2, reporting(1), sampling=TRUNCATED)
     with pytest.raises(ValueError, match="at most 4096"):
@@ -119,7 +113,7 @@ def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allow
 
 
 @pytest.mark.parametrize("recorded_before", [True, False], ids=["with sets", "of an older checkpoint"])
-def test_sets_of_a_partial_rollout_are_those_of_both_requests(start: Start, recorded_before: bool) -> None:
+def test_sets_of_a_partial_rollout_are_those_of_both_requests(start, recorded_before):
     sampling = dataclasses.replace(TRUNCATED, max_response_len=60)
     run = start(1, sampling=sampling)
     (whole,) = run.engine.generate([LATE[0]], sampling)
@@ -134,7 +128,7 @@ def test_sets_of_a_partial_rollout_are_those_of_both_requests(start: Start, reco
     assert [len(body["input_ids"]) for body in run.requests] == [3, 3, 9, 9]
 
 
-def first_tokens(sample: Sample, count: int, with_sampling_mask: bool) -> Sample:
+def first_tokens(sample, count, with_sampling_mask):
     """The sample as it was when it was aborted after so many tokens."""
     assert sample.sampling_mask is not None
     mask = sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None

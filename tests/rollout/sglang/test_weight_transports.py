@@ -8,18 +8,14 @@ import resource
 import signal
 import socket
 import weakref
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
 
 from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import ServerError
@@ -32,37 +28,36 @@ from tests.rollout.sglang.rollouts import with_clients
 from tests.runs import fork_server
 
 Servers = list[FakeSGLang]
-Make = Callable[..., Any]
 RELEASED = ["abort_request", "continue_generation"]
 
 
 @pytest.fixture
-def servers() -> Iterator[Servers]:
+def servers():
     with fake_servers(3) as servers:
         yield servers
 
 
-OPTIONS: dict[str, Any] = {"bucket_bytes": 300, "sglang_request_timeout": 60.0, "sglang_sync_address": None}
+OPTIONS = {"bucket_bytes": 300, "sglang_request_timeout": 60.0, "sglang_sync_address": None}
 
 
-def distributed(**options: Any) -> DistributedSync:
+def distributed(**options):
     host = EngineHost(hf_checkpoint="", weights=dict, output_dir=Path())
-    return DistributedSync(SimpleNamespace(**{**OPTIONS, **options}), host, [])  # type: ignore[arg-type]
+    return DistributedSync(SimpleNamespace(**{**OPTIONS, **options}), host, [])
 
 
 @pytest.fixture(params=WEIGHT_TRANSPORTS)
-def make(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> Make:
+def make(request, tmp_path, checkpoint):
     """Builds a transport with buckets of 300 bytes."""
     return {"distributed": distributed, "disk": on_disk(tmp_path, checkpoint)}[request.param]
 
 
-def on_disk(directory: Path, checkpoint: Path) -> Make:
+def on_disk(directory, checkpoint):
     host = EngineHost(hf_checkpoint=checkpoint, weights=dict, output_dir=directory)
     fields = {**OPTIONS, "sglang_weight_dir": str(directory / "sglang_weights")}
-    return lambda **options: DiskSync(SimpleNamespace(**{**fields, **options}), host, [])  # type: ignore[arg-type]
+    return lambda **options: DiskSync(SimpleNamespace(**{**fields, **options}), host, [])
 
 
-def some_weights(seed: int) -> dict[str, Tensor]:
+def some_weights(seed):
     """Tensors of odd shapes and several types, one that is not contiguous, and one with values beyond bf16."""
     make = torch.Generator().manual_seed(seed)
     return {
@@ -77,24 +72,24 @@ def some_weights(seed: int) -> dict[str, Tensor]:
     }
 
 
-def bits(named: dict[str, Tensor]) -> dict[str, Any]:
+def bits(named):
     return {
         name: (tensor.dtype, tensor.shape, tensor.contiguous().flatten().view(torch.uint8).tolist())
         for name, tensor in named.items()
     }
 
 
-def assert_weights(servers: Servers, version: int, ranks: int = 1) -> None:
+def assert_weights(servers, version, ranks=1):
     """The servers have `some_weights` of this version, and generate."""
     for server in servers:
         assert list(map(bits, server.tensors)) == [bits(some_weights(version))] * ranks
         assert (server.weight_version, server.paused, server.session) == (str(version), False, False)
 
 
-def push_source(weights: Any, servers: Servers, *sources: Any) -> dict[str, str]:
+def push_source(weights, servers, *sources):
     """Sends these sources as versions 1, 2, …, and closes the transport; returns the last failures by URL."""
 
-    async def work(clients: Any) -> dict[str, str]:
+    async def work(clients):
         try:
             for version, source in enumerate(sources, start=1):
                 failed = await weights.push(clients, source, version)
@@ -105,12 +100,12 @@ def push_source(weights: Any, servers: Servers, *sources: Any) -> dict[str, str]
     return with_clients(servers, work)
 
 
-def push(weights: Any, servers: Servers, versions: int = 1) -> dict[str, str]:
+def push(weights, servers, versions=1):
     """Sends `some_weights` of the versions 1, 2, …"""
     return push_source(weights, servers, *(some_weights(version).items for version in range(1, versions + 1)))
 
 
-def test_weights_arrive_to_the_bit(make: Make, servers: Servers) -> None:
+def test_weights_arrive_to_the_bit(make, servers):
     assert push(make(), servers, versions=2) == {}
     assert_weights(servers, 2)
     for server in servers:
@@ -140,7 +135,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("make", "endpoint"), REFUSALS.values(), ids=REFUSALS, indirect=["make"])
-def test_a_server_that_refuses_is_released(make: Make, endpoint: str, servers: Servers) -> None:
+def test_a_server_that_refuses_is_released(make, endpoint, servers):
     servers[0].replies[endpoint] = [REFUSED]
     failed = push(make(), servers)
     assert list(failed) == [servers[0].url] and "refused on purpose" in failed[servers[0].url]
@@ -148,8 +143,8 @@ def test_a_server_that_refuses_is_released(make: Make, endpoint: str, servers: S
     assert_weights(servers[1:], 1)
 
 
-def test_a_source_that_fails_leaves_the_servers_as_they_were(make: Make, servers: Servers) -> None:
-    def source() -> Iterator[tuple[str, Tensor]]:
+def test_a_source_that_fails_leaves_the_servers_as_they_were(make, servers):
+    def source():
         yield from list(some_weights(1).items())[:4]
         raise RuntimeError("rank 3 went away")
 
@@ -159,10 +154,10 @@ def test_a_source_that_fails_leaves_the_servers_as_they_were(make: Make, servers
         assert (server.weight_version, server.paused, server.session, server.groups) == ("default", False, False, {})
 
 
-def test_never_more_than_a_bucket_is_held(make: Make, servers: Servers) -> None:
+def test_never_more_than_a_bucket_is_held(make, servers):
     alive, most, kilobyte = weakref.WeakSet(), [], 1024
 
-    def source() -> Iterator[tuple[str, Tensor]]:
+    def source():
         for i in range(40):
             tensor = torch.full((kilobyte,), i, dtype=torch.uint8)
             alive.add(tensor)
@@ -179,7 +174,7 @@ def test_never_more_than_a_bucket_is_held(make: Make, servers: Servers) -> None:
     assert max(most) <= (5 if isinstance(weights, DistributedSync) else 2)  # a bucket and the next tensor; disk copies
 
 
-def test_buckets_are_full_and_no_fuller() -> None:
+def test_buckets_are_full_and_no_fuller():
     named = [(f"w{i}", torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate((4, 5, 1, 1, 20, 3, 7, 3))]
     found = list(protocol.buckets(lambda: named, 10, lambda tensor: tensor))
     assert [each.names for each in found] == [["w0", "w1", "w2"], ["w3"], ["w4"], ["w5", "w6"], ["w7"]]
@@ -188,10 +183,10 @@ def test_buckets_are_full_and_no_fuller() -> None:
         next(protocol.buckets(list, 10, lambda tensor: tensor))
 
 
-def test_a_group_serves_until_its_server_starts_again(servers: Servers) -> None:
+def test_a_group_serves_until_its_server_starts_again(servers):
     weights, first = distributed(), servers[0]
 
-    async def work(clients: Any) -> None:
+    async def work(clients):
         for version in (1, 2):
             assert await weights.push(clients, some_weights(version).items, version) == {}
         assert first.count("/init_weights_update_group") == 1
@@ -208,7 +203,7 @@ def test_a_group_serves_until_its_server_starts_again(servers: Servers) -> None:
     assert [server.groups for server in servers] == [{}, {}, {}]
 
 
-def test_a_server_of_two_ranks_whose_session_was_left_open(servers: Servers) -> None:
+def test_a_server_of_two_ranks_whose_session_was_left_open(servers):
     server = servers[0]
     server.info["tp_size"], server.session = 2, True
     assert push(distributed(), [server]) == {}
@@ -219,7 +214,7 @@ def test_a_server_of_two_ranks_whose_session_was_left_open(servers: Servers) -> 
 
 
 @pytest.mark.parametrize("status", [400, 200], ids=["HTTP 400", "success false"])
-def test_flush_is_asked_for_until_it_is_done(servers: Servers, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flush_is_asked_for_until_it_is_done(servers, status, monkeypatch):
     servers[0].replies["/flush_cache"] = [(status, REFUSED[1])] * 3
     assert push(distributed(), servers) == {}
     assert servers[0].called[:5] == ["pause_generation", *["flush_cache"] * 4]
@@ -230,17 +225,17 @@ def test_flush_is_asked_for_until_it_is_done(servers: Servers, status: int, monk
 
 
 @pytest.mark.parametrize("fault", ["die", "refuse", "hang"])
-def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers: Servers, fault: str) -> None:
+def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers, fault):
     weights = distributed(sglang_request_timeout=2.0 if fault == "hang" else 60.0)
     victim, names = servers[1], list[str]()
     victim.bucket_faults = {2: fault}
 
-    def source() -> Iterator[tuple[str, Tensor]]:
+    def source():
         for name, tensor in some_weights(7).items():
             names.append(name)
             yield name, tensor
 
-    async def work(clients: Any) -> list[str]:
+    async def work(clients):
         failed = await weights.push(clients, source, 9)
         again = await weights.push([clients[0], clients[2]], some_weights(8).items, 8)
         await weights.close()
@@ -256,17 +251,17 @@ def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers: Servers
         assert (victim.weight_version, victim.paused, victim.session) == ("default", False, False)
 
 
-def test_a_server_with_replicas_is_refused(servers: Servers) -> None:
+def test_a_server_with_replicas_is_refused(servers):
     servers[0].info["dp_size"] = 2
     assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1])[servers[0].url]
 
 
-def test_only_the_loopback_listens_and_the_default_group_stays(servers: Servers) -> None:
+def test_only_the_loopback_listens_and_the_default_group_stays(servers):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         default, addresses = dist.group.WORLD, set[str]()
 
-        def source() -> Iterator[tuple[str, Tensor]]:
+        def source():
             connections = psutil.Process(os.getpid()).net_connections("tcp")
             addresses.update(each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN)
             yield from some_weights(1).items()
@@ -282,8 +277,8 @@ def test_only_the_loopback_listens_and_the_default_group_stays(servers: Servers)
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "localhost", socket.gethostname()], ids=["IP address", "localhost", "host name"]
 )
-def test_closing_ends_a_join_under_way(address: str) -> None:
-    async def work() -> None:
+def test_closing_ends_a_join_under_way(address):
+    async def work():
         group = UpdateGroup(address, server_ranks=1, device=torch.device("cpu"), timeout=60.0)
         assert group._store is not None
         before = group._store.num_keys()
@@ -298,16 +293,16 @@ def test_closing_ends_a_join_under_way(address: str) -> None:
     asyncio.run(work())
 
 
-def directories(path: Path) -> list[str]:
+def directories(path):
     """Names without the random part."""
     return sorted(each.name.rsplit("_", 1)[0] for each in (path / "sglang_weights").iterdir() if each.is_dir())
 
 
-def test_a_server_that_comes_back_reads_the_newest(servers: Servers, tmp_path: Path, checkpoint: Path) -> None:
+def test_a_server_that_comes_back_reads_the_newest(servers, tmp_path, checkpoint):
     servers[0].replies["/update_weights_from_disk"] = [REFUSED] * 2
     weights = on_disk(tmp_path, checkpoint)()
 
-    async def work(clients: Any) -> None:
+    async def work(clients):
         assert await weights.restore(clients[0]) is False  # nothing has been written yet
         assert list(await weights.push(clients, some_weights(1).items, 1)) == [clients[0]]
         with pytest.raises(ServerError, match="refused on purpose"):
@@ -319,11 +314,11 @@ def test_a_server_that_comes_back_reads_the_newest(servers: Servers, tmp_path: P
     assert_weights(servers, 1)
 
 
-def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path, checkpoint):
     weights, sent = on_disk(tmp_path, checkpoint)(bucket_bytes=100_000), []
     asyncio.run(weights.push([], some_weights(1).items, 1))
 
-    def source() -> Iterator[tuple[str, Tensor]]:
+    def source():
         for i in range(8):
             sent.append(i)
             yield f"w{i}", torch.zeros(100_000, dtype=torch.uint8)
@@ -340,12 +335,12 @@ def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path: Path, checkp
     assert sent == list(range(8)) and directories(tmp_path) == ["weights_00000001"]
 
 
-def crash(root: Path, checkpoint: Path) -> None:
+def crash(root, checkpoint):
     """Writes weights, and ends in the middle of writing others."""
     weights = on_disk(root, checkpoint)(bucket_bytes=10)
     asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
 
-    def source() -> Iterator[tuple[str, Tensor]]:
+    def source():
         yield "a", torch.ones(9)
         yield "b", torch.ones(9)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -353,14 +348,14 @@ def crash(root: Path, checkpoint: Path) -> None:
     asyncio.run(weights.push([], source, 2))
 
 
-def use(root: Path, checkpoint: Path, ready: Connection) -> None:
+def use(root, checkpoint, ready):
     weights = on_disk(root, checkpoint)()
     ready.send(True)
     ready.recv()
     asyncio.run(weights.close())
 
 
-def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_directory_is_for_one_run_at_a_time(tmp_path, checkpoint):
     ours, theirs = fork_server().Pipe()
     process = fork_server().Process(target=use, args=(tmp_path, checkpoint, theirs))
     process.start()
@@ -371,7 +366,7 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path: Path, checkpoint: Path) 
     process.join()
 
 
-def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path, checkpoint):
     process = fork_server().Process(target=crash, args=(tmp_path, checkpoint))
     process.start()
     process.join()
@@ -399,7 +394,7 @@ def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path: 
         make(sglang_weight_dir=str(others[1] / "w"))
 
 
-def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path: Path) -> None:
+def test_disk_needs_a_directory_that_servers_on_other_machines_see(tmp_path):
     here, away = "http://127.0.0.1:1", "http://10.0.0.9:1"
     host = EngineHost(hf_checkpoint=tmp_path, weights=dict, output_dir=tmp_path)
     disk = SGLangConfig(sglang_weight_sync="disk")

@@ -1,9 +1,6 @@
 """Rollouts while weights change: every token carries the version of the weights that sampled it."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +9,12 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import SentRows
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.sglang.server_group import is_stale, server_name, server_precision
-from tests.rollout.sglang.fake_sglang import REFUSED, FakeSGLang, spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
+from tests.rollout.sglang.fake_sglang import REFUSED, spoiled, wait_until, when
+from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of
 from tests.samples import flat
 
 
-def test_an_answer_from_other_weights_is_tried_again(start: Callable[..., Run]) -> None:
+def test_an_answer_from_other_weights_is_tried_again(start):
     run, sampling = start(2), Sampling(max_response_len=20)
     for server in run.servers:
         server.faults.append(spoiled(lambda answer: answer["meta_info"]["weight_versions"][0].update(version="99")))
@@ -25,7 +22,7 @@ def test_an_answer_from_other_weights_is_tried_again(start: Callable[..., Run]) 
     assert run.engine.metrics()["rollout/sglang_retries"] == 2
 
 
-def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(start: Callable[..., Run]) -> None:
+def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(start):
     run = start(1, sglang_weight_sync="disk")
     run.update(1)
     iterated = run.weights.iterated
@@ -43,17 +40,17 @@ def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(sta
     assert run.weights.iterated == iterated
 
 
-def used(version: int) -> Callable[[list[FakeSGLang]], None]:
+def used(version):
     """Gives the first server weights of an earlier run."""
 
-    def prepare(servers: list[FakeSGLang]) -> None:
+    def prepare(servers):
         servers[0].weight_version, servers[0].version = str(version), version
 
     return prepare
 
 
 @pytest.mark.parametrize("version", [7, 0], ids=["version 7", "the version of the start"])
-def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Callable[..., Run], version: int) -> None:
+def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start, version):
     run = start(2, used(version))
     run.servers[1].stop_after = 0
     pending = run.engine.submit(PROMPTS, SAMPLING, seed=0)
@@ -63,7 +60,7 @@ def test_servers_with_weights_of_an_earlier_run_get_the_policys_first(start: Cal
     assert run.weights.iterated == 1
 
 
-def test_weights_of_a_returning_server_carry_their_own_version(start: Callable[..., Run]) -> None:
+def test_weights_of_a_returning_server_carry_their_own_version(start):
     run = start(1, used(7), weights_version=lambda: 9)
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(groups, PROMPTS)
@@ -71,7 +68,7 @@ def test_weights_of_a_returning_server_carry_their_own_version(start: Callable[.
     assert run.engine.weight_version == 0
 
 
-def test_tokens_carry_the_versions_that_sampled_them(start: Callable[..., Run]) -> None:
+def test_tokens_carry_the_versions_that_sampled_them(start):
     run = start(2)
     sampling = Sampling(max_response_len=12, n_samples=2)
     with held(run, 4):
@@ -88,7 +85,7 @@ def test_tokens_carry_the_versions_that_sampled_them(start: Callable[..., Run]) 
     assert len(run.requests) == 8 and run.engine.metrics()["rollout/sglang_retries"] == 0
 
 
-def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start: Callable[..., Run]) -> None:
+def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start):
     run = start(2)
     run.servers[1].replies["/update_weights_from_disk"] = [REFUSED]
     run.update(1)
@@ -103,7 +100,7 @@ def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start
     assert versions_of(groups) == {2}
 
 
-def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_weights_are_not_part_of_checkpoints(start, tmp_path):
     run = start(1)
     assert run.engine.can_checkpoint_weights is False and LocalEngine.can_checkpoint_weights is True
     run.engine.save_weights(tmp_path)
@@ -112,11 +109,11 @@ def test_weights_are_not_part_of_checkpoints(start: Callable[..., Run], tmp_path
     assert (run.engine.weight_version, run.servers[0].weight_version) == (3, "3")
 
 
-def checksums(*ranks: dict[str, str]) -> tuple[int, Any]:
+def checksums(*ranks):
     return 200, {"success": True, "ranks": [{"checksums": rank} for rank in ranks]}
 
 
-def test_tensors_that_did_not_change_with_the_update_are_named(start: Callable[..., Run]) -> None:
+def test_tensors_that_did_not_change_with_the_update_are_named(start):
     run = start(2)
     first = run.servers[0]
     before = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
@@ -144,12 +141,12 @@ STALE = {
 
 
 @pytest.mark.parametrize(("now", "on_every_rank", "stale"), STALE.values(), ids=STALE)
-def test_checksums_of_ranks(now: list[str], on_every_rank: bool, stale: bool) -> None:
+def test_checksums_of_ranks(now, on_every_rank, stale):
     assert is_stale(now, ["1", "2"], on_every_rank=on_every_rank) is stale
     assert not is_stale(["0"] + ["5"] * 16, ["0"] * 17, on_every_rank=True)
 
 
-def test_a_stale_shard_of_one_rank_is_named(start: Callable[..., Run]) -> None:
+def test_a_stale_shard_of_one_rank_is_named(start):
     run = start(1)
     (server,) = run.servers
     name, head = "model.layers.0.mlp.down_proj.weight", "lm_head.weight"
@@ -161,7 +158,7 @@ def test_a_stale_shard_of_one_rank_is_named(start: Callable[..., Run]) -> None:
     assert run.engine.wrong_weights(sent) == {server.url: [name, head]}
 
 
-def test_names_of_joined_tensors() -> None:
+def test_names_of_joined_tensors():
     joined = {
         "self_attn.k_proj.bias": "self_attn.qkv_proj.bias",
         "self_attn.o_proj.weight": "self_attn.o_proj.weight",
@@ -173,16 +170,16 @@ def test_names_of_joined_tensors() -> None:
     assert {name: server_name(layer + name) for name in joined} == {name: layer + to for name, to in joined.items()}
 
 
-def test_the_precision_of_a_dtype() -> None:
-    models: list[dict[str, str]] = [{"dtype": "bfloat16"}, {"torch_dtype": "float32"}, {}]
+def test_the_precision_of_a_dtype():
+    models = [{"dtype": "bfloat16"}, {"torch_dtype": "float32"}, {}]
     assert [server_precision("auto", model) for model in models] == ["bf16", "fp16", "fp16"]
     dtypes = ("bfloat16", "half", "float32", "fp4", None)
     assert [server_precision(dtype, models[0]) for dtype in dtypes] == ["bf16", "fp16", "fp32", None, None]
 
 
-def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callable[..., Run]) -> None:
-    def precision(*dtypes: str | None, quantization: str | None = None, **options: Any) -> str | None:
-        def say(servers: list[FakeSGLang]) -> None:
+def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start):
+    def precision(*dtypes, quantization=None, **options):
+        def say(servers):
             for server, dtype in zip(servers, dtypes, strict=True):
                 server.info |= {"dtype": dtype, "quantization": quantization}
 
@@ -196,6 +193,6 @@ def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start: Callab
         precision("float32", rounding="error-compensated")
 
 
-def test_a_server_that_a_killed_run_left_paused_serves(start: Callable[..., Run]) -> None:
+def test_a_server_that_a_killed_run_left_paused_serves(start):
     run = start(1, lambda servers: setattr(servers[0], "paused", True))
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
