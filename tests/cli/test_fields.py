@@ -1,17 +1,18 @@
-"""Every flag reaches its field, under its own and its old names, and slime's functions find it."""
+"""Every option from its field: flag, YAML, what it needs, --help."""
 
 import json
 
 import pytest
 
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import effective_config
-from slime_tis.trainer.cli.command_line import read_flags
-from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
+from slime_tis.main import main
+from slime_tis.trainer.cli.arguments import build_parser, effective_config
+from slime_tis.trainer.cli.command_line import help_notes, needs_of, read_flags
+from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS, TITLES
 from slime_tis.trainer.cli.yaml_options import read_yaml
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
 from slime_tis.trainer.options.words import flags_of
-from tests.cli.conftest import configured
+from tests.cli.conftest import configured, refusal
 
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "
 SAMPLES = {bool: ("true", True), int: ("7", 7), float: ("2e-1", 0.2), str: ("word", "word")}
@@ -133,3 +134,79 @@ def test_namespace_has_the_bounds_that_nobody_set(base):
     assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
     assert bounds("--use-tis --use-rs --tis-clip-low 0") == (0.0, 0.0, 2.0)
     assert bounds("--use-tis --tis-upper-bound 0.8")[0] is None  # mode truncate, which has no lower bound
+
+
+# (flags, option without effect, part of the message)
+IDLE = [
+    ("--custom-loss-function-path a.f", "--custom-loss-function-path", "--loss-type custom_loss"),
+    ("--rs-upper-bound 1.1", "--rs-upper-bound", "--use-rs"),
+    ("--tis-upper-bound 2", "--tis-upper-bound", "--use-tis or --use-rs"),
+    ("--use-tis --reject-before-advantage", "--reject-before-advantage", "--divergence-mask or --tis-mode mask"),
+    (
+        "--use-rollout-logprobs --policy-loss reinforce --eps-clip 0.2",
+        "--eps-clip",
+        "--policy-loss ppo, --policy-loss cispo, --policy-loss gspo, ",
+    ),
+    ("--lr-decay-style constant --lr-decay-iters 9", "--lr-decay-iters", "--lr-decay-style linear"),
+    ("--eval-temperature 1 --eval-top-p 1", "--eval-temperature", "--eval-prompt-data"),
+]
+
+
+@pytest.mark.parametrize(("flags", "option", "part"), IDLE, ids=[row[0] for row in IDLE])
+def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(base, tmp_path, flags, option, part):
+    """tests/faults/test_command_lines.py tries every option."""
+    message = refusal(base + flags)
+    assert message.startswith(f"{option} is ") and "no effect without" in message and part in message
+    values = [words.partition(" ") for words in flags.removeprefix("--").split(" --")]
+    lines = [f"{name.replace('-', '_')}: {value or 'true'}\n" for name, _, value in values]
+    (tmp_path / "run.yaml").write_text("".join(lines))
+    message = refusal(base + "--custom-config-path run.yaml")
+    assert message.startswith(f"{option[2:].replace('-', '_')} in run.yaml is ") and part in message
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.needs or option.suffices])
+def test_an_option_needs_only_declared_options(name):
+    """A misspelled flag would be skipped, and the option would have an effect without it."""
+    flags = [word.partition("=")[0] for word in (*OPTIONS[name].needs, *OPTIONS[name].suffices)]
+    assert [flag(need.option) for need in needs_of(COMMAND_LINE, name)] == flags
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "flags"),
+    [
+        ("use_tis: false\ntis_level: sequence\ntis_mode: mask\ntis_upper_bound: 9\n", ""),
+        ("use_rs: false\nrs_level: null\nrs_lower_bound: null\n", ""),
+        ("use_rs: on\nrs_level: geometric\nrs_upper_bound: 1.1\n", "--no-use-rs"),
+        ("lr_decay_style: linear\nmin_lr: 1e-7\n", "--lr-decay-style constant"),
+        ("eval_prompt_data: eval.jsonl\neval_interval: 5\n", "--eval-prompt-data none"),
+        ("eval_prompt_data: null\neval_interval: 5\n", ""),
+        ("rollout_correction_preset: decoupled_geo_rs\n", "--no-use-rs --rs-veto-threshold none"),
+    ],
+    ids=ascii,
+)
+def test_options_of_a_switch_that_is_off_are_ignored(base, tmp_path, yaml_text, flags):
+    (tmp_path / "run.yaml").write_text(yaml_text)
+    assert configured(base + "--custom-config-path run.yaml " + flags) == configured(base)
+
+
+def test_a_custom_function_may_read_any_option(base):
+    line = "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis --tis-upper-bound 3"
+    assert configured(base + line).namespace.tis_upper_bound == 3.0
+
+
+def test_help_is_grouped_and_every_option_has_a_text_and_a_default():
+    text = build_parser().format_help()
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["options", *TITLES]
+    unwrapped = "".join(text.split())
+    for option in OPTIONS.values():
+        assert option.help.endswith(".")
+        assert "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split()) in unwrapped
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["DUMP", "--help"], ["DUMP", "--use-tis", "-h"]], ids=" ".join)
+def test_help_of_what_if_is_its_own_wherever_the_flag_stands(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["what-if", *argv])
+    assert end.value.code == 0
+    assert "slime-tis what-if [-h]" in capsys.readouterr().out

@@ -1,16 +1,18 @@
-"""`correct` against the one-page reference, and that against plain loops, over every combination of options."""
+"""`correct` against its one-page reference, that against plain loops, over every layout and split; the traced core."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis import RolloutCorrectionConfig, correct, functional
+from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, adaptive_bounds, correct, functional
+from slime_tis.correction import LEVELS, layout
 from slime_tis.correction.reference import reference_correct
 from tests.correction.expected import expected_correction
-from tests.correction.strategies import batches, configurations, policy_batch, policy_configurations
+from tests.correction.strategies import batches, configurations, policy_batch, policy_configurations, tensors
 
 Batch = tuple[list, list, list]
 SOME, REST = slice(0, 3), slice(3, 7)
@@ -106,3 +108,144 @@ def test_the_reference_refuses_non_finite_tokens_too():
     with pytest.raises(ValueError, match="a log-prob is not finite; fix the sample or choose --nonfinite-policy"):
         reference_correct(config, train, torch.zeros(1, 2), mask)
     assert reference_correct(config, train, torch.zeros(1, 2), torch.tensor([[1, 0]])).weights.tolist() == [[1, 0]]
+
+
+Inputs = tuple[list, list, list]
+
+
+def assert_same(a, b):
+    """(weights, mask, statistics) of both, within 1e-6."""
+    for x, y in zip(a[0], b[0], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+    assert [x.tolist() for x in a[1]] == [x.tolist() for x in b[1]]
+    assert a[2].metrics() == pytest.approx(b[2].metrics(), rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=100)
+@given(configurations(), batches(), st.integers(0, 40))
+def test_layout_and_padding(config, batch, extra):
+    inputs = tensors(batch)
+    lengths = [len(x) for x in inputs[0]]
+    listed = correct(config, *inputs)
+    expected = (listed.weights, listed.mask, listed.statistics)
+    if lengths:
+        packed = correct(config, *(torch.cat(x) for x in inputs), lengths=lengths)
+        assert_same(expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics))
+        padded = correct(config, *(pad(x, max(lengths) + extra) for x in inputs))
+        rows = [[x[i, :n] for i, n in enumerate(lengths)] for x in (padded.weights, padded.mask)]
+        assert_same(expected, (*rows, padded.statistics))
+
+
+def pad(sequences, width):
+    """[B, width], with junk in the padding of floats and 0 in that of masks."""
+    junk = 0 if sequences[0].dtype == torch.bool else torch.nan
+    out = torch.full((len(sequences), width), junk, dtype=sequences[0].dtype)
+    for row, sequence in zip(out, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return out
+
+
+@settings(max_examples=100)
+@given(configurations(), batches(), st.integers(0, 5))
+def test_micro_batches_merge(config, batch, cut):
+    inputs = tensors(batch)
+    whole = correct(config, *inputs)
+    parts = [[x[:cut] for x in inputs], [x[cut:] for x in inputs]]
+    known = GlobalBatch(second_moment_limit=whole.global_batch.second_moment_limit)
+    if config.adaptive:
+        bounds = adaptive_bounds(config, [correct(config, *part).sequence_sums for part in parts])
+        known = replace(known, adaptive_bounds=bounds)
+    statistics = Statistics.empty(config)
+    for part in parts:
+        first = correct(config, *part, global_batch=known)
+        statistics = statistics.merge(first.statistics)
+    known = replace(known, batch_norm_factor=statistics.batch_norm_factor())
+    found = [correct(config, *part, global_batch=known) for part in parts]
+    weights = [w for f in found for w in f.weights]
+    mask = [m for f in found for m in f.mask]
+    assert_same((whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))
+
+
+@settings(max_examples=60)
+@given(configurations(), batches(max_sequences=8))
+def test_chunks(config, batch):
+    inputs = tensors(batch)
+    whole = correct(config, *inputs)
+    usual = layout.CPU_CHUNK_TOKENS
+    try:
+        layout.CPU_CHUNK_TOKENS = 16
+        chunked = correct(config, *inputs)
+    finally:
+        layout.CPU_CHUNK_TOKENS = usual
+    assert_same((whole.weights, whole.mask, whole.statistics), (chunked.weights, chunked.mask, chunked.statistics))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_of_long_sequences_join(level):
+    """Sequences longer than a row, of several row widths, against the reference, which has no rows."""
+    generator = torch.Generator().manual_seed(1)
+    config = RolloutCorrectionConfig(use_tis=True, tis_level=level, tis_upper_bound=1e6)
+    for lengths in ([3000, 1, 129, 128, 0], [700, 650, 3], [40, 300]):
+        delta = [0.02 * torch.randn(n, generator=generator) for n in lengths]
+        mask = [torch.rand(n, generator=generator) > 0.2 for n in lengths]
+        found = correct(config, delta, [torch.zeros(n) for n in lengths], mask)
+        for d, m, weights in zip(delta, mask, found.weights, strict=True):
+            reference = reference_correct(config, d.double()[None], torch.zeros(1, len(d)), m[None])
+            torch.testing.assert_close(weights, reference.weights[0].float(), rtol=2e-6, atol=1e-6)
+
+
+OPTIONS = {
+    "token truncate": {"use_tis": True, "tis_upper_bound": 1.3},
+    "segment clip": {"use_tis": True, "tis_level": "segment", "tis_mode": "clip", "tis_upper_bound": 1.3},
+    "normalized sequence": {"use_tis": True, "tis_level": "sequence", "tis_batch_normalize": True},
+    "geometric": {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.7, "rs_upper_bound": 1.2},
+    "veto": {"use_tis": True, "rs_veto_threshold": 0.2, "rs_veto_upper_threshold": 4.0},
+    "kpop": {"divergence_mask": "binary_kl_max", "divergence_mask_direction": "both"},
+    "binary_tv away": {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fx_and_compile_and_vmap_trace_it(name):
+    config = RolloutCorrectionConfig(**OPTIONS[name])
+
+    def both(*inputs):
+        train, rollout, mask, current, advantages = inputs
+        return tuple(functional.correct(config, train, rollout, mask, current_log_probs=current, advantages=advantages))
+
+    inputs = [x.float() for x in policy_batch().values()]
+    expected = both(*inputs)
+    for traced in (torch.fx.symbolic_trace(both), torch.compile(both, fullgraph=True, backend="eager")):
+        for one, other in zip(traced(*inputs), expected, strict=True):
+            assert torch.equal(one, other)
+    if not config.tis_batch_normalize:
+        for one, other in zip(torch.func.vmap(both)(*inputs), expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_no_gradient_flows_through_weights():
+    config = RolloutCorrectionConfig(use_tis=True)
+    train, rollout, mask, *_ = policy_batch().values()
+    train[1, 2] = -1.0
+
+    def loss(log_probs):
+        found = functional.correct(config, log_probs, rollout, mask)
+        return (found.weights * torch.where(found.mask, log_probs, 0.0)).sum()
+
+    gradient = torch.func.grad(loss)(train)
+    found = functional.correct(config, train, rollout, mask)
+    torch.testing.assert_close(gradient, (found.weights * found.mask).double())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}, "rs_z_score", id="z-score"),
+        pytest.param({"rs_second_moment_bound": 0.1}, "rs_second_moment_bound", id="second moment"),
+        pytest.param({"divergence_mask": "binary_tv"}, "advantages", id="advantages"),
+    ],
+)
+def test_options_on_the_batch_are_refused(options, words):
+    train, rollout, mask, *_ = policy_batch().values()
+    with pytest.raises(ValueError, match=words):
+        functional.correct(RolloutCorrectionConfig(**options), train, rollout, mask)

@@ -13,7 +13,7 @@ from tests.devices import SIMULATED, SimulatedTensor
 @pytest.fixture(autouse=True)
 def device(request):
     if request.config.getoption("device") != SIMULATED:
-        pytest.skip("tests/slow/test_simulated_device.py starts it")
+        pytest.skip("tests/slow/test_programs.py starts it")
 
 
 def test_the_simulated_device_refuses_what_a_gpu_refuses():

@@ -1,11 +1,14 @@
-"""train.py with mixtures of experts on two and four ranks: every parallel layout gives the metrics of one process."""
+"""Mixtures of experts on every parallel layout: training, parity with transformers, and resumption."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import PAD
-from tests.runs import make_task, metrics_of, training_metrics
+from tests.checkpoints import PAD, make_checkpoint
+from tests.megatron.passes import on_ranks
+from tests.megatron.test_hf_parity import compare_all
+from tests.runs import make_task, metrics_of, run_apart, training_metrics
 
 EXPERTS_2 = ["--expert-model-parallel-size", "2"]
 TENSOR_2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -102,3 +105,54 @@ def test_ranks_agree_with_one_process(one_process, layout, tmp_path):
     assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=1e-4, msg=name)
+
+
+PARITY_CASES = {
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "qwen2_moe": {},
+    "glm4_moe": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2},
+}
+PARITY_LAYOUTS = {
+    "experts": {"expert_model_parallel_size": 2},
+    "tensor and experts": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "matrices of each expert": {"expert_tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", PARITY_LAYOUTS)
+def test_logits_and_weights_match_transformers(layout, tmp_path):
+    for family, sizes in PARITY_CASES.items():
+        make_checkpoint(tmp_path / family, family, **sizes)
+    on_ranks(compare_all, tmp_path, PARITY_LAYOUTS[layout])
+    assert len(list(tmp_path.glob("*/parity_*"))) == 2 * len(PARITY_CASES)
+
+
+TWO_EXPERT_RANKS = ["--expert-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed optimizer"])
+def test_a_run_resumes_from_a_checkpoint(optimizer, tmp_path):
+    flags = [*make_moe_task(tmp_path, "glm4_moe"), "--rollout-precision", "fp32", "--check-weight-sync"]
+    flags += [*TWO_EXPERT_RANKS, *optimizer, "--weight-sync-bound", "1e-4"]
+    whole = metrics_of([*flags, "--save-hf", str(tmp_path / "whole_hf")], tmp_path / "whole", 2)
+    saved = ["--save", str(tmp_path / "checkpoints")]
+    metrics_of([*flags, *saved, "--num-rollout", "2"], tmp_path / "first", 2)
+    resumed = [*saved, "--load", str(tmp_path / "checkpoints"), "--save-hf", str(tmp_path / "resumed_hf")]
+    (row,) = metrics_of([*flags, *resumed], tmp_path / "second", 2)
+    assert training_metrics(row) == pytest.approx(training_metrics(whole[2]), rel=1e-5)
+    weights = load_file(tmp_path / "whole_hf" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "resumed_hf" / "model.safetensors").items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-6, msg=name)
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    changed = {name for name, weight in weights.items() if not torch.equal(weight, start[name])}
+    assert weights.keys() - changed == {name for name in weights if name.endswith("e_score_correction_bias")}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "resumed_hf")
+    for size, ranks in (("1", 1), ("4", 4)):  # the optimizer's state of the experts has another form
+        other = run_apart([*flags, *resumed, "--expert-model-parallel-size", size], tmp_path / f"by_{size}", ranks)
+        assert other.returncode == 2, other.stderr
+        assert f"--expert-model-parallel-size is {size} but the run that --load resumes has 2" in other.stderr
+        assert not (tmp_path / f"by_{size}" / "metrics.jsonl").exists()

@@ -1,11 +1,20 @@
-"""Losses by hand, and their gradients against autograd of the formula."""
+"""Losses by hand, the mismatch by age of the weights, and the forward passes that options ask for."""
 
 import math
 
 import pytest
 import torch
 
+from slime_tis.correction import RolloutCorrectionConfig, correct
+from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.losses import kl_estimate, ppo_clip, reinforce
+from slime_tis.policy.proximal_policy import (
+    clip_is_inactive,
+    needs_global_batch,
+    needs_old_log_probs,
+    uses_recomputed_old_policy,
+)
+from slime_tis.policy.step_sums import MIN_WORKER_TOKENS, STALENESS, WORKER, metrics_by, sums_by, worst_worker
 
 RATIOS = [0.5, 0.9, 1.0, 1.1, 2.0, 8.0]
 
@@ -62,3 +71,85 @@ def test_kl_estimates_are_unbiased(kind):
     policy, reference = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.6, 0.3, 0.1])
     exact = (policy * (policy / reference).log()).sum()
     torch.testing.assert_close((policy * kl_estimate(policy.log(), reference.log(), kind)).sum(), exact)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_sums_over_the_tokens_of_each_bucket():
+    train, rollout = torch.tensor([-1.0, -2.0, -1.0, -30.0, -1.0]), torch.tensor([-1.5, -1.0, -1.25, -1.0, -9.0])
+    table = sums_by(STALENESS, train, rollout, torch.tensor([1, 1, 1, 1, 0]), torch.tensor([0, 4, 3, 12, 12]))
+    # Δ: 0.5 at staleness 0, −1 and 0.25 at 3 to 4, −29 at 9 or more with e^Δ taken at −20; the last is masked.
+    expected = torch.zeros(6, 4, dtype=torch.float64)
+    expected[0] = torch.tensor([1, 0.5, math.expm1(0.5), 0.5])
+    expected[3] = torch.tensor([2, -0.75, math.expm1(-1) + math.expm1(0.25), 1.25])
+    expected[5] = torch.tensor([1, -29, math.expm1(-20), 29])
+    torch.testing.assert_close(table, expected)
+
+
+@pytest.mark.parametrize("unusable", [NAN, INF, -INF, -1e6, -3e38])
+def test_tokens_count_where_the_correction_counts_them(unusable):
+    """A large number instead of minus infinity is omitted, as what is not finite is."""
+    train, rollout = torch.tensor([0.0, 0.0, -1.0]), torch.tensor([-0.5, unusable, -0.75])
+    mask = torch.ones(3)
+    found = metrics_by(STALENESS, sums_by(STALENESS, train, rollout, mask, torch.tensor([0, 1, 1])))
+    assert found["token_fraction_staleness_1"] == 0.5
+    assert found["train_rollout_logprob_abs_diff_staleness_1"] == 0.25
+    config = RolloutCorrectionConfig(get_mismatch_metrics=True)
+    of_all = correct(config, train, rollout, mask, lengths=[3]).statistics.metrics()
+    assert of_all["train_rollout_logprob_abs_diff"] == pytest.approx((0.5 + 0.25) / 2)
+
+
+def test_the_worst_of_several_servers():
+    worker = torch.tensor([0, 1, 1, 2, -1, 300]).repeat_interleave(MIN_WORKER_TOKENS)
+    difference = torch.tensor([0.1, 0.1, 0.3, 0.5, 0.1, 0.4]).repeat_interleave(MIN_WORKER_TOKENS)
+    sums = sums_by(WORKER, -1 - difference, torch.full_like(difference, -1.0), torch.ones_like(worker), worker)
+    found = worst_worker(sums)
+    # server 2 has 0.5; the others (0.1 + 0.1 + 0.3 + 0.1 + 0.4) / 5
+    assert found == pytest.approx({"worst_worker": 2, "worst_worker_abs_diff": 0.5, "worst_worker_ratio": 2.5})
+    assert worst_worker(sums[:1]) == {}
+    few = torch.arange(len(worker)) < MIN_WORKER_TOKENS + 3
+    few_sums = sums_by(WORKER, -1 - difference, torch.full_like(difference, -1.0), few, worker)
+    assert worst_worker(few_sums) == {}
+
+
+NORMALIZES = {"use_tis": True, "tis_batch_normalize": True}
+TRIMS = {"rs_second_moment_bound": 0.1}
+ADAPTS = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
+BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+INTERPOLATES = {"old_logprobs": "interpolate"}
+# options: what is needed of the global batch; the loss uses a recomputed π_old with 1 step, with 2; pass with 1
+CASES = {
+    "nothing": ({}, False, False, True, False),
+    "batch-normalise without TIS": ({"tis_batch_normalize": True}, False, False, True, False),
+    "batch-normalise": (NORMALIZES, True, True, True, True),
+    "trimming": (TRIMS, True, True, True, True),
+    "z-score": (ADAPTS, True, True, True, True),
+    "metrics": ({"get_mismatch_metrics": True}, False, False, True, False),
+    "bypass": (BYPASS, False, False, False, False),
+    "bypass with metrics": ({**BYPASS, "get_mismatch_metrics": True}, False, False, False, False),
+    "bypass, batch-normalise": ({**BYPASS, **NORMALIZES}, True, False, False, False),
+    "bypass, z-score": ({**BYPASS, **ADAPTS}, True, False, False, False),
+    "interpolated, trimming": ({**INTERPOLATES, **TRIMS}, True, False, False, False),
+}
+
+
+@pytest.mark.parametrize(("options", "of_batch", "once", "twice", "forward"), CASES.values(), ids=CASES)
+def test_forward_passes(options, of_batch, once, twice, forward):
+    config = RolloutCorrectionConfig(**options)
+    assert needs_global_batch(config) == of_batch
+    assert [uses_recomputed_old_policy(config, steps) for steps in (1, 2)] == [once, twice]
+    assert needs_old_log_probs(config, 1, PolicyConfig()) == forward
+    assert needs_old_log_probs(config, 2, PolicyConfig()) == (twice or config.get_mismatch_metrics)
+    for policy in ({"reject_before_advantage": True}, {"advantage_estimator": "optimal_token_baseline"}):
+        assert needs_old_log_probs(config, 1, PolicyConfig(**policy))
+
+
+@pytest.mark.parametrize(
+    ("options", "once"),
+    [({}, True), (NORMALIZES, True), (BYPASS, False), (INTERPOLATES, False)],
+    ids=["decoupled", "batch-normalised", "bypass", "interpolated"],
+)
+def test_the_clip_acts_unless_the_policy_is_its_own_old_policy(options, once):
+    config = RolloutCorrectionConfig(**options)
+    assert [clip_is_inactive(config, steps) for steps in (1, 2)] == [once, False]

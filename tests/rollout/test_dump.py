@@ -1,4 +1,4 @@
-"""Samples written to a file and read back."""
+"""Samples in files, and their inspections between engine and learner: sampling masks and staleness."""
 
 import json
 import math
@@ -9,6 +9,9 @@ import torch
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.dump import from_dict, load_samples, save_samples, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.evaluation import accuracy_metrics
+from slime_tis.trainer.samples import check_sampling_masks, mask_earlier_tokens, mask_stale_samples
 from tests.samples import make_sample
 
 PROMPT = Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3})
@@ -129,3 +132,102 @@ def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path):
     save_samples(tmp_path / "x", [[first, second, sample(0, 2)]])
     assert load_samples(tmp_path / "x", 1, 2) == [[first, second, sample(0, 2)]]
     assert json.loads((tmp_path / "x").read_text().splitlines()[0])["prompt_row"]["token_ids"] is None
+
+
+def masked(sets, **changes):
+    return sample(0, 0, sampling_mask=None if sets is None else SamplingMask.from_sets(sets), **changes)
+
+
+def test_metrics_count_sets_tokens_without_one_and_tokens_outside_of_theirs():
+    # response [4, 5], of which the first is trained on
+    groups = [[masked([[4, 9, 8], []]), masked(None)], [masked([[9], [5]]), masked([[4], [5, 6]])]]
+    assert check_sampling_masks(groups, truncates_sampling=True) == {
+        "rollout/sampling_mask_tokens": 8 / 5,
+        "rollout/sampling_mask_missing": 1 / 4,
+        "rollout/sampling_mask_violations": 1.0,
+    }
+
+
+def test_a_token_outside_of_its_set_loses_log_prob_and_set_and_nothing_else_changes():
+    wrong, right = masked([[9], [5, 6]]), masked([[4], [5]])
+    check_sampling_masks([[wrong, right]], truncates_sampling=True)
+    assert math.isnan(wrong.rollout_log_probs[0])
+    assert wrong.rollout_log_probs[1] == -1.5
+    assert wrong.sampling_mask == SamplingMask.from_sets([[], [5, 6]])
+    assert right == masked([[4], [5]])
+
+
+def test_nothing_is_measured_where_nothing_is_truncated():
+    assert check_sampling_masks([[masked(None)]], truncates_sampling=False) == {}
+    assert check_sampling_masks([[masked(None)]], truncates_sampling=True)["rollout/sampling_mask_missing"] == 1.0
+
+
+def test_masks_come_back_from_a_file_as_they_were(tmp_path):
+    groups = [[masked([[4, 9, 8], []]), masked(None)]]
+    save_samples(tmp_path / "x", groups)
+    assert load_samples(tmp_path / "x", 1, 2) == groups
+    row = json.loads((tmp_path / "x").read_text().splitlines()[0])
+    assert row["sampling_mask"]["lengths"] == {"dtype": "int32", "shape": [2], "base64": "AwAAAAAAAAA="}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        pytest.param("token_ids", {"shape": [3, 1]}, "two lists of numbers", id="two dimensions"),
+        pytest.param("lengths", {"base64": "AgAAAAAAAAA="}, "do not add up", id="too few ids"),
+        pytest.param("lengths", {"base64": "BQAAAP7///8="}, "negative numbers", id="a negative length"),
+    ],
+)
+def test_a_damaged_mask_is_refused_with_its_line(part, value, message, tmp_path):
+    save_samples(tmp_path / "x", [[masked([[4, 9, 8], []])]])
+    row = json.loads((tmp_path / "x").read_text())
+    row["sampling_mask"][part] |= value
+    (tmp_path / "x").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_samples(tmp_path / "x", 1, 1)
+    assert "line 1" in str(caught.value)
+
+
+def of_versions(versions):
+    prompt = Prompt(index=0, text="", token_ids=(5,))
+    return make_sample(prompt, [7] * len(versions), weight_versions=versions)
+
+
+def masks(version, limit):
+    """Loss masks of four samples, by groups, and the number that was masked."""
+    groups = [[of_versions([4, 4]), of_versions([1, 4])], [of_versions([2, 3, 4]), of_versions([])]]
+    masked = mask_stale_samples(groups, version, limit)
+    return [[each.loss_mask for each in group] for group in groups], masked
+
+
+def test_the_oldest_token_decides():
+    assert masks(version=4, limit=2) == ([[[1, 1], [0, 0]], [[1, 1, 1], []]], 1)
+
+
+def test_a_limit_of_zero_leaves_the_present_weights_alone():
+    assert masks(version=4, limit=0) == ([[[1, 1], [0, 0]], [[0, 0, 0], []]], 2)
+
+
+def test_no_limit_masks_nothing():
+    assert masks(version=400, limit=None) == ([[[1, 1], [1, 1]], [[1, 1, 1], []]], 0)
+
+
+def test_tokens_of_earlier_weights_are_masked_by_token():
+    samples = [of_versions([4, 4]), of_versions([1, 2, 4, 4]), of_versions([3, 3]), of_versions([])]
+    samples[1].loss_mask = [1, 0, 1, 1]
+    assert mask_earlier_tokens([samples[:2], samples[2:]]) == 1 / 7
+    assert [each.loss_mask for each in samples] == [[1, 1], [0, 0, 1, 1], [1, 1], []]
+
+
+def test_metrics_are_means_over_the_answers():
+    prompt, done, cut = Prompt(index=0, text="12>", token_ids=(1, 2)), Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+    statuses = (done, done, done, cut, done, cut)
+    samples = [
+        make_sample(prompt, [3] * length, reward=float(length % 3 > 0), status=status)
+        for length, status in zip((1, 2, 3, 6, 5, 6), statuses, strict=True)
+    ]
+    assert accuracy_metrics(samples) == {
+        "accuracy": pytest.approx(3 / 6),
+        "response_length": pytest.approx(23 / 6),
+        "truncated_fraction": pytest.approx(2 / 6),
+    }

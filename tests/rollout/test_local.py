@@ -1,15 +1,18 @@
-"""The in-process engine against independent forward passes, against transformers, and against itself."""
+"""The in-process engine against independent forward passes, against transformers, and on two ranks."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.collectives import map_over_ranks
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
+from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
 from tests.checkpoints import EOS, make_checkpoint
 from tests.rollout.conftest import make_prompts
+from tests.runs import spawn
 from tests.samples import flat
 
 TEXTS = ["31415>", "7>", "abc def + 12>", "Q: 2*3?", "00"]
@@ -165,3 +168,63 @@ def test_the_context_bounds_responses(checkpoints):
     whole = engine.generate(prompts, Sampling(max_response_len=50), seed=2)
     for cut, sample in zip(flat(groups), flat(whole), strict=True):
         assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    for load in (load_tokenizer, lambda path: load_model(path, torch.float32)):
+        with pytest.raises(ValueError) as refusal:
+            load(tmp_path / "none")
+        assert str(refusal.value) == (
+            f"--hf-checkpoint is '{tmp_path / 'none'}', which has no config.json; give a directory that holds a "
+            "Hugging Face checkpoint."
+        )
+
+
+def test_eos_is_the_generation_configurations_or_the_tokenizers(tmp_path):
+    path = make_checkpoint(tmp_path, "llama")
+    model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
+    for configured, expected in ((7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))):
+        model.generation_config.eos_token_id = configured
+        assert eos_token_ids(model, tokenizer) == expected
+
+
+SIZE = 2
+
+
+async def keep_a_function(sample, engine):
+    sample.metadata["tool"] = lambda: None
+    return [sample]
+
+
+def fail_on_rank_1(items):
+    if dist.get_rank() == 1:
+        raise ValueError(f"item {items[0]} is bad.")
+    return items
+
+
+def work(rank, path, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
+    engine, prompt = LocalEngine(path, load_tokenizer(path)), Prompt(index=0, text="a", token_ids=(1, 5))
+    failures = []
+    for call in (
+        lambda: map_over_ranks(fail_on_rank_1, [10, 11, 12]),
+        lambda: engine.submit([prompt], Sampling(max_response_len=2), 0, function=keep_a_function, concurrency=1),
+    ):
+        with pytest.raises(ValueError) as failure:
+            call()
+        failures.append(str(failure.value))
+    samples = engine.generate([prompt] * 3, Sampling(max_response_len=6), 4)
+    torch.save((failures, [group[0].tokens for group in samples]), f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_as_one_and_fail_together(tmp_path, checkpoint, tokenizer):
+    spawn(work, args=(str(checkpoint), str(tmp_path)), nprocs=SIZE)
+    prompts = [Prompt(index=0, text="a", token_ids=(1, 5))] * 3
+    alone = LocalEngine(checkpoint, tokenizer).generate(prompts, Sampling(max_response_len=6), 4)
+    for rank in range(SIZE):
+        failures, tokens = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert failures[0] == "item 11 is bad." and "put plain data" in failures[1]
+        assert tokens == [group[0].tokens for group in alone]

@@ -1,12 +1,24 @@
-"""What of an update arrives: metrics by hand, the sample, and the same numbers whoever streams."""
+"""Weights that are sent: how they are rounded, and what of an update arrives."""
+
+import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.weight_rounding import WeightRounder, round_nearest
+from slime_tis.trainer.engines.weight_rounding import (
+    WeightRounder,
+    round_fp8,
+    round_int8,
+    round_nearest,
+    round_stochastic,
+    rounds,
+    spacing,
+)
 from slime_tis.trainer.engines.weight_updates import WeightUpdates, row_stride
 from tests.checkpoints import make_checkpoint
 
@@ -135,3 +147,168 @@ def test_faults_in_rows_outside_the_fixed_sample_are_found(fault, precision, tmp
         wrong |= set(names)
     expected = {None: set(), tied_head: {"lm_head.weight"}}
     assert wrong == expected.get(fault, {"model.layers.0.self_attn.q_proj.weight"})
+
+
+COARSE = ["fp16", "bf16", "fp8", "int8", "int4"]
+ROW_SCALES = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_distance_of_neighbours_by_hand():
+    numbers = torch.tensor([1.0, 1.99, 2.0, 0.05, 0.0])
+    # bf16 has 7 bits of mantissa: 2^-7 in [1, 2), 2^-6 in [2, 4), 2^-12 in [1/32, 1/16)
+    assert spacing(numbers, "bf16")[:4].tolist() == [2.0**-7, 2.0**-7, 2.0**-6, 2.0**-12]
+    assert spacing(numbers, "fp16").tolist() == [2.0**-10, 2.0**-10, 2.0**-9, 2.0**-15, 2.0**-24]
+    assert spacing(numbers, "fp8").tolist() == [2.0**-3, 2.0**-3, 2.0**-2, 2.0**-8, 2.0**-9]
+    assert spacing(numbers, "int8").tolist() == [1.0] * 5
+
+
+def test_a_quarter_of_the_way_up_is_rounded_up_a_quarter_of_the_time():
+    weight = torch.full((1, 40_000), 1.0 + 2.0**-9)  # a quarter of bf16's distance above 1
+    sent = round_stochastic(weight, "bf16", generator())
+    assert sorted(set(sent[0].tolist())) == [1.0, 1.0 + 2.0**-7]
+    assert (sent > 1).float().mean().item() == pytest.approx(0.25, abs=0.011)  # 5 deviations of a binomial
+    assert torch.equal(round_stochastic(-weight, "bf16", generator()), -sent)
+    assert set(round_nearest(weight, "bf16")[0].tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("precision", COARSE)
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**31), exponent=st.integers(-12, 3))
+def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias(precision, seed, exponent):
+    weight = torch.randn(4, 16, generator=generator(seed)) * 2.0**exponent
+    drawn = torch.stack([round_stochastic(weight, precision, generator(seed + i)) for i in range(400)])
+    scale = weight.abs().amax(-1, keepdim=True) / ROW_SCALES.get(precision, 1.0)
+    if precision not in ROW_SCALES:
+        scale = torch.ones_like(scale)
+    step = spacing(weight.abs() / scale, precision) * scale
+    assert ((drawn - weight).abs() <= step * (1 + 1e-5)).all()
+    assert ((drawn.mean(0) - weight).abs() <= 0.5 * step * 5 / 400**0.5 + 1e-6 * weight.abs()).all()
+    again = round_nearest(drawn[0], precision)  # what the engine makes of what it is sent
+    torch.testing.assert_close(again, drawn[0], rtol=1e-6, atol=0.0)
+
+
+def test_what_an_engine_rounds():
+    assert rounds(torch.float32, "bf16") and rounds(torch.float32, "fp16") and rounds(torch.bfloat16, "fp16")
+    assert rounds(torch.bfloat16, "fp8") and rounds(torch.float32, "int8")
+    assert not rounds(torch.float32, "fp32") and not rounds(torch.bfloat16, "fp32")
+    assert not rounds(torch.bfloat16, "bf16")
+
+
+def send(rounder, version, weight, precision="bf16"):
+    rounder.begin(version)
+    return rounder("w", weight, precision).float()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "error-compensated"])
+def test_seed_version_and_name_alone_decide(rounding):
+    weight = torch.randn(32, 32, generator=generator()) * 0.05
+    first = WeightRounder(rounding, 7)
+    sent = send(first, 3, weight)
+    assert torch.equal(send(WeightRounder(rounding, 7), 3, weight), sent)  # another rank
+    assert torch.equal(send(first, 3, weight), sent)  # a server that comes back
+    assert not torch.equal(send(WeightRounder(rounding, 8), 3, weight), sent)
+    other = WeightRounder(rounding, 7)
+    other.begin(3)
+    assert not torch.equal(other("v", weight, "bf16").float(), sent)
+    assert other("w", weight, "bf16").dtype == torch.bfloat16
+    assert other("w", weight, "fp32") is weight
+    assert other("w", weight.bfloat16(), "bf16").dtype == torch.bfloat16
+
+
+def test_steps_below_the_distance_arrive_but_with_nearest():
+    """Sixty-four steps of an eighth of the distance, from numbers that bf16 can hold: 2 % of each step is omitted."""
+    start = (0.03125 + torch.randint(0, 128, (64, 64), generator=generator()) * 2.0**-12).float()
+    step = 2.0**-15
+    arrived = {}
+    for rounding in ("nearest", "stochastic", "error-compensated"):
+        rounder = WeightRounder(rounding, 0)
+        sent = [round_nearest(send(rounder, v, start + v * step), "bf16") for v in range(4)]
+        arrived[rounding] = ((sent[3] - sent[0]).mean() / (3 * step)).item()
+    assert arrived["nearest"] == 0.0
+    assert arrived["stochastic"] == pytest.approx(1.0, abs=0.15)
+    assert arrived["error-compensated"] == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8", "int4"])
+def test_compensated_errors_stay_below_one_distance_and_cancel_over_updates(precision):
+    weight = torch.randn(16, 64, generator=generator()) * 0.05
+    drift = 1e-6 * torch.randn(16, 64, generator=generator(1))
+    trained = [weight + v * drift for v in range(200)]
+    rounder = WeightRounder("error-compensated", 0)
+    sent = [round_nearest(send(rounder, v, w, precision), precision) for v, w in enumerate(trained)]
+    largest = torch.stack(trained).abs().amax(0)
+    scale = largest.amax(-1, keepdim=True) / ROW_SCALES[precision] if precision != "bf16" else 1.0
+    distance = spacing(largest / scale, precision) * scale * 2.01  # twice: a number just below a power of two
+    errors = [s - w for s, w in zip(sent, trained, strict=True)]
+    assert all((error.abs() <= distance).all() for error in errors)
+    mean = torch.stack(errors).mean(0).abs()
+    assert (mean <= distance * 0.02).all()  # a sum that is bounded, over 200 updates; bfloat16 rounds the errors kept
+
+
+def test_errors_go_through_a_checkpoint(tmp_path):
+    weights = [torch.randn(8, 8, generator=generator(v)) for v in range(6)]
+    whole = WeightRounder("error-compensated", 0)
+    sent = [send(whole, v, w) for v, w in enumerate(weights)]
+    first = WeightRounder("error-compensated", 0)
+    for v in range(3):
+        send(first, v, weights[v])
+    first.save(tmp_path)
+    resumed = WeightRounder("error-compensated", 0)
+    resumed.load(tmp_path, "cpu")
+    # the resumed run sends the last version again, and continues
+    for v, w in itertools.islice(enumerate(weights), 2, None):
+        assert torch.equal(send(resumed, v, w), sent[v])
+    (tmp_path / "empty").mkdir()
+    WeightRounder("stochastic", 0).save(tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_weights_of_the_engines_precision_are_first_sent_as_they_are():
+    weight = torch.randn(64, 4000, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    weight[:, 0] = 2.0 ** torch.arange(-32, 32)
+    for rounding in ("stochastic", "error-compensated"):
+        rounder = WeightRounder(rounding, 0)
+        rounder.begin(0)
+        assert torch.equal(rounder("w", weight, "bf16").float(), weight)
+
+
+def test_int8_and_int4_round_to_multiples_of_the_row_scale():
+    weight = torch.tensor([[127.0, -127.0, 0.4, 0.6, 0.5, 1.5], [1.27, 0.0, 0.003, 0.006, -0.016, 0.024]])
+    expected = torch.tensor([[127.0, -127.0, 0.0, 1.0, 0.0, 2.0], [1.27, 0.0, 0.0, 0.01, -0.02, 0.02]])
+    torch.testing.assert_close(round_int8(weight), expected, rtol=0.0, atol=1e-7)
+    fours = torch.tensor([[7.0, -7.0, 0.4, 0.6, 0.5, 2.5]])
+    assert round_nearest(fours, "int4").tolist() == [[7.0, -7.0, 0.0, 1.0, 0.0, 2.0]]
+
+
+def test_fp8_rounds_to_e4m3_multiples_of_the_row_scale():
+    # With 448 in the row the scale is 1. e4m3 has 3 bits of mantissa: steps of 1/8 in [1, 2), of 32 in
+    # [256, 448], and of 2^-9 below 2^-6; halves go to the even mantissa.
+    weight = torch.tensor([[448.0, 1.0625, 1.1875, 1.07, -300.0, 310.0, 2.0**-9, 2.0**-11, 0.0]])
+    expected = torch.tensor([[448.0, 1.0, 1.25, 1.125, -288.0, 320.0, 2.0**-9, 0.0, 0.0]])
+    assert torch.equal(round_fp8(weight), expected)
+    assert torch.equal(round_fp8(weight / 8), expected / 8)
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
+    weight = torch.tensor([[0.0, 0.0], [1e-44, -1e-44], [3e38, -3e38]])
+    for rounding in (round_fp8, round_int8):
+        rounded = rounding(weight)
+        assert torch.isfinite(rounded).all()
+        assert rounded[0].tolist() == [0.0, 0.0]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**31), st.floats(-6.0, 6.0))
+def test_rounding_errs_by_half_a_step_at_most_and_again_by_nothing(seed, log_scale):
+    weight = 10.0**log_scale * torch.randn(5, 33, generator=torch.Generator().manual_seed(seed))
+    largest = weight.abs().amax(-1, keepdim=True)
+    int8, fp8 = round_int8(weight), round_fp8(weight)
+    assert ((int8 - weight).abs() <= largest / 127 * 0.5 * (1 + 1e-5)).all()
+    fp8_step = torch.maximum(weight.abs() / 8, largest / 448 * 2.0**-9)  # a mantissa of 3 bits; then subnormal
+    assert ((fp8 - weight).abs() <= 0.5 * fp8_step * (1 + 1e-5)).all()
+    torch.testing.assert_close(round_int8(int8), int8, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(round_fp8(fp8), fp8, rtol=1e-6, atol=0.0)

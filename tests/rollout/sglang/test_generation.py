@@ -1,17 +1,36 @@
-"""Whole rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
+"""Whole and partial rollouts on servers: what is sampled, refused, in flight at the same time, and left at the end."""
 
 import logging
 import threading
+from collections import Counter
+from pathlib import Path
 
+import httpx
 import pytest
+import torch
+import torch.distributed as dist
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
-from tests.rollout.sglang.fake_sglang import continuation, log_prob, next_token, spoiled, wait_until
-from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of
-from tests.samples import flat, make_sample
+from tests.checkpoints import make_checkpoint
+from tests.rollout.sglang.fake_sglang import continuation, fake_servers, log_prob, next_token, spoiled, wait_until, when
+from tests.rollout.sglang.rollouts import (
+    EARLY,
+    LATE,
+    PROMPTS,
+    SAMPLING,
+    ByHand,
+    Weights,
+    assert_exact,
+    assert_log_probs,
+    held,
+    make_engine,
+    versions_of,
+)
+from tests.runs import spawn
+from tests.samples import flat, make_sample, reloaded
 
 
 def test_samples_are_those_of_the_model_in_the_prompts_order(start, checkpoint):
@@ -149,3 +168,145 @@ def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(star
         run.engine.generate([PROMPTS[0], Prompt(index=4, text="", token_ids=(1, 64))], SAMPLING, seed=0)
     assert run.requests == []
     assert_exact(run.engine.generate([], SAMPLING, seed=0), [])
+
+
+def test_stragglers_are_kept_and_gone_on_with(start):
+    run = start(2)
+    sampling = Sampling(max_response_len=30, n_samples=2)
+    mixed = [LATE[0], EARLY[0], LATE[1], EARLY[1], EARLY[2]]
+    with held(run, 0):
+        pending = run.engine.submit(mixed, sampling, seed=0, num_groups=2)
+        wait_until(lambda: sum(server.at_once for server in run.servers) == 10)
+        assert run.engine.unfinished() == []
+        for server in run.servers:
+            server.stop_after = 8
+        groups = pending.result()
+    assert len(groups) == 2 and all(group[0].row in EARLY[:3] for group in groups)
+    assert_exact(groups, [group[0].row for group in groups], sampling)
+    left = run.engine.unfinished()
+    assert Counter(group[0].prompt_index for group in [*groups, *left]) == Counter(p.index for p in mixed)
+    begun = [sample for sample in flat(left) if sample.row in LATE]
+    assert len(begun) == 4
+    for sample in begun:
+        assert sample.status is Sample.Status.ABORTED
+        assert 0 < len(sample.response_ids) <= 8
+        assert sample.response_ids == continuation(list(sample.row.token_ids), len(sample.response_ids))
+        assert_log_probs(sample)
+    kept = {(sample.prompt_index, place % 2): len(sample.response_ids) for place, sample in enumerate(flat(left))}
+    stored = reloaded(left)
+
+    assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])  # an evaluation in between
+    assert run.engine.unfinished() == left
+    run.update(1)
+    for server in run.servers:
+        server.requests.clear()
+    run.engine.resume_unfinished(stored)
+    groups = run.engine.submit([EARLY[3]], sampling, seed=1, num_groups=4).result()
+    prompts = [*(group[0].row for group in left), EARLY[3]]
+    assert_exact(groups, prompts, sampling)
+    assert run.engine.unfinished() == []
+    for sample in flat(groups):
+        if sample in flat(groups[:-1]) and sample.row in LATE:
+            old = kept[sample.prompt_index, sample.index % 2]
+            assert sample.weight_versions == [0] * old + [1] * (30 - old)
+    goes_on = [len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED]
+    assert sorted(len(body["input_ids"]) - 3 for body in run.requests) == sorted([*goes_on, 0, 0])
+
+
+def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_not_asked_for_again(start):
+    run = start(1)
+    sampling = Sampling(max_response_len=30)
+    with held(run, 10):
+        pending = run.engine.submit([LATE[0], *EARLY[:4]], sampling, seed=0, num_groups=4)
+        groups = pending.result()
+    assert_exact(groups, EARLY[:4], sampling)
+    run.engine.resume_unfinished([*run.engine.unfinished(), *groups])
+    asked = len(run.requests)
+    with held(run, 0):
+        groups = run.engine.submit([LATE[2]], sampling, seed=0, num_groups=3).result()
+    assert_exact(groups, EARLY[:3], sampling)
+    assert [group[0].row for group in run.engine.unfinished()] == [LATE[0], EARLY[3], LATE[2]]
+    assert len(run.requests) == asked
+
+
+def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start):
+    run = start(1)
+    run.servers[0].deaf = True  # it takes note of no abort: every request ends by itself
+    sampling = Sampling(max_response_len=30)
+    run.servers[0].stop_after = 10
+    pending = run.engine.submit([EARLY[0], LATE[0]], sampling, seed=0, num_groups=1)
+    when(lambda: run.servers[0].aborted, run.release)
+    assert_exact(pending.result(), [EARLY[0]], sampling)
+    ((sample,),) = run.engine.unfinished()
+    assert (sample.row, sample.status, sample.response_length) == (LATE[0], Sample.Status.TRUNCATED, 30)
+    asked = len(run.requests)
+    assert_exact(run.engine.submit([], sampling, seed=0, num_groups=1).result(), [LATE[0]], sampling)
+    assert len(run.requests) == asked
+
+
+def test_what_is_wanted_has_to_be_in_flight(start):
+    run = start(1)
+    for num_groups in (0, 3):
+        with pytest.raises(ValueError, match=f"num_groups is {num_groups}"):
+            run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=num_groups)
+    pending = run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
+    with pytest.raises(ValueError, match="in flight already"):
+        run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
+    assert len(pending.result()) == 1
+    assert pending.result() is pending.result()
+
+
+SIZE = 2
+
+
+def work(rank, checkpoint, url, out):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
+    torch.save(play(rank, checkpoint, url), f"{out}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def play(rank, checkpoint, url):
+    """What one rank sees of a run on a server that begins with the weights of another run."""
+    weights, sync = Weights(), ByHand()
+    engine = make_engine(Path(checkpoint), weights, weight_sync=sync, sglang_url=(url,), sglang_max_retries=0)
+    seen = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
+    engine.update_weights(weights, 4)
+    seen["iterated"].append(weights.iterated)
+    seen["second"] = engine.generate(PROMPTS, SAMPLING, 0)
+    seen["scores"] = engine.prompt_log_probs([1, 7, 20])
+    for kind in (400, 500):
+        if rank == 0:
+            httpx.post(f"{url}/faults", json={"faults": [kind]})
+        dist.barrier()
+        try:
+            engine.generate(PROMPTS, SAMPLING, 0)
+        except (ValueError, RolloutUnavailable) as error:
+            seen[kind] = type(error) is RolloutUnavailable, isinstance(error, ValueError), str(error)
+    seen["third"] = engine.submit([LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, num_groups=1).result()
+    seen["left"] = engine.unfinished()
+    seen["metrics"] = engine.metrics()
+    engine.close()
+    return seen
+
+
+@pytest.mark.slow
+def test_two_ranks_see_the_same(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+    with fake_servers(1) as (server,):
+        server.weight_version, server.version = "7", 7
+        spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
+        first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))
+    assert_exact(first["first"], PROMPTS)
+    assert_exact(first["second"], PROMPTS)
+    assert versions_of(first["first"]) == {0}
+    assert versions_of(first["second"]) == {4}
+    assert first["iterated"] == [1, 2]
+    assert first["scores"] == {server.url: [log_prob(7, 4), log_prob(20, 4)]}
+    assert first[400][:2] == (True, False) and "HTTP 400: max_new_tokens must be" in first[400][2]
+    assert first[500][:2] == (True, False) and "a request failed 1 time" in first[500][2]
+    assert sorted(group[0].prompt_index for group in [*first["third"], *first["left"]]) == sorted(
+        (LATE[0].index, EARLY[0].index)
+    )
+    assert first["metrics"]["rollout/sglang_live_servers"] == 1 and second.pop("metrics") == {}
+    assert {name: first[name] for name in second} == second
