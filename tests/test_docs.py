@@ -1,4 +1,4 @@
-"""The pages under docs/: flags up to date, command lines and YAML accepted, every metric explained."""
+"""Markdown pages: links, flags, commands, YAML, Python and metrics are those of the program; README in its order."""
 
 import importlib.util
 import math
@@ -6,20 +6,23 @@ import re
 import shlex
 import sys
 import textwrap
-from pathlib import Path
+import tomllib
 
 import pytest
 import torch
+import yaml
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
 from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
 from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
+from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.metrics import rollout_metrics
-from tests.checkpoints import make_task
+from tests.checkpoints import make_checkpoint, make_task
+from tests.runs import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
@@ -52,12 +55,21 @@ def test_flags_page_is_what_its_writer_writes():
     assert (DOCS / "flags.md").read_text() == writer.render(), "run `make docs`"
 
 
-def test_whole_command_on_the_quick_start_is_accepted(task):
+def test_commands_on_the_quick_start_are_accepted_and_refused_as_shown(task):
     (command,) = [block for block in blocks("quick_start.md", "") if block.startswith("python train.py \\")]
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
     assert got.correction.rs_z_score == 3.0 and got.correction.rs_level == "geometric"
     assert got.rollout.eval_prompt_sets == (("sort_digits", "data/sort_digits/eval.jsonl"),)
     assert got.loop.global_batch_size == 256
+    (choices,) = [block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")]
+    corrections = [configure(shlex.split(task + line), {}).correction for line in choices.splitlines()]
+    assert [c.use_rollout_logprobs for c in corrections] == [False] * 4 + [True] * 3 + [False]
+    assert [c.corrects for c in corrections] == [True] * 4 + [False] + [True] * 3
+    (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
+    command, message = block.splitlines()
+    with pytest.raises(ValueError) as error:
+        configure(shlex.split(task + command.split("…")[1]), {})
+    assert str(error.value) == message
 
 
 def test_commands_on_the_sglang_page_are_accepted(task):
@@ -66,21 +78,6 @@ def test_commands_on_the_sglang_page_are_accepted(task):
     assert [config.sglang_launch for config in found] == [1, None, None]
     assert found[0].sglang_server_args == ("--mem-fraction-static", "0.8")
     assert len(found[1].server_urls) == 2 and found[2].router_url == "http://10.0.0.4:8000"
-
-
-def test_every_correction_on_the_quick_start_is_accepted(task):
-    (choices,) = [block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")]
-    corrections = [configure(shlex.split(task + line), {}).correction for line in choices.splitlines()]
-    assert [c.use_rollout_logprobs for c in corrections] == [False] * 4 + [True] * 3 + [False]
-    assert [c.corrects for c in corrections] == [True] * 4 + [False] + [True] * 3
-
-
-def test_refusal_on_the_quick_start_is_the_one_given(task):
-    (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
-    command, message = block.splitlines()
-    with pytest.raises(ValueError) as error:
-        configure(shlex.split(task + command.split("…")[1]), {})
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("page", ["flags.md", "quick_start.md"])
@@ -204,3 +201,172 @@ def test_the_switch_on_the_page_for_verl_replaces_its_helper(monkeypatch):
     exec(code, found)
     found["switch"]()
     assert importlib.import_module(name).apply_bypass_mode is verl.apply_bypass_mode
+
+
+README_FILE = ROOT / "README.md"
+README = README_FILE.read_text()
+
+
+def test_extras_functions_and_pages_are_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name for names in re.findall(r"\[([\w,]+)\]'", README) for name in names.split(",")}
+    assert extras == {"analysis", "train"} and extras <= set(project["optional-dependencies"])
+    assert project["license"] == "Apache-2.0" and (ROOT / "LICENSE").exists()
+    from slime_tis.user_functions import load_function
+
+    (flags,) = [block for block in blocks(README_FILE, "") if block.startswith("--use-tis --custom")]
+    assert callable(load_function(flags.split()[-1]))
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in README] == []
+
+
+def test_the_command_is_accepted(tmp_path):
+    (command,) = [block for block in blocks(README_FILE, "") if block.startswith("python train.py")]
+    make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=4096)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    command = command.replace("DIR", str(tmp_path / "model")).replace("FILE.jsonl", str(tmp_path / "prompts.jsonl"))
+    got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
+    assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_z_score == 3.0
+
+
+@pytest.mark.parametrize("layout", ["list", "padded"])
+@pytest.mark.parametrize("rejected", ["nothing", "everything"])
+def test_the_five_lines_run(layout, rejected):
+    """Healthy samples are all kept; where nothing is, the loss and its gradient are 0."""
+    generator = torch.Generator().manual_seed(0)
+    rollout_log_probs = -torch.rand(8, 12, generator=generator)
+    old_log_probs = rollout_log_probs + 0.02 * torch.randn(8, 12, generator=generator)
+    leaf = torch.ones(8, 12, requires_grad=True)
+    names = {
+        "old_log_probs": old_log_probs + (torch.nan if rejected == "everything" else 0),
+        "rollout_log_probs": rollout_log_probs,
+        "loss_mask": torch.ones(8, 12),
+        "token_loss": leaf * 3,
+    }
+    if layout == "list":
+        names = {name: list(value) for name, value in names.items()}
+    block = blocks(README_FILE, "python")[0]
+    exec("import slime_tis\n" + block[block.index("config =") :], names)
+    names["loss"].backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
+    if rejected == "everything":
+        assert names["loss"].item() == 0.0 and not leaf.grad.any()
+        return
+    assert names["metrics"]["gradient_kept_fraction"] == 1.0
+    assert names["loss"].item() == pytest.approx(3 * (old_log_probs - rollout_log_probs).exp().mean().item())
+
+
+def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatch):
+    """Commands are parsed where only the data exist that earlier blocks make; Python runs, each block by itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    makefile = (ROOT / "Makefile").read_text()
+    runs = set()
+    seen = set()
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S):
+        if language == "python":
+            exec(text, {})
+        for line in text.replace("\\\n", " ").splitlines() if not language else ():
+            words = shlex.split(line, comments=True) if re.match(r"make |pip |slime-tis |python |\.venv/", line) else []
+            match words:
+                case ["slime-tis", "demo"]:
+                    assert "pip install" in seen
+                case ["make", target]:
+                    assert re.search(rf"^{target}:", makefile, re.M), target
+                    if target in ("data", "train"):
+                        make_task(tmp_path / "data/sort_digits")
+                case ["pip", "install", package]:
+                    assert re.fullmatch(r"\.(\[(analysis|train)\])?", package)
+                case [python, "train.py", *flags] if not any(word in ("DIR", "FILE.jsonl") for word in flags):
+                    assert python == ".venv/bin/python"
+                    configure(flags, {})
+                    runs.update(flags[flags.index("--output-dir") + 1 :][:1] if "--output-dir" in flags else ())
+                case [".venv/bin/slime-tis", "report" | "diagnose", run]:
+                    assert run in runs
+            seen.add(" ".join(words[:2]))
+    assert {"make install", "make train", "pip install", ".venv/bin/python train.py"} <= seen
+
+
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
+)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page):
+    """The fragments of a page's headings, as GitHub writes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not fragment or fragment in anchors(target), link
+
+
+@each_page
+def test_python_and_yaml_parse(page):
+    for text in blocks(page, "python"):
+        compile(text, str(page), "exec")
+    for text in blocks(page, "yaml"):
+        assert isinstance(yaml.safe_load(text), dict)
+
+
+@each_page
+def test_commands_name_targets_scripts_and_modules_that_are_there(page):
+    text = page.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
+    assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.M)) <= targets
+    for script in re.findall(r"(?:python|bash) ((?:[\w.]+/)*\w+\.(?:py|sh))\b", text):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"python -m ((?:examples|slime_tis|benchmarks)[\w.]*)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+OTHER_PROGRAMS = """
+--index-url --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
+--enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
+--compare --json --out --seeds --without-checkpoint --experts --prompts --steps --every --held-out --plant-at --engines
+--device --stages --model --other-checkpoint --fail-on --demo
+--world-size --gpu-memory --bandwidth --master-port --master-addr --node-rank
+"""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other `slime-tis …`."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.parent in (ROOT, ROOT / "docs") and page.name != "flags.md"],
+    ids=lambda page: page.name,
+)
+def test_every_flag_exists(page):
+    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help", *OTHER_PROGRAMS.split()}
+    known |= {*FIXED, *RESTATED, *RENAMED, *(flag for flags in ADVICE for flag in flags.split())}
+    known |= {f"--no-{name[2:]}" for name in known}
+    found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
+    assert {name for name in found - known if not name.startswith("--sglang-")} == set()  # those go to the servers
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_files_that_the_recipes_name_exist():
+    paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
+    assert len(paths) > 20 and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
+def test_every_shape_suffix_is_in_the_notation_table():
+    table = CONTRIBUTING.split("## Notation")[1].split("Lists of tensors")[0]
+    known = set(re.findall(r"`_([A-Z]+)`", table))
+    for path in (ROOT / "slime_tis").rglob("*.py"):
+        found = set(re.findall(r"\b_?[a-z][a-z0-9_]*_([A-Z]{1,3})\b(?!\w)", path.read_text()))
+        assert found <= known, f"{path}: {found - known}"

@@ -98,7 +98,7 @@ def change(path, edit):
 SETS = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=8)
 
 
-def test_rows_by_hand():
+def test_rows_by_hand_and_the_part_of_a_large_mask_alone_is_pickled():
     mask = SamplingMask.from_sets([[5, 7], [], [1]])
     assert mask.token_ids.tolist() == [5, 7, 1]
     assert mask.lengths.tolist() == [2, 0, 1]
@@ -108,6 +108,8 @@ def test_rows_by_hand():
     assert mask.without(torch.tensor([True, False, False])).sets() == [[], [], [1]]
     assert mask != SamplingMask.from_sets([[5], [7], [1]])
     assert mask == SamplingMask.from_sets([[5, 7], [], [1]])
+    first, _ = SamplingMask.from_sets([[3, 4], list(range(100_000))]).split([1, 1])
+    assert len(pickle.dumps(first)) < 2_000
 
 
 @given(SETS, st.data())
@@ -130,8 +132,3 @@ def test_split_and_cat_are_inverse(sets, data):
 def test_contains_is_membership_or_an_unrecorded_set(sets, token):
     found = SamplingMask.from_sets(sets).contains(torch.full((len(sets),), token, dtype=torch.int32))
     assert found.tolist() == [not allowed or token in allowed for allowed in sets]
-
-
-def test_the_part_of_a_large_mask_is_pickled_alone():
-    first, _ = SamplingMask.from_sets([[3, 4], list(range(100_000))]).split([1, 1])
-    assert len(pickle.dumps(first)) < 2_000

@@ -114,7 +114,7 @@ def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
     assert str(by_flag[new]) in (value, "True") and by_flag[new] != OPTIONS[new].default
 
 
-def test_namespace_has_slimes_names(base):
+def test_the_namespace_has_slimes_names_and_the_bounds_that_nobody_set(base):
     args = configured(base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3").namespace
     assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (True, "truncate", "token", 3.0)
     assert (args.tis_clip, args.tis_clip_low, args.mis_upper_bound, args.mis_level) == (3.0, 0.0, 3.0, "token")
@@ -123,8 +123,6 @@ def test_namespace_has_slimes_names(base):
     assert configured(base + "--use-tis --tis-lower-bound 0.5").namespace.tis_clip_low == 0.5
     assert args.opsm_delta == 0.1
 
-
-def test_namespace_has_the_bounds_that_nobody_set(base):
     def bounds(flags):
         args = configured(base + flags).namespace
         return args.tis_lower_bound, args.rs_lower_bound, args.rs_upper_bound
@@ -134,6 +132,8 @@ def test_namespace_has_the_bounds_that_nobody_set(base):
     assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
     assert bounds("--use-tis --use-rs --tis-clip-low 0") == (0.0, 0.0, 2.0)
     assert bounds("--use-tis --tis-upper-bound 0.8")[0] is None  # mode truncate, which has no lower bound
+    line = "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis --tis-upper-bound 3"
+    assert configured(base + line).namespace.tis_upper_bound == 3.0
 
 
 # (flags, option without effect, part of the message)
@@ -187,11 +187,6 @@ def test_an_option_needs_only_declared_options(name):
 def test_options_of_a_switch_that_is_off_are_ignored(base, tmp_path, yaml_text, flags):
     (tmp_path / "run.yaml").write_text(yaml_text)
     assert configured(base + "--custom-config-path run.yaml " + flags) == configured(base)
-
-
-def test_a_custom_function_may_read_any_option(base):
-    line = "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis --tis-upper-bound 3"
-    assert configured(base + line).namespace.tis_upper_bound == 3.0
 
 
 def test_help_is_grouped_and_every_option_has_a_text_and_a_default():

@@ -131,11 +131,8 @@ def test_a_script_in_slimes_form_is_ported_explained_and_accepted(run_sh):
     assert "on this machine train.py says" not in printed
 
 
-def test_a_value_that_train_py_refuses_is_kept_with_its_message(run_sh):
+def test_what_train_py_refuses_or_config_json_contradicts_is_noted(run_sh):
     assert "--lr is 'fast' but must be a number" in comments_of(add_flags(run_sh, "--lr fast"))
-
-
-def test_a_flag_that_contradicts_config_json_is_noted(run_sh):
     (run_sh.parent / "models" / "tiny.sh").write_text("MODEL_ARGS=(--num-layers 28)")
     assert "--num-layers is '28' but" in comments_of(port_script(str(run_sh)))
 

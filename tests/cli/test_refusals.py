@@ -125,8 +125,10 @@ def test_sizes_that_do_not_divide_over_the_ranks(base, flags, world_size, part):
     assert part in refusal(base + flags, world_size)
 
 
-def test_missing_required_flag_is_named(base):
+def test_a_missing_flag_and_an_empty_prompt_file_are_named(base, tmp_path):
     assert "--hf-checkpoint is unset but required" in refusal("--prompt-data train.jsonl")
+    (tmp_path / "train.jsonl").write_text("")
+    assert "the file is empty" in refusal(base)
 
 
 def test_refusal_exits_with_code_2_and_one_line(base, capsys):
@@ -204,11 +206,6 @@ def test_uncorrected_staleness_and_idle_clip_ranges_are_warned_about(whole, caps
     parse_args(shlex.split(whole + flags))
     warning = capsys.readouterr().err
     assert words in warning if words else not warning
-
-
-def test_empty_prompt_file_is_refused(base, tmp_path):
-    (tmp_path / "train.jsonl").write_text("")
-    assert "the file is empty" in refusal(base)
 
 
 @pytest.mark.parametrize(("layers", "message"), [(2, None), (3, "must divide the 2 layers"), (99, "must divide the 2")])

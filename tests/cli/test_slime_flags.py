@@ -164,14 +164,11 @@ def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():
     assert not [name for name in FLAGS if advice_for(name)]
 
 
-def test_the_command_line_checks_restated_flags_wherever_the_checkpoint_is_named(base, tmp_path):
+def test_restated_flags_and_flags_of_servers_are_checked_by_the_command_line(base, tmp_path):
     configured(base + "--num-layers 2 --hidden-dropout 0")
     (tmp_path / "run.yaml").write_text("hf_checkpoint: model\n")
     flags = base.removeprefix("--hf-checkpoint model ")
     assert "num_hidden_layers 2" in refusal_of(base + "--num-layers 28")
     assert "num_hidden_layers 2" in refusal_of(flags + "--custom-config-path run.yaml --num-layers 28")
-
-
-def test_a_flag_of_slime_is_not_passed_to_the_servers(base):
     line = base + "--rollout-engine sglang --sglang-launch 1 --sglang-server-concurrency 8"
     assert refusal_of(line) == "--sglang-server-concurrency is --sglang-concurrency here."

@@ -7,17 +7,15 @@ import pytest
 from slime_tis.correction import PRESETS, Criterion, RolloutCorrectionConfig, parse_criteria
 
 
-def test_defaults_do_nothing():
+def test_defaults_do_nothing_and_fields_are_frozen_and_keyword_only():
     config = RolloutCorrectionConfig()
     assert not config.corrects and not config.needs_rollout_log_probs and config.rejections == ()
     assert config.is_bounds == (0.5, 2.0)
-
-
-def test_it_is_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RolloutCorrectionConfig().use_tis = True
     with pytest.raises(TypeError):
         RolloutCorrectionConfig(True)
+    assert RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.0).is_bounds == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +118,6 @@ def test_what_means_nothing_is_refused(options, message):
     with pytest.raises(ValueError, match=message) as refusal:
         RolloutCorrectionConfig(**options)
     assert len(str(refusal.value)) < 400 and "\n" not in str(refusal.value)
-
-
-def test_a_truncation_bound_of_one_is_allowed():
-    assert RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.0).is_bounds == (1.0, 1.0)
 
 
 ADAPTIVE = (("geometric", None, float("inf")),)

@@ -93,22 +93,19 @@ def test_equal_policies_have_no_divergence(divergence, log_prob):
     assert BINARY_DIVERGENCES[divergence](log_probs, log_probs).item() == 0.0
 
 
-def test_a_log_prob_of_zero_has_a_finite_divergence():
+def test_certain_tokens_have_a_finite_divergence_and_none_in_float32_probabilities():
     kl = binary_kl(torch.tensor([0.0]), torch.tensor([-0.3]))
     rest = 1 - math.exp(-0.3)
     assert kl.item() == pytest.approx(-0.3 * math.exp(-0.3) + rest * (math.log(rest) + 25 * math.log(2)), rel=1e-6)
+    certain = torch.tensor([0.0, -1e-9])
+    assert float32_kl(certain, certain, 1e-8).isnan().all()
+    assert torch.equal(binary_kl(certain, certain), torch.zeros(2, dtype=torch.float64))
 
 
 def float32_kl(log_p, log_q, epsilon):
     """KL(q ‖ p) as published code computes it: float32 probabilities, clamped."""
     p, q = (x.exp().clamp(epsilon, 1 - epsilon) for x in (log_p, log_q))
     return q * (q.log() - p.log()) + (1 - q) * ((1 - q).log() - (1 - p).log())
-
-
-def test_float32_probabilities_make_certain_tokens_nan():
-    certain = torch.tensor([0.0, -1e-9])
-    assert float32_kl(certain, certain, 1e-8).isnan().all()
-    assert torch.equal(binary_kl(certain, certain), torch.zeros(2, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("noise", "mean", "negative"), [(3.5e-3, 1.7e-3, 0.07), (3.5e-4, 1.8e-4, 0.35)], ids=str)

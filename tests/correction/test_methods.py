@@ -8,17 +8,12 @@ import torch
 from slime_tis import RolloutCorrectionConfig, correct, interpolate_old_log_probs, off_policy_sequence_mask
 
 
-def test_interpolation_by_hand():
-    """Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3 goes half the way.
-
-    v = −1 is not a version of 6 steps ago, whose α would be 5/6.
-    """
+def test_interpolation_by_hand_without_a_gradient():
+    # Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3 goes half the way.
+    # v = −1 is not a version of 6 steps ago, whose α would be 5/6.
     current, rollout = torch.tensor([-1.0] * 5 + [torch.nan]), torch.full((6,), -2.0)
     old = interpolate_old_log_probs(current, rollout, 5, torch.tensor([5, 4, 3, 1, -1, 1]))
     assert old.tolist() == [-2.0, -2.0, -1.5, -1.25, -2.0, -2.0]
-
-
-def test_interpolation_carries_no_gradient_and_checks_shapes():
     current = torch.zeros(2, requires_grad=True)
     assert not interpolate_old_log_probs(current, torch.ones(2), 3, torch.tensor([1, 1])).requires_grad
     with pytest.raises(ValueError, match=r"log_probs has shape \(2,\), rollout_log_probs \(3,\)"):

@@ -38,43 +38,34 @@ def metrics_of(**options):
     return correct(config, TRAIN, ROLLOUT, MASK).statistics.metrics()
 
 
-def test_mismatch_alone():
-    assert metrics_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
-
-
 MEAN, SQUARE = 11 / 12, (2.25 + 1 + 0.0625) / 3
-BEYOND_MISMATCH = {
-    # Weights 2, 1, 1/4 bounded to 1.5, 1, 1/4.
-    "token weights": (
-        {"use_tis": True, "tis_upper_bound": 1.5},
-        {
-            "gradient_kept_fraction": 1.0,
-            "mis_mean_is_weight_before_clip": 3.25 / 3,
-            "mis_weight_min_before_clip": 0.25,
-            "mis_weight_max_before_clip": 2.0,
-            "mis_ratio_mean_after_mis": MEAN,
-            "mis_weight_min": 0.25,
-            "mis_weight_max": 1.5,
-            "mis_weight_std": math.sqrt(SQUARE - MEAN**2),
-            "mis_eff_sample_size": MEAN**2 / SQUARE,
-            "mis_truncate_fraction": 1 / 3,
-            "mis_ratio_fraction_low": 1 / 3,
-            "mis_seq_weight_mean": (1.25 + 0.25) / 2,
-            "mis_seq_weight_std": 0.5,
-            "mis_seq_weight_min": 0.25,
-            "mis_seq_weight_max": 1.25,
-            "mis_seq_weight_max_deviation": 0.75,
-            "mis_seq_weight_fraction_high": 0.0,
-            "mis_seq_weight_fraction_low": 0.5,
-        },
-    )
-}
 
 
-@pytest.mark.parametrize(("options", "expected"), BEYOND_MISMATCH.values(), ids=BEYOND_MISMATCH)
-def test_by_hand(options, expected):
-    found = metrics_of(**options)
-    assert {name: found[name] for name in found if name not in MISMATCH} == pytest.approx(expected, abs=1e-6)
+def test_by_hand():
+    """Mismatch alone, and weights 2, 1, 1/4 bounded to 1.5, 1, 1/4."""
+    assert metrics_of(get_mismatch_metrics=True) == pytest.approx(MISMATCH, abs=1e-6)
+    weighted = {
+        "gradient_kept_fraction": 1.0,
+        "mis_mean_is_weight_before_clip": 3.25 / 3,
+        "mis_weight_min_before_clip": 0.25,
+        "mis_weight_max_before_clip": 2.0,
+        "mis_ratio_mean_after_mis": MEAN,
+        "mis_weight_min": 0.25,
+        "mis_weight_max": 1.5,
+        "mis_weight_std": math.sqrt(SQUARE - MEAN**2),
+        "mis_eff_sample_size": MEAN**2 / SQUARE,
+        "mis_truncate_fraction": 1 / 3,
+        "mis_ratio_fraction_low": 1 / 3,
+        "mis_seq_weight_mean": (1.25 + 0.25) / 2,
+        "mis_seq_weight_std": 0.5,
+        "mis_seq_weight_min": 0.25,
+        "mis_seq_weight_max": 1.25,
+        "mis_seq_weight_max_deviation": 0.75,
+        "mis_seq_weight_fraction_high": 0.0,
+        "mis_seq_weight_fraction_low": 0.5,
+    }
+    found = metrics_of(use_tis=True, tis_upper_bound=1.5)
+    assert found == pytest.approx(MISMATCH | weighted, abs=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "prefix", "segment", "sequence"])

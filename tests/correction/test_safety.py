@@ -69,7 +69,7 @@ def test_reject_takes_out_exactly_the_token():
     assert found.statistics.metrics() == pytest.approx(expected)
 
 
-def test_neutral_gives_ratio_one():
+def test_neutral_tokens_have_ratio_one_and_no_part_in_perplexities():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
     found = correct(config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)])
     assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
@@ -77,10 +77,7 @@ def test_neutral_gives_ratio_one():
     values = found.statistics.metrics()
     assert values["nonfinite_token_fraction"] == 0.5 and values["gradient_kept_fraction"] == 1.0
     assert values["mismatch_kl"] == pytest.approx(-0.25)
-
-
-def test_neutral_tokens_have_no_part_in_perplexities():
-    """One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without it."""
+    # One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without it.
     config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
     expected = {"mismatch_training_ppl": math.e, "mismatch_rollout_ppl": math.exp(1.5), "mismatch_log_ppl_diff": -0.5}
     for train, rollout in ((-INF, -1.5), (-1.0, -INF), (NAN, NAN), (-1e9, -1.0)):
@@ -104,13 +101,10 @@ def test_raise_names_sequence_and_position():
     assert correct(config, train, rollout, masks).accepted_per_sequence.tolist() == [7, 199]
 
 
-def test_missing_rollout_log_probs_of_a_sample():
+def test_missing_rollout_log_probs_and_half_precision():
     found = correct(TOKEN_IS, [torch.zeros(2), torch.zeros(3)], [None, torch.zeros(3)], [torch.ones(2), torch.ones(3)])
     assert [mask.tolist() for mask in found.mask] == [[False, False], [True, True, True]]
     assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
-
-
-def test_half_precision_is_subtracted_in_float32():
     train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
     found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
     assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
@@ -179,12 +173,6 @@ def test_lengths_that_do_not_fit(lengths, message):
         correct(TOKEN_IS, torch.zeros(5), torch.zeros(5), torch.ones(5), lengths=lengths)
 
 
-def test_a_configuration_of_verl_is_not_taken_for_ours():
-    with pytest.raises(TypeError, match=r"pass a slime_tis\.RolloutCorrectionConfig"):
-        correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
-    assert correct(VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)).mask.all()
-
-
 @pytest.mark.parametrize("factor", [0.0, -1.0, NAN, INF, 1e-300])
 def test_a_mean_weight_that_nothing_can_be_divided_by(factor):
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
@@ -193,9 +181,12 @@ def test_a_mean_weight_that_nothing_can_be_divided_by(factor):
     assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
 
 
-def test_lengths_of_lists_are_refused():
+def test_lengths_of_lists_and_a_configuration_of_verl_are_refused():
     with pytest.raises(ValueError, match="pass lengths with packed"):
         correct(TOKEN_IS, [torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)], lengths=[2])
+    with pytest.raises(TypeError, match=r"pass a slime_tis\.RolloutCorrectionConfig"):
+        correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
+    assert correct(VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)).mask.all()
 
 
 def test_no_gradient_flows():

@@ -90,14 +90,11 @@ def test_limit_of_split_batches_is_that_of_fractions(squares, bound, cuts, dtype
     assert limit_over_ranks(parts, bound) == [expected] * len(parts)
 
 
-def test_a_million_tokens_over_ranks():
+def test_limits_of_a_million_tokens_over_ranks_and_without_a_bound():
     squares = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).square()
     alone = second_moment_limit(squares, 0.5).item()
     assert limit_over_ranks([squares[:17], squares[17:300_000], squares[300_000:]], 0.5) == [alone] * 3
     assert squares[squares < alone].double().mean() <= 0.5 < squares[squares <= alone].double().mean()
-
-
-def test_no_bound_means_no_limit():
     assert correct(RolloutCorrectionConfig(), [], [], []).global_batch.second_moment_limit is None
     config = RolloutCorrectionConfig(rs_second_moment_bound=0.1)
     limit = correct(config, [], [], []).global_batch.second_moment_limit
@@ -157,11 +154,18 @@ def test_by_hand(level, options, expected, z_score):
     assert values[f"mis_rs_{level}_seq_masked_fraction"] == expected.count(False) / 4
 
 
-def test_the_length_counts():
-    """A mean of 0.02 is 2 deviations of 100 tokens with sd 0.1, and 6.3 of 1000."""
+def test_length_exact_sequences_and_ties_count():
+    # A mean of 0.02 is 2 deviations of 100 tokens with sd 0.1, and 6.3 of 1000.
     alternating = torch.tensor([0.1, -0.1], dtype=torch.float64).repeat(500)
     batch = [alternating[:100] + 0.02, *[alternating] * 20, alternating + 0.02]
     assert kept(of_log_ratios(reject(rs_z_score=3.0), batch)) == [*[True] * 21, False]
+    # The scale is that of the noisy ones, or every one of them would be rejected.
+    batch = [*[torch.zeros(64, dtype=torch.float64)] * 30, *noise([64] * 10, 0.02)]
+    assert kept(of_log_ratios(reject(rs_z_score=6.0), batch)) == [True] * 40
+    # Three equal worst ones and a share of one: none leaves; rounding that depends on the cut does not part them.
+    batch = [*SEQUENCES, [0.3] * 4, [0.3] * 4, [0.3 + 1e-9] * 4]
+    assert kept(of_log_ratios(reject(rs_target_fraction=1 / 7), batch)) == [True] * 7
+    assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [*[True] * 4, *[False] * 3]
 
 
 @pytest.mark.parametrize("token", [-30.0, 20.0, 5.0])
@@ -191,24 +195,11 @@ def test_equal_engines_lose_nothing(options):
     assert values["mis_rs_k3"] == 0.0 and values["mis_rs_lower_bound"] == pytest.approx(math.exp(-5e-5))
 
 
-def test_most_sequences_exact_and_some_noisy():
-    """The scale is that of the noisy ones, or every one of them would be rejected."""
-    batch = [*[torch.zeros(64, dtype=torch.float64)] * 30, *noise([64] * 10, 0.02)]
-    assert kept(of_log_ratios(reject(rs_z_score=6.0), batch)) == [True] * 40
-
-
 @settings(max_examples=60)
 @given(st.integers(1, 40), st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_the_share_is_rejected_to_the_sequence(count, share, seed):
     found = of_log_ratios(reject(rs_target_fraction=share), noise([5 + i for i in range(count)], 0.05, seed))
     assert kept(found).count(False) == math.floor(share * count + 1e-9)
-
-
-def test_equal_sequences_leave_or_stay_together():
-    """Three equal worst ones and a share of one: none leaves; rounding that depends on the cut does not part them."""
-    batch = [*SEQUENCES, [0.3] * 4, [0.3] * 4, [0.3 + 1e-9] * 4]
-    assert kept(of_log_ratios(reject(rs_target_fraction=1 / 7), batch)) == [True] * 7
-    assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [*[True] * 4, *[False] * 3]
 
 
 def test_a_sequence_alone_is_its_own_scale_and_bounds_need_tables():

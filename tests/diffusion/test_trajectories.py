@@ -104,11 +104,13 @@ def test_means_over_latent_dimensions_and_their_sums():
     assert metrics["rollout_corr/rejected_sequence_fraction"] == 0.5
 
 
-def test_bypass_takes_the_rollout_for_the_old_policy():
+def test_bypass_takes_the_rollout_for_the_old_policy_and_needs_its_log_probs():
     batch = {"rollout_log_probs": torch.tensor([[-1.0]]), "old_log_probs": torch.tensor([[-2.0]])}
     found = apply_bypass_mode(batch)
     assert found["old_log_probs"] is batch["rollout_log_probs"]
     assert batch["old_log_probs"].item() == -2.0, "the batch that was passed stays as it was"
+    with pytest.raises(ValueError, match="--use-rollout-logprobs needs rollout_log_probs, but the batch has latents;"):
+        apply_bypass_mode({"latents": torch.zeros(1)})
 
 
 def test_an_empty_batch():
@@ -116,11 +118,6 @@ def test_an_empty_batch():
     for shape in ((0,), (0, 3)):
         found = correct_trajectories(config, torch.zeros(shape), torch.zeros(shape), timesteps=torch.zeros(shape))
         assert found.folded.shape == shape and found.statistics.metrics() == {}
-
-
-def test_bypass_without_rollout_log_probs_is_refused():
-    with pytest.raises(ValueError, match="--use-rollout-logprobs needs rollout_log_probs, but the batch has latents;"):
-        apply_bypass_mode({"latents": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(
@@ -163,20 +160,14 @@ def column(*values):
     return torch.tensor(values, dtype=DOUBLE)[:, None]
 
 
-def test_a_step_by_hand():
-    """σ² = 1·0.5/0.5 = 1; drift −1 + 1/(2·0.5)·(2 − 0.5) = 0.5; Δ = −0.25; a second element with v = 0."""
+def test_steps_by_hand():
+    # σ² = 1·0.5/0.5 = 1; drift −1 + 1/(2·0.5)·(2 − 0.5) = 0.5; Δ = −0.25; a second element with v = 0.
     mean, std = sde_step(column(-1.0, 0.0), column(2.0, 1.0), 0.5, 0.25, noise_level=1.0, ceiling=0.9)
     assert mean.tolist() == [[1.875], [0.75]] and std.item() == 0.5
-
-
-def test_the_first_step_takes_the_ceiling():
-    """At t = 1 the drift is v + σ²/2·x with σ² = 0.7²/(1 − 0.8) = 2.45, and s² = 2.45·0.2."""
+    # At t = 1 the drift is v + σ²/2·x with σ² = 0.7²/(1 − 0.8) = 2.45, and s² = 2.45·0.2.
     mean, std = sde_step(column(3.0), column(2.0), 1.0, 0.8, noise_level=0.7, ceiling=0.8)
     assert mean.item() == pytest.approx(2 - 0.2 * (3 + 2.45), abs=1e-12)
     assert std.item() == pytest.approx(math.sqrt(2.45 * 0.2), abs=1e-12)
-
-
-def test_without_noise_it_is_the_ode():
     velocity, sample = torch.randn(4, 3, 2), torch.randn(4, 3, 2)
     mean, std = sde_step(velocity, sample, 0.75, 0.5, noise_level=0.0, ceiling=0.9)
     assert torch.equal(mean, sample - 0.25 * velocity) and std.item() == 0.0

@@ -148,15 +148,12 @@ def test_selected_samples_concatenate_to_the_table():
     assert turned.sample_index.tolist() == [2, 0] and turned.text == ("two", "<b>é")
 
 
-def test_different_metadata_are_dropped_and_different_criteria_refused():
+def test_lengths_and_criteria_have_to_agree_and_other_metadata_are_dropped():
     table = full_table()
     other = replace(table, metadata={**table.metadata, "temperature": 0.5})
     assert "temperature" not in TokenTable.concatenate([table, other]).metadata
     with pytest.raises(ValueError, match="different rejection criteria"):
         TokenTable.concatenate([table, replace(table, metadata={"criteria": ["geometric"]})])
-
-
-def test_lists_of_different_lengths_are_refused():
     parts = [SampleParts(train_log_prob=[-1.0, -1.0], rollout_log_prob=[-1.0])]
     with pytest.raises(ValueError, match="sample 0 has 2 entries of train_log_prob"):
         TokenTable.from_parts(parts)

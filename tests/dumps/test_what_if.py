@@ -115,28 +115,19 @@ def test_the_command_refuses_with_one_line(tmp_path, capsys, flags, message):
     assert message in printed.err and not printed.out
 
 
-def test_rejection_by_hand():
+def test_rejection_bypass_and_gradients_by_hand():
     row = one(RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1.5))
     assert row.kept == pytest.approx(1 / 3)  # ratios 2 and 1/2 are out of bounds, 1 is not
     assert (row.ess, row.weight_mean, row.weight_max) == (1.0, 1.0, 1.0)
     assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
-
-
-def test_bypass_is_clipped_as_ppo_clips():
     row = one(RolloutCorrectionConfig(use_rollout_logprobs=True))
     # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is left
     assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
     metadata = {"policy": {"eps_clip": 0.9, "eps_clip_high": 9}}
     wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), replace(table(), metadata=metadata))
     assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
-
-
-def test_total_rejection_has_no_cosine():
     row = one(RolloutCorrectionConfig(use_rs=True, rs_lower_bound=5.0, rs_upper_bound=6.0))
     assert (row.kept, row.cosine, row.norm_ratio) == (0.0, None, 0.0)
-
-
-def test_gradients_need_advantages():
     row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5), table(advantages=None))
     assert (row.cosine, row.norm_ratio, row.sequence_cosine) == (None, None, None)
     assert row.weight_max == 1.5
@@ -165,11 +156,13 @@ def stale():
     return TokenTable.from_parts([part, replace(part, rollout_log_prob=[-1.0 - math.log(4)], weight_version=[1])])
 
 
-def test_the_age_of_tokens_counts():
+def test_the_age_of_tokens_counts_and_interpolation_needs_it():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=9, old_logprobs="interpolate")
     assert one(config, stale()).weight_max == pytest.approx(2.0)  # half of the way, √4
     decayed = one(RolloutCorrectionConfig(), replace(stale(), metadata={"policy": {"staleness_decay": 0.5}}))
     assert decayed.norm_ratio == pytest.approx(math.hypot(1, 0.25) / math.hypot(1, 4))  # 1 and 0.5² against 1 and 4
+    with pytest.raises(ValueError, match="weight versions"):
+        one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
 
 
 def test_the_command_takes_options_of_the_loss(tmp_path, capsys):
@@ -179,25 +172,14 @@ def test_the_command_takes_options_of_the_loss(tmp_path, capsys):
     assert ratios == {"no correction": 0.343, "--staleness-decay 0.5": 0.25}
 
 
-def test_interpolated_old_log_probs_need_weight_versions():
-    with pytest.raises(ValueError, match="weight versions"):
-        one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
-
-
-def test_all_presets_and_the_sweep_have_a_row_with_unique_flags():
+def test_all_presets_and_the_sweep_have_a_row_and_large_tables_are_sampled():
     rows = what_if(table())
     assert [row.name for row in rows] == [*PRESETS, *sweep()]
     assert len({row.flags for row in rows}) == len(rows) == len(corrections())
     assert rows[0].flags == "--rollout-correction-preset decoupled_token_is"
     assert all(math.isfinite(value) for row in rows for value in row.metrics.values())
-
-
-def test_an_empty_table_has_rows():
     rows = what_if(TokenTable.from_parts([]))
     assert {row.kept for row in rows} == {0.0}
-
-
-def test_a_larger_table_is_sampled():
     row = one(RolloutCorrectionConfig(use_tis=True), max_tokens=3)
     assert row.weight_max == 1.0  # of the second sample alone
 

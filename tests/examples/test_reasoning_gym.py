@@ -67,9 +67,6 @@ def test_what_a_dataset_cannot_score_counts_as_0(caplog):
     assert reward.entry_score(metadata, entry["answer"]) == 1.0
     assert reward.entry_score(metadata, "[[") == 0.0
     assert "prime_factorization cannot score '[[': ValueError; it counts as 0." in caplog.text
-
-
-def test_a_number_that_fills_memory_is_not_computed():
     spec = prompts.parse_spec("coin_flip?answer=text")
     (entry,) = prompts.questions(spec, 1, set(), 0)
     assert reward.entry_score(prompts.row(spec, entry, None)["metadata"], "1e999999999") == 0.0

@@ -127,7 +127,6 @@ def torchrun(flags, tmp_path):
             text=True,
             start_new_session=True,
         )
-    assert agent.stdout is not None
     for line in agent.stdout:
         if line.startswith("step   2/"):
             break

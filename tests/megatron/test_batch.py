@@ -16,9 +16,11 @@ from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 from slime_tis.trainer.step import Step, with_token_baseline
 
 
-def test_fixed_partition():
+def test_partitions_are_fixed_and_rows_of_wrong_lengths_refused():
     assert fixed_partition(5, 2) == [[0, 1], [2, 3], [4]]
     assert fixed_partition(3, None) == [[0, 1, 2]]
+    with pytest.raises(ValueError, match=r"weight_versions has \[1, 1\]"):
+        make_batch([[1, 2]], [[1]], [[-0.5]], [[0], [0]])
 
 
 def test_context_ranks_own_every_response_token_once():
@@ -77,11 +79,6 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
         packed = torch.cat([expected[i, : len(masks[i])] for i in chosen])
         advantages_L = step.batch.responses.advantages_L
         assert advantages_L is not None and torch.equal(advantages_L, packed.float())
-
-
-def test_rows_of_wrong_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"weight_versions has \[1, 1\]"):
-        make_batch([[1, 2]], [[1]], [[-0.5]], [[0], [0]])
 
 
 def test_select_keeps_all_fields_of_a_sample():

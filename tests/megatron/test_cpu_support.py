@@ -30,9 +30,11 @@ def test_rewrites_cuda_literals_and_nothing_else(source, expected):
     assert rewrite(source) == expected
 
 
-def test_options_are_read_without_megatron_core():
+def test_options_need_no_megatron_core_and_no_launcher():
     code = "import sys, slime_tis.trainer.options.megatron; sys.exit('megatron.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert read_environment({}) == Environment(rank=0, local_rank=0, world_size=1, launched=False)
+    assert read_environment(TORCHRUN) == Environment(rank=3, local_rank=1, world_size=4, launched=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
@@ -44,11 +46,6 @@ def test_importing_megatron_core_first_is_refused_without_cuda(monkeypatch):
 
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-
-
-def test_without_a_launcher_there_is_one_process():
-    assert read_environment({}) == Environment(rank=0, local_rank=0, world_size=1, launched=False)
-    assert read_environment(TORCHRUN) == Environment(rank=3, local_rank=1, world_size=4, launched=True)
 
 
 @pytest.mark.parametrize(

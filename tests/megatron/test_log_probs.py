@@ -75,7 +75,6 @@ def values_and_gradients(log_probs, hidden, weight, grads):
     values = log_probs(*leaves)
     (torch.stack(values[:2]) * grads).sum().backward()
     of_hidden, of_weight = leaves[0].grad, leaves[1].grad
-    assert of_hidden is not None
     return [*(v.detach() for v in values), of_hidden, getattr(leaves[1], "main_grad", of_weight)]
 
 
@@ -228,7 +227,7 @@ def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory():
     assert [tensor.data_ptr() for tensor in saved if tensor.numel() == logits.numel()] == [logits.data_ptr()]
 
 
-def test_log_probs_and_entropies_over_the_sampled_sets_by_hand():
+def test_log_probs_over_the_sampled_sets_by_hand():
     # {1, 2, 4} has mass 0.75, {0} is certain, and the last row has no set. Id 77 is beyond the vocabulary.
     leaf, sets = FIVE.clone().requires_grad_(), over_sets([[1, 2, 4, 77], [0], []])
     log_prob, entropy = vocab_parallel_log_probs(leaf * 1.0, torch.tensor([2, 0, 3]), sets)
@@ -237,17 +236,11 @@ def test_log_probs_and_entropies_over_the_sampled_sets_by_hand():
     torch.testing.assert_close(entropy, torch.tensor([1.0851894, 0.0, 1.6094379]))
     (log_prob.sum() + entropy.sum()).backward()
     assert leaf.grad is not None and leaf.grad[0, [0, 3]].tolist() + leaf.grad[1, 1:].tolist() == [0.0] * 6
-
-
-def test_a_target_outside_its_set_has_probability_zero_and_other_rows_are_unaffected():
     sets = over_sets([[0, 1], [0, 1], []])
     log_prob, entropy = vocab_parallel_log_probs(FIVE.clone(), torch.tensor([4, 1, 0]), sets)
     assert log_prob[0] == -math.inf
     torch.testing.assert_close(log_prob[1:].exp(), torch.tensor([2 / 7, 0.2]))
     assert entropy.isfinite().all()
-
-
-def test_a_nan_logit_outside_the_set_makes_the_log_prob_nan():
     logits = FIVE[:1].clone()
     logits[0, 3] = math.nan
     assert vocab_parallel_log_probs(logits, torch.tensor([2]), over_sets([[1, 2]]))[0].isnan().all()

@@ -22,7 +22,7 @@ def rows_of(packed):
     return rows.tolist()
 
 
-def test_two_sequences_on_one_rank():
+def test_rows_by_hand():
     packed = pack(batch_of([[5, 6, 7], [8, 9]], [2, 1]))
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
@@ -30,9 +30,6 @@ def test_two_sequences_on_one_rank():
     assert packed.target_L.tolist() == [6, 7, 9]
     assert packed.packed_seq_params.cu_seqlens_q.tolist() == [0, 3, 5]
     assert packed.packed_seq_params.max_seqlen_q == 3
-
-
-def test_siblings_share_their_prompt():
     tokens, responses = [[5, 6, 7], [5, 6, 8, 9], [1, 2], [5, 6]], [1, 2, 1, 0]
     packed = pack(batch_of(tokens, responses), RowSplit(tensor_size=4), share_prompts=True)
     assert packed.input_ids.tolist() == [[1, 2, 5, 6, 7, 8, 9, 0]]

@@ -85,7 +85,6 @@ class Forced:
             layer.mlp.gate.register_forward_hook(lambda gate, args, output, place=place: self._force(place, output))
 
     def _force(self, place, output):
-        assert self._experts is not None
         experts = self._experts[:, place].long()
         scores = output[0].sigmoid() if self._sigmoid else output[0].softmax(-1)
         weights = scores.gather(1, experts)

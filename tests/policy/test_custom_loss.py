@@ -35,7 +35,6 @@ def load(tmp_path, kind, code):
 def call_loss(tmp_path, body):
     code = f"import torch\ndef fn(args, batch, logits, sum_of_sample_mean):\n    {body}\n"
     function = load(tmp_path, "loss", code).loss
-    assert function is not None
     logits = torch.arange(15.0).view(1, 5, 3).requires_grad_() * 1
     loss = CustomLoss(function=function, args=ARGS, seed=0)
     return loss(make_tokens([2, 3]), torch.arange(5.0), [], logits, torch.sum)
@@ -149,7 +148,6 @@ def test_metrics_are_compared_with_those_of_the_first_micro_batch(tmp_path):
     code = "def fn(args, batch, logits, mean):\n    fn.n = getattr(fn, 'n', -1) + 1\n"
     code += "    return logits.sum(), {'a': 1.0} | ({'b': 2.0} if fn.n == 2 else {})\n"
     function = load(tmp_path, "loss", code.replace("mean", "sum_of_sample_mean")).loss
-    assert function is not None
     loss, logits = CustomLoss(function=function, args=ARGS, seed=0), torch.ones(1, 5, 3).requires_grad_() * 1
     for _ in range(2):
         loss(make_tokens([2, 3]), torch.ones(5), [], logits, torch.sum)

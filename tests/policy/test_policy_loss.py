@@ -56,7 +56,6 @@ def loss_of(step, tokens, log_probs):
     leaf = torch.tensor(log_probs, requires_grad=True)
     numerator, denominator, sums = evaluate(step, tokens.to(leaf.device), leaf, torch.zeros(len(log_probs)))
     (numerator / denominator.clamp_min(1)).backward()
-    assert leaf.grad is not None
     return (numerator / denominator.clamp_min(1)).item(), leaf.grad, sums
 
 

@@ -201,11 +201,6 @@ def test_two_runs_differ_in_the_changed_option_and_engine(run, tmp_path, capsys)
         assert main(["diagnose", *wrong]) == 2
 
 
-def test_any_keys_of_a_configuration_are_grouped():
-    runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
-    assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
-
-
 def test_json_has_the_numbers_and_no_page(run, tmp_path, capsys):
     dump = tmp_path / "dump.parquet"
     write(dump, make_table(8))
@@ -252,7 +247,7 @@ def test_an_absent_path_is_refused_with_one_line(tmp_path, capsys):
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_numbers_of_a_table_by_hand():
+def test_numbers_and_steps_of_a_table_by_hand():
     table = TokenTable.from_parts(
         [SampleParts(train_log_prob=[-1.0, -2.0, -3.0], rollout_log_prob=[-1.5, -2.0, -90.0], loss_mask=[1, 1, 0])]
     )
@@ -260,13 +255,16 @@ def test_numbers_of_a_table_by_hand():
     assert (numbers["tokens"], numbers["trained_tokens"], numbers["tokens_without_log_prob"]) == (3, 2, 0)
     assert numbers["mean_abs_log_ratio"] == 0.25 and numbers["max_abs_log_ratio"] == 0.5
     assert numbers["k3"] == pytest.approx((np.exp(0.5) - 0.5 - 1) / 2)
-
-
-def test_a_table_without_a_valid_token_is_an_ordinary_page():
     table = TokenTable.from_parts([SampleParts(train_log_prob=[np.nan], rollout_log_prob=[-1.0])])
     empty = TokenTable.from_parts([])
     for each in (table, empty):
         assert Parsed(render(page_data([source(each)]))).data["shape"] == []
+    rows = ({"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/grad_norm": 1.0}, {"step": 2, "train/grad_norm": 1.0})
+    run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
+    assert page_data([run])["subtitle"] == ["run: 2 steps"]
+    assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [True, True, True, False, True]
+    runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
+    assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
 
 
 def test_the_worst_samples_come_first_with_their_groups():
@@ -326,20 +324,10 @@ def test_a_variable_with_a_single_value_is_not_plotted():
     assert "by-length" in drawn(TokenTable.concatenate([short, long]))
 
 
-def test_steps_exclude_evaluations():
-    rows = ({"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/grad_norm": 1.0}, {"step": 2, "train/grad_norm": 1.0})
-    run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
-    assert page_data([run])["subtitle"] == ["run: 2 steps"]
-
-
 def test_recurring_warnings_are_listed_again():
     rows = [{"step": i, "health/mismatch": float(held)} for i, held in enumerate([1, 1, 0, 1])]
     found = overview.warnings(rows)
     assert [(warning["step"], warning["last"]) for warning in found] == [(0, 1), (3, 3)]
-
-
-def test_the_front_has_the_undominated_points():
-    assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [True, True, True, False, True]
 
 
 def test_dumps_moved_with_their_run_are_found(tmp_path):

@@ -53,9 +53,14 @@ def causes(row, config=TIS):
     return [name for name, finding in evaluate(STEP_RULES, row, config).items() if finding]
 
 
-def test_values_at_the_limits_are_healthy():
+def test_values_at_the_limits_and_missing_or_nan_metrics_are_healthy():
     assert messages(Health(TIS), [GOOD] * 50) == []
     assert Health(TIS).check(GOOD) == ({}, [])
+    assert evaluate(STEP_RULES, {}, NO_CORRECTION) == {}
+    health = Health(TIS)
+    assert len(messages(health, [GOOD | {"train/grad_norm": 0.0}])) == 1
+    assert messages(health, [{}] * 30) == []
+    assert causes(dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}) == ["nonfinite_gradient"]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -82,13 +87,21 @@ def test_a_finding_that_comes_and_goes_does_not_flap():
     ]
 
 
-def test_bounds_are_blamed_for_rejection_unless_all_samples_were_retokenized():
+def test_messages_fit_the_mode_and_the_cause():
     row = GOOD | {"train/grad_norm": 0.0, "train/skipped_steps": 1.0, "train/gradient_kept_fraction": 0.0}
     for retokenized, text in ((0.0, "widen the bounds"), (0.5, "widen the bounds"), (1.0, "retokenized")):
         findings = evaluate(STEP_RULES, row | {"rollout/retokenized": retokenized}, TIS)
         assert text in str(findings["zero_gradient"])
         assert (findings["rejection"] is None) == (retokenized == 1)
     assert "rejection" in causes(GOOD | {"rollout/retokenized": 1.0, "train/gradient_kept_fraction": 0.4})
+    clip = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_lower_bound=0.5)
+    row = GOOD | {"train/mis_clip_fraction_high": 0.2}
+    assert causes(row, clip) == ["at_bound"] and causes(row, TIS) == []
+    same = GOOD | {"rollout/zero_std_groups": 1.0, "rollout/raw_reward": 0.0}
+    found = [step for step, message in messages(Health(TIS), [same] * 12) if "rollout/raw_reward is 0" in message]
+    assert found == [10]
+    varied = [same | {"rollout/raw_reward": step % 2 / 2} for step in range(30)]
+    assert not any("rollout/raw_reward" in message for _, message in messages(Health(TIS), varied))
 
 
 @pytest.mark.parametrize(
@@ -105,28 +118,3 @@ def test_bounds_are_blamed_for_rejection_unless_all_samples_were_retokenized():
 def test_uncorrected_staleness_is_a_finding(config, names):
     assert causes(GOOD, config) == names
     assert "staleness" not in causes(GOOD | {"rollout/weight_staleness": 0.0}, config)
-
-
-def test_the_bound_is_named_by_the_metric_of_its_mode():
-    clip = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_lower_bound=0.5)
-    row = GOOD | {"train/mis_clip_fraction_high": 0.2}
-    assert causes(row, clip) == ["at_bound"] and causes(row, TIS) == []
-
-
-def test_a_constant_reward_is_reported_after_ten_rollouts():
-    same = GOOD | {"rollout/zero_std_groups": 1.0, "rollout/raw_reward": 0.0}
-    found = [step for step, message in messages(Health(TIS), [same] * 12) if "rollout/raw_reward is 0" in message]
-    assert found == [10]
-    varied = [same | {"rollout/raw_reward": step % 2 / 2} for step in range(30)]
-    assert not any("rollout/raw_reward" in message for _, message in messages(Health(TIS), varied))
-
-
-def test_a_missing_metric_neither_begins_nor_ends_a_finding():
-    assert evaluate(STEP_RULES, {}, NO_CORRECTION) == {}
-    health = Health(TIS)
-    assert len(messages(health, [GOOD | {"train/grad_norm": 0.0}])) == 1
-    assert messages(health, [{}] * 30) == []
-
-
-def test_nan_is_reported_only_by_the_metric_that_counts_it():
-    assert causes(dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}) == ["nonfinite_gradient"]

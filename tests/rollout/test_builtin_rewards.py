@@ -136,12 +136,9 @@ def test_scores(score, arguments, expected):
     assert score(*arguments) == pytest.approx(expected)
 
 
-def test_dapo_reports_accuracy_and_score():
-    assert dapo("Answer: 41", "42") == {"score": -1.0, "acc": 0.0}
-
-
-def test_every_name_has_its_function():
+def test_every_name_has_its_function_and_dapo_reports_its_parts():
     assert {*SCORES, REMOTE} == set(RM_TYPES)
+    assert dapo("Answer: 41", "42") == {"score": -1.0, "acc": 0.0}
 
 
 def test_comparisons_from_threads_and_after_the_process_was_killed():

@@ -86,7 +86,6 @@ def call(tmp_path, body, engine=None, sample=None, **options):
         version=lambda: 5,
         address=("127.0.0.1", 0),
     )
-    assert function is not None
     sample = sample or Sample(prompt_row=PROMPT, tokens=list(PROMPT.token_ids))
     return asyncio.run(function.bind(SAMPLING)(sample, engine or Engine()))
 
@@ -190,15 +189,12 @@ def test_a_broken_contract_costs_one_sample_and_is_named(body, reason, message, 
     assert sample.status is Sample.Status.FAILED and sample.weight_versions == [5]
 
 
-def test_an_aborted_sample_goes_on_and_its_earlier_tokens_stay_proved(tmp_path):
+def test_an_aborted_sample_goes_on_and_several_segments_begin_anew(tmp_path):
     (first,) = call(tmp_path, f"{TURN}    return sample", Engine("abort"))
     assert first.status is Sample.Status.ABORTED and first.loss_mask == [1, 1]
     (whole,) = call(tmp_path, f"{TURN}    return sample", Engine(version=8), sample=first)
     assert whole.tokens == [1, 2, 3, 2, 3, 2, 3] and whole.weight_versions == [7, 7, 8, 8] and whole.retokenized == 0
     assert whole.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125] and whole.status is Sample.Status.TRUNCATED
-
-
-def test_several_segments_that_were_aborted_begin_anew(tmp_path):
     (sample,) = call(tmp_path, f"{TURN}    return [sample, sample]", Engine("abort"))
     assert (sample.status, sample.tokens, sample.response_length) == (Sample.Status.ABORTED, [1, 2, 3], 0)
 

@@ -35,9 +35,6 @@ def test_samples_come_back_as_they_were(tmp_path):
     save_samples(tmp_path / "a" / "rollout.jsonl", groups)
     assert load_samples(tmp_path / "a" / "rollout.jsonl", 2, 2) == groups
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
-
-
-def test_a_sample_without_a_response_comes_back(tmp_path):
     pending = Sample(prompt_row=PROMPT, tokens=list(PROMPT.token_ids), group_index=0, index=0)
     assert from_dict(json.loads(json.dumps(to_dict(pending)))).tokens == pending.tokens
 
@@ -146,6 +143,8 @@ def test_metrics_count_sets_tokens_without_one_and_tokens_outside_of_theirs():
         "rollout/sampling_mask_missing": 1 / 4,
         "rollout/sampling_mask_violations": 1.0,
     }
+    assert check_sampling_masks([[masked(None)]], truncates_sampling=False) == {}
+    assert check_sampling_masks([[masked(None)]], truncates_sampling=True)["rollout/sampling_mask_missing"] == 1.0
 
 
 def test_a_token_outside_of_its_set_loses_log_prob_and_set_and_nothing_else_changes():
@@ -155,11 +154,6 @@ def test_a_token_outside_of_its_set_loses_log_prob_and_set_and_nothing_else_chan
     assert wrong.rollout_log_probs[1] == -1.5
     assert wrong.sampling_mask == SamplingMask.from_sets([[], [5, 6]])
     assert right == masked([[4], [5]])
-
-
-def test_nothing_is_measured_where_nothing_is_truncated():
-    assert check_sampling_masks([[masked(None)]], truncates_sampling=False) == {}
-    assert check_sampling_masks([[masked(None)]], truncates_sampling=True)["rollout/sampling_mask_missing"] == 1.0
 
 
 def test_masks_come_back_from_a_file_as_they_were(tmp_path):
@@ -200,19 +194,10 @@ def masks(version, limit):
     return [[each.loss_mask for each in group] for group in groups], masked
 
 
-def test_the_oldest_token_decides():
+def test_the_oldest_token_decides_and_earlier_tokens_are_masked_one_by_one():
     assert masks(version=4, limit=2) == ([[[1, 1], [0, 0]], [[1, 1, 1], []]], 1)
-
-
-def test_a_limit_of_zero_leaves_the_present_weights_alone():
     assert masks(version=4, limit=0) == ([[[1, 1], [0, 0]], [[0, 0, 0], []]], 2)
-
-
-def test_no_limit_masks_nothing():
     assert masks(version=400, limit=None) == ([[[1, 1], [1, 1]], [[1, 1, 1], []]], 0)
-
-
-def test_tokens_of_earlier_weights_are_masked_by_token():
     samples = [of_versions([4, 4]), of_versions([1, 2, 4, 4]), of_versions([3, 3]), of_versions([])]
     samples[1].loss_mask = [1, 0, 1, 1]
     assert mask_earlier_tokens([samples[:2], samples[2:]]) == 1 / 7

@@ -137,14 +137,11 @@ def test_a_filter_returns_a_bool_or_an_output(tmp_path, body):
     ]
 
 
-def test_a_reason_becomes_part_of_a_metrics_name(tmp_path):
+def test_reasons_are_cut_and_lists_may_be_emptied(tmp_path):
     output = "type('O', (), dict(keep=False, reason='a\\nb' + 'x' * 200))()"
     hooks = load(tmp_path, "dynamic_sampling_filter_path", f"def fn(args, samples):\n    return {output}\n")
     (verdict,) = hooks.judge(groups_of((1.0, 2.0)))
     assert verdict.reason.startswith("a bxx") and len(verdict.reason) == 100
-
-
-def test_a_filter_may_empty_its_list_and_write_metadata(tmp_path):
     code = "def fn(args, samples):\n    samples[0].metadata['seen'] = 1\n    samples.clear()\n    return True\n"
     groups = groups_of((1.0, 2.0))
     assert load(tmp_path, "dynamic_sampling_filter_path", code).judge(groups)[0].keep
@@ -296,13 +293,10 @@ def test_groups_are_numbered_and_take_the_prompts_in_order(make_rollout):
     assert rollout.dataset.state_dict()["position"] == 4
 
 
-def test_segments_of_a_rollout_stay_together(make_rollout):
+def test_segments_stay_together_and_masked_tokens_need_no_log_prob(make_rollout):
     body = "import copy; sample.rollout_id = groups[1][1].rollout_id = 9; extra = copy.copy(sample)"
     groups, _ = make_rollout(body + "; groups[1] = [[sample, extra], copy.copy(groups[0][1])]")(0)
     assert [(sample.index, sample.rollout_id) for sample in groups[1]] == [(2, 2), (2, 2), (3, 3)]
-
-
-def test_what_is_masked_needs_no_log_prob(make_rollout):
     groups, _ = make_rollout("sample.loss_mask, sample.rollout_log_probs = [1, 0], [-1.0, float('nan')]")(0)
     assert groups[1][0].rollout_log_probs[0] == -1.0 and not math.isnan(groups[1][0].rollout_log_probs[1])
 

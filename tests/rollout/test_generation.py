@@ -27,11 +27,7 @@ def token_ids(text):
     return make_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-def test_what_a_request_leaves_out_is_the_runs_own():
-    assert request_options(None, RUN) == request_options({"stop": None}, RUN) == RequestOptions(sampling=RUN)
-
-
-def test_a_request_asks_under_sglangs_names():
+def test_a_request_asks_under_sglangs_names_or_gets_the_runs_values():
     asked = {
         "temperature": 1,
         "top_p": 0.5,
@@ -51,6 +47,7 @@ def test_a_request_asks_under_sglangs_names():
         spaces_between_special_tokens=False,
     )
     assert request_options({"stop": "end"}, RUN).stop == ("end",)
+    assert request_options(None, RUN) == request_options({"stop": None}, RUN) == RequestOptions(sampling=RUN)
 
 
 WRONG_PARAMS = {

@@ -112,13 +112,10 @@ def test_groups_that_are_left_wait_and_come_first():
     assert unfinished.metrics() == {"rollout/buffer_waiting": 1, "rollout/buffer_dropped": 1}
 
 
-def test_a_group_that_is_returned_and_still_in_the_buffer_is_taken_once():
+def test_returned_groups_are_taken_once_and_all_without_a_filter():
     unfinished, engine = made(lambda args, rollout_id, buffer, num_samples: buffer[1:2])
     assert unfinished.take(8) == 1
     assert (numbers(engine.groups), numbers(unfinished.waiting)) == ([1], [0, 2, 3])
-
-
-def test_without_a_filter_all_go_on():
     unfinished, engine = made(None)
     assert unfinished.take(2) == 4
     assert (numbers(engine.groups), unfinished.waiting, unfinished.metrics()) == ([0, 1, 2, 3], [], {})

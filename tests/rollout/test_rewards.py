@@ -42,19 +42,20 @@ def make_samples(*groups, label="12"):
     ]
 
 
-def test_a_reward_by_name_scores_every_sample():
+def test_rewards_by_name_of_the_run_or_of_a_row():
     reward = build_reward(make_config(rm_type="exact_match"))
     assert reward(make_samples(["12", "21"], ["12", "12", ""])) == [1.0, 0.0, 1.0, 1.0, 0.0]
     assert reward([]) == []
-
-
-def test_an_unknown_name_and_a_missing_label_are_refused():
     with pytest.raises(ValueError, match="--rm-type is 'mathh' but must be one of exact_match, "):
         make_config(rm_type="mathh")
     with pytest.raises(ValueError, match="--rm-type is 'boxed_ifbench'"):
         make_config(rm_type="boxed_ifbench")
     with pytest.raises(ValueError, match="prompt 10 has no label"):
         build_reward(make_config(rm_type="math"))(make_samples(["1"], label=None))
+    samples = make_samples(["so \\boxed{12}"], ["12"], ["so \\boxed{12}"])
+    samples[1].metadata["rm_type"] = "exact_match"
+    samples[2].metadata["rm_type"] = "boxed_exact_match"
+    assert build_reward(make_config(rm_type="f1"))(samples) == [0.0, 1.0, 1.0]
 
 
 CUSTOM = """
@@ -209,13 +210,6 @@ def test_a_function_of_slime_reads_and_writes_the_fields_of_its_sample(tmp_path)
     assert [sample.metadata["length"] for sample in samples] == [1, 2, 3, 1]
     assert samples[0].metadata["group"] == 0 and "length" not in samples[0].row.metadata
     assert [from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in samples] == samples
-
-
-def test_a_row_may_name_its_own_reward():
-    samples = make_samples(["so \\boxed{12}"], ["12"], ["so \\boxed{12}"])
-    samples[1].metadata["rm_type"] = "exact_match"
-    samples[2].metadata["rm_type"] = "boxed_exact_match"
-    assert build_reward(make_config(rm_type="f1"))(samples) == [0.0, 1.0, 1.0]
 
 
 def test_prompts_are_checked_before_anything_is_sampled():

@@ -110,11 +110,14 @@ def changed(index, value):
     return found
 
 
-def test_experts_of_every_token_but_the_last_are_usable():
+def test_experts_and_weights_that_belong_together_are_usable():
     for experts in (GOOD, GOOD.short(), GOOD.int()):
         assert has_usable_experts(sample_with(experts), sizes())
     for experts in (GOOD[..., :1], torch.zeros_like(GOOD[..., :1])):  # all tokens may have the same first expert
         assert has_usable_experts(sample_with(experts), sizes(top_k=1))
+    assert has_usable_weights(sample_with(GOOD, torch.full(GOOD.shape, 0.5)))
+    for wrong in (None, torch.full(GOOD.shape, torch.nan), torch.full(GOOD.shape, -0.5)):
+        assert not has_usable_weights(sample_with(GOOD, wrong))
 
 
 UNUSABLE = {
@@ -131,12 +134,6 @@ UNUSABLE = {
 @pytest.mark.parametrize("experts", UNUSABLE.values(), ids=UNUSABLE)
 def test_experts_that_cannot_be_replayed_are_not_usable(experts):
     assert not has_usable_experts(sample_with(experts), sizes())
-
-
-def test_weights_are_usable_where_they_belong_to_the_experts():
-    assert has_usable_weights(sample_with(GOOD, torch.full(GOOD.shape, 0.5)))
-    for wrong in (None, torch.full(GOOD.shape, torch.nan), torch.full(GOOD.shape, -0.5)):
-        assert not has_usable_weights(sample_with(GOOD, wrong))
 
 
 def test_a_router_alone_is_rounded(tmp_path):

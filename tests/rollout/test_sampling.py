@@ -41,10 +41,18 @@ def test_filtered_logits_are_those_of_the_table(temperature, top_p, top_k, expec
         torch.testing.assert_close(log_softmax(filtered).exp(), torch.tensor([expected])[:, order], rtol=0, atol=1e-6)
 
 
-def test_top_k_keeps_tokens_that_tie_with_the_last_one_kept():
+def test_ties_nan_and_temperature_zero():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     probs = log_softmax(filtered_logits(logits, temperature=1.0, top_p=1.0, top_k=2)).exp()
     assert probs[0].tolist() == pytest.approx([1 / (2 + math.e), math.e / (2 + math.e), 1 / (2 + math.e), 0.0])
+    tokens, log_probs, _ = sample_tokens(
+        torch.full((1, 5), torch.nan), torch.tensor([0.5]).double(), temperature=1.0, top_p=1.0, top_k=-1
+    )
+    assert 0 <= tokens.item() < 5
+    assert math.isnan(log_probs.item())
+    tokens, log_probs, _ = sample_tokens(LOGITS, torch.tensor([0.99]).double(), temperature=0.0, top_p=0.5, top_k=1)
+    assert tokens.tolist() == [0]
+    assert log_probs.item() == pytest.approx(math.log(0.4), abs=1e-6)
 
 
 @pytest.mark.parametrize("vocab", [49152, 151936])
@@ -79,14 +87,6 @@ def test_inverse_cdf_of_a_large_vocabulary_is_that_of_a_float64_table():
     assert ((below <= targets + 1e-12) & (targets < above + 1e-12)).all()
 
 
-def test_a_row_of_nan_gives_a_token_of_the_vocabulary_and_a_nan_log_prob():
-    tokens, log_probs, _ = sample_tokens(
-        torch.full((1, 5), torch.nan), torch.tensor([0.5]).double(), temperature=1.0, top_p=1.0, top_k=-1
-    )
-    assert 0 <= tokens.item() < 5
-    assert math.isnan(log_probs.item())
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"),
     [(1.0, 1.0, -1), (0.7, 0.9, -1), (1.0, 1.0, 3)],
@@ -104,12 +104,6 @@ def test_draws_follow_the_probabilities_that_are_reported(temperature, top_p, to
     assert counts[~kept].sum() == 0
     chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
     assert chi_square < 31.3  # the 0.999 quantile at 11 degrees of freedom; fewer where tokens are omitted
-
-
-def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one():
-    tokens, log_probs, _ = sample_tokens(LOGITS, torch.tensor([0.99]).double(), temperature=0.0, top_p=0.5, top_k=1)
-    assert tokens.tolist() == [0]
-    assert log_probs.item() == pytest.approx(math.log(0.4), abs=1e-6)
 
 
 def test_uniforms_depend_on_seed_prompt_and_occurrence_and_on_nothing_else():

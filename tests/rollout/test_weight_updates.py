@@ -157,13 +157,17 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_distance_of_neighbours_by_hand():
+def test_distances_and_what_an_engine_rounds():
     numbers = torch.tensor([1.0, 1.99, 2.0, 0.05, 0.0])
     # bf16 has 7 bits of mantissa: 2^-7 in [1, 2), 2^-6 in [2, 4), 2^-12 in [1/32, 1/16)
     assert spacing(numbers, "bf16")[:4].tolist() == [2.0**-7, 2.0**-7, 2.0**-6, 2.0**-12]
     assert spacing(numbers, "fp16").tolist() == [2.0**-10, 2.0**-10, 2.0**-9, 2.0**-15, 2.0**-24]
     assert spacing(numbers, "fp8").tolist() == [2.0**-3, 2.0**-3, 2.0**-2, 2.0**-8, 2.0**-9]
     assert spacing(numbers, "int8").tolist() == [1.0] * 5
+    assert rounds(torch.float32, "bf16") and rounds(torch.float32, "fp16") and rounds(torch.bfloat16, "fp16")
+    assert rounds(torch.bfloat16, "fp8") and rounds(torch.float32, "int8")
+    assert not rounds(torch.float32, "fp32") and not rounds(torch.bfloat16, "fp32")
+    assert not rounds(torch.bfloat16, "bf16")
 
 
 def test_a_quarter_of_the_way_up_is_rounded_up_a_quarter_of_the_time():
@@ -189,13 +193,6 @@ def test_stochastic_rounding_takes_a_neighbour_and_has_no_bias(precision, seed, 
     assert ((drawn.mean(0) - weight).abs() <= 0.5 * step * 5 / 400**0.5 + 1e-6 * weight.abs()).all()
     again = round_nearest(drawn[0], precision)  # what the engine makes of what it is sent
     torch.testing.assert_close(again, drawn[0], rtol=1e-6, atol=0.0)
-
-
-def test_what_an_engine_rounds():
-    assert rounds(torch.float32, "bf16") and rounds(torch.float32, "fp16") and rounds(torch.bfloat16, "fp16")
-    assert rounds(torch.bfloat16, "fp8") and rounds(torch.float32, "int8")
-    assert not rounds(torch.float32, "fp32") and not rounds(torch.bfloat16, "fp32")
-    assert not rounds(torch.bfloat16, "bf16")
 
 
 def send(rounder, version, weight, precision="bf16"):
@@ -276,24 +273,18 @@ def test_weights_of_the_engines_precision_are_first_sent_as_they_are():
         assert torch.equal(rounder("w", weight, "bf16").float(), weight)
 
 
-def test_int8_and_int4_round_to_multiples_of_the_row_scale():
+def test_rounding_to_the_row_scale_by_hand():
     weight = torch.tensor([[127.0, -127.0, 0.4, 0.6, 0.5, 1.5], [1.27, 0.0, 0.003, 0.006, -0.016, 0.024]])
     expected = torch.tensor([[127.0, -127.0, 0.0, 1.0, 0.0, 2.0], [1.27, 0.0, 0.0, 0.01, -0.02, 0.02]])
     torch.testing.assert_close(round_int8(weight), expected, rtol=0.0, atol=1e-7)
     fours = torch.tensor([[7.0, -7.0, 0.4, 0.6, 0.5, 2.5]])
     assert round_nearest(fours, "int4").tolist() == [[7.0, -7.0, 0.0, 1.0, 0.0, 2.0]]
-
-
-def test_fp8_rounds_to_e4m3_multiples_of_the_row_scale():
     # With 448 in the row the scale is 1. e4m3 has 3 bits of mantissa: steps of 1/8 in [1, 2), of 32 in
     # [256, 448], and of 2^-9 below 2^-6; halves go to the even mantissa.
     weight = torch.tensor([[448.0, 1.0625, 1.1875, 1.07, -300.0, 310.0, 2.0**-9, 2.0**-11, 0.0]])
     expected = torch.tensor([[448.0, 1.0, 1.25, 1.125, -288.0, 320.0, 2.0**-9, 0.0, 0.0]])
     assert torch.equal(round_fp8(weight), expected)
     assert torch.equal(round_fp8(weight / 8), expected / 8)
-
-
-def test_rows_of_zeros_and_of_tiny_numbers_stay_finite():
     weight = torch.tensor([[0.0, 0.0], [1e-44, -1e-44], [3e38, -3e38]])
     for rounding in (round_fp8, round_int8):
         rounded = rounding(weight)

@@ -45,15 +45,12 @@ def test_weights_are_loaded_and_exported(family, tied, on_cpu, tmp_path):
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in exported.items())
 
 
-def test_a_checkpoint_has_every_weight(on_cpu, tmp_path):
+def test_checkpoints_have_every_weight_and_mixtures_torch_layers(on_cpu, tmp_path):
     model = build(make_checkpoint(tmp_path, "qwen3"), on_cpu)
     sharded = model.module.sharded_state_dict()
     stored = {entry.key for entry in sharded.values()}
     weights = {name.replace("decoder.layers.0.", "decoder.layers.") for name in named_weights(model.module)}
     assert {name for name in weights if ".layers.1." not in name} <= stored
-
-
-def test_a_mixture_of_experts_has_torch_layers(on_cpu, tmp_path):
     model = build(make_checkpoint(tmp_path, "qwen3_moe"), on_cpu)
     assert not any("transformer_engine" in type(module).__module__ for module in model.module.modules())
 

@@ -68,13 +68,7 @@ def test_refused(given, message):
     assert SECRET not in str(refusal.value)
 
 
-def test_server_flags_pass():
-    flags = ("--mem-fraction-static", "0.7", "--disable-cuda-graph", "--host-memory-ratio=2")
-    flags += ("--ssl-keyfile", "key.pem", "--bucket-time-to-first-token", "1", "--tokenizer-path", "t")
-    assert SGLangConfig(sglang_launch=1, sglang_server_args=flags).sglang_server_args == flags
-
-
-def test_normalized_url():
+def test_urls_are_normalized_and_flags_pass():
     urls = {
         "http://127.0.0.1:30000": "http://127.0.0.1:30000",
         "http://127.0.0.1:30000/": "http://127.0.0.1:30000",
@@ -83,6 +77,13 @@ def test_normalized_url():
     }
     for url, normalized in urls.items():
         assert SGLangConfig(sglang_url=(url,)).server_urls == (normalized_url(url),) == (normalized,)
+    assert SGLangConfig(sglang_router_ip="10.0.0.1", sglang_router_port=3000).router_url == "http://10.0.0.1:3000"
+    assert SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url == "http://[fd00::1]:3000"
+    local = ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"]
+    assert [host for host in [*local, "10.0.0.1", "localhost.example"] if is_loopback(f"http://{host}:1")] == local
+    flags = ("--mem-fraction-static", "0.7", "--disable-cuda-graph", "--host-memory-ratio=2")
+    flags += ("--ssl-keyfile", "key.pem", "--bucket-time-to-first-token", "1", "--tokenizer-path", "t")
+    assert SGLangConfig(sglang_launch=1, sglang_server_args=flags).sglang_server_args == flags
 
 
 REFUSED_URLS_KEEP_SECRETS = {
@@ -100,16 +101,6 @@ def test_refused_urls_keep_secrets(url):
     with pytest.raises(ValueError, match=r"^--sglang-url") as refusal:
         SGLangConfig(sglang_url=(url,))
     assert SECRET not in str(refusal.value)
-
-
-def test_router_url():
-    assert SGLangConfig(sglang_router_ip="10.0.0.1", sglang_router_port=3000).router_url == "http://10.0.0.1:3000"
-    assert SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url == "http://[fd00::1]:3000"
-
-
-def test_is_loopback():
-    local = ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"]
-    assert [host for host in [*local, "10.0.0.1", "localhost.example"] if is_loopback(f"http://{host}:1")] == local
 
 
 def test_key_comes_from_the_environment_alone(monkeypatch):

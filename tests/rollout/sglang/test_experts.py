@@ -128,7 +128,6 @@ def test_stragglers_without_all_experts_get_none(start, caplog):
     run = start(1)
     (one, other), second = stragglers(run)
     one.rollout_routed_experts = None
-    assert other.rollout_routed_experts is not None
     other.rollout_routed_experts = other.rollout_routed_experts[:-1]
     run.engine.resume_unfinished([[one, other], second])
     groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()

@@ -81,7 +81,6 @@ def test_samples_carry_the_sets(start, limit, top_k, sent):
     sampling = dataclasses.replace(TRUNCATED, top_k=top_k)
     run = start(1, reporting(limit), sampling=sampling)
     for sample in flat(run.engine.generate(PROMPTS, sampling)):
-        assert sample.sampling_mask is not None
         assert sample.sampling_mask.sets() == [sampled_from(token) for token in sample.response_ids]
         assert sample.rollout_log_probs == [log_prob(token, 0) / 2 for token in sample.response_ids]
     assert {body["sampling_params"]["top_k"] for body in run.requests} == {sent}
@@ -130,7 +129,6 @@ def test_sets_of_a_partial_rollout_are_those_of_both_requests(start, recorded_be
 
 def first_tokens(sample, count, with_sampling_mask):
     """The sample as it was when it was aborted after so many tokens."""
-    assert sample.sampling_mask is not None
     mask = sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None
     log_probs, status = sample.rollout_log_probs[:count], Sample.Status.ABORTED
     fields = {"rollout_log_probs": log_probs, "sampling_mask": mask, "status": status}
