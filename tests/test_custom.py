@@ -241,11 +241,16 @@ def test_a_module_may_refuse_options(tmp_path):
         load_custom_tis(path, Namespace(use_rs=True))
 
 
-def test_double_precision_becomes_the_dtype_of_the_input():
+def test_double_precision_and_masks_are_fitted_to_the_input():
     result = call(lambda args, **kw: [kw["pg_loss"].double() / 3, tuple(kw["loss_masks"]), {"m": kw["pg_loss"] > 0}])
     loss, masks, metrics = result
     assert loss.dtype == torch.float32 and loss.requires_grad and len(masks) == 2 and metrics["m"].all()
     assert loss.tolist() == pytest.approx([1 / 3] * 3)
+    masks = [torch.tensor([1, 0]), torch.ones(1)]
+    with pytest.raises(CustomFunctionError, match="a mask with 1 where the loss mask is 0"):
+        call(returning(masks=lambda kw: [torch.ones(2), torch.ones(1)]), loss_masks=masks)
+    _, found, _ = call(returning(masks=lambda kw: [m.bool() for m in kw["loss_masks"]]), loss_masks=masks)
+    assert [mask.tolist() for mask in found] == [[True, False], [True]]
 
 
 def shorter(args, *, pg_loss, loss_masks):
@@ -302,14 +307,6 @@ WRONG = {
 def test_a_wrong_return_is_named(function, message):
     with pytest.raises(CustomFunctionError, match=message):
         call(function)
-
-
-def test_a_mask_cannot_take_in_what_the_loss_mask_leaves_out():
-    masks = [torch.tensor([1, 0]), torch.ones(1)]
-    with pytest.raises(CustomFunctionError, match="a mask with 1 where the loss mask is 0"):
-        call(returning(masks=lambda kw: [torch.ones(2), torch.ones(1)]), loss_masks=masks)
-    _, found, _ = call(returning(masks=lambda kw: [m.bool() for m in kw["loss_masks"]]), loss_masks=masks)
-    assert [mask.tolist() for mask in found] == [[True, False], [True]]
 
 
 MIS = ("--custom-tis-function-path", "custom_tis.mis.compute_mis_weights_with_cp")

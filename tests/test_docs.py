@@ -133,10 +133,14 @@ def test_every_metric_of_the_correction_is_in_the_glossary(options):
     assert len(names) >= 15 and general - documented(r"train/\w+") == set()
 
 
-def test_every_metric_of_a_rollout_is_in_the_glossary():
+def test_every_metric_of_a_rollout_and_every_timed_part_is_in_the_glossary():
     failed = Sample(response_length=1, loss_mask=[0], failure="raised")
     names = {name.replace("/raised", "/REASON") for name in rollout_metrics([[failed]], 0)}
     assert names - documented(r"rollout/[\w/]+") == set()
+    sources = (ROOT / "slime_tis").rglob("*.py")
+    parts = re.findall(r'\btimer[(,] ?"(\w+)"', "".join(path.read_text() for path in sources))
+    assert len(parts) >= 10
+    assert {f"perf/{name}_time" for name in parts} - documented(r"perf/\w+") == set()
 
 
 @pytest.mark.parametrize("by", [STALENESS, TURN], ids=["staleness", "turn"])
@@ -146,13 +150,6 @@ def test_every_metric_of_a_breakdown_is_in_the_glossary(by):
     assert len(names) == 4 and names - documented(r"train/\w+") == set()
     page = (DOCS / "metrics.md").read_text()
     assert all(f"`{bucket}`" in page for bucket in by.buckets)
-
-
-def test_every_timed_part_is_in_the_glossary():
-    sources = (ROOT / "slime_tis").rglob("*.py")
-    parts = re.findall(r'\btimer[(,] ?"(\w+)"', "".join(path.read_text() for path in sources))
-    assert len(parts) >= 10
-    assert {f"perf/{name}_time" for name in parts} - documented(r"perf/\w+") == set()
 
 
 @pytest.fixture

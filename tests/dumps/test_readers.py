@@ -361,27 +361,18 @@ def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
     assert_same(TokenTable.concatenate(tables), full_table())
 
 
-def test_one_row_per_sample_with_lists_of_its_tokens(tmp_path):
+def test_rows_columns_and_text_of_a_parquet_file(tmp_path):
     write(tmp_path / "a.parquet", full_table())
     rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [row["token"] for row in rows] == [[5, 6, 7], [], [8, 9]]
     assert rows[0]["prompt"] == [1, 2] and rows[0]["experts"] == list(range(12)) and rows[2]["truncated"] == 1
-
-
-def test_columns_without_values_are_skipped(tmp_path):
     table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0])])
     write(tmp_path / "a.parquet", table)
     names = parquet.read_schema(tmp_path / "a.parquet").names
     assert names == ["train_log_prob", "old_log_prob", "rollout_log_prob", "loss_mask"]
     assert_same(TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))), table)
-
-
-def test_a_table_without_samples_is_a_file(tmp_path):
     write(tmp_path / "a.parquet", TokenTable.from_parts([]))
     assert TokenTable.concatenate(list(parquet_tables(tmp_path / "a.parquet"))).tokens == 0
-
-
-def test_text_that_is_not_unicode_is_written(tmp_path):
     part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0], text="a\ud800b")
     write(tmp_path / "a.parquet", TokenTable.from_parts([part]))
     assert next(parquet_tables(tmp_path / "a.parquet")).text == ("a?b",)

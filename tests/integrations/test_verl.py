@@ -83,7 +83,7 @@ def test_the_older_api():
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
 
 
-def test_wrong_options_are_refused():
+def test_wrong_options_and_criteria_are_refused():
     with pytest.raises(ValueError, match="response_mask must contain at least one valid token"):
         compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="does not match rollout_log_prob shape"):
@@ -94,10 +94,7 @@ def test_wrong_options_are_refused():
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "geometric")
     with pytest.raises(ValueError, match="is True but must be a number"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "token", True)
-
-
-def test_what_is_no_criterion_of_verl_is_refused_with_the_list():
-    """verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign."""
+    # verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign.
     with pytest.raises(ValueError, match=r"'seq_max_k4'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k4", 2.0)
     with pytest.raises(ValueError, match=r"'seq_max_k1'.* --rs-veto-threshold"):
@@ -159,11 +156,18 @@ def test_a_batch_without_a_valid_token_gives_zeros(value, width):
         assert weights.sum() == 0 and set(found.values()) == {0.0}
 
 
-def test_training_perplexity_alone():
+def test_metrics_alone_and_a_batch_with_weights():
     metrics = compute_offpolicy_metrics(torch.tensor([[-1.0, -3.0]]), None, torch.ones(1, 2))
     assert metrics == pytest.approx({"training_ppl": 7.389056, "training_log_ppl": 2.0})
     both = compute_rollout_corr_metrics_from_logprobs(torch.tensor([[-1.0]]), torch.tensor([[-0.5]]), torch.ones(1, 1))
     assert both["rollout_corr/kl"] == pytest.approx(0.5)
+    batch, metrics = compute_rollout_correction_and_add_to_batch(
+        Batch(), {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    )
+    assert batch.batch["rollout_is_weights"].max() == 2.0
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        1 - batch.batch["response_mask"].sum().item() / 94
+    )
 
 
 class Batch:
@@ -174,18 +178,8 @@ class Batch:
         self.batch = dict(zip(names, inputs(), strict=True))
 
 
-def test_add_to_batch():
-    batch, metrics = compute_rollout_correction_and_add_to_batch(
-        Batch(), {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
-    )
-    assert batch.batch["rollout_is_weights"].max() == 2.0
-    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
-        1 - batch.batch["response_mask"].sum().item() / 94
-    )
-
-
-def test_bypass_mode_writes_into_a_struct_of_hydra():
-    """As hydra hands it over: a struct, which refuses new keys."""
+def test_bypass_mode_writes_into_structs_and_dictionaries_and_needs_rollout_log_probs():
+    # As hydra hands it over: a struct, which refuses new keys.
     config = OmegaConf.create({"loss_mode": "vanilla", "clip_ratio": 0.2})
     OmegaConf.set_struct(config, True)
     with pytest.raises(ConfigKeyError):
@@ -195,9 +189,6 @@ def test_bypass_mode_writes_into_a_struct_of_hydra():
     assert batch.batch["old_log_probs"] is batch.batch["rollout_log_probs"]
     assert config["loss_mode"] == "bypass_mode" and config["rollout_correction"]["rollout_is_threshold"] == 3.0
     assert OmegaConf.is_struct(config)
-
-
-def test_bypass_mode_writes_into_a_plain_dictionary_and_needs_rollout_log_probs():
     batch, policy_loss = Batch(), {"loss_mode": "vanilla"}
     apply_bypass_mode(batch, None, policy_loss)
     assert policy_loss == {"loss_mode": "bypass_mode", "rollout_correction": None}

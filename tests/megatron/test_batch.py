@@ -105,13 +105,17 @@ def test_select_keeps_the_slices_of_a_context_rank():
     assert whole.select([0, 1]).responses.slices == whole.responses.slices
 
 
-def test_siblings_stay_together_if_ranks_get_equal_numbers():
+def test_siblings_stay_together_unless_ranks_get_unequal_numbers():
     assert shard("abcdef", 1, 3) == ["b", "e"] and unshard([["a", "c"], ["b", "d"]]) == list("abcd")
     assert assign_together(["a"] * 4 + ["b"] * 4, 2) == 4
     assert shard("aaaabbbb", 1, 2, 4) == list("bbbb")
     assert assign_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
     assert shard("abcdefghijkl", 0, 2, 2) == list("abefij")
     assert assign_together(["a"] * 3 + ["b"] * 5, 2) == 1
+    trees = [PrefixTree.apart([9] * 3, [1] * 3), PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)]
+    first, second = token_budget_partitions(trees, 9)
+    assert first == [[0], [1], [2]]
+    assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -154,13 +158,6 @@ MIXED = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
 def test_micro_batches_by_hand(tokens, responses, rollouts, budget, expected):
     tree = PrefixTree.of(tokens, responses)
     assert token_budget_partitions([tree], budget, None if rollouts is None else [rollouts]) == [expected]
-
-
-def test_the_only_group_of_a_micro_batch_is_split_to_match_another_rank():
-    trees = [PrefixTree.apart([9] * 3, [1] * 3), PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)]
-    first, second = token_budget_partitions(trees, 9)
-    assert first == [[0], [1], [2]]
-    assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
 
 
 rollouts_of_a_rank = st.lists(

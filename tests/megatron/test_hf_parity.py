@@ -134,15 +134,12 @@ def test_the_hugging_face_directory_loads_with_the_weights(shard_bytes, engine, 
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_link_to_an_export_stays_a_link(engine, tmp_path):
+def test_links_stay_links_and_the_markers_of_copied_exports_do_not(engine, tmp_path):
     save_hf(tmp_path / "real", engine)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
     assert save_hf(tmp_path / "link", engine) == tmp_path / "real"
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").stat().st_size > 10_000
-
-
-def test_a_model_that_is_itself_an_export_is_copied_without_its_marker(engine, tmp_path):
     save_hf(tmp_path / "first", engine)
     config = MegatronConfig(hf_checkpoint=str(tmp_path / "first"))
     save_hf(tmp_path / "hf", TrainingEngine(config, engine.parallel, temperature=1.0, total_steps=1))

@@ -126,27 +126,6 @@ def test_optimal_token_baseline_is_the_same_for_every_split_over_ranks(case):
     torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_a_token_that_is_not_finite_shifts_no_baseline():
-    log_probs = torch.tensor([[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]])
-    rewards, group = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]), torch.zeros(3, dtype=torch.int64)
-    found = optimal_token_baseline(rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp())
-    # Energies are equal but for the second sample's second token: paths 1, 1, 1 and 2, 1, 2.
-    torch.testing.assert_close(found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64))
-
-
-def test_sure_tokens_have_a_baseline():
-    """Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ² is 0 in float32."""
-    log_probs = -torch.tensor([[1.0], [1.0], [2.0**0.5], [2.0]]) * 1e-9
-    found = optimal_token_baseline(
-        torch.tensor([[1.0], [0.0], [1.0], [0.0]]),
-        torch.ones(4, 1),
-        torch.zeros(4, dtype=torch.int64),
-        log_probs,
-        (2 * log_probs).exp(),
-    )
-    assert found.flatten().tolist() == pytest.approx([1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "case", [*cases("vcpo.baseline", scope="group", without="agg_mode"), *cases("vcpo.baseline", scope="minibatch")]
 )
@@ -175,10 +154,25 @@ def test_minimum_variance_baseline_equals_vcpo(case):
     torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-6)
 
 
-def test_minimum_variance_baseline_at_the_limits():
-    """Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no baseline."""
+def test_minimum_variance_and_optimal_token_baselines_at_the_limits():
+    # Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no baseline.
     rewards, group = torch.tensor([1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 7, 7])
     ones, log_weights = torch.ones(4), torch.tensor([0.0, 800.0, 0.0, 0.0])
     assert minimum_variance_baseline(rewards, group, ones).tolist() == [0.5, -0.5, 1, -1]
     assert minimum_variance_baseline(rewards, group, ones, log_weights_B=log_weights).tolist() == [1, 0, 1, -1]
     assert minimum_variance_baseline(rewards, group, torch.zeros(4)).tolist() == rewards.tolist()
+    # Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ² is 0 in float32.
+    log_probs = -torch.tensor([[1.0], [1.0], [2.0**0.5], [2.0]]) * 1e-9
+    found = optimal_token_baseline(
+        torch.tensor([[1.0], [0.0], [1.0], [0.0]]),
+        torch.ones(4, 1),
+        torch.zeros(4, dtype=torch.int64),
+        log_probs,
+        (2 * log_probs).exp(),
+    )
+    assert found.flatten().tolist() == pytest.approx([1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4)
+    log_probs = torch.tensor([[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]])
+    rewards, group = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]), torch.zeros(3, dtype=torch.int64)
+    found = optimal_token_baseline(rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp())
+    # Energies are equal but for the second sample's second token: paths 1, 1, 1 and 2, 1, 2.
+    torch.testing.assert_close(found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64))

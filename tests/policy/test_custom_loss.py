@@ -101,9 +101,6 @@ def test_a_reducer_reduces_and_is_checked(tmp_path):
         "return 3": "raised TypeError: 'int' object is not callable",
     }.items():
         assert_refused(message, reduce, load(tmp_path, "reducer", f"{head}{body}\n"))
-
-
-def test_dr_grpo_divides_by_the_longest_response():
     name = "slime_tis.policy.reducers.dr_grpo"
     functions = ObjectiveFunctions.load(PolicyConfig(custom_pg_loss_reducer_function_path=name), ARGS)
     assert functions.reducer is dr_grpo

@@ -41,15 +41,12 @@ def test_the_gradient_of_ppo_is_that_of_the_ratio_and_stops_where_clipped(advant
     torch.testing.assert_close(log_prob.grad, torch.where(clipped > 0, 0.0, -advantage * ratio))
 
 
-def test_reinforce_has_the_gradient_minus_advantage():
+def test_reinforce_and_kl_estimates_by_hand():
     log_prob = log([0.1, 0.7]).requires_grad_()
     loss = reinforce(log_prob, torch.tensor([2.0, -3.0]))
     torch.testing.assert_close(loss, torch.tensor([-2 * math.log(0.1), 3 * math.log(0.7)], dtype=torch.float64))
     loss.sum().backward()
     assert log_prob.grad.tolist() == [-2.0, 3.0]
-
-
-def test_kl_estimates():
     difference = 0.5
     expected = {
         "k1": difference,

@@ -92,33 +92,31 @@ def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
-def test_token_weights_multiply_the_loss_and_rejected_tokens_leave_the_denominator():
+def test_rejected_tokens_and_sequences_leave_the_denominator_unless_it_is_the_original():
     # Ratios: 1, e, (masked), e^−0.5 | 1, e^−0.25. Rejection keeps [0.5, 2], so the second token goes.
     step = build(use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0)
     _, grad, sums = loss_of(step, batch(), CURRENT)
     quarter = 0.7788008
     torch.testing.assert_close(grad, torch.tensor([-1 / 2, 0, 0, 0, 2 / 4, 2 / 4 * quarter]))
     assert counts(sums) == [2, 2, 3, 5]
-
-
-def test_the_original_denominator_keeps_counting_what_was_rejected():
     step = build(use_rs=True, rs_lower_bound=0.7, rs_upper_bound=2.0, rejection_normalizer="original")
     _, grad, _ = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, 0, 2 / 4, 2 / 4]))
-
-
-def test_a_rejected_sequence_does_not_count():
     step = build(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=1.2)
     _, grad, sums = loss_of(step, batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
     assert counts(sums) == [1, 2, 2, 5]
 
 
-def test_bypass_clips_against_the_rollout_policy():
+def test_bypass_clips_against_the_rollout_policy_with_ratio_one_of_a_neutral_token():
     step = build(use_rollout_logprobs=True)
     _, grad, _ = loss_of(step, batch(), CURRENT)
     # A > 0: ratio e > 1.2 is clipped, e^−0.5 is not; A < 0: ratio e^−0.25 < 0.8 is clipped.
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, 0, 0, -0.60653066 / 6, 2 / 4, 0]))
+    tokens = batch(rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]])
+    step = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
+    _, grad, _ = loss_of(step, tokens, CURRENT)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
 @pytest.mark.parametrize("loss", ["ppo", "reinforce"])
@@ -209,13 +207,6 @@ def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad, bypass):
     metrics = step_metrics(sums, RolloutCorrectionConfig(**options), PolicyConfig())
     assert metrics["nonfinite_token_fraction"] == pytest.approx(1 / 5)
     assert all(value == value for value in metrics.values())
-
-
-def test_a_neutral_token_has_ratio_one_in_bypass_mode():
-    tokens = batch(rollout_log_probs=[[-1.0, NAN, -9.0, -1.0], [-1.5, -0.5]])
-    step = build(use_rollout_logprobs=True, nonfinite_policy="neutral")
-    _, grad, _ = loss_of(step, tokens, CURRENT)
-    torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
 
 
 def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit():
@@ -392,7 +383,7 @@ def test_a_log_prob_that_was_never_sampled_is_0_for_a_custom_function_and_one_th
     assert seen[0].nan_to_num(9.0).tolist() == [-1.0, 9.0, 0.0, -0.5] and seen[1].tolist() == ROLLOUT[1]
 
 
-def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours():
+def test_metrics_of_a_custom_function_replace_none_of_ours_and_have_the_same_names():
     names = ("loss", "grad_norm", "custom_loss", "mine", "opsm_clipfrac")
     greedy = Observer(lambda call: dict.fromkeys(names, torch.full((6,), 99.0)))
     step = replace(custom(greedy, use_tis=True), policy=PolicyConfig(use_opsm=True, opsm_delta=9.0))
@@ -401,9 +392,6 @@ def test_a_metric_of_a_custom_function_does_not_replace_one_of_ours():
     assert metrics["loss"] == pytest.approx(loss) and "grad_norm" not in metrics and metrics["opsm_clipfrac"] == 0
     names = ("custom_loss", "custom_custom_loss", "custom_grad_norm", "mine", "custom_opsm_clipfrac")
     assert [metrics[name] for name in names] == pytest.approx([99.0] * 5)
-
-
-def test_metrics_of_other_names_in_another_micro_batch_are_refused():
     step = custom(Observer(lambda call: {("a", "b")[call - 1]: torch.zeros(6)}), use_tis=True)
     tokens = batch()
     loss_of(step, tokens, CURRENT)
@@ -425,13 +413,10 @@ def test_random_numbers_of_a_custom_function_follow_from_seed_and_micro_batch():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_turns_are_the_runs_of_trained_tokens_of_each_response():
+def test_the_mismatch_is_reported_by_turn_without_what_tools_said():
     mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 1.0])
     assert turns_of(mask, [6, 0, 2, 3]).tolist() == [1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 2]
     assert turns_of(mask[:0], [0]).tolist() == []
-
-
-def test_the_mismatch_is_reported_by_turn_without_what_tools_said():
     tokens = make(
         [[1, 1, 0, 1], [1, 0]],
         rollout_log_probs=[[-1.0, -1.0, 9.0, -3.0], [-1.0, -50.0]],

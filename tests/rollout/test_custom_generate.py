@@ -213,9 +213,6 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
     ):
         mark_failed_samples([[bad]])
     assert mark_failed_samples([[good]]) is None
-
-
-def test_a_sample_without_a_response_is_a_failure():
     aborted = Sample(
         prompt_row=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[]
     )
@@ -278,15 +275,12 @@ def test_every_sampled_token_is_found_and_none_after_a_change(turns, place):
     assert changed[:place] == found.request[:place] and set(changed[place:]) == {-1}
 
 
-def test_each_token_keeps_the_server_that_sampled_it():
+def test_tokens_keep_their_server_and_nothing_is_known_of_others(tmp_path):
     sample = Sample(tokens=[1, 2, 3, 8, 4], response_length=3, rollout_log_probs=[-1.0, 0.0, -1.0])
     assert sample.worker_of_each == [-1, -1, -1]
     asked = requests(([1, 2], [3]), ([1, 2, 3, 8], [4]))
     copy_engine_records(sample, provenance(sample.tokens, 3, asked), asked)
     assert sample.worker_of_each == [0, 0, 1]  # an observation has the server of the token before it
-
-
-def test_nothing_is_known_of_tokens_that_no_engine_sampled(tmp_path):
     (sample,) = call(tmp_path, "    return Sample(tokens=[1, 2, 3], response_length=2)")
     assert all(math.isnan(value) for value in sample.rollout_log_probs) and sample.weight_versions == [5, 5]
     assert sample.response == "bc" and sample.retokenized == 0

@@ -158,7 +158,7 @@ def test_rewards_are_shaped(tmp_path):
     assert shaped == ([1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 2.0])
 
 
-def test_a_log_function_says_whether_the_rest_is_logged(tmp_path):
+def test_log_functions_get_their_arguments_and_say_whether_the_rest_is_logged(tmp_path):
     code = (
         "def fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time):\n"
         "    assert (rollout_id, len(samples), rollout_extra_metrics, rollout_time) == (3, 2, {'x': 1.0}, 0.5)\n"
@@ -167,9 +167,6 @@ def test_a_log_function_says_whether_the_rest_is_logged(tmp_path):
     for returned, logs in {"True": False, "False": True, "None": True}.items():
         hooks = load(tmp_path, "custom_rollout_log_function_path", code.replace("RETURNED", returned))
         assert hooks.logs_rollout(3, groups_of((1.0, 2.0)), {"x": 1.0}, 0.5) is logs
-
-
-def test_an_evaluation_log_function_gets_rewards_and_samples_of_each_set(tmp_path):
     code = (
         "def fn(rollout_id, args, data, extra_metrics):\n"
         "    assert data['a']['rewards'] == [1.0, 2.0] and data['a']['truncated'] == [False, False]\n"

@@ -96,9 +96,6 @@ def test_random_numbers_follow_from_the_sample_its_input_and_repetitions_alone()
     for field in ("seed", "prompt_index", "occurrence", "sample"):
         changed = KEY._replace(**{field: 77})
         assert asked([[1, 2]], changed)[0].key != first.key
-
-
-def test_uniforms_follow_from_the_key():
     uniforms, again = request_uniforms(bytes(range(16))), request_uniforms(bytes(range(16)))
     many = [next(uniforms) for _ in range(1000)]
     assert many[:2] == pytest.approx([0.7761366048984066, 0.9612052412461628], abs=1e-15)

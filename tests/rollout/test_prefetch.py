@@ -44,14 +44,11 @@ def run(depth, rollouts=4):
     return found, log, places
 
 
-def test_without_lookahead_each_rollout_is_submitted_when_it_is_taken():
+def test_rollouts_in_flight_follow_the_lookahead_up_to_the_last():
     found, log, places = run(0)
     assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [number for number, _ in log.submitted] == [0, 1, 2, 3]
     assert places == [2, 4, 6, 8]
-
-
-def test_lookahead_keeps_rollouts_in_flight_and_stops_at_the_last():
     for depth in (1, 2, 9):
         found, log, places = run(depth)
         assert found == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -125,14 +125,11 @@ def texts(dataset, *sizes):
     return ["".join(prompt.text for prompt in dataset.next_batch(size)) for size in sizes]
 
 
-def test_batches_follow_the_file_and_go_on_into_the_next_epoch(digits):
+def test_batches_follow_the_file_or_are_shuffled_anew_each_epoch(digits):
     dataset = PromptDataset(digits, TOKENIZER, make_config())
     assert texts(dataset, 2, 2, 2, 5, 12) == ["01", "23", "40", "12340", "123401234012"]
     state = dataset.state_dict()
     assert (state["epoch"], state["position"], len(state["prompts"])) == (4, 3, 64)
-
-
-def test_each_epoch_is_shuffled_anew_and_the_same_for_the_same_seed(digits):
     dataset = PromptDataset(digits, TOKENIZER, make_config(rollout_shuffle=True, rollout_seed=1))
     epochs = texts(dataset, 5, 5, 5, 5)
     assert all(sorted(epoch) == list("01234") for epoch in epochs)

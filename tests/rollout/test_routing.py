@@ -191,11 +191,15 @@ def test_weights_have_the_names_and_values_of_the_file(pair):
     assert (stacked[3] == 7.0).all(1).tolist() == [False] * 24 + [True] * 24
 
 
-def test_an_update_replaces_every_weight(pair):
+def test_updates_replace_every_weight_and_checkpoints_are_taken_up_as_they_are(pair, tmp_path):
     first, second = (make_engine(path) for path in pair)
     assert scores(first) != scores(second)
     first.update_weights(tensors_of(pair[1]).items, version=1)
     assert scores(first) == scores(second)
+    first, second = (make_engine(path, "int8") for path in pair)
+    first.save_weights(tmp_path)
+    second.load_weights(tmp_path, version=4)
+    assert scores(second) == scores(first) and second.weight_version == 4
 
 
 @pytest.mark.parametrize(("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)], ids=["fp8", "int8"])
@@ -213,10 +217,3 @@ def test_eight_bit_engines_round_experts_and_leave_routers(pair, tmp_path, preci
         engine.update_weights(file.items, version=1)
     names = linear_weight_names(load_model(pair[0], torch.float32))
     assert names == {name for name in file if name.endswith("_proj.weight")}
-
-
-def test_weights_in_a_checkpoint_are_taken_up_as_they_are(pair, tmp_path):
-    first, second = (make_engine(path, "int8") for path in pair)
-    first.save_weights(tmp_path)
-    second.load_weights(tmp_path, version=4)
-    assert scores(second) == scores(first) and second.weight_version == 4

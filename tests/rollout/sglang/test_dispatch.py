@@ -249,15 +249,12 @@ def test_a_server_dies_in_mid_batch_and_returns_with_the_current_weights(start):
     assert run.engine.metrics()["rollout/sglang_returns"] == 1
 
 
-def test_a_refused_request_stops_the_rollout_with_the_servers_words(start):
+def test_a_refused_request_stops_the_rollout_and_another_key_does_not(start):
     run = start(2)
     run.servers[0].faults.append(400)
     with pytest.raises(RolloutUnavailable, match="answered HTTP 400"):
         run.engine.generate(PROMPTS, SAMPLING, seed=0)
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)
-
-
-def test_a_server_with_another_key_is_left_to_the_others(start):
     run = start(2)
     run.servers[0].faults.extend([401, 403, 404])
     assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=0), PROMPTS)

@@ -211,13 +211,15 @@ def layout(**fields):
     return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**{**sizes, **fields}))
 
 
-def test_bytes_of_experts_by_hand():
+def test_bytes_of_experts_and_one_of_its_own_by_hand():
     # 48 layers of 8 experts of 4 bytes are 1,536 bytes, in base64 2,048.
     qwen3_30b = layout(num_hidden_layers=48, layers=tuple(range(48)), num_experts=128, top_k=8)
     assert qwen3_30b.num_bytes(1) == 2048
     assert qwen3_30b.num_bytes(1000) == 2_048_000
     assert layout(num_hidden_layers=1, layers=(0,), top_k=1).num_bytes(1) == 8
     assert max_answer_bytes(1000) == 262_144 + 256_000
+    one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
+    assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
 
 
 @given(
@@ -258,11 +260,6 @@ def test_a_text_that_names_experts_is_no_experts():
         generation, problem = parse_generation(body, request, layout=layout())
         assert problem is None and generation.routed_experts is not None
         assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
-
-
-def test_an_expert_of_its_own_may_be_the_first_everywhere():
-    one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
-    assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
 
 
 def completion(experts, finish_reason):

@@ -159,14 +159,11 @@ def test_early_death_is_reported_with_the_end_of_the_log(servers, tmp_path):
     assert message.endswith("| RuntimeError: no such model") and "earlier" not in message
 
 
-def test_startup_timeout(servers):
+def test_servers_that_do_not_come_up(servers):
     started = servers("--unwell", "60", sglang_startup_timeout=1.0)
     message = r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"
     with pytest.raises(RolloutUnavailable, match=message):
         started.start()
-
-
-def test_python_that_does_not_run(servers):
     with pytest.raises(RolloutUnavailable, match="does not run"):
         servers(sglang_python="/no/python").start()
 

@@ -158,7 +158,7 @@ def test_a_stale_shard_of_one_rank_is_named(start):
     assert run.engine.wrong_weights(sent) == {server.url: [name, head]}
 
 
-def test_names_of_joined_tensors():
+def test_names_of_joined_tensors_and_precisions_of_dtypes():
     joined = {
         "self_attn.k_proj.bias": "self_attn.qkv_proj.bias",
         "self_attn.o_proj.weight": "self_attn.o_proj.weight",
@@ -168,9 +168,6 @@ def test_names_of_joined_tensors():
     }
     layer = "model.layers.3."
     assert {name: server_name(layer + name) for name in joined} == {name: layer + to for name, to in joined.items()}
-
-
-def test_the_precision_of_a_dtype():
     models = [{"dtype": "bfloat16"}, {"torch_dtype": "float32"}, {}]
     assert [server_precision("auto", model) for model in models] == ["bf16", "fp16", "fp16"]
     dtypes = ("bfloat16", "half", "float32", "fp4", None)
