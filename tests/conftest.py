@@ -67,7 +67,6 @@ def collected():
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """The flags that train on the task."""
     return make_task(tmp_path_factory.mktemp("task"))
 
 

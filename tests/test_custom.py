@@ -258,8 +258,6 @@ def shorter(args, *, pg_loss, loss_masks):
 
 
 def returning(**changed):
-    """A function that returns what it got, but for what `changed` makes of the keyword arguments."""
-
     def function(args, **kw):
         parts = {"loss": kw["pg_loss"], "masks": kw["loss_masks"], "metrics": {}}
         parts |= {name: change(kw) for name, change in changed.items()}

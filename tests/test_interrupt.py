@@ -13,7 +13,6 @@ from slime_tis.trainer.interrupt import Failure, Interrupted, Interrupts, stops_
 
 
 def until(condition):
-    """Waits for what another thread does, at most a few seconds."""
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -36,7 +35,6 @@ def test_a_signal_is_raised_where_work_may_be_abandoned(number, status):
 
 
 def run_child(body):
-    """Runs a function in a forked process with default signals; its exit status as a shell would say it."""
     pid = os.fork()
     if pid == 0:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

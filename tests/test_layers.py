@@ -73,7 +73,6 @@ def layer_of(module):
 
 
 def module_of(path):
-    """The dotted name of a source file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -21,13 +21,11 @@ def fn(args, samples, **kwargs):
 
 @pytest.fixture
 def parity(tmp_path):
-    """A filter that drops prompts of odd length."""
     (tmp_path / "parity.py").write_text(PARITY)
     return ["--dynamic-sampling-filter-path", f"{tmp_path / 'parity.py'}:fn"]
 
 
 def prompts_of(pattern, rollouts):
-    """The prompts of each dumped rollout."""
     paths = [str(pattern).format(rollout_id=number) for number in range(rollouts)]
     return [[group[0].prompt_text for group in load_samples(path, 4, 4)] for path in paths]
 

@@ -88,7 +88,6 @@ def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy, run,
 
 
 def change(path, edit):
-    """Applies `edit` to every row of a JSONL file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         edit(row)

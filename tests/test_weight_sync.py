@@ -78,7 +78,6 @@ def test_noise_of_both_engines_is_never_called_a_missed_update(seed, tokens, noi
 
 @pytest.fixture
 def long_prompts(tmp_path):
-    """Flags of prompts that make a probe of more than a hundred tokens."""
     chance = random.Random(0)
     texts = ["".join(chance.choices("0123456789abcdef", k=40)) + ">" for _ in range(8)]
     rows = [json.dumps({"prompt": text, "label": "1"}) for text in texts]

@@ -13,7 +13,6 @@ from tests.checkpoints import make_checkpoint
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """A command line that is accepted, with its files in the current directory."""
     monkeypatch.chdir(tmp_path)
     model = {
         "architectures": ["Qwen3ForCausalLM"],

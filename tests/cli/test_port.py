@@ -81,7 +81,6 @@ RANK_0 = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127
 
 @pytest.fixture
 def run_sh(tmp_path):
-    """A launch script in slime's form, with its model and data."""
     (tmp_path / "model").mkdir()
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -259,8 +258,6 @@ def test_the_command(run_sh, capsys):
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes run.sh and returns its path."""
-
     def write(text, name="run.sh"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -137,7 +137,6 @@ def _rank(rank, size, port, folder):
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory):
-    """What each of 2 and of 4 processes found."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
     spawn(_rank, args=(size, free_port(), str(folder)), nprocs=size)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(size)]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from slime_tis.correction.reference import reference_correct
 from tests.correction.expected import expected_correction
 from tests.correction.strategies import batches, configurations, policy_batch, policy_configurations, tensors
 
-Batch = tuple[list, list, list]
 SOME, REST = slice(0, 3), slice(3, 7)
 
 
@@ -110,9 +110,6 @@ def test_the_reference_refuses_non_finite_tokens_too():
     assert reference_correct(config, train, torch.zeros(1, 2), torch.tensor([[1, 0]])).weights.tolist() == [[1, 0]]
 
 
-Inputs = tuple[list, list, list]
-
-
 def assert_same(a, b):
     """(weights, mask, statistics) of both, within 1e-6."""
     for x, y in zip(a[0], b[0], strict=True):
@@ -122,12 +119,15 @@ def assert_same(a, b):
 
 
 @settings(max_examples=100)
-@given(configurations(), batches(), st.integers(0, 40))
-def test_layout_and_padding(config, batch, extra):
+@given(configurations(), batches(max_sequences=8), st.integers(0, 40))
+def test_layout_padding_and_chunks(config, batch, extra):
     inputs = tensors(batch)
     lengths = [len(x) for x in inputs[0]]
     listed = correct(config, *inputs)
     expected = (listed.weights, listed.mask, listed.statistics)
+    with mock.patch.object(layout, "CPU_CHUNK_TOKENS", 16):
+        chunked = correct(config, *inputs)
+    assert_same(expected, (chunked.weights, chunked.mask, chunked.statistics))
     if lengths:
         packed = correct(config, *(torch.cat(x) for x in inputs), lengths=lengths)
         assert_same(expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics))
@@ -164,20 +164,6 @@ def test_micro_batches_merge(config, batch, cut):
     weights = [w for f in found for w in f.weights]
     mask = [m for f in found for m in f.mask]
     assert_same((whole.weights, whole.mask, whole.statistics), (weights, mask, statistics))
-
-
-@settings(max_examples=60)
-@given(configurations(), batches(max_sequences=8))
-def test_chunks(config, batch):
-    inputs = tensors(batch)
-    whole = correct(config, *inputs)
-    usual = layout.CPU_CHUNK_TOKENS
-    try:
-        layout.CPU_CHUNK_TOKENS = 16
-        chunked = correct(config, *inputs)
-    finally:
-        layout.CPU_CHUNK_TOKENS = usual
-    assert_same((whole.weights, whole.mask, whole.statistics), (chunked.weights, chunked.mask, chunked.statistics))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -68,7 +68,6 @@ def _rank(rank, size, port, folder):
 
 
 def both(rank, size, group):
-    """mis at levels with a table and with joined slices, and vanilla TIS, on the slices of one rank."""
     train, rollout, masks = whole()
     parts = [context_parallel_slices(p + n, n, rank, size) for p, n in SHAPES]
     local = [[torch.cat([x[a], x[b]]) for x, (a, b) in zip(xs, parts, strict=True)] for xs in (train, rollout)]

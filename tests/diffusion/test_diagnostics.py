@@ -9,7 +9,6 @@ CONFIG = RolloutCorrectionConfig(use_tis=True, use_rs=True)
 
 
 def said(diagnostics, steps, prefix="rollout_corr/", **metrics):
-    """(step, message) of so many equal steps."""
     row = {prefix + name: value for name, value in {"gradient_kept_fraction": 0.9, **metrics}.items()}
     return [(step, message) for step in range(1, steps + 1) for message in diagnostics.check(row)]
 

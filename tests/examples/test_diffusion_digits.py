@@ -45,7 +45,6 @@ def run(directory, *flags):
 
 
 def training_rows(rows):
-    """What does not depend on the clock."""
     return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
 
 

@@ -137,7 +137,6 @@ def file_bytes(export):
 
 
 def resume(task, directory, *flags):
-    """The command line that continues in a copy of the trained run."""
     save = str(directory / "save")
     return [
         *(*task, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3", "--load", save, "--save", save),
@@ -185,7 +184,6 @@ def test_changed_options_take_effect(flags, task, trained, tmp_path):
 
 
 def tree(directory):
-    """Every path below a directory with what a file holds."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(directory.rglob("*"))}
 
 

@@ -15,7 +15,6 @@ GOES_WRONG = {
     # flags, code of a file, part of the message
     "raises deep in torch": (TIS, f"{HEAD}return pg_loss + torch.ones(99999)", "line 4) raised RuntimeError: The size"),
     "fails in a helper": (TIS, f"{HEAD}import beside\n    beside.fail()", "beside.py, line 2) raised KeyError"),
-    "exits with 0": (TIS, f"{HEAD}import sys; sys.exit(0)", "called sys.exit(0); return a value"),
     "other names each time": (
         ("--micro-batch-size", "4", *TIS),
         f"{HEAD}args.n = getattr(args, 'n', 0) + 1\n    return pg_loss, loss_masks, {{str(args.n): pg_loss}}",

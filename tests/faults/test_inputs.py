@@ -383,12 +383,6 @@ WHOLE_RUNS = {
     "no configuration": ("model/config.json", lambda whole: b"{", 2, "its config.json is not JSON"),
     "a tokenizer of garbage": ("model/tokenizer.json", lambda whole: b"\xff", 1, "whose tokenizer does not load"),
     "half a row": ("train.jsonl", lambda whole: whole[:-9], 1, ", line 16 is not JSON"),
-    "10 MB": (
-        "train.jsonl",
-        lambda whole: whole + row(prompt="1" * 10_000_000),
-        1,
-        ", line 17 has a prompt of 10000000",
-    ),
 }
 
 

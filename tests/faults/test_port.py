@@ -47,7 +47,6 @@ GOOD_SCRIPTS = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A directory with files to source."""
     for number in range(30):
         (tmp_path / f"s{number}.sh").write_text("X=1\n")
     os.mkfifo(tmp_path / "pipe.sh")

@@ -105,7 +105,6 @@ def wrong(run, outcome, number):
 
 
 def until(condition, run, timeout):
-    """Waits for a condition during the run; returns whether it came true."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and not has_ended(run):
         if condition():
@@ -115,12 +114,10 @@ def until(condition, run, timeout):
 
 
 def has_ended(run):
-    """Returns whether the run has ended; its process is not reaped yet."""
     return "Z" in Path(f"/proc/{run.pid}/stat").read_text().rpartition(")")[2].split()[:1]
 
 
 def prints(run, words):
-    """A condition: the run has printed the words."""
     return lambda: any(path.exists() and words in path.read_text() for path in (run.stdout, run.stderr))
 
 
@@ -222,14 +219,12 @@ def saving(tmp_path_factory):
 
 
 def own(saving, directory, *, resumes=True):
-    """The command line of a run with all files in a directory."""
     save = str(directory / "save")
     load = ["--load", save] if resumes else []
     return [*saving, "--save", save, *load, "--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run")]
 
 
 def results(directory):
-    """The metrics of all steps and the SHA-256 of the exported weights."""
     rows = [{"step": row["step"], **training_metrics(row)} for row in read_metrics(directory / "run")]
     return [*rows, hashlib.sha256((directory / "hf" / "model.safetensors").read_bytes()).hexdigest()]
 

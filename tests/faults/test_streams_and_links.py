@@ -34,7 +34,6 @@ def flags(tmp_path_factory):
 
 
 def broken_pipe():
-    """A pipe whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer
@@ -128,7 +127,6 @@ def test_a_command_reports_a_full_disk(run, tmp_path):
 
 
 def run_command(command, environment, run, directory, *, stdout):
-    """Runs a command of slime-tis; `port` reads a script and the others a run."""
     script = directory / "run.sh"
     script.write_text("python3 train.py --hf-checkpoint /models/é… --rm-type math --rollout-batch-size 4\n")
     path = {"port": [str(script)], "diagnose": [str(run)], "report": [str(run)]}.get(command, [])

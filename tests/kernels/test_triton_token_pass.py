@@ -31,7 +31,6 @@ from experimental.triton_token_pass import token_pass  # noqa: E402
 from tests.kernels.compiled import CONFIGS  # noqa: E402
 
 EVERYTHING = CONFIGS["everything"]
-Batch = tuple[list, list, list]
 
 
 @pytest.fixture(autouse=True, scope="module")

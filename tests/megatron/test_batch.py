@@ -127,7 +127,6 @@ def test_shards_of_runs_are_the_samples_in_their_order(size, groups):
     assert unshard(shards, together) == samples
 
 
-Rows = list[list[int]]
 GROUPS = [[1, 1, 1, 5, 6], [1, 1, 1, 7, 8], [2, 2, 2, 5, 6], [2, 2, 2, 7, 8]]
 # The segments of a rollout share 12 tokens, and one has 1 more: 13 tokens are computed instead of 25.
 SEGMENTS = [[*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])]

@@ -45,7 +45,6 @@ BAD = {
 
 
 def messages(health, rows):
-    """(step, message) of rows."""
     return [(step, message) for step, row in enumerate(rows, start=1) for message in health.check(row)[1]]
 
 

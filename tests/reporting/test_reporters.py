@@ -16,7 +16,6 @@ from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
 from tests.runs import free_port, largest_file
 
-ROOT = Path(__file__).parents[2]
 METRICS = {
     "rollout/raw_reward": 0.4375,
     "train/loss": -0.01234,

@@ -25,7 +25,6 @@ FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "glm4_moe"]
 
 @pytest.fixture(scope="module")
 def batching(tmp_path_factory):
-    """Makes a scheduler for the model of a family, which is made once."""
     made = {}
 
     def make(family, **options):
@@ -102,7 +101,6 @@ async def episode(engine, number, *, turns=3, found, delay=None):
 
 
 def episodes(scheduler, numbers, *, shuffle=None, concurrency=64, sampling=RUN, turns=3):
-    """All answers of some episodes, by episode and turn."""
     found = []
 
     async def go():
@@ -168,8 +166,6 @@ def test_a_small_memory_is_kept_to_and_changes_nothing(batching, monkeypatch):
 
 
 def ask_all(scheduler, requests, sampling=RUN):
-    """The answers to (input, parameters, session) that are asked at the same time, and the engine."""
-
     async def go():
         engine = engine_of(scheduler, 0, sampling)
         async with running(scheduler):

@@ -188,7 +188,6 @@ def of_versions(versions):
 
 
 def masks(version, limit):
-    """Loss masks of four samples, by groups, and the number that was masked."""
     groups = [[of_versions([4, 4]), of_versions([1, 4])], [of_versions([2, 3, 4]), of_versions([])]]
     masked = mask_stale_samples(groups, version, limit)
     return [[each.loss_mask for each in group] for group in groups], masked

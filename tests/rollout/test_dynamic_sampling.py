@@ -28,7 +28,6 @@ from tests.rollout.test_rewards import make_config, make_samples
 
 
 def groups_of(*rewards):
-    """Groups with these rewards."""
     groups = []
     for number, of_group in enumerate(rewards):
         samples = make_samples(["a"] * len(of_group))
@@ -108,7 +107,6 @@ def test_the_filter_of_dapo(rewards, keep, reason):
 
 
 def load(tmp_path, option, code):
-    """The hook `fn` of a file with this code."""
     path = tmp_path / f"hook_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
     return RolloutHooks.load(make_config(rm_type="random", **{option: f"{path}:fn"}), Namespace(scale=2))

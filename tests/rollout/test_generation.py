@@ -72,7 +72,6 @@ def test_samples_for_training_come_from_the_distribution_that_training_computes(
 
 
 def asked(calls, key=KEY, **options):
-    """The requests that an engine makes of some inputs."""
     requests = []
 
     async def answer(request):

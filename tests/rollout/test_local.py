@@ -21,7 +21,6 @@ EXACT = {"rtol": 0.0, "atol": 1e-5}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Two checkpoints of each family, which differ in their weights."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         (family, seed): make_checkpoint(root / f"{family}{seed}", family, seed=seed)

@@ -61,8 +61,6 @@ def test_rollouts_in_flight_follow_the_lookahead_up_to_the_last():
 
 
 class Engine:
-    """The part of an engine that keeps unfinished groups."""
-
     def __init__(self, groups):
         self.groups = groups
 
@@ -90,7 +88,6 @@ def numbers(groups):
 
 
 def pop_last(args, rollout_id, buffer, num_samples):
-    """Takes one group from the end, and gives up the first."""
     chosen = [buffer.pop()]
     del buffer[0]
     return chosen

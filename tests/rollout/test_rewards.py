@@ -29,7 +29,6 @@ def make_config(**options):
 
 
 def make_samples(*groups, label="12"):
-    """Samples of prompts 10, 11, … with the given responses."""
     return [
         make_sample(
             Prompt(index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}),
@@ -75,7 +74,6 @@ async def group(args, samples, **kwargs):
 
 
 def written(tmp_path, code, name="fn", **options):
-    """A configuration with a reward function of a file with this code."""
     path = tmp_path / f"reward_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
     return make_config(custom_rm_path=f"{path}:{name}", **options)
@@ -88,7 +86,6 @@ def test_own_functions_may_be_plain_or_coroutines_and_take_a_sample_or_a_group(t
 
 
 def refusal_of(tmp_path, code, **options):
-    """The message about a reward function, with FILE for its file."""
     config = written(tmp_path, code, **options)
     with pytest.raises(CustomFunctionError) as refusal:
         build_reward(config)(make_samples(["a", "aa"], ["b"]))
@@ -229,8 +226,6 @@ def test_prompts_are_checked_before_anything_is_sampled():
 
 
 class Scorer(FakeSGLang):
-    """Answers every request with what a function returns."""
-
     respond: Callable[[dict[str, Any]], Any]
 
     async def _control(self, path, body):

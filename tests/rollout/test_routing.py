@@ -162,7 +162,6 @@ THREE_LAYERS = {"num_hidden_layers": 3}
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
-    """Two checkpoints of a family, which differ in their weights."""
     root = tmp_path_factory.mktemp(request.param)
     return [make_checkpoint(root / str(seed), request.param, seed=seed, **THREE_LAYERS) for seed in range(2)]
 

@@ -30,13 +30,11 @@ def pytest_sessionstart():
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory):
-    """Where checkpoints and the servers' logs go."""
     return tmp_path_factory.mktemp("sglang")
 
 
 @pytest.fixture(scope="session")
 def checkpoint(directory):
-    """The model that servers start with."""
     return make_checkpoint(directory / "model", "qwen3", **SIZES)
 
 
@@ -54,7 +52,6 @@ def other_reference(directory):
 
 @pytest.fixture(scope="session")
 def started(checkpoint, directory):
-    """Two servers that come up at the same time; not waited for."""
     servers = [RealServer(checkpoint, directory / f"server_{i}.log", "--dtype", "float32") for i in range(2)]
     yield servers
     for server in servers:
@@ -63,13 +60,11 @@ def started(checkpoint, directory):
 
 @pytest.fixture
 def server(started):
-    """A server that runs."""
     return started[0].wait()
 
 
 @pytest.fixture
 def two_servers(started):
-    """Two servers that run."""
     return [server.wait() for server in started]
 
 
@@ -93,15 +88,12 @@ def make_engine(checkpoint, reference, tmp_path):
 
 @pytest.fixture(scope="session")
 def prompts():
-    """Prompts of several lengths."""
     texts = [[BOS, *(3 + (7 * i + 5 * j) % 60 for j in range(2 + 3 * i))] for i in range(8)]
     return [Prompt(index=i, text=str(i), token_ids=tuple(ids)) for i, ids in enumerate(texts)]
 
 
 @dataclass
 class Real:
-    """A running server, and what tests on it need."""
-
     server: RealServer
     make_engine: Callable[..., SGLangEngine]
     prompts: list[Prompt]

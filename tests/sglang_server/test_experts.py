@@ -1,7 +1,6 @@
 """Routed experts and sampling masks of real servers, against transformers."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,9 +42,6 @@ class MoeReference(Reference):
         """[tokens - 1, layers, k] of all tokens but the last."""
         self.log_probs(token_ids)
         return torch.stack(list(self._chosen.values()), 1)[:-1]
-
-
-Servers = tuple[RealServer, dict[int, MoeReference], Path]
 
 
 @pytest.fixture(scope="module")

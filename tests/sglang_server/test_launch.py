@@ -63,7 +63,6 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
 
 
 def is_scheduler(process, before):
-    """Whether it is the process of a new server that holds the model."""
     return process not in before and process.cmdline()[:1] == ["sglang::scheduler"]
 
 
@@ -88,7 +87,6 @@ def gateway(request, tmp_path):
 
 
 def num_healthy(port):
-    """Servers that the gateway knows and finds healthy."""
     try:
         workers = httpx.get(f"http://127.0.0.1:{port}/workers", trust_env=False).json()["workers"]
     except httpx.HTTPError:

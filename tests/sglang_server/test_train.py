@@ -127,7 +127,6 @@ def test_an_interrupted_partial_rollout_goes_on_with_the_experts_of_its_straggle
 
 
 def begins_with(whole, part):
-    """Whether a sample continues from another one."""
     first = whole.prompt_index, whole.response_ids[: part.response_length]
     log_probs = whole.rollout_log_probs[: part.response_length]
     return (*first, log_probs) == (part.prompt_index, part.response_ids, part.rollout_log_probs)

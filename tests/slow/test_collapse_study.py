@@ -9,7 +9,6 @@ from tests.runs import make_task
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """A call of the runner, on a tiny model."""
     directory = tmp_path_factory.mktemp("study")
     task = make_task(directory)
 

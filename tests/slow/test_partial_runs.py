@@ -81,7 +81,6 @@ def test_stragglers_of_an_interrupted_run_keep_their_experts(task, tmp_path):
 
 
 def goes_on_from(whole, part):
-    """Whether a response has another one, and the weights that it was sampled by, as its beginning."""
     length = len(part.response_ids)
     beginning = whole.prompt_index, whole.response_ids[:length], whole.weight_versions[:length]
     return beginning == (part.prompt_index, part.response_ids, part.weight_versions)

@@ -11,7 +11,6 @@ from tests.storage.killed import killed_at_each_operation
 
 
 def write(directory, step, run, *, extra=None):
-    """A checkpoint of two files, whole, as a run would leave it."""
     checkpoint = files.checkpoint_path(directory, step)
     unfinished = files.begin(checkpoint)
     (unfinished / "__0_0.distcp").write_bytes(bytes(range(100)) * step)

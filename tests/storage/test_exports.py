@@ -123,7 +123,6 @@ def test_why_a_directory_cannot_be_written(tmp_path):
 
 @pytest.fixture
 def like(tmp_path):
-    """A checkpoint directory with every kind of file."""
     source = tmp_path / "like"
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float16"}')

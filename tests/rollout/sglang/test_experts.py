@@ -152,8 +152,6 @@ def test_a_request_that_an_update_did_not_end_has_none(start, monkeypatch, caplo
 
 
 def with_text(change):
-    """A fault that changes the experts of an answer as they are sent."""
-
     def edit(answer):
         answer["meta_info"]["routed_experts"] = change(answer["meta_info"]["routed_experts"])
 
@@ -263,7 +261,6 @@ def test_a_text_that_names_experts_is_no_experts():
 
 
 def completion(experts, finish_reason):
-    """One token, with the single expert of each layer for every token that was fed."""
     return Generation(
         token_ids=[5],
         log_probs=[-1.0],

@@ -55,7 +55,6 @@ def test_samples_are_those_of_the_model_in_the_prompts_order(start, checkpoint):
 
 
 def begun(tokens):
-    """A response to LATE[0] that was aborted after some tokens."""
     response = continuation(list(LATE[0].token_ids), tokens)
     return make_sample(LATE[0], response, status=Sample.Status.ABORTED)
 

@@ -88,7 +88,6 @@ def fake_sglang(tmp_path, monkeypatch):
 
 @pytest.fixture
 def servers(tmp_path):
-    """Makes servers, and stops them at the end."""
     with ExitStack() as stack:
 
         def make(*flags, count=1, **options):
@@ -216,7 +215,6 @@ def test_a_server_that_ignores_sigterm_is_killed(servers, monkeypatch):
 
 
 def start_and_wait(directory, url):
-    """A program that starts a server, sends its URL, and continues."""
     os.environ["PYTHONPATH"] = str(directory / "packages")
     config = SGLangConfig(sglang_launch=1, sglang_base_port=29000, sglang_server_args=("--family",))
     url.send(LaunchedServers(config, "m", directory).start()[0])

@@ -68,7 +68,6 @@ def test_answers_with_sets_may_be_larger_and_are_bounded():
 
 
 def reporting(limit):
-    """Limits the sets that the last server reports."""
     return lambda servers: servers[-1].info.update(sampling_mask_max_tokens=limit)
 
 
@@ -128,7 +127,6 @@ def test_sets_of_a_partial_rollout_are_those_of_both_requests(start, recorded_be
 
 
 def first_tokens(sample, count, with_sampling_mask):
-    """The sample as it was when it was aborted after so many tokens."""
     mask = sample.sampling_mask.select(torch.arange(count)) if with_sampling_mask else None
     log_probs, status = sample.rollout_log_probs[:count], Sample.Status.ABORTED
     fields = {"rollout_log_probs": log_probs, "sampling_mask": mask, "status": status}

@@ -23,11 +23,10 @@ from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync
 from slime_tis.trainer.engines.sglang.weights.distributed import DistributedSync, UpdateGroup
 from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
-from tests.rollout.sglang.fake_sglang import REFUSED, FakeSGLang, fake_servers
+from tests.rollout.sglang.fake_sglang import REFUSED, fake_servers
 from tests.rollout.sglang.rollouts import with_clients
 from tests.runs import fork_server
 
-Servers = list[FakeSGLang]
 RELEASED = ["abort_request", "continue_generation"]
 
 
@@ -47,7 +46,6 @@ def distributed(**options):
 
 @pytest.fixture(params=WEIGHT_TRANSPORTS)
 def make(request, tmp_path, checkpoint):
-    """Builds a transport with buckets of 300 bytes."""
     return {"distributed": distributed, "disk": on_disk(tmp_path, checkpoint)}[request.param]
 
 
@@ -80,7 +78,6 @@ def bits(named):
 
 
 def assert_weights(servers, version, ranks=1):
-    """The servers have `some_weights` of this version, and generate."""
     for server in servers:
         assert list(map(bits, server.tensors)) == [bits(some_weights(version))] * ranks
         assert (server.weight_version, server.paused, server.session) == (str(version), False, False)
@@ -101,7 +98,6 @@ def push_source(weights, servers, *sources):
 
 
 def push(weights, servers, versions=1):
-    """Sends `some_weights` of the versions 1, 2, …"""
     return push_source(weights, servers, *(some_weights(version).items for version in range(1, versions + 1)))
 
 
@@ -293,7 +289,6 @@ def test_closing_ends_a_join_under_way(address):
 
 
 def directories(path):
-    """Names without the random part."""
     return sorted(each.name.rsplit("_", 1)[0] for each in (path / "sglang_weights").iterdir() if each.is_dir())
 
 
@@ -335,7 +330,6 @@ def test_a_full_disk_is_reported_and_the_source_exhausted(tmp_path, checkpoint):
 
 
 def crash(root, checkpoint):
-    """Writes weights, and ends in the middle of writing others."""
     weights = on_disk(root, checkpoint)(bucket_bytes=10)
     asyncio.run(weights.push([], lambda: [("a", torch.zeros(9))], 1))
 

@@ -41,8 +41,6 @@ def test_weights_on_disk_are_given_to_a_returning_server_without_the_trainer(sta
 
 
 def used(version):
-    """Gives the first server weights of an earlier run."""
-
     def prepare(servers):
         servers[0].weight_version, servers[0].version = str(version), version
 
