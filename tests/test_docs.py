@@ -354,12 +354,9 @@ def test_every_flag_exists(page):
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_files_that_the_recipes_name_exist():
+def test_files_and_shape_suffixes_of_contributing_exist():
     paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
     assert len(paths) > 20 and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
-
-
-def test_every_shape_suffix_is_in_the_notation_table():
     table = CONTRIBUTING.split("## Notation")[1].split("Lists of tensors")[0]
     known = set(re.findall(r"`_([A-Z]+)`", table))
     for path in (ROOT / "slime_tis").rglob("*.py"):

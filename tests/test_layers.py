@@ -101,10 +101,15 @@ def test_imports_point_downward(path):
         assert layer is not None and HEIGHT[layer] <= HEIGHT[own], f"{module} imports {name}"
 
 
-def test_training_uses_dumps_and_the_diagnosis_of_the_analysis_and_no_report():
+def test_training_imports_no_report_and_config_modules_the_standard_library_alone():
     trainer = [path for path in sources() if "trainer" in path.relative_to(ROOT).parts]
     used = {name for path in trainer for name in imports(path) if name.startswith("slime_tis.analysis.")}
     assert used and not any(name.startswith("slime_tis.analysis.report") for name in used), used
+    for name in ("config", "modes"):
+        for node in ast.parse((ROOT / f"slime_tis/correction/{name}.py").read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert module and module.split(".")[0] in sys.stdlib_module_names | {"slime_tis"}, module
 
 
 def test_no_module_imports_itself_through_others():
@@ -119,11 +124,3 @@ def test_no_module_imports_itself_through_others():
 def test_the_outside_uses_public_names_of_the_correction(folder):
     for path in (ROOT / folder).rglob("*.py"):
         assert not {name for name in imports(path) if name.startswith("slime_tis.correction.")}, path
-
-
-def test_config_modules_need_the_standard_library_alone():
-    for name in ("config", "modes"):
-        for node in ast.parse((ROOT / f"slime_tis/correction/{name}.py").read_text()).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-                assert module and module.split(".")[0] in sys.stdlib_module_names | {"slime_tis"}, module

@@ -163,14 +163,11 @@ def test_train_py_accepts_the_command(run_sh, flags, dropped, added):
         assert "start the servers with --tp-size" in comments_of(printed)
 
 
-def test_evaluation_without_prompts_has_no_effect(run_sh):
+def test_evaluation_without_prompts_has_no_effect_and_the_scripts_pythonpath_is_kept(run_sh):
     run_sh.write_text(run_sh.read_text().replace("--eval-prompt-data aime", "--n-samples-per-eval-prompt 16 #"))
     printed = port_script(str(run_sh))
     assert "--n-samples-per-eval-prompt" not in command_of(printed)
     assert "--n-samples-per-eval-prompt is 16 but has no effect" in comments_of(printed)
-
-
-def test_the_scripts_pythonpath_is_kept(run_sh):
     run_sh.write_text('R="{\\"PYTHONPATH\\": \\"/root/Megatron-LM/:${SCRIPT_DIR}:$X/y\\"}"\n' + run_sh.read_text())
     printed = port_script(str(run_sh))
     assert f'\nPYTHONPATH="{run_sh.parent}:${{X}}/y" torchrun --nproc-per-node 4 train.py' in printed
@@ -230,14 +227,11 @@ def test_values_are_converted(tmp_path, flags, argv):
     assert " ".join(words[: words.index("--rollout-engine")]) == argv
 
 
-def test_train_async_is_one_rollout_of_lookahead(tmp_path):
-    assert ported(tmp_path, "--lr 1", "train_async.py").flags["--rollout-lookahead"] == ("1",)
-
-
-def test_an_unset_variable_stays_a_variable_and_nothing_else_is_expanded(run_sh):
+def test_unset_variables_stay_variables_and_train_async_looks_ahead(run_sh, tmp_path):
     printed = add_flags(run_sh, "--tb-project-name \"${USER_X}-\\`id\\`\\$(id)\" --save '$(id)' --prompt-data ${TRAIN}")
     assert '--tb-project-name "${USER_X}-\\`id\\`\\$(id)"' in printed and "--save '$(id)'" in printed
     assert "'${TRAIN}'" in printed[printed.index("train.py says") :]
+    assert ported(tmp_path, "--lr 1", "train_async.py").flags["--rollout-lookahead"] == ("1",)
 
 
 def test_advice_names_existing_flags():
@@ -324,7 +318,7 @@ def test_notes_name_the_doubtful_variables_that_reach_the_command(script):
     assert [note.split()[0] for note in launch.notes] == ["N", "EVAL_ARGS"]
 
 
-def test_sourced_files_are_found_where_slime_keeps_them(script):
+def test_sourced_files_are_found_where_slime_keeps_them_or_noted(script):
     script("MODEL_ARGS=(--layers ${LAYERS:-36})", "models/m.sh")
     script('LAYERS=5 source "$(dirname -- "${BASH_SOURCE[0]}")/m.sh"', "models/small.sh")
     here = 'DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
@@ -333,9 +327,6 @@ def test_sourced_files_are_found_where_slime_keeps_them(script):
     assert words_of(script(". models/small.sh\npython train.py ${MODEL_ARGS[@]}")) == ["--layers", "5"]
     up = 'ROOT="$(cd -- "$(dirname "$0")/.." && pwd)"\nsource $ROOT/models/m.sh\npython train.py ${MODEL_ARGS[@]}'
     assert words_of(script(up, "deeper/run.sh")) == ["--layers", "36"]
-
-
-def test_a_missing_sourced_file_is_noted(script):
     launch = read_launch(script("source $X/none.sh\npython train.py ${MODEL_ARGS[@]} --a"))
     assert launch.words == ("--a",)
     assert "'${X}/none.sh'" in launch.notes[0] and "MODEL_ARGS" in launch.notes[1]

@@ -277,7 +277,7 @@ def test_one_group_is_enough(gloo):
     assert Ranks().is_one
 
 
-def test_the_group_of_both_is_one_collective():
+def test_collectives_of_both_groups_and_of_joined_sequences():
     calls = []
     context, data, both = (named(name, calls) for name in ("context", "data", "both"))
     statistics = correction(Ranks()).statistics
@@ -287,10 +287,7 @@ def test_the_group_of_both_is_one_collective():
     calls.clear()
     statistics.all_reduce(Ranks(context=context, data=data, data_and_context=both))
     assert calls == [("data", "sum"), ("both", "min"), ("both", "max")]
-
-
-def test_sequences_that_were_put_together_are_reduced_over_data_parallel_ranks_alone():
-    """At the level prefix every context-parallel rank has the whole sequences, and would count them twice."""
+    # At the level prefix every context-parallel rank has the whole sequences, and would count them twice.
     calls = []
     context, data, both = (named(name, calls) for name in ("context", "data", "both"))
     config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix", rs_second_moment_bound=0.1)

@@ -84,7 +84,7 @@ def test_no_host_synchronisation(layout):
     assert sum(counts.values()) <= 380
 
 
-def test_correct_calls_the_selected_token_pass():
+def test_the_selected_token_pass_is_called():
     def double_weights(config, packed):
         result = torch_token_pass(config, packed)
         result.weight_RK.mul_(2)
@@ -93,9 +93,6 @@ def test_correct_calls_the_selected_token_pass():
     zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
     config = RolloutCorrectionConfig(use_tis=True)
     assert correct(config, zeros, zeros, ones, token_pass=double_weights).weights.tolist() == [[2.0, 2.0]]
-
-
-def test_an_option_selects_the_token_pass():
     path = "slime_tis.correction.token_pass.torch_token_pass"
     assert ObjectiveFunctions.load(PolicyConfig(token_pass_path=path), Namespace()).token_pass is torch_token_pass
     with pytest.raises(CustomFunctionError, match="absent"):

@@ -30,15 +30,12 @@ def test_the_code_of_the_page_runs(capsys):
     assert capsys.readouterr().out == "", "bypass of equal policies has nothing to be said about"
 
 
-def test_functions_named_on_the_page_exist():
+def test_functions_presets_fields_and_criteria_named_on_the_page_exist():
     for name in re.findall(r"`(\w+)\(", PAGE):
         known = hasattr(diffusion, name) or hasattr(torch.distributed, name)
         assert known or name.startswith(("apply_", "compute_")), name
     for name in diffusion.__all__:
         assert name in PAGE, f"{name} is public, so the page names it"
-
-
-def test_presets_fields_and_criteria_named_on_the_page_exist():
     for name in re.findall(r"preset\(\"(\w+)\"\)", PAGE):
         assert name in slime_tis.PRESETS
     fields = RolloutCorrectionConfig.__dataclass_fields__

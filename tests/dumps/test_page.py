@@ -114,7 +114,7 @@ def test_bad_patterns_are_refused(options, message):
         LoopConfig(num_rollout=2, **options).with_dump_patterns()
 
 
-def test_derived_columns():
+def test_columns_are_derived_filled_and_selected():
     table = full_table()
     assert (len(table), table.tokens) == (3, 5)
     assert table.offsets.tolist() == [0, 3, 3, 5]
@@ -126,9 +126,6 @@ def test_derived_columns():
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]  # of the recomputed old log-probs
     bypass = replace(table, metadata={"old_policy": "rollout"})
     assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]  # of the current policy
-
-
-def test_missing_values_are_filled_as_documented():
     table = full_table()
     assert table.old_log_prob.tolist()[3:] == [-0.5, -0.25]  # the training log-probs
     assert table.loss_mask.tolist() == [1, 0, 1, 1, 1]
@@ -137,9 +134,6 @@ def test_missing_values_are_filled_as_documented():
     assert np.isnan(table.entropy[3:]).all() and np.isnan(table.reward[2])
     assert table.experts[3:].tolist() == [[[-1, -1], [-1, -1]]] * 2
     assert table.text == ("<b>é", "", "two")
-
-
-def test_selected_samples_concatenate_to_the_table():
     table = full_table()
     assert_same(TokenTable.concatenate([table.select([i]) for i in range(3)]), table)
     turned = table.select([2, 0])

@@ -53,16 +53,13 @@ def assert_slime(table):
     assert table.metadata["source"] == "slime"
 
 
-def test_slime_writes_a_list_of_samples(tmp_path):
+def test_lists_of_samples_and_dicts_of_lists_are_read(tmp_path):
     sample = slime_sample(log_probs=torch.nn.Parameter(slime_sample()["log_probs"]))  # gradients are allowed
     content = {"format_version": 2, "rollout_id": 4, "rank": 0, "samples": [sample], "dp_shards": [{"rank": 0}]}
     torch.save(content, tmp_path / "4.pt")
     table = read(tmp_path / "4.pt")
     assert_slime(table)
     assert table.sample_index.tolist() == [7] and table.truncated.tolist() == [1]
-
-
-def test_miles_and_earlier_slime_write_a_dict_of_lists(tmp_path):
     data = {key: [value] for key, value in slime_sample().items() if key != "data_parallel_rank"}
     data |= {"raw_reward": [0.0, 1.0], "num_microbatches": [1, 2]}  # of the whole batch, of the schedule
     for rank in (0, 1):
@@ -262,20 +259,17 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path, line, message):
     assert str(error.value).startswith(str(path))
 
 
-def test_unknown_forms_and_rollout_dumps_are_named(tmp_path):
+def test_unknown_absent_and_empty_dumps_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no dumps"):
+        read(tmp_path)
     with pytest.raises(ValueError, match="unknown form"):
         read(write_lines(tmp_path / "x.jsonl", [{"x": 1}]))
     with pytest.raises(ValueError, match="--save-debug-train-data has them"):
         read(write_lines(tmp_path / "y.jsonl", [{"response_length": 1, "rollout_log_probs": [-1.0]}]))
     with pytest.raises(ValueError, match="line 1 is a generation of verl"):
         read(write_lines(tmp_path / "9.jsonl", [verl_row()]))
-
-
-def test_an_absent_or_empty_dump_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no file or directory"):
         read(tmp_path / "missing")
-    with pytest.raises(ValueError, match="has no dumps"):
-        read(tmp_path)
     with pytest.raises(ValueError, match="has no samples"):
         read(write_lines(tmp_path / "a.jsonl", []))
     (tmp_path / "a.parquet").write_text("PAR1")

@@ -92,10 +92,14 @@ def test_the_command_prints_no_correction_and_the_one_chosen(tmp_path, capsys, f
     assert ess == {"no correction": 1.0, " ".join(flags): pytest.approx(exact, abs=1e-3)}
 
 
-def test_the_command_without_flags_prints_all_presets_and_the_sweep(tmp_path, capsys):
+def test_the_command_prints_all_presets_and_takes_options_of_the_loss(tmp_path, capsys):
     write(tmp_path / "dump.parquet", table())
     assert main(["what-if", str(tmp_path / "dump.parquet")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(corrections())
+    write(tmp_path / "dump.parquet", stale())
+    assert main(["what-if", str(tmp_path / "dump.parquet"), "--staleness-decay", "0.5"]) == 0
+    ratios = {line.split("  ")[-1]: float(line.split()[5]) for line in capsys.readouterr().out.splitlines()[1:]}
+    assert ratios == {"no correction": 0.343, "--staleness-decay 0.5": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -133,16 +137,13 @@ def test_rejection_bypass_and_gradients_by_hand():
     assert row.weight_max == 1.5
 
 
-def test_batch_statistics_belong_to_each_step():
+def test_batch_statistics_belong_to_each_step_and_large_dumps_use_a_part_of_them():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
     row = one(config)
     # step 0: mean weight 2; step 1: 0.75. Gradients −2/2, (0.5/0.75)/2, (1/0.75)/2 against −2, 0.25, 0.5
     gradient = (-1.0, 1 / 3, 2 / 3)
     expected = (2 + 0.25 / 3 + 1 / 3) / math.sqrt(sum(g * g for g in gradient) * 4.3125)
     assert row.cosine == pytest.approx(expected)
-
-
-def test_whole_batch_corrections_use_a_part_of_many_steps():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
     row = one(config, max_steps=1)
     assert (row.steps, one(config).steps, one(RolloutCorrectionConfig(use_tis=True)).steps) == (1, 2, None)
@@ -163,13 +164,6 @@ def test_the_age_of_tokens_counts_and_interpolation_needs_it():
     assert decayed.norm_ratio == pytest.approx(math.hypot(1, 0.25) / math.hypot(1, 4))  # 1 and 0.5² against 1 and 4
     with pytest.raises(ValueError, match="weight versions"):
         one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
-
-
-def test_the_command_takes_options_of_the_loss(tmp_path, capsys):
-    write(tmp_path / "dump.parquet", stale())
-    assert main(["what-if", str(tmp_path / "dump.parquet"), "--staleness-decay", "0.5"]) == 0
-    ratios = {line.split("  ")[-1]: float(line.split()[5]) for line in capsys.readouterr().out.splitlines()[1:]}
-    assert ratios == {"no correction": 0.343, "--staleness-decay 0.5": 0.25}
 
 
 def test_all_presets_and_the_sweep_have_a_row_and_large_tables_are_sampled():

@@ -60,15 +60,12 @@ def test_counts_give_the_moments_of_all_responses(name, sigma, correlation):
     assert found.kept == pytest.approx(kept, rel=1e-9)
 
 
-def test_the_true_gradient_is_that_of_the_expected_reward():
+def test_the_true_gradient_and_whole_sequence_weights_in_closed_form():
     logits_V = TRAIN_V.log().requires_grad_()
     expected_reward = logits_V.softmax(0)[SEQUENCES_NT].prod(1) @ RIGHT_N
     (gradient_V,) = torch.autograd.grad(expected_reward, logits_V)
     torch.testing.assert_close(true_gradient(4), gradient_V, rtol=1e-12, atol=1e-12)
-
-
-def test_whole_sequence_weights_are_unbiased_and_their_variance_is_closed_form():
-    """With T tokens E[(Πρ)²] is (Σ π²/π_rollout)^T: it multiplies the variance of a reward-blind estimator."""
+    # With T tokens E[(Πρ)²] is (Σ π²/π_rollout)^T: it multiplies the variance of a reward-blind estimator.
     mismatch = Mismatch.of_size(0.2, 0.1)
     found = enumerated(ESTIMATORS["sequence IS, unbounded"], mismatch, 64)
     torch.testing.assert_close(found.mean_V, true_gradient(64), rtol=1e-6, atol=1e-7)
@@ -88,7 +85,7 @@ def test_simulated_responses_agree_within_their_interval(name):
     assert found.kept == pytest.approx(exact.kept, abs=0.015)
 
 
-def test_the_points_in_the_repository_are_those_computed():
+def test_stored_points_are_those_computed_and_on_the_page():
     stored = {(p.correlation, p.length, p.sigma, p.estimator): p for p in read_rows(gradient.TABLE, gradient.Point)}
     assert set(stored) == set(
         itertools.product(gradient.CORRELATIONS, gradient.LENGTHS, gradient.SIGMAS, gradient.ESTIMATORS)
@@ -98,9 +95,6 @@ def test_the_points_in_the_repository_are_those_computed():
         metrics = [dataclasses.asdict(row) for row in (stored[key], point)]
         assert metrics[0].pop("estimator") == metrics[1].pop("estimator") == key[3]
         assert metrics[0] == pytest.approx(metrics[1], rel=1e-3, abs=1e-7, nan_ok=True)
-
-
-def test_the_page_of_maths_shows_the_tables():
     page = gradient.PAGE.read_text(encoding="utf-8")
     for name, text in gradient.tables(read_rows(gradient.TABLE, gradient.Point)).items():
         assert f"{report.begin(name)}{text}\n{report.END}" in page, "run `make docs`"

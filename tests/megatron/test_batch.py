@@ -23,7 +23,7 @@ def test_partitions_are_fixed_and_rows_of_wrong_lengths_refused():
         make_batch([[1, 2]], [[1]], [[-0.5]], [[0], [0]])
 
 
-def test_context_ranks_own_every_response_token_once():
+def test_context_ranks_own_every_token_once_and_have_whole_loss_masks():
     values = [0.0, 1.0, 2.0, 3.0, 4.0]
     pieces = [
         make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2).responses.rollout_log_probs_L
@@ -33,9 +33,6 @@ def test_context_ranks_own_every_response_token_once():
     # starts at token 3, so rank 0 owns token 7 alone (response index 4) and rank 1 the tokens 3, 4, 5, 6.
     assert pieces[0].tolist() == [4.0]
     assert pieces[1].tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_every_context_rank_has_the_loss_masks_of_whole_responses():
     masks = [[1, 1, 0, 1, 1], [0, 1, 1]]
     for rank in range(2):
         batch = make_batch([[1] * 8, [2] * 4], masks, [[0.0] * 5, [0.0] * 3], [[0] * 5, [0] * 3], rank, 2)
@@ -81,7 +78,7 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
         assert advantages_L is not None and torch.equal(advantages_L, packed.float())
 
 
-def test_select_keeps_all_fields_of_a_sample():
+def test_select_keeps_all_fields_of_a_sample_and_the_slices_of_a_context_rank():
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
     chosen = (
         batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
@@ -95,9 +92,6 @@ def test_select_keeps_all_fields_of_a_sample():
     assert responses.old_log_probs_L is not None and responses.old_log_probs_L.tolist() == [1, 2]
     assert responses.advantages_L is not None and responses.advantages_L.tolist() == [6, 6]
     assert responses.ref_log_probs_L is None
-
-
-def test_select_keeps_the_slices_of_a_context_rank():
     whole = make_batch([[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2)
     alone = make_batch([[2] * 6], [[1] * 4], [[1.5] * 4], [[0] * 4], 1, 2)
     assert whole.select([1]).responses.slices == alone.responses.slices

@@ -156,7 +156,7 @@ def test_an_unused_engine_is_freed(glm, model, parallel):
         assert module() is None, path
 
 
-def test_sizes_are_read_from_the_configuration(glm, tmp_path):
+def test_sizes_and_layers_follow_the_configuration(glm, tmp_path, model, parallel):
     assert moe_sizes(load_config(glm)) == MoeSizes(
         layers=(1, 2), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=24
     )
@@ -165,9 +165,6 @@ def test_sizes_are_read_from_the_configuration(glm, tmp_path):
         layers=(3, 5), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=40
     )
     assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
-
-
-def test_transformer_engine_is_used_for_dense_models_only(glm, model, parallel):
     gpu = dataclasses.replace(parallel, backend=dataclasses.replace(parallel.backend, transformer_engine=True))
     assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [True, False]
     assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [False, False]

@@ -134,10 +134,14 @@ def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype):
     assert torch.equal(total[VOCABULARY:], before[VOCABULARY:])
 
 
-def test_no_rows_have_no_values_and_no_gradient():
+def test_no_rows_have_no_values_and_a_nan_weight_makes_every_row_nan():
     log_probs = fused(target=torch.zeros(0, dtype=torch.int64))
     found = values_and_gradients(log_probs, torch.randn(0, 3), torch.randn(5, 3), torch.zeros(2, 0))
     assert [value.tolist() for value in found] == [[], [], [], [[0.0] * 3] * 5]
+    weight = torch.randn(VOCABULARY, INPUTS)
+    weight[2] = torch.nan
+    log_prob, entropy = fused()(torch.randn(ROWS, INPUTS), weight)
+    assert log_prob.isnan().all() and entropy.isnan().all()
 
 
 @pytest.mark.parametrize("entries", [10**6, 36], ids=["one tile", "blocks of the vocabulary"])
@@ -205,13 +209,6 @@ def test_only_one_tile_of_logits_exists_at_a_time(entries, zeros, largest, produ
         distribution = TokenDistribution(entropy_gradient=False)
         fused(distribution, torch.arange(40) % 16)(hidden, weight)[0].backward(grad)
     assert (sizes.largest, sizes.products) == (largest, products)
-
-
-def test_a_nan_weight_makes_every_row_nan():
-    weight = torch.randn(VOCABULARY, INPUTS)
-    weight[2] = torch.nan
-    log_prob, entropy = fused()(torch.randn(ROWS, INPUTS), weight)
-    assert log_prob.isnan().all() and entropy.isnan().all()
 
 
 def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory():

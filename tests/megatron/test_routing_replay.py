@@ -136,7 +136,7 @@ def test_loss_and_gradients_match_autograd_with_the_same_experts(case, weights, 
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_routers_choose_for_a_sample_without_rows_and_the_others_replay(checkpoints, parallel):
+def test_samples_without_rows_and_the_reference_policy_do_not_replay(checkpoints, parallel):
     engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
     own, replayed = log_probs(engine, batch_of(None)), log_probs(engine, batch_of(experts))
     mixed = log_probs(engine, batch_of([experts[0], None, None, experts[3]], [random_weights()[0], None, None, None]))
@@ -146,9 +146,6 @@ def test_routers_choose_for_a_sample_without_rows_and_the_others_replay(checkpoi
         torch.testing.assert_close(found[sample], expected[sample], rtol=0, atol=1e-6)
     assert float((found[0] - own_parts[0]).abs().mean()) > 0.05
     assert float((found[0] - replayed_parts[0]).abs().mean()) > 0.01  # it replays weights, too
-
-
-def test_the_reference_policy_does_not_replay(checkpoints, parallel):
     engine, partition = make_engine(checkpoints["shared expert"], parallel), fixed_partition(len(LENGTHS), 2)
     reference = engine.reference_log_probs(batch_of(random_experts(), random_weights()), partition)
     assert torch.equal(reference, log_probs(engine, batch_of(None)))

@@ -315,16 +315,13 @@ def test_columns_survive_the_round_trip_through_the_page():
     assert head["experts"] == {"layers": 3, "of": 3, "k": 2} and head["offsets"] == [0, 7, 14, 21]
 
 
-def test_a_variable_with_a_single_value_is_not_plotted():
+def test_single_values_are_not_plotted_and_recurring_warnings_listed_again():
     def drawn(*tables):
         return {plot["id"] for plot in page_data([source(table) for table in tables])["shape"]}
 
     short, long = make_table(4, 10), make_table(4, 20)
     assert "by-length" not in drawn(short) | drawn(long) | drawn(short, long)
     assert "by-length" in drawn(TokenTable.concatenate([short, long]))
-
-
-def test_recurring_warnings_are_listed_again():
     rows = [{"step": i, "health/mismatch": float(held)} for i, held in enumerate([1, 1, 0, 1])]
     found = overview.warnings(rows)
     assert [(warning["step"], warning["last"]) for warning in found] == [(0, 1), (3, 3)]

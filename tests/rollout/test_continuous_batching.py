@@ -234,11 +234,16 @@ def test_each_request_is_sampled_as_it_asks(batching):
         assert answer.sampling_mask.sets() == cut
 
 
-def test_a_shared_prompt_is_computed_once(batching):
+def test_a_shared_prompt_is_computed_once_and_the_context_ends_a_response(batching):
     scheduler, prompt = batching("llama"), [1, *range(3, 60)]
     ask_all(scheduler, [(prompt, None, str(place)) for place in range(6)])
     assert (scheduler.counts["passes"], scheduler.counts["prefilled"]) == (1, 58)
     assert scheduler.counts["reused"] == 5 * 58
+    run = Sampling(max_response_len=90, max_context_len=20)
+    scheduler = batching("llama", eos_token_ids=frozenset(), context_len=30)
+    long, short, full = ask_all(scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run)
+    assert (long.token_ids, long.finish_reason, long.text) == ([], "length", "")
+    assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
 
 
 def test_a_turn_feeds_only_what_is_new(batching):
@@ -289,14 +294,6 @@ def test_a_cancelled_request_leaves_the_batch(batching):
 
     steps, answer = asyncio.run(go())
     assert steps <= 4 and len(answer.token_ids) <= 3
-
-
-def test_the_context_ends_a_response(batching):
-    run = Sampling(max_response_len=90, max_context_len=20)
-    scheduler = batching("llama", eos_token_ids=frozenset(), context_len=30)
-    long, short, full = ask_all(scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run)
-    assert (long.token_ids, long.finish_reason, long.text) == ([], "length", "")
-    assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
 
 
 def test_models_that_cannot_be_batched_are_refused():

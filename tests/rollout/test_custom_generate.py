@@ -101,9 +101,6 @@ def test_turns_come_with_what_the_engine_recorded(tmp_path):
     assert sample.retokenized == 0 and sample.failure is None
     experts = sample.rollout_routed_experts  # of tokens that a token was sampled after, of the request that did so
     assert experts is not None and experts.flatten().tolist() == [600, 601, 302, 303, 604, 605, 606]
-
-
-def test_log_probs_and_versions_may_be_left_to_the_engine(tmp_path):
     body = """
     out = await engine.generate([8, 9], sampling_params)
     return Sample(tokens=[8, 9, *out.token_ids, 4], response_length=5, loss_mask=[1, 1, 1, 1, 0], reward=0.5)"""

@@ -47,15 +47,12 @@ def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_af
         assert math.isnan(found[0]) and found[1] == -0.5
 
 
-def test_another_number_of_samples_is_refused(tmp_path):
+def test_files_of_another_number_of_samples_or_another_model_are_refused(tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0), sample(0, 1)]])
     with pytest.raises(ValueError, match=r"has 1 prompts with \[2\] samples each, but --rollout-batch-size is 4"):
         load_samples(tmp_path / "x", 4, 2)
     with pytest.raises(ValueError, match="does not exist"):
         load_samples(tmp_path / "none", 4, 2)
-
-
-def test_samples_that_do_not_fit_the_model_are_refused(tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0)]])
     assert load_samples(tmp_path / "x", 1, 1, ModelSizes(vocab_size=6, context_len=5))
     with pytest.raises(ValueError, match="line 1 has token 5"):

@@ -69,15 +69,12 @@ def test_groups_of_equal_rewards_are_replaced_and_counted_by_reason():
     }
 
 
-def test_with_fallback_one_batch_is_enough():
+def test_with_fallback_one_batch_is_enough_and_reasons_are_bounded():
     found = collect(
         batches([EQUAL, EQUAL, UNEQUAL]), 2, judge_with(check_reward_nonzero_std_with_fallback), max_batches=1
     )
     assert [group[0].group_index for group in found.groups] == [1, 2]
     assert found.metrics["rollout/dynamic_filter/dropped"] == 1
-
-
-def test_reasons_without_end_are_counted_together():
     reasons = Counter()
     outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MAX_REASONS + 5)]
     assert accepted_groups(groups_of(EQUAL) * len(outputs), outputs, 1, reasons) == []

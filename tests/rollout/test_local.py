@@ -169,7 +169,7 @@ def test_the_context_bounds_responses(checkpoints):
         assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]
 
 
-def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+def test_checkpoints_have_a_config_and_their_eos(tmp_path):
     for load in (load_tokenizer, lambda path: load_model(path, torch.float32)):
         with pytest.raises(ValueError) as refusal:
             load(tmp_path / "none")
@@ -177,9 +177,6 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
             f"--hf-checkpoint is '{tmp_path / 'none'}', which has no config.json; give a directory that holds a "
             "Hugging Face checkpoint."
         )
-
-
-def test_eos_is_the_generation_configurations_or_the_tokenizers(tmp_path):
     path = make_checkpoint(tmp_path, "llama")
     model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
     for configured, expected in ((7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))):

@@ -32,7 +32,7 @@ def encode(text):
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def test_rows_become_prompts(tmp_path):
+def test_rows_become_prompts_with_or_without_the_chat_template(tmp_path):
     rows = [
         {"prompt": "31>", "label": "13", "metadata": {"level": 2}},
         {"prompt": "7>", "label": 7},
@@ -44,9 +44,6 @@ def test_rows_become_prompts(tmp_path):
     assert (second.index, second.label, second.metadata) == (1, 7, {})
     assert (third.label, third.metadata) == (["a"], {"tools": []})
     assert load(tmp_path / "p.jsonl", label_key=None)[0].label is None
-
-
-def test_the_chat_template_takes_strings_and_messages_and_adds_no_bos(tmp_path):
     messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "31"}]
     path = write(tmp_path / "p.jsonl", [{"prompt": "31"}, {"prompt": messages}])
     string, chat = load(path, label_key=None, apply_chat_template=True)
@@ -140,7 +137,7 @@ def test_batches_follow_the_file_or_are_shuffled_anew_each_epoch(digits):
     assert texts(other, 5, 5, 5, 5) != epochs
 
 
-def test_a_saved_place_is_gone_on_from(digits):
+def test_a_saved_place_is_gone_on_from_in_the_same_prompts_alone(digits, tmp_path):
     config = make_config(rollout_shuffle=True)
     dataset = PromptDataset(digits, TOKENIZER, config)
     dataset.next_batch(8)
@@ -149,9 +146,6 @@ def test_a_saved_place_is_gone_on_from(digits):
     assert texts(dataset, 4, 4) == texts(resumed, 4, 4)
     with pytest.raises(ValueError, match="which is not a place in --prompt-data"):
         resumed.load_state_dict({**dataset.state_dict(), "position": 9})
-
-
-def test_a_place_in_other_prompts_is_refused(digits, tmp_path):
     state = PromptDataset(digits, TOKENIZER, make_config()).state_dict()
     lines = digits.read_text().splitlines(keepends=True)
     for name, changed in (("swapped", [lines[1], lines[0], *lines[2:]]), ("longer", [*lines, lines[0]])):

@@ -79,10 +79,14 @@ def written(tmp_path, code, name="fn", **options):
     return make_config(custom_rm_path=f"{path}:{name}", **options)
 
 
-def test_own_functions_may_be_plain_or_coroutines_and_take_a_sample_or_a_group(tmp_path):
+def test_functions_take_a_sample_or_a_group_and_return_one_reward_each(tmp_path):
     for name, scores in {"plain": [2.0, 4.0, 2.0], "slow": [1.0, 2.0, 2.0], "group": [2.0, 2.0, 1.0]}.items():
         reward = build_reward(written(tmp_path, CUSTOM, name), Namespace(scale=2))
         assert reward(make_samples(["a", "aa"], ["b"])) == scores
+    for returned in ("[1.0]", "1.0", "None", "[1.0, 2.0, 3.0]"):
+        code = f"async def fn(args, samples, **kwargs):\n    return {returned}\n"
+        assert f"fn (FILE, line 1) returned {returned} for the 2 samples of prompt 10" in refusal_of(tmp_path, code)
+    assert "cannot be called as fn(args, sample)" in refusal_of(tmp_path, "def fn(args):\n    return 1\n")
 
 
 def refusal_of(tmp_path, code, **options):
@@ -121,14 +125,7 @@ def test_a_wrong_reward_is_one_message_with_function_file_and_prompt(tmp_path, b
     assert said.startswith("fn (FILE, line ") and message in said and len(said) < 400
 
 
-def test_a_function_of_groups_returns_one_reward_per_sample(tmp_path):
-    for returned in ("[1.0]", "1.0", "None", "[1.0, 2.0, 3.0]"):
-        code = f"async def fn(args, samples, **kwargs):\n    return {returned}\n"
-        assert f"fn (FILE, line 1) returned {returned} for the 2 samples of prompt 10" in refusal_of(tmp_path, code)
-    assert "cannot be called as fn(args, sample)" in refusal_of(tmp_path, "def fn(args):\n    return 1\n")
-
-
-def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
+def test_dicts_give_the_reward_of_a_key_or_weighted_components(tmp_path):
     returned = "{'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}"
     code = f"def fn(args, sample):\n    return {returned}\n"
     config = written(tmp_path, code, reward_key="score", eval_reward_key="acc")
@@ -138,9 +135,6 @@ def test_a_dict_gives_the_reward_of_its_key_and_the_other_numbers(tmp_path):
     assert rollout_metrics([samples], 0)["rollout/reward/acc"] == pytest.approx(1 / 3)
     assert build_reward(config, evaluation=True)(samples) == [1.0, 0.0, 0.0]
     assert samples[2].reward_parts == {"score": 3.0}
-
-
-def test_weighted_components_add_up_and_are_reported_one_by_one(tmp_path):
     returned = "{'correct': sample.response == 'a', 'format': len(sample.response), 'words': 7}"
     code = f"def fn(args, sample):\n    return {returned}\n"
     config = written(tmp_path, code, reward_weights="correct=1, format=0.2", eval_reward_key="correct")
@@ -255,7 +249,7 @@ def client(url, **options):
 REQUEST = {"prompt": "?", "response": "a", "label": ""}
 
 
-def test_the_server_gets_prompt_response_and_label(serve):
+def test_the_server_gets_prompt_response_and_label_and_objects_are_weighted(serve):
     server = serve(lambda body: (200, len(body["response"])))
     reward = build_reward(make_config(rm_type="remote_rm", rm_url=server.url))
     assert reward(make_samples(["a", "aa"], ["aaa"])) == [1.0, 2.0, 3.0]
@@ -263,6 +257,11 @@ def test_the_server_gets_prompt_response_and_label(serve):
         {"prompt": "?", "response": response, "label": "12"} for response in ("a", "aa", "aaa")
     ]
     assert build_reward(make_config(rm_type="remote_rm", rm_url=server.url))([]) == []
+    server = serve(lambda body: (200, '{"correct": 1, "format": 0.5}'))
+    config = make_config(rm_type="remote_rm", rm_url=server.url, reward_weights="correct=1,format=0.2")
+    samples = make_samples(["a"])
+    assert build_reward(config)(samples) == [1.1]
+    assert samples[0].reward_parts == {"correct": 1.0, "format": 0.5}
 
 
 def test_rows_choose_their_own_reward(serve):
@@ -293,14 +292,6 @@ def test_a_server_that_nothing_asks_is_refused(rm_type, row, asks):
     config = make_config(rm_type=rm_type, rm_url="http://a:1/")
     with nullcontext() if asks else pytest.raises(ValueError, match="no prompt has a remote"):
         check_reward_server(config, prompts)
-
-
-def test_an_object_is_weighted(serve):
-    server = serve(lambda body: (200, '{"correct": 1, "format": 0.5}'))
-    config = make_config(rm_type="remote_rm", rm_url=server.url, reward_weights="correct=1,format=0.2")
-    samples = make_samples(["a"])
-    assert build_reward(config)(samples) == [1.1]
-    assert samples[0].reward_parts == {"correct": 1.0, "format": 0.5}
 
 
 @pytest.mark.parametrize("status", [500, 429])
@@ -337,15 +328,12 @@ def test_a_reward_that_is_no_number_is_one_message(serve, content):
     assert " for prompt 10; return a number" in str(refusal.value)
 
 
-def test_a_server_that_is_not_there_is_one_message():
+def test_a_server_that_is_missing_or_never_answers_is_given_up(serve):
     url = f"http://127.0.0.1:{free_port()}/"
     with pytest.raises(RolloutUnavailable) as stopped:
         client(url).ask([REQUEST] * 20)
     assert str(stopped.value).startswith(f"the reward server {url} (--rm-url) failed 3 times in a row, the last time ")
     assert "ConnectError" in str(stopped.value)
-
-
-def test_a_server_that_never_answers_is_given_up(serve):
     server = serve(lambda body: asyncio.sleep(60))
     with pytest.raises(
         RolloutUnavailable, match=r"failed 2 times in a row, the last time with no answer within 0\.1 s"

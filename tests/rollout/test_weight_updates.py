@@ -34,7 +34,7 @@ def push(updates, version, **tensors):
     return dict(updates.source(lambda: tensors.items(), version)())
 
 
-def test_metrics_by_hand():
+def test_metrics_by_hand_also_of_a_version_sent_again():
     updates = updates_of()
     push(updates, 0, w=torch.ones(4), v=torch.full((2,), 1.5))
     assert updates.metrics() == {}
@@ -45,9 +45,6 @@ def test_metrics_by_hand():
     # |Δ|² is 4 · (h/4)² of w, absorbed, and 2 · h² of v
     assert found["rollout/update_absorbed_norm"] == pytest.approx((0.25 / 2.25) ** 0.5)
     assert found["rollout/update_received"] == pytest.approx(2 / 2.25)
-
-
-def test_a_version_sent_again_is_compared_with_the_one_before():
     updates = updates_of()
     push(updates, 0, w=torch.ones(1))
     push(updates, 1, w=torch.full((1,), 1 + BF16))
@@ -75,7 +72,7 @@ def test_small_steps_from_a_bf16_checkpoint(rounding, low, high):
         assert found["rollout/update_absorbed"] > 0.6
 
 
-def test_the_sample_is_small_and_only_of_what_is_rounded():
+def test_samples_are_small_and_every_row_of_large_tensors_is_checked_in_turn():
     updates = updates_of()
     push(updates, 0, big=torch.zeros(49152, 576), bias=torch.zeros(576), half=torch.zeros(8, 8).bfloat16())
     assert set(updates.sampled) == {"big", "bias"}
@@ -85,9 +82,6 @@ def test_the_sample_is_small_and_only_of_what_is_rounded():
     everything = updates_of(precision="fp32", samples_all=True)
     push(everything, 0, half=torch.zeros(8, 8))
     assert set(everything.sampled) == {"half"}
-
-
-def test_small_tensors_are_checked_completely_and_every_row_of_large_ones_in_turn():
     updates, seen = updates_of(precision="fp32", samples_all=True), set()
     for version in range(400):
         push(updates, version, small=torch.zeros(128, 511), big=torch.zeros(128, 512))

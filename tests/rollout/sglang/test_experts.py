@@ -67,11 +67,14 @@ def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start):
     assert all(body["return_routed_experts"] and body["routed_experts_start_len"] == 0 for body in run.requests)
 
 
-def test_an_evaluation_asks_for_none(start):
+def test_an_evaluation_asks_for_none_and_servers_without_the_flag_are_refused(start):
     run = start(1)
     groups = run.engine.generate(PROMPTS[:2], Sampling(max_response_len=20), seed=0)
     assert all(sample.rollout_routed_experts is None for sample in flat(groups))
     assert not any("return_routed_experts" in body for body in run.requests)
+    flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
+    with pytest.raises(ValueError, match=f"^{flags} is on"):
+        start(2, lambda servers: servers[1].info.update(enable_return_routed_experts=False))
 
 
 def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start):
@@ -195,12 +198,6 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(fau
     assert "no experts that can be replayed" in record.getMessage()
     assert re.search(problem, record.getMessage())
     assert run.engine.metrics()["rollout/sglang_malformed_responses"] == 0
-
-
-def test_servers_without_the_flag_are_refused_at_the_start(start):
-    flags = "--use-rollout-routing-replay or --measure-routing-mismatch"
-    with pytest.raises(ValueError, match=f"^{flags} is on"):
-        start(2, lambda servers: servers[1].info.update(enable_return_routed_experts=False))
 
 
 def layout(**fields):

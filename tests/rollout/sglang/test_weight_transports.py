@@ -199,7 +199,7 @@ def test_a_group_serves_until_its_server_starts_again(servers):
     assert [server.groups for server in servers] == [{}, {}, {}]
 
 
-def test_a_server_of_two_ranks_whose_session_was_left_open(servers):
+def test_two_ranks_with_an_open_session_are_served_and_replicas_refused(servers):
     server = servers[0]
     server.info["tp_size"], server.session = 2, True
     assert push(distributed(), [server]) == {}
@@ -207,6 +207,8 @@ def test_a_server_of_two_ranks_whose_session_was_left_open(servers):
     assert server.bodies("/init_weights_update_group")[0]["world_size"] == 3
     session = [call for call in server.called if call in ("begin_weight_update", "end_weight_update")]
     assert session == ["begin_weight_update", "end_weight_update"] * 2
+    servers[0].info["dp_size"] = 2
+    assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1])[servers[0].url]
 
 
 @pytest.mark.parametrize("status", [400, 200], ids=["HTTP 400", "success false"])
@@ -245,11 +247,6 @@ def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers, fault):
         assert victim.called[-4:] == ["end_weight_update", "destroy_weights_update_group", *RELEASED]
         assert victim.bodies("/abort_request") == [{"abort_all": True}]
         assert (victim.weight_version, victim.paused, victim.session) == ("default", False, False)
-
-
-def test_a_server_with_replicas_is_refused(servers):
-    servers[0].info["dp_size"] = 2
-    assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1])[servers[0].url]
 
 
 def test_only_the_loopback_listens_and_the_default_group_stays(servers):
