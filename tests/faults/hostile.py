@@ -7,8 +7,8 @@ import asyncio
 import gzip
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -64,9 +64,7 @@ class Hostile(FakeSGLang):
         return b"Connection: close" not in content.head
 
 
-def hostiles(count: int) -> AbstractContextManager[list[Hostile]]:
-    """Some servers on a thread of their own."""
-    return servers_of(Hostile, count)
+hostiles = partial(servers_of, Hostile)
 
 
 def edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:

@@ -1,9 +1,7 @@
-"""Damaged checkpoints, directories of others, two runs on one directory, full disks, changed options.
-
-Each ends in one message and loses nothing, and resumed runs are bitwise identical.
-"""
+"""Damaged checkpoints, shared directories, full disks, changed options, values that are not finite: nothing is lost."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -12,6 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_leaves
 
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
@@ -24,16 +26,16 @@ TIMEOUT = 120.0
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory):
+def stale(tmp_path_factory):
     # stale weights that bypass corrects, so that no warning is printed beside the messages
-    return [*make_task(tmp_path_factory.mktemp("task")), "--update-weights-interval", "2", "--use-rollout-logprobs"]
+    return [*make_task(tmp_path_factory.mktemp("stale")), "--update-weights-interval", "2", "--use-rollout-logprobs"]
 
 
 @pytest.fixture(scope="module")
-def trained(task, tmp_path_factory):
+def trained(stale, tmp_path_factory):
     """A run of four steps with the checkpoints of the last three: `save`, `run` (reports) and `hf`."""
     directory = tmp_path_factory.mktemp("trained")
-    flags = [*task, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3"]
+    flags = [*stale, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3"]
     flags += ["--save", str(directory / "save")]
     flags += ["--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run")]
     outcome = run_forked(flags, directory / "log", timeout=TIMEOUT)
@@ -71,10 +73,10 @@ def damages(chance):
     }
 
 
-def test_every_damaged_checkpoint_is_found(task, trained, tmp_path):
+def test_every_damaged_checkpoint_is_found(stale, trained, tmp_path):
     results = tmp_path / "results.json"
     # in a separate process: one that has started gloo cannot fork runs any more
-    spawn(damage_and_look, (task[task.index("--hf-checkpoint") + 1], str(trained / "save"), str(results)), 1)
+    spawn(damage_and_look, (stale[stale.index("--hf-checkpoint") + 1], str(trained / "save"), str(results)), 1)
     tried = json.loads(results.read_text())
     assert [attempt for attempt, is_found in tried.items() if not is_found] == []
     assert len(tried) >= 35
@@ -110,11 +112,11 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_run_continues_from_the_latest_complete_checkpoint(name, task, trained, tmp_path):
+def test_a_run_continues_from_the_latest_complete_checkpoint(name, stale, trained, tmp_path):
     warnings, damage = DAMAGED[name]
     copy(trained, tmp_path, "save", "run")
     damage(tmp_path / "save")
-    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert outcome.status == 0 and not outcome.traceback, outcome.error
     assert outcome.error.count("warning: passed over") == warnings
     assert metrics(tmp_path / "run") == metrics(trained / "run")
@@ -136,29 +138,29 @@ def file_bytes(export):
     return (export / "model.safetensors").read_bytes()
 
 
-def resume(task, directory, *flags):
+def resume(stale, directory, *flags):
     save = str(directory / "save")
     return [
-        *(*task, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3", "--load", save, "--save", save),
+        *(*stale, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3", "--load", save, "--save", save),
         *("--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run"), *flags),
     ]
 
 
-def test_a_checkpoint_of_another_model_is_refused(task, trained, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(stale, trained, tmp_path):
     copy(trained, tmp_path, "save")
     for checkpoint_path in (tmp_path / "save").iterdir():
         state = json.loads((checkpoint_path / TRAINER_STATE).read_text())
         (checkpoint_path / TRAINER_STATE).write_text(json.dumps({**state, "model": "0"}))
         write_manifest(checkpoint_path, checksums(checkpoint_path, files_of(checkpoint_path)))
-    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert refusal(outcome, 1, "--hf-checkpoint is") is None
 
 
-def test_no_complete_checkpoint_is_refused(task, trained, tmp_path):
+def test_no_complete_checkpoint_is_refused(stale, trained, tmp_path):
     copy(trained, tmp_path, "save")
     for path in (tmp_path / "save").iterdir():
         (path / "__0_1.distcp").unlink()
-    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert refusal(outcome, 1, "no checkpoint under", "iter_0000002: __0_1.distcp is missing") is None
 
 
@@ -171,11 +173,11 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("flags", CHANGED, ids=" ".join)
-def test_changed_options_take_effect(flags, task, trained, tmp_path):
+def test_changed_options_take_effect(flags, stale, trained, tmp_path):
     lr, words = CHANGED[flags]
     copy(trained, tmp_path, "save", "run")
     shutil.rmtree(tmp_path / "save" / "iter_0000004")
-    outcome = run_forked(resume(task, tmp_path, *flags), tmp_path / "log", timeout=TIMEOUT)
+    outcome = run_forked(resume(stale, tmp_path, *flags), tmp_path / "log", timeout=TIMEOUT)
     assert outcome.status == 0, outcome.error
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4 and rows[-1]["train/lr"] == pytest.approx(lr)
@@ -199,14 +201,14 @@ def reward(args, sample):
 
 
 @pytest.mark.parametrize("name", ["absent", "empty", "export"])
-def test_files_that_come_to_the_target_during_the_run_stay(name, task, trained, tmp_path):
+def test_files_that_come_to_the_target_during_the_run_stay(name, stale, trained, tmp_path):
     (tmp_path / "meddling.py").write_text(MEDDLING)
     target = tmp_path / name
     if name == "empty":
         target.mkdir()
     if name == "export":
         shutil.copytree(trained / "hf", target)
-    flags = [*task, "--num-rollout", "1", "--custom-rm-path", f"{tmp_path / 'meddling.py'}:reward"]
+    flags = [*stale, "--num-rollout", "1", "--custom-rm-path", f"{tmp_path / 'meddling.py'}:reward"]
     flags += ["--save-hf", str(target), "--output-dir", str(tmp_path / "run")]
     outcome = run_forked(flags, tmp_path / "log", timeout=TIMEOUT)
     assert outcome.status == 0 and f"the policy is at {target}-2" in outcome.error
@@ -215,16 +217,16 @@ def test_files_that_come_to_the_target_during_the_run_stay(name, task, trained, 
     assert (tmp_path / f"{name}-2" / "model.safetensors").exists()
 
 
-def test_two_runs_do_not_share_a_directory(task, tmp_path):
+def test_two_runs_do_not_share_a_directory(stale, tmp_path):
     names = {"--save": "save", "--output-dir": "run", "--save-hf": "hf"}
     own = [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
-    first = ForkedRun([*task, *own, "--num-rollout", "400", "--save-interval", "1"], tmp_path / "first")
+    first = ForkedRun([*stale, *own, "--num-rollout", "400", "--save-interval", "1"], tmp_path / "first")
     while not list((tmp_path / "save").glob("iter_*")):
         assert time.monotonic() < first.started + TIMEOUT
         time.sleep(0.05)
 
     def run(*flags):
-        return run_forked([*task, *flags], tmp_path / "log", timeout=TIMEOUT)
+        return run_forked([*stale, *flags], tmp_path / "log", timeout=TIMEOUT)
 
     for flag, name in names.items():
         other = [part for each in names for part in (each, str(tmp_path / f"other_{name}_{each[2:]}"))]
@@ -243,15 +245,79 @@ def test_two_runs_do_not_share_a_directory(task, tmp_path):
 
 
 @pytest.mark.parametrize("size", [10_000, 120_000, 200_000])
-def test_a_full_disk_loses_nothing(size, task, trained, tmp_path):
+def test_a_full_disk_loses_nothing(size, stale, trained, tmp_path):
     copy(trained, tmp_path, "save", "run", "hf")
     shutil.rmtree(tmp_path / "save" / "iter_0000004")
     export = tree(tmp_path / "hf")
     with largest_file(size):
-        outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+        outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert refusal(outcome, 1, "could not write", "File too large") is None
     assert sorted(path.name for path in (tmp_path / "save").iterdir()) == ["iter_0000002", "iter_0000003"]
     assert tree(tmp_path / "hf") == export
-    outcome = run_forked(resume(task, tmp_path), tmp_path / "log", timeout=TIMEOUT)
+    outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert outcome.status == 0, outcome.error
     assert metrics(tmp_path / "run") == metrics(trained / "run")
+
+
+DIVERGES = ("--lr", "1", "--weight-decay", "100", "--num-rollout", "30", "--save-interval", "1")
+STOPS = {
+    "weights that grow a hundredfold each step": DIVERGES,
+    "the same in bfloat16": (*DIVERGES, "--bf16"),
+    "huge rewards": ("--custom-rm-path", "{directory}/huge.py:huge", "--disable-grpo-std-normalization"),
+    "a loss that overflows": ("--use-tis", "--custom-tis-function-path", "{directory}/huge.py:overflow"),
+    "a weight that is NaN": ("--hf-checkpoint", "{directory}/nan"),
+}
+CODE = """
+def huge(args, sample):
+    return 1e100 * sample.response_ids[0]
+
+def overflow(args, *, pg_loss, loss_masks, **kwargs):
+    return pg_loss * 3e38, loss_masks, {}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(task):
+    """The task's directory, with user code and a copy of its model with a weight that is NaN."""
+    directory = Path(task[task.index("--hf-checkpoint") + 1]).parent
+    (directory / "huge.py").write_text(CODE)
+    shutil.copytree(directory / "model", directory / "nan")
+    weights = load_file(directory / "nan" / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    save_file(weights, directory / "nan" / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+@pytest.mark.parametrize("name", STOPS)
+def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(name, policy, directory, task, tmp_path):
+    flags = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
+    flags += [flag.format(directory=directory) for flag in STOPS[name]]
+    outcome = run_forked([*flags, "--nonfinite-gradient", policy], tmp_path / "log")
+    assert not outcome.traceback, outcome.error
+    if policy == "skip" and outcome.status == 0:
+        assert 1.0 in [row["train/nonfinite_gradient_steps"] for row in read_metrics(tmp_path / "run")]
+        return
+    assert outcome.status in (1, 2)
+    (message,) = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
+    assert outcome.status == 2 or "not finite" in message or "holds NaN or infinity" in message
+    for path in (tmp_path / "save").glob("iter_*"):
+        dcp_to_torch_save(path, tmp_path / "plain.pt")
+        state = torch.load(tmp_path / "plain.pt", weights_only=True)
+        layers = [value for key, value in state.items() if key.startswith(("embedding.", "decoder."))]
+        weights = [weight for weight in tree_leaves(layers) if isinstance(weight, torch.Tensor)]
+        assert weights and all(weight.isfinite().all() for weight in weights)
+
+
+def test_the_last_good_step_is_saved_and_resumed(task, tmp_path):
+    """The reward of the third rollout overflows; a run with other rewards resumes after step 2."""
+    (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n")
+    flags = [*task, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    flags += ["--output-dir", str(tmp_path / "run"), "--disable-grpo-std-normalization"]
+    good = run_forked([*flags, "--num-rollout", "2"], tmp_path / "good")
+    bad = run_forked([*flags, "--custom-rm-path", f"{tmp_path / 'late.py'}:reward"], tmp_path / "bad")
+    again = run_forked(flags, tmp_path / "again")
+    assert (good.status, bad.status, again.status) == (0, 1, 0)
+    assert f"The run stops after step 2, saved under {tmp_path / 'save'}" in bad.error
+    steps = [(row["step"], row["train/nonfinite_gradient_steps"]) for row in read_metrics(tmp_path / "run")]
+    assert steps == [(1, 0.0), (2, 0.0), (3, 0.0)]

@@ -28,11 +28,6 @@ PARTIALS = (
 )
 
 
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    return make_task(tmp_path_factory.mktemp("task"))
-
-
 def broken_pipe():
     reader, writer = os.pipe()
     os.close(reader)
@@ -58,8 +53,8 @@ def close_stdout():
     ],
     ids=["broken pipe", "full disk", "closed", "broken pipe 2>&1"],
 )
-def test_a_run_survives_its_console(break_streams, warnings, flags, tmp_path):
-    argv = [*flags, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
+def test_a_run_survives_its_console(break_streams, warnings, task, tmp_path):
+    argv = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     outcome = run_forked(argv, tmp_path / "log", before=break_streams)
     assert (outcome.status, outcome.traceback) == (0, False), outcome.error
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
@@ -68,7 +63,7 @@ def test_a_run_survives_its_console(break_streams, warnings, flags, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(flags, tmp_path_factory):
+def run(task, tmp_path_factory):
     """A run with dumps and a report, in a directory with links to the files `victims/0`, `victims/1` and so on."""
     run = tmp_path_factory.mktemp("linked") / "run"
     victims = run.parent / "victims"
@@ -77,7 +72,7 @@ def run(flags, tmp_path_factory):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (victims / str(place)).write_text("thesis")
         (run / name).symlink_to(victims / str(place))
-    plotted = [flag for flag in flags if flag != "--no-summary-plot"]
+    plotted = [flag for flag in task if flag != "--no-summary-plot"]
     outcome = run_forked([*plotted, "--dump-details", str(run / "dump"), "--output-dir", str(run)], run.parent / "log")
     assert outcome.status == 0, outcome.error
     assert main(["report", str(run)]) == 0
@@ -92,11 +87,11 @@ def test_a_link_at_a_partial_file_is_not_followed(place, run):
     assert (run.parent / "victims" / str(place)).read_text() == "thesis"
 
 
-def test_a_link_at_the_lock_is_refused(flags, tmp_path):
+def test_a_link_at_the_lock_is_refused(task, tmp_path):
     (tmp_path / "victim").write_text("thesis")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
-    outcome = run_forked([*flags, "--output-dir", str(tmp_path / "run")], tmp_path / "log")
+    outcome = run_forked([*task, "--output-dir", str(tmp_path / "run")], tmp_path / "log")
     assert outcome.status == 2 and "--output-dir" in outcome.error
     assert (tmp_path / "victim").read_text() == "thesis"
 
