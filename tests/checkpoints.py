@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -11,7 +10,6 @@ from transformers import (
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -24,7 +22,7 @@ from transformers import (
 
 from slime_tis.trainer import sort_digits
 
-FAMILIES: dict[str, tuple[type, type]] = {
+FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -39,7 +37,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '.' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -50,7 +48,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
-MOE_SIZES: dict[str, dict[str, Any]] = {
+MOE_SIZES = {
     "qwen2_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 2,
@@ -68,7 +66,7 @@ MOE_SIZES: dict[str, dict[str, Any]] = {
 """Further sizes of mixtures of experts, by family."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer():
     """A byte-level BPE without merges: every character is a token, and each text begins with `<bos>`.
 
     transformers loads byte-level BPE identically for every family, except that qwen2's post-processor adds no `<bos>`.
@@ -79,7 +77,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: Any) -> Path:
+def make_checkpoint(path, family, *, seed=0, **sizes):
     """Writes a random float32 model of `family` with its tokenizer to `path`, and returns that path.
 
     Weights are ten times larger than the families' initialization, so that the next-token distribution is far from
@@ -112,7 +110,7 @@ def make_checkpoint(path: str | Path, family: str, *, seed: int = 0, **sizes: An
     return Path(path)
 
 
-def make_task(directory: Path, architecture: str = "Qwen3ForCausalLM") -> None:
+def make_task(directory, architecture="Qwen3ForCausalLM"):
     """A directory with the files that a recipe names: checkpoint/config.json, train.jsonl and eval.jsonl."""
     (directory / "checkpoint").mkdir(parents=True, exist_ok=True)
     (directory / "checkpoint" / "config.json").write_text(json.dumps({"architectures": [architecture]}))

@@ -9,11 +9,9 @@ with CPU tensors other than scalars, and `numpy()`. It also counts how often a G
 """
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 
 
 @contextmanager
-def on_device(device: str) -> Iterator[None]:
+def on_device(device):
     """Puts the tensors of tests on a device."""
     if device == SIMULATED:
         simulate()
@@ -50,11 +48,11 @@ def on_device(device: str) -> Iterator[None]:
 
 
 class _TestsOn(TorchFunctionMode):
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in MAKERS and kwargs.get("device") is None and _called_by_a_test():
             gradient = kwargs.pop("requires_grad", False)
@@ -62,12 +60,12 @@ class _TestsOn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _called_by_a_test() -> bool:
+def _called_by_a_test():
     return sys._getframe(2).f_code.co_filename.startswith(TESTS)
 
 
 @cache
-def simulate() -> Library:
+def simulate():
     """Makes `simulated` the name of a device."""
     _setup_privateuseone_for_python_backend(SIMULATED)
     made = Library("aten", "IMPL")  # its operations end with it
@@ -79,11 +77,11 @@ def simulate() -> Library:
     return made
 
 
-def _made(on_cpu: Callable, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+def _made(on_cpu, *args, device=None, **kwargs):
     return SimulatedTensor(on_cpu(*args, **kwargs))
 
 
-def _copy_from(values: Tensor, target: "SimulatedTensor", non_blocking: bool = False) -> Tensor:
+def _copy_from(values, target, non_blocking=False):
     SimulatedTensor.waits += not non_blocking
     target.inner.copy_(values)
     return target
@@ -97,8 +95,8 @@ class SimulatedTensor(Tensor):
     """Number of times that a GPU would have made the host wait."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> "SimulatedTensor":
-        found = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls, inner):
+        found = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -109,27 +107,27 @@ class SimulatedTensor(Tensor):
         found.inner = inner
         return found
 
-    def __init__(self, inner: Tensor) -> None:
+    def __init__(self, inner):
         super().__init__()
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"simulated({self.inner!r})"
 
-    def tolist(self) -> Any:
+    def tolist(self):
         SimulatedTensor.waits += 1
         return self.inner.tolist()
 
-    def numpy(self, **_: Any) -> Any:
+    def numpy(self, **_):
         raise TypeError("can't convert a tensor of a simulated device to numpy; use Tensor.cpu() first")
 
 
-def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def dispatch(func, args, kwargs):
     """Runs an operation on the CPU, and sets the device of its results."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     simulated = {id(x.inner): x for x in tensors if isinstance(x, SimulatedTensor)}
@@ -144,7 +142,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     inner = tree_map_only(SimulatedTensor, lambda x: x.inner, (args, kwargs))
     found = func(*inner[0], **inner[1])
 
-    def wrapped(x: Tensor) -> Tensor:
+    def wrapped(x):
         original = simulated.get(id(x))
         return original if original is not None else SimulatedTensor(x) if elsewhere else x
 
@@ -153,7 +151,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, wrapped, found)
 
 
-def _waits(func: Any, args: Any, kwargs: dict[str, Any], *, to_device: bool) -> bool:
+def _waits(func, args, kwargs, *, to_device):
     """Whether a copy makes the host wait: only one to the device, or on it, can do without."""
     is_in_place = func is aten.copy_.default
     if isinstance(args[is_in_place], SimulatedTensor):
@@ -161,7 +159,7 @@ def _waits(func: Any, args: Any, kwargs: dict[str, Any], *, to_device: bool) -> 
     return to_device and not (kwargs.get("non_blocking") or (is_in_place and len(args) > 2 and args[2]))
 
 
-def _check(func: Any, tensors: list[Tensor], args: Any) -> None:
+def _check(func, tensors, args):
     """Refuses operations that a GPU refuses."""
     SimulatedTensor.waits += func in WAITS
     if func in COPIES:

@@ -14,12 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +27,7 @@ def reward(args, sample):
 """
 
 
-def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes: Any) -> list[str]:
+def make_task(directory, family="qwen3", prompts=16, **sizes):
     """A checkpoint, prompts of several lengths and a reward without ties; the flags that train on them."""
     from tests.checkpoints import make_checkpoint  # slow to import, and this file is part of every session
 
@@ -50,14 +48,14 @@ def make_task(directory: Path, family: str = "qwen3", prompts: int = 16, **sizes
     ]
 
 
-def with_sglang(flags: Sequence[str]) -> list[str]:
+def with_sglang(flags):
     """The flags of a task with SGLang servers, which get weights over the disk, instead of the local engine."""
     place = flags.index("--rollout-precision")
     return [*flags[:place], *flags[place + 2 :], "--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
+def largest_file(size):
     """Writes beyond a size fail in this process and those forked meanwhile, as on a full disk."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -69,7 +67,7 @@ def largest_file(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def run_here(flags: Sequence[str], output: Path) -> list[dict[str, Any]]:
+def run_here(flags, output):
     """Runs train.py in this process and returns the rows of its metrics.jsonl."""
     from slime_tis.main import train
 
@@ -88,7 +86,7 @@ class Completed:
     stderr: str
 
     @property
-    def returncode(self) -> int:
+    def returncode(self):
         return max(abs(9 if status is None else status) for status in self.statuses)
 
 
@@ -99,20 +97,20 @@ class Started:
     processes: list[BaseProcess]
     logs: list[Path]
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return all(process.is_alive() for process in self.processes)
 
-    def until(self, condition: Callable[[], object], timeout: float = 60) -> None:
+    def until(self, condition, timeout=60):
         """Waits for a condition while all ranks run."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and self.is_alive() and not condition():
             time.sleep(0.005)
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.processes:
             process.kill()
 
-    def wait(self, timeout: float = 600) -> Completed:
+    def wait(self, timeout=600):
         """Waits until all ranks end; kills those that hang."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
@@ -125,7 +123,7 @@ class Started:
         return Completed(statuses, out, err)
 
 
-def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float = 600) -> Completed:
+def run_apart(flags, output, ranks=1, timeout=600):
     """Runs train.py in `ranks` new processes, which are forked from one that imported the libraries already.
 
     Forked from a process that has never run autograd (multiprocessing's fork server), each run starts in milliseconds
@@ -134,9 +132,7 @@ def run_apart(flags: Sequence[str], output: Path, ranks: int = 1, timeout: float
     return start_apart(flags, output, ranks).wait(timeout)
 
 
-def start_apart(
-    flags: Sequence[str], output: Path, ranks: int = 1, prepare: Callable[[], None] | None = None
-) -> Started:
+def start_apart(flags, output, ranks=1, prepare=None):
     """Starts train.py as `run_apart` does. The logs are next to `output`: NAME.out, or NAME.RANK.out.
 
     `prepare` is called in each process before the run.
@@ -144,7 +140,7 @@ def start_apart(
     context, port, argv = fork_server(), free_port(), [*flags, "--output-dir", str(output)]
     output.parent.mkdir(parents=True, exist_ok=True)
     logs = [output] if ranks == 1 else [output.with_name(f"{output.name}.{rank}") for rank in range(ranks)]
-    processes: list[BaseProcess] = []
+    processes = []
     for rank, log in enumerate(logs):
         environment = {} if ranks == 1 else rank_environment(rank, ranks, port)
         processes.append(context.Process(target=_run_rank, args=(argv, environment, str(log), prepare)))
@@ -152,14 +148,14 @@ def start_apart(
     return Started(processes, logs)
 
 
-def fork_server() -> multiprocessing.context.ForkServerContext:
+def fork_server():
     """Makes processes by forking one that has imported train.py and has never run autograd."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["slime_tis.trainer.train", "tests.runs"])
     return context
 
 
-def start_fork_server() -> None:
+def start_fork_server():
     """Makes the fork server a fork of this process, which spares it the seconds of imports.
 
     For a process that has imported everything, and has run nothing yet.
@@ -170,7 +166,7 @@ def start_fork_server() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def _fork_instead(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+def _fork_instead(path, arguments, descriptors):
     """Runs the code of a `python -c …` in a fork of this process, with the descriptors that it is to have."""
     pid = os.fork()
     if pid:
@@ -186,7 +182,7 @@ def _fork_instead(path: bytes, arguments: Sequence[str], descriptors: Sequence[i
         os._exit(1)
 
 
-def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+def spawn(function, args, nprocs):
     """Calls `function(rank, *args)` in `nprocs` forked processes, and fails where one of them does."""
     import torch.multiprocessing
 
@@ -194,7 +190,7 @@ def spawn(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> 
     torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver")
 
 
-def free_port() -> int:
+def free_port():
     """A TCP port of this machine that nobody listens on.
 
     It lies below the ports that the kernel gives out (from 32768 on Linux): another socket may get one of those before
@@ -209,7 +205,7 @@ def free_port() -> int:
     raise RuntimeError("none of 100 ports tried is free")
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def rank_environment(rank, ranks, port):
     """The variables that torchrun gives to a rank."""
     return {
         "RANK": str(rank),
@@ -220,7 +216,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _run_rank(argv: list[str], environment: Mapping[str, str], log: str, prepare: Callable[[], None] | None) -> None:
+def _run_rank(argv, environment, log, prepare):
     """One rank of a run, in the process that was forked for it."""
     import torch
 
@@ -237,7 +233,7 @@ def _run_rank(argv: list[str], environment: Mapping[str, str], log: str, prepare
     sys.exit(train(argv))
 
 
-def run_program(flags: Sequence[str], output: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+def run_program(flags, output, ranks=1):
     """Runs `python train.py`, or `torchrun` with several ranks, as a user does."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "train.py", *flags, "--output-dir", str(output)]
@@ -245,18 +241,18 @@ def run_program(flags: Sequence[str], output: Path, ranks: int = 1) -> subproces
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def read_metrics(output: Path) -> list[dict[str, Any]]:
+def read_metrics(output):
     """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def metrics_of(flags: Sequence[str], output: Path, ranks: int = 1) -> list[dict[str, Any]]:
+def metrics_of(flags, output, ranks=1):
     """The rows of metrics.jsonl of a successful `run_apart`."""
     result = run_apart(flags, output, ranks)
     assert result.returncode == 0, result.stderr[-4000:]
     return read_metrics(output)
 
 
-def training_metrics(row: dict[str, Any]) -> dict[str, float]:
+def training_metrics(row):
     """The metrics of a row that do not depend on the clock."""
     return {name: value for name, value in row.items() if name.startswith(("train/", "rollout/", "eval/"))}

@@ -1,16 +1,15 @@
 """Samples for tests."""
 
 import json
-from typing import Any
 
 from slime_tis.trainer.data.dump import from_dict, to_dict
-from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.data.sample import Sample
 
 
-def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sample:
+def make_sample(prompt, response_ids, **fields):
     """A completed sample of a prompt; log-probs of −1 and weights of version 0, all of it trained on."""
     length = len(response_ids)
-    values: dict[str, Any] = {
+    values = {
         "prompt_row": prompt,
         "group_index": 0,
         "index": 0,
@@ -24,10 +23,10 @@ def make_sample(prompt: Prompt, response_ids: list[int], **fields: Any) -> Sampl
     return Sample(**{**values, **fields})
 
 
-def reloaded(groups: list[list[Sample]]) -> list[list[Sample]]:
+def reloaded(groups):
     """Groups as they come back from a checkpoint."""
     return [[from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in group] for group in groups]
 
 
-def flat(groups: list[list[Sample]]) -> list[Sample]:
+def flat(groups):
     return [sample for group in groups for sample in group]

@@ -71,12 +71,20 @@ def test_commands_on_the_quick_start_are_accepted_and_refused_as_shown(task):
     assert str(error.value) == message
 
 
-def test_commands_on_the_sglang_page_are_accepted(task):
+def test_commands_on_the_sglang_page_and_the_block_on_the_verl_page_are_accepted(task, tmp_path):
     (commands,) = [block for block in blocks("sglang.md", "") if block.startswith("python train.py")]
     found = [configure(shlex.split(task + line.split("…")[1]), {}).sglang for line in commands.splitlines()]
     assert [config.sglang_launch for config in found] == [1, None, None]
     assert found[0].sglang_server_args == ("--mem-fraction-static", "0.8")
     assert len(found[1].server_urls) == 2 and found[2].router_url == "http://10.0.0.4:8000"
+    (block,) = blocks("verl.md", "yaml")
+    (tmp_path / "verl.yaml").write_text(block)
+    got = configure(shlex.split(task + "--custom-config-path verl.yaml"), {}).correction
+    same = "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0 --rs-lower-bound 0.5 "
+    assert (
+        got
+        == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}).correction
+    )
 
 
 @pytest.mark.parametrize("page", ["flags.md", "quick_start.md"])
@@ -98,17 +106,6 @@ def test_the_staged_roll_out_is_accepted_stage_by_stage(task, tmp_path):
     assert not any(stage.use_rollout_logprobs for stage in ours)
     assert all(stage.use_rollout_logprobs and stage.policy_loss == "reinforce" for stage in verls)
     assert verls[2].tis_level == verls[2].rs_level == "sequence" and verls[2].rs_bounds == (0.5, 2.0)
-
-
-def test_the_block_on_the_verl_page_is_what_its_table_says(task, tmp_path):
-    (block,) = blocks("verl.md", "yaml")
-    (tmp_path / "verl.yaml").write_text(block)
-    got = configure(shlex.split(task + "--custom-config-path verl.yaml"), {}).correction
-    same = "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0 --rs-lower-bound 0.5 "
-    assert (
-        got
-        == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}).correction
-    )
 
 
 CORRECTIONS = [

@@ -1,29 +1,24 @@
 """A tiny model of words, a sampler with its weights in bfloat16, and TRL's GRPO run on both."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig
 
-from slime_tis import RolloutCorrectionConfig
 from slime_tis.integrations.trl import CorrectedGRPOTrainer
 
 WORDS = ["<pad>", "<eos>", "<unk>", *map(str, range(20))]
 LENGTH = 8
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def model(directory: Path, dtype: torch.dtype) -> Qwen2ForCausalLM:
+def model(directory, dtype):
     """A model loaded from a directory, as TRL needs it for a reference policy."""
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -48,17 +43,17 @@ def model(directory: Path, dtype: torch.dtype) -> Qwen2ForCausalLM:
 class RoundedSampler:
     """A `rollout_func`: samples from a bfloat16 copy of the policy, and changes the log-probs as `edit` says."""
 
-    def __init__(self, edit: Callable[[list[list[float]]], object] = lambda log_probs: None, *, tools: bool = False):
+    def __init__(self, edit=lambda log_probs: None, *, tools=False):
         self.edit, self.tools = edit, tools
-        self.log_probs: list[list[float]] = []
+        self.log_probs = []
 
-    def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts, trainer):
         policy = trainer.accelerator.unwrap_model(trainer.model)
         engine = Qwen2ForCausalLM(policy.config)
         engine.load_state_dict(policy.state_dict())
         engine = engine.eval().to(torch.bfloat16)
         tokens = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        responses: list[list[int]] = []
+        responses = []
         self.log_probs = []
         for prompt in tokens:
             ids, log_probs = list(prompt), []
@@ -72,26 +67,19 @@ class RoundedSampler:
             responses.append(ids[len(prompt) :])
             self.log_probs.append(log_probs)
         self.edit(self.log_probs)
-        result: dict[str, Any] = {"prompt_ids": tokens, "completion_ids": responses, "logprobs": self.log_probs}
+        result = {"prompt_ids": tokens, "completion_ids": responses, "logprobs": self.log_probs}
         if self.tools:  # the second token counts as a tool's
             result["env_mask"] = [[int(t != 1) for t in range(len(response))] for response in responses]
         return result
 
 
-def distinct_words(completions: Sequence[str], **_: Any) -> list[float]:
+def distinct_words(completions, **_):
     return [len(set(completion.split())) / LENGTH for completion in completions]
 
 
 def trainer(
-    directory: Path,
-    correction: RolloutCorrectionConfig | None = None,
-    *,
-    cls: type = CorrectedGRPOTrainer,
-    sampler: Any = None,
-    extra: dict[str, Any] | None = None,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> Any:
+    directory, correction=None, *, cls=CorrectedGRPOTrainer, sampler=None, extra=None, dtype=torch.float32, **options
+):
     """A trainer on eight prompts. `extra` goes to the constructor, `options` to GRPOConfig."""
     settings = {
         "per_device_train_batch_size": 4,

@@ -12,7 +12,7 @@ from slime_tis import RolloutCorrectionConfig
 OPTIONS = {"use_tis": True, "tis_batch_normalize": True, "rs_second_moment_bound": 1e-4}
 
 
-def main(directory: Path) -> None:
+def main(directory):
     run = trainer(directory, RolloutCorrectionConfig(**OPTIONS), sampler=RoundedSampler())
     torch.manual_seed(run.accelerator.process_index)
     run.model.train()

@@ -2,11 +2,8 @@
 
 import math
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-
-from slime_tis import Criterion, RolloutCorrectionConfig
 
 Rows = list[list[float]]
 Masks = list[list[bool]]
@@ -31,15 +28,15 @@ class Sequence:
     finite: list[bool]
     valid: list[bool]
 
-    def of_valid(self, values: Iterable[float]) -> list[float]:
+    def of_valid(self, values):
         return [value for value, ok in zip(values, self.valid, strict=True) if ok]
 
     @property
-    def deltas(self) -> list[float]:
+    def deltas(self):
         return self.of_valid(self.delta)
 
 
-def expected_correction(config: RolloutCorrectionConfig, train: Rows, rollout: Rows, loss_mask: Masks) -> Expected:
+def expected_correction(config, train, rollout, loss_mask):
     batch = [sequence(config, *three) for three in zip(train, rollout, loss_mask, strict=True)]
     weights, outside, weight_metrics = expected_weights(config, batch)
     rejected, rejection_metrics = expected_rejection(config, batch)
@@ -56,7 +53,7 @@ def expected_correction(config: RolloutCorrectionConfig, train: Rows, rollout: R
     return Expected(weights, mask, metrics)
 
 
-def sequence(config: RolloutCorrectionConfig, train: list[float], rollout: list[float], mask: list[bool]) -> Sequence:
+def sequence(config, train, rollout, mask):
     differences = [t - r for t, r in zip(train, rollout, strict=True)]
     finite = [m and math.isfinite(d) and abs(d) < 1e6 for d, m in zip(differences, mask, strict=True)]
     return Sequence(
@@ -68,26 +65,26 @@ def sequence(config: RolloutCorrectionConfig, train: list[float], rollout: list[
     )
 
 
-def mean(values: list[float]) -> float:
+def mean(values):
     return math.fsum(values) / len(values)
 
 
-def deviation(values: list[float]) -> float:
+def deviation(values):
     return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
 
 
-def exp(value: float, bound: float = 20.0) -> float:
+def exp(value, bound=20.0):
     return math.exp(min(max(value, -bound), bound))
 
 
-def ess_share(log_weights: list[float]) -> float:
+def ess_share(log_weights):
     """(Σ w)² / (n Σ w²), from the largest weight, so that nothing overflows."""
     bounded = [min(max(x, -340.0), 340.0) for x in log_weights]
     relative = [math.exp(x - max(bounded)) for x in bounded]
     return math.fsum(relative) ** 2 / (len(relative) * math.fsum(x * x for x in relative))
 
 
-def aggregate(aggregation: str, values: list[float], s: Sequence) -> list[float]:
+def aggregate(aggregation, values, s):
     """The statistic at every token: its own, that of its prefix, its turn, or its sequence."""
     if aggregation == "token":
         return values
@@ -104,7 +101,7 @@ def aggregate(aggregation: str, values: list[float], s: Sequence) -> list[float]
     return [whole[aggregation]] * len(values)
 
 
-def turn_sum(values: list[float], mask: list[bool], position: int) -> float:
+def turn_sum(values, mask, position):
     if not mask[position]:
         return 0.0
     first = last = position
@@ -118,7 +115,7 @@ def turn_sum(values: list[float], mask: list[bool], position: int) -> float:
 LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean", "prefix": "prefix", "segment": "segment"}
 
 
-def expected_weights(config: RolloutCorrectionConfig, batch: list[Sequence]) -> tuple[Rows, Masks, dict[str, float]]:
+def expected_weights(config, batch):
     """The weights, which tokens they reject, and their metrics."""
     if not config.use_tis:
         return [[float(ok) for ok in s.valid] for s in batch], [[False] * len(s.mask) for s in batch], {}
@@ -134,7 +131,7 @@ def expected_weights(config: RolloutCorrectionConfig, batch: list[Sequence]) -> 
     bounded = [list(map(bound, row)) for row in raw]
     once = LEVELS[config.tis_level] in ("sum", "mean")
 
-    def counted(rows: Rows) -> list[float]:
+    def counted(rows):
         """What counts in the metrics: each valid token, or each sequence with one."""
         values = [s.of_valid(row) for s, row in zip(batch, rows, strict=True)]
         return [value for row in values for value in (row[:1] if once else row)]
@@ -185,14 +182,14 @@ def expected_weights(config: RolloutCorrectionConfig, batch: list[Sequence]) -> 
     return applied, outside, metrics
 
 
-def divergence(kind: str, delta: float) -> float:
+def divergence(kind, delta):
     """k1, k2, k3 or error of one log-ratio."""
     bounded = min(delta, 20.0)
     error = math.exp(min(abs(delta), 20.0))
     return {"k1": delta, "k2": delta * delta / 2, "k3": math.expm1(bounded) - bounded, "error": error}[kind]
 
 
-def out_of_bounds(criterion: Criterion, s: Sequence) -> list[bool]:
+def out_of_bounds(criterion, s):
     values = aggregate(criterion.aggregation, [divergence(criterion.divergence, d) for d in s.delta], s)
     low, high = -math.inf, criterion.upper
     if criterion.lower is not None:
@@ -200,14 +197,14 @@ def out_of_bounds(criterion: Criterion, s: Sequence) -> list[bool]:
     return [ok and not low <= value <= high for value, ok in zip(values, s.valid, strict=True)]
 
 
-def out_of_adaptive_bounds(config: RolloutCorrectionConfig, batch: list[Sequence]) -> tuple[Masks, dict[str, float]]:
+def out_of_adaptive_bounds(config, batch):
     """z = max(|Σ Δ + k3·n| − 5e-5·n, 0) / √(2·k3·n) of every sequence against the z-score of the batch."""
     present = [s.deltas for s in batch if any(s.valid)]
     if not present:
         return [[False] * len(s.mask) for s in batch], {}
     k3 = mean([divergence("k3", min(max(d, -1.0), 1.0)) for deltas in present for d in deltas])
 
-    def score(deltas: list[float]) -> float:
+    def score(deltas):
         n = len(deltas)
         beyond = max(abs(math.fsum(deltas) + k3 * n) - 5e-5 * n, 0.0)
         return beyond / math.sqrt(2 * max(k3, 1e-12) * n) if n else 0.0
@@ -230,12 +227,12 @@ def out_of_adaptive_bounds(config: RolloutCorrectionConfig, batch: list[Sequence
     return [[ok and score(s.deltas) > limit for ok in s.valid] for s in batch], metrics
 
 
-def expected_rejection(config: RolloutCorrectionConfig, batch: list[Sequence]) -> tuple[Masks, dict[str, float]]:
+def expected_rejection(config, batch):
     """Which valid tokens are rejected by criteria, veto and trimming, and the metrics of that."""
     tokens, sequences = sum(sum(s.valid) for s in batch), sum(any(s.valid) for s in batch)
-    metrics: dict[str, float] = {}
+    metrics = {}
 
-    def report(name: str, rejected: Masks, of_sequences: str = "") -> None:
+    def report(name, rejected, of_sequences=""):
         if tokens:
             metrics[name] = sum(map(sum, rejected)) / tokens
         if tokens and of_sequences:
@@ -267,11 +264,11 @@ def expected_rejection(config: RolloutCorrectionConfig, batch: list[Sequence]) -
     return rejected, metrics
 
 
-def either(first: Masks, second: Masks) -> Masks:
+def either(first, second):
     return [[a or b for a, b in zip(*rows, strict=True)] for rows in zip(first, second, strict=True)]
 
 
-def second_moment_limit(squares: list[float], bound: float) -> float:
+def second_moment_limit(squares, bound):
     """The first value, in rising order, with which the mean is above the bound; +inf without such a value."""
     ordered, total = sorted(squares), Fraction(0)
     for count, value in enumerate(ordered, start=1):
@@ -281,7 +278,7 @@ def second_moment_limit(squares: list[float], bound: float) -> float:
     return math.inf
 
 
-def mismatch(batch: list[Sequence]) -> dict[str, float]:
+def mismatch(batch):
     total = sum(sum(s.mask) for s in batch)
     lost = total - sum(sum(s.finite) for s in batch)
     metrics = {"nonfinite_token_fraction": lost / total} if total else {}

@@ -1,7 +1,7 @@
 """Hypothesis strategies: configurations over every combination of options, and batches of short sequences."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from slime_tis.correction.modes import CRITERIA, LEVELS, SEQUENCE_LEVELS, ModeNa
 
 # Bounds between the values that Δ takes below, so that no statistic of one token lies on a bound.
 THRESHOLDS = {"k1": "0.61_1.93", "k2": "0.0617", "k3": "0.0523", "error": "1.337"}
-FIXED_BOUNDS: list[dict[str, float]] = [
+FIXED_BOUNDS = [
     {},
     {"rs_lower_bound": 0.563},
     {"rs_lower_bound": 0},
@@ -23,7 +23,7 @@ ALL_BOUNDS = [*FIXED_BOUNDS, *({name: x} for name in ("rs_z_score", "rs_target_f
 
 
 @st.composite
-def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral")) -> RolloutCorrectionConfig:
+def configurations(draw, policies=("reject", "neutral")):
     """Any valid combination of weights, rejection, veto, normalisation and policy for non-finite tokens."""
     assert set(policies) <= set(get_args(NonfinitePolicy))
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
@@ -51,7 +51,7 @@ def configurations(draw: Any, policies: tuple[str, ...] = ("reject", "neutral"))
     )
 
 
-DIVERGENCE_MASKS: list[dict[str, Any]] = [
+DIVERGENCE_MASKS = [
     {"divergence_mask": None},
     {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.05, "divergence_mask_bound_negative": 0.02},
     {"divergence_mask": "binary_kl", "divergence_mask_bound": 0.02},
@@ -64,7 +64,7 @@ DIVERGENCE_MASKS: list[dict[str, Any]] = [
 
 
 @st.composite
-def policy_configurations(draw: Any) -> RolloutCorrectionConfig:
+def policy_configurations(draw):
     """The same with divergence masks, and with other bounds of the weights at negative advantages."""
     config = draw(configurations())
     anchors = ["rollout"] if config.use_rollout_logprobs else ["rollout", "old"]
@@ -77,11 +77,11 @@ def policy_configurations(draw: Any) -> RolloutCorrectionConfig:
     )
 
 
-def policy_batch(seed: int = 3, rows: int = 7, width: int = 19) -> dict[str, torch.Tensor]:
+def policy_batch(seed=3, rows=7, width=19):
     """The inputs of `correct` by name, [rows, width] float64, with masked tokens, zeros and NaN."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal() -> torch.Tensor:
+    def normal():
         return torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
     rollout = -4 * torch.rand(rows, width, generator=generator, dtype=torch.float64) ** 3
@@ -104,7 +104,7 @@ WILD = st.sampled_from([float("nan"), float("inf"), float("-inf"), -3.0e38, 3.0e
 
 
 @st.composite
-def batches(draw: Any, wild: bool = False, max_sequences: int = 5, max_length: int = 9) -> tuple[list, list, list]:
+def batches(draw, wild=False, max_sequences=5, max_length=9):
     """(train, rollout, mask) as lists of numbers; with `wild`, non-finite and absurd values are planted."""
     train, rollout, masks = [], [], []
     for length in draw(st.lists(st.integers(0, max_length), max_size=max_sequences)):
@@ -121,7 +121,7 @@ def batches(draw: Any, wild: bool = False, max_sequences: int = 5, max_length: i
     return train, rollout, masks
 
 
-def tensors(batch: tuple[list, list, list], dtype: torch.dtype = torch.float64) -> tuple[list, list, list]:
+def tensors(batch, dtype=torch.float64):
     train, rollout, mask = batch
     return (
         [torch.tensor(x, dtype=dtype) for x in train],

@@ -157,7 +157,7 @@ EXPECTED = {
 }
 
 
-def test_every_preset():
+def test_every_preset_its_overrides_and_unknown_ones():
     assert set(PRESETS) == set(EXPECTED)
     for name, expected in EXPECTED.items():
         config = RolloutCorrectionConfig.preset(name)
@@ -174,9 +174,6 @@ def test_every_preset():
         assert found == expected, name
     assert RolloutCorrectionConfig.preset("disabled").needs_rollout_log_probs
     assert RolloutCorrectionConfig.preset("decoupled_token_icepop").is_bounds == (0.5, 5.0)
-
-
-def test_preset_overrides_and_unknown_presets():
     assert RolloutCorrectionConfig.preset("decoupled_token_is", tis_upper_bound=3.0).tis_upper_bound == 3.0
     fitted = RolloutCorrectionConfig.preset("decoupled_geo_rs", rs_target_fraction=0.05)
     assert fitted.rs_target_fraction == 0.05 and fitted.rs_lower_bound is None and fitted.rs_upper_bound is None

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from slime_tis import RolloutCorrectionConfig
-from tests.correction.expected import Expected, expected_correction
+from tests.correction.expected import expected_correction
 from tests.diffusion.strategies import Rows
 
 
@@ -24,14 +24,12 @@ class ExpectedLoss:
     ratio: float
 
 
-def expected_trajectories(config: RolloutCorrectionConfig, train: Rows, rollout: Rows) -> Expected:
+def expected_trajectories(config, train, rollout):
     """The correction of a batch, every step being valid."""
     return expected_correction(config, train, rollout, [[True] * len(row) for row in train])
 
 
-def expected_metrics(
-    config: RolloutCorrectionConfig, train: Rows, rollout: Rows, timesteps: Rows | None = None
-) -> dict[str, float]:
+def expected_metrics(config, train, rollout, timesteps=None):
     result = expected_trajectories(config, train, rollout)
     found = dict(result.metrics)
     if config.use_rollout_logprobs and not config.use_tis:
@@ -60,9 +58,7 @@ def expected_metrics(
     return {prefix + name: value for name, value in found.items()}
 
 
-def expected_loss(
-    config: RolloutCorrectionConfig, current: Rows, old: Rows, rollout: Rows, advantages: Rows, clip_range: float
-) -> ExpectedLoss:
+def expected_loss(config, current, old, rollout, advantages, clip_range):
     """The loss of a batch: decoupled from `old` and `rollout`, in bypass mode from `current` and `rollout`."""
     bypass = config.use_rollout_logprobs
     if bypass:
@@ -86,9 +82,7 @@ def expected_loss(
     return ExpectedLoss(loss / max(denominator, 1), denominator, gradient, clipped, kl, ratios)
 
 
-def _step(
-    config: RolloutCorrectionConfig, log_prob: float, old: float, advantage: float, clip_range: float
-) -> tuple[float, float, bool]:
+def _step(config, log_prob, old, advantage, clip_range):
     """(loss, its derivative by log π_θ, whether the clip is active) of one step."""
     if config.policy_loss == "reinforce":
         return -advantage * log_prob, -advantage, False
@@ -100,6 +94,6 @@ def _step(
     return plain, -ratio * advantage, False
 
 
-def clipped_loss(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+def clipped_loss(config):
     """The same options with the clipped loss, whose ratio in bypass mode allows no weights."""
     return replace(config, policy_loss="ppo", use_tis=config.use_tis and not config.use_rollout_logprobs)

@@ -1,7 +1,5 @@
 """Hypothesis strategies: dense batches of trajectories, all of one length."""
 
-from typing import Any
-
 from hypothesis import strategies as st
 
 from tests.correction.strategies import DELTAS, LOG_PROBS, WILD
@@ -10,11 +8,11 @@ Rows = list[list[float]]
 
 
 @st.composite
-def trajectories(draw: Any, wild: bool = False) -> tuple[Rows, Rows]:
+def trajectories(draw, wild=False):
     """(train, rollout) log-probs, [B][T]; with `wild`, non-finite and absurd values are planted."""
     batch, steps = draw(st.integers(1, 5)), draw(st.integers(1, 4))
 
-    def rows(values: Any) -> Rows:
+    def rows(values):
         return [draw(st.lists(values, min_size=steps, max_size=steps)) for _ in range(batch)]
 
     rollout = rows(LOG_PROBS)

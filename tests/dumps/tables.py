@@ -5,7 +5,7 @@ import numpy as np
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 
-def full_table() -> TokenTable:
+def full_table():
     """Three samples of 3, 0 and 2 tokens with every column; the second token of the first sample is masked."""
     parts = [
         SampleParts(
@@ -52,7 +52,7 @@ def full_table() -> TokenTable:
     return TokenTable.from_parts(parts, metadata)
 
 
-def assert_same(one: TokenTable, other: TokenTable) -> None:
+def assert_same(one, other):
     """Every column, its type and the metadata are equal; NaN equals NaN."""
     assert one.metadata == other.metadata
     for name, value in vars(one).items():

@@ -68,16 +68,13 @@ def test_the_verl_patch_writes_readable_generations(tmp_path):
     assert table.log_ratio.tolist() == [0.5, 0.0, 0.0, 0.0, 0.5] and table.loss_mask.tolist() == [1, 1, 1, 0, 1]
 
 
-def test_the_documented_writer_writes_a_readable_dump(tmp_path, monkeypatch):
+def test_the_documented_writer_writes_a_readable_dump_and_missing_versions_get_a_note(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks("dumps.md", "python") if "import write" in block]
     exec(compile(code, "docs/dumps.md", "exec"), {})
     source = open_source("my_step_7.parquet")
     assert source.table.reward.tolist() == [1.0] and source.table.metadata["old_policy"] == "recomputed"
     assert source.note == ""
-
-
-def test_a_dump_without_weight_versions_gets_a_note(tmp_path, capsys):
     (row,) = blocks("dumps.md", "json")
     (tmp_path / "own.jsonl").write_text(row)
     assert main(["diagnose", str(tmp_path / "own.jsonl")]) == 0

@@ -100,7 +100,7 @@ def test_a_bad_pt_file_is_refused_with_the_reason(tmp_path, content, message):
         read(tmp_path / "4.pt")
 
 
-def test_a_pt_file_runs_no_code(tmp_path):
+def test_a_pt_file_runs_no_code_and_a_compressed_one_is_refused(tmp_path):
     class Evil:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
@@ -109,9 +109,6 @@ def test_a_pt_file_runs_no_code(tmp_path):
     with pytest.raises(ValueError, match="which are never loaded") as error:
         read(tmp_path / "4.pt")
     assert "weights_only" not in str(error.value) and not (tmp_path / "ran").exists()
-
-
-def test_a_compressed_pt_file_is_refused(tmp_path):
     torch.save({"samples": [slime_sample(advantages=torch.zeros(10**6))]}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "4.pt", "w", 8) as packed:
         for entry in plain.infolist():

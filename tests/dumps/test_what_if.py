@@ -40,7 +40,7 @@ def one(config, of=None, **options):
     return what_if(of or table(), {"it": config}, **options)[0]
 
 
-def test_truncated_weights_by_hand():
+def test_weights_rejection_bypass_and_gradients_by_hand():
     row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5))
     assert (row.kept, row.weight_max) == (1.0, 1.5)
     assert row.weight_mean == pytest.approx(1.0)  # (1.5 + 0.5 + 1) / 3
@@ -51,6 +51,21 @@ def test_truncated_weights_by_hand():
     # against −2, 0.25, 0.25: the second sample's ratio is 1/2
     assert row.sequence_cosine == pytest.approx(3.1875 / math.sqrt(2.5625 * 4.125))
     assert row.flags == "--use-tis --tis-upper-bound 1.5"
+    row = one(RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1.5))
+    assert row.kept == pytest.approx(1 / 3)  # ratios 2 and 1/2 are out of bounds, 1 is not
+    assert (row.ess, row.weight_mean, row.weight_max) == (1.0, 1.0, 1.0)
+    assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
+    row = one(RolloutCorrectionConfig(use_rollout_logprobs=True))
+    # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is left
+    assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
+    metadata = {"policy": {"eps_clip": 0.9, "eps_clip_high": 9}}
+    wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), replace(table(), metadata=metadata))
+    assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
+    row = one(RolloutCorrectionConfig(use_rs=True, rs_lower_bound=5.0, rs_upper_bound=6.0))
+    assert (row.kept, row.cosine, row.norm_ratio) == (0.0, None, 0.0)
+    row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5), table(advantages=None))
+    assert (row.cosine, row.norm_ratio, row.sequence_cosine) == (None, None, None)
+    assert row.weight_max == 1.5
 
 
 def halve(args, *, pg_loss, loss_masks, **_):
@@ -117,24 +132,6 @@ def test_the_command_refuses_with_one_line(tmp_path, capsys, flags, message):
     assert main(["what-if", str(tmp_path / "dump.parquet"), *flags]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
-
-
-def test_rejection_bypass_and_gradients_by_hand():
-    row = one(RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1.5))
-    assert row.kept == pytest.approx(1 / 3)  # ratios 2 and 1/2 are out of bounds, 1 is not
-    assert (row.ess, row.weight_mean, row.weight_max) == (1.0, 1.0, 1.0)
-    assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
-    row = one(RolloutCorrectionConfig(use_rollout_logprobs=True))
-    # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is left
-    assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
-    metadata = {"policy": {"eps_clip": 0.9, "eps_clip_high": 9}}
-    wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), replace(table(), metadata=metadata))
-    assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
-    row = one(RolloutCorrectionConfig(use_rs=True, rs_lower_bound=5.0, rs_upper_bound=6.0))
-    assert (row.kept, row.cosine, row.norm_ratio) == (0.0, None, 0.0)
-    row = one(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.5), table(advantages=None))
-    assert (row.cosine, row.norm_ratio, row.sequence_cosine) == (None, None, None)
-    assert row.weight_max == 1.5
 
 
 def test_batch_statistics_belong_to_each_step_and_large_dumps_use_a_part_of_them():

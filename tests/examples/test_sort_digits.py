@@ -63,7 +63,7 @@ def test_the_accuracies_are_those_of_the_engine(made):
     assert sampled == pytest.approx(report["sampled_accuracy"], abs=0.02)  # 12,000 samples: 4 standard errors
 
 
-def test_rows_are_sorted_digits_and_none_is_held_out_and_trained_on(made):
+def test_rows_are_sorted_digits_and_follow_from_the_seed(made, tmp_path):
     directory, _ = made
     rows = {
         name: [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
@@ -75,9 +75,6 @@ def test_rows_are_sorted_digits_and_none_is_held_out_and_trained_on(made):
         assert end == ">" and len(digits) == 2
         assert row["label"] == "".join(sorted(digits))
     assert len({row["prompt"] for row in rows["train"] + rows["eval"]}) == 70
-
-
-def test_the_same_seed_makes_the_same_example(made, tmp_path):
     directory, report = made
     again = prepare.prepare(tmp_path / "again", seed=3, example=SMALL)
     assert {**again, "seconds": 0} == {**report, "seconds": 0}

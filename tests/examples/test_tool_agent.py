@@ -131,12 +131,9 @@ def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
         assert 1 <= row["rollout/turns"] <= agent.MAX_CALLS + 1
 
 
-def test_the_configuration_with_servers_is_accepted(data, monkeypatch):
+def test_the_configuration_with_servers_is_accepted_and_episodes_are_printed(data, monkeypatch, capsys):
     monkeypatch.chdir(data)
     configure(["--custom-config-path", str(HERE / "sglang.yaml")], {})
-
-
-def test_episodes_are_printed_with_their_calls(data, capsys):
     directory = data / "data" / "tool_agent"
     flags = [str(directory / "checkpoint"), "--prompts", str(directory / "eval.jsonl"), "--each", "2"]
     episodes.main(flags)

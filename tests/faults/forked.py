@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ class Outcome:
     error: str
 
     @property
-    def traceback(self) -> bool:
+    def traceback(self):
         """Whether it showed a traceback."""
         return "Traceback (most recent call last)" in self.error + self.output
 
@@ -28,9 +27,7 @@ class Outcome:
 class ForkedRun:
     """A run of train.py in a forked process with its own process group."""
 
-    def __init__(
-        self, argv: Sequence[str], directory: Path, *, cwd: Path | None = None, before: Callable[[], object] = int
-    ) -> None:
+    def __init__(self, argv, directory, *, cwd=None, before=int):
         """Starts the run with its output in `directory`; `before` is called in the child, to limit its resources."""
         import slime_tis.trainer.train  # noqa: F401  before the fork, so that children have it
         from slime_tis.main import train
@@ -67,11 +64,11 @@ class ForkedRun:
             finally:
                 os._exit(status)
 
-    def kill(self, number: int = signal.SIGKILL, *, group: bool = False) -> None:
+    def kill(self, number=signal.SIGKILL, *, group=False):
         """Sends a signal to the run, or to its whole process group as a terminal does."""
         (os.killpg if group else os.kill)(self.pid, number)
 
-    def wait(self, timeout: float) -> Outcome:
+    def wait(self, timeout):
         """Waits until the run ends; kills its group after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         pid, code = os.waitpid(self.pid, os.WNOHANG)
@@ -85,19 +82,12 @@ class ForkedRun:
         return Outcome(status=os.waitstatus_to_exitcode(code) if pid else None, output=output, error=error)
 
 
-def run_forked(
-    argv: Sequence[str],
-    directory: Path,
-    *,
-    timeout: float = 60,
-    cwd: Path | None = None,
-    before: Callable[[], object] = int,
-) -> Outcome:
+def run_forked(argv, directory, *, timeout=60, cwd=None, before=int):
     """Runs train.py in a forked child until it ends."""
     return ForkedRun(argv, directory, cwd=cwd, before=before).wait(timeout)
 
 
-def group_is_empty(group: int) -> bool:
+def group_is_empty(group):
     """Whether no living process is in a process group."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -109,7 +99,7 @@ def group_is_empty(group: int) -> bool:
     return True
 
 
-def check(tried: Mapping[str, str | None], at_least: int = 1) -> None:
+def check(tried, at_least=1):
     """Fails with the first failures of a number of tries, by try, or if fewer than `at_least` were made."""
     failures = {attempt: failure for attempt, failure in tried.items() if failure is not None}
     assert not failures, f"{len(failures)} of {len(tried)} failed:\n{dict(list(failures.items())[:20])}"

@@ -6,11 +6,10 @@ The server is that of `tests/rollout/sglang/fake_sglang.py`; its `faults` may be
 import asyncio
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
 
@@ -30,12 +29,12 @@ class Raw:
     """Between two chunks, in seconds."""
 
 
-def http(body: bytes, *headers: str, status: str = "200 OK") -> Raw:
+def http(body, *headers, status="200 OK"):
     lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}"]
     return Raw("\r\n".join(lines).encode(errors="surrogateescape") + b"\r\n\r\n" + body)
 
 
-def endless(chunk: bytes, *headers: str, pause: float = 0.0) -> Raw:
+def endless(chunk, *headers, pause=0.0):
     lines = ["HTTP/1.1 200 OK", "Transfer-Encoding: chunked", *headers]
     framed = f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n"
     return Raw("\r\n".join(lines).encode() + b"\r\n\r\n", repeat(framed), pause)
@@ -44,12 +43,12 @@ def endless(chunk: bytes, *headers: str, pause: float = 0.0) -> Raw:
 class Hostile(FakeSGLang):
     """A server of recorded answers that can send anything at all."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.answers: dict[str, Callable[[Any], Any]] = {}
+    def __init__(self, loop):
+        self.answers = {}
         """What becomes of the good answer of each path, but /generate's, which `faults` has."""
         super().__init__(loop)
 
-    async def _send(self, writer: asyncio.StreamWriter, path: str, status: int, content: Any) -> bool:
+    async def _send(self, writer, path, status, content):
         if path in self.answers:
             content = self.answers[path](content)
         if not isinstance(content, Raw):
@@ -67,10 +66,10 @@ class Hostile(FakeSGLang):
 hostiles = partial(servers_of, Hostile)
 
 
-def edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+def edited(edit):
     """A good answer with something changed in place."""
 
-    def spoil(answer: Any) -> Any:
+    def spoil(answer):
         answer = json.loads(json.dumps(answer))
         edit(answer)
         return answer
@@ -78,19 +77,19 @@ def edited(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
     return spoil
 
 
-def meta(**fields: Any) -> Callable[[Any], Any]:
+def meta(**fields):
     return edited(lambda answer: answer["meta_info"].update(fields))
 
 
-def text(content: str) -> Callable[[Any], Any]:
+def text(content):
     """A body that is not what it should be."""
     return lambda answer: content
 
 
-def spans(*entries: Any) -> Callable[[Any], Any]:
+def spans(*entries):
     """Weight versions as (version, start, end); an end of None is the answer's."""
 
-    def edit(answer: Any) -> None:
+    def edit(answer):
         length = len(answer["output_ids"])
         answer["meta_info"]["weight_versions"] = [
             {"version": version, "start": start, "end": length if end is None else end}
@@ -100,11 +99,11 @@ def spans(*entries: Any) -> Callable[[Any], Any]:
     return edited(edit)
 
 
-def nested(depth: int) -> str:
+def nested(depth):
     return "[" * depth + "]" * depth
 
 
-GENERATE: dict[str, Callable[[Any], Any]] = {
+GENERATE = {
     "gzip bomb": lambda answer: http(gzip.compress(bytes(1 << 24)) * 64, "Content-Encoding: gzip"),
     "a good answer, compressed": lambda answer: http(
         gzip.compress(json.dumps(answer).encode()), "Content-Encoding: gzip"
@@ -127,7 +126,7 @@ GENERATE: dict[str, Callable[[Any], Any]] = {
 `tests/rollout/sglang/test_schema.py` has the answers with wrong tokens, log-probs and versions.
 """
 
-PROTOCOL: dict[str, Callable[[Any], Any]] = {
+PROTOCOL = {
     "no HTTP": lambda answer: Raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
     "a redirect": lambda answer: http(b"", "Location: http://127.0.0.1:1/", status="307 Temporary Redirect"),
     "a header of a megabyte": lambda answer: http(b"{}", f"X-Long: {'x' * 1_000_000}"),
@@ -140,11 +139,11 @@ PROTOCOL: dict[str, Callable[[Any], Any]] = {
 """Answers that are not HTTP, or an odd one, which are to be asked for elsewhere."""
 
 
-def refusal(words: Any, status: str = "503 X") -> Callable[[Any], Any]:
+def refusal(words, status="503 X"):
     return lambda answer: http(words if isinstance(words, bytes) else json.dumps(words).encode(), status=status)
 
 
-ERRORS: dict[str, Callable[[Any], Any]] = {
+ERRORS = {
     "an error with the key": refusal({"error": {"message": f"bad key {KEY}"}}),
     "an error with the key across the cut": refusal({"message": "x" * 390 + KEY}),
     "an error with the key in quotes": refusal(json.dumps({"error": json.dumps({"key": KEY})}).encode()),

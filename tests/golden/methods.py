@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 FILE = json.loads((Path(__file__).parent / "methods_2026.json").read_text())
 BATCHES = {batch["name"]: batch for batch in FILE["batches"]}
@@ -21,14 +20,14 @@ class Case:
     outputs: dict[str, Any]
     batch: str
 
-    def input(self, name: str) -> Tensor:
+    def input(self, name):
         return torch.tensor(BATCHES[self.batch][name], dtype=torch.float32)
 
-    def output(self, name: str) -> Tensor:
+    def output(self, name):
         """float32; the strings "nan" and "inf" of the file become numbers."""
         return torch.tensor(_numbers(self.outputs[name]), dtype=torch.float32)
 
-    def inexact(self, name: str) -> Tensor:
+    def inexact(self, name):
         """bool, where the peer's float32 decision is not the exact one."""
         mask = torch.zeros_like(self.output(name)).bool()
         for position in self.outputs.get("differs_from_float64", {}).get(name, ()):
@@ -36,7 +35,7 @@ class Case:
         return mask
 
 
-def cases(method: str, *, without: str = "", **params: Any) -> Any:
+def cases(method, *, without="", **params):
     """The parameter list of a test over the cases of a method whose parameters include these, and not one name."""
     (entry,) = [entry for entry in FILE["methods"] if entry["name"] == method]
     chosen = [
@@ -49,5 +48,5 @@ def cases(method: str, *, without: str = "", **params: Any) -> Any:
     return [pytest.param(case, id=name) for case, name in zip(chosen, ids, strict=True)]
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value):
     return [_numbers(each) for each in value] if isinstance(value, list) else float(value)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +29,14 @@ class LossOutputs:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-def prime_rl(inputs: LossInputs) -> LossOutputs:
+def prime_rl(inputs):
     """−A·r + 1e-3·(log r)², summed over the tokens of a sample."""
     log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
     pull = inputs.loss_mask * log_ratio**2
     return LossOutputs((-(inputs.loss_mask * inputs.advantages * log_ratio.exp()) + 1e-3 * pull).sum())
 
 
-def skyrl(
-    log_probs: Tensor, old: Tensor, advantages: Tensor, config: Any, loss_mask: Tensor, rollout_logprobs: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+def skyrl(log_probs, old, advantages, config, loss_mask, rollout_logprobs):
     assert config.policy_loss_type == "regular"
     loss, _ = ppo_clip(log_probs, old, advantages)
     return (loss * loss_mask).sum(), {"clip_ratio": 0.0}
@@ -48,9 +45,7 @@ def skyrl(
 class OpenRLHF:
     is_correction_level = "off"
 
-    def __call__(
-        self, log_probs: Tensor, old: Tensor, advantages: Tensor, action_mask: Tensor, rollout_log_probs: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def __call__(self, log_probs, old, advantages, action_mask, rollout_log_probs):
         loss, clipped = ppo_clip(log_probs, old, advantages)
         return (loss * action_mask).sum() / action_mask.sum(), clipped.mean(), clipped.mean(), None, None
 
@@ -60,18 +55,16 @@ class Nemo:
     force_on_policy_ratio = False
     loss_type = "token_level"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.metric_normalizations = {"loss": "sequences", "probs_ratio": "tokens"}
 
-    def __call__(
-        self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         loss, _ = ppo_clip(next_token_logprobs, data["prev_logprobs"][:, 1:], data["advantages"][:, 1:])
         return (loss * mask).sum() / (global_valid_toks + 1e-8), {}
 
 
-def areal(logprobs: Tensor, entropy: Tensor, input_data: Any, **options: Any) -> Tensor:
+def areal(logprobs, entropy, input_data, **options):
     loss, _ = ppo_clip(logprobs, input_data["prox_logp"], input_data["advantages"])
     return torch.where(input_data["loss_mask"].bool(), loss, 0).sum() / (input_data["loss_mask"].count_nonzero() or 1)
 
@@ -85,7 +78,7 @@ class RhoCorrection:
     histogram_metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-def skyrl_options(**changed: Any) -> Any:
+def skyrl_options(**changed):
     own = SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None, **changed)
     return SimpleNamespace(policy_loss_type="slime_tis", off_policy_correction=own)
 

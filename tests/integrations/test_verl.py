@@ -118,8 +118,8 @@ def test_a_lower_bound_of_zero_is_none(compat):
     assert all(map(math.isfinite, metrics.values()))
 
 
-def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number():
-    """float("0.5_2") is 0.52."""
+def test_pairs_as_thresholds_and_public_names():
+    # float("0.5_2") is 0.52.
     log_ratio = torch.tensor([[0.45, 0.55, 1.9, 2.1]]).log()
     old = {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2"}
     _, mask, _ = compute_rollout_correction_and_rejection_mask(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old)
@@ -130,9 +130,6 @@ def test_a_pair_as_threshold_of_a_level_is_not_read_as_one_number():
         )
     with pytest.raises(ValueError, match="tis_upper_bound is '2_3'"):
         compute_rollout_correction_weights(log_ratio, torch.ones(1, 4), "token", "1_2_3")
-
-
-def test_public_names_of_verl():
     assert SAFETY_BOUND == 20.0 and {"token_k1", "token_k2", "token_k3"} == TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
     sequence = {f"seq_{aggregation}_{k}" for aggregation in ("sum", "mean", "max") for k in ("k1", "k2", "k3")}
     assert TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | sequence - {"seq_max_k1"} == SUPPORTED_ROLLOUT_RS_OPTIONS - {

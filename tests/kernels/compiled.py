@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -44,13 +43,13 @@ CONFIGS = {
 class Recorder:
     """Takes the place of a kernel, and compiles it for what it is launched with."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel):
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
+    def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *args: Any, **constants: Any) -> None:
+    def compile(self, *args, **constants):
         names = self.kernel.arg_names
         values = dict(zip(names, args, strict=False)) | constants
         kinds = {name: mangle_type(value) for name, value in values.items() if name not in constants}
@@ -64,7 +63,7 @@ class Recorder:
         print(self.kernel.__name__, *_usage(found.asm["cubin"]), found.asm["ptx"].count("ld.global.v"))
 
 
-def _usage(cubin: bytes) -> list[int]:
+def _usage(cubin):
     """Registers and bytes of local memory, by the assembler's own tool beside triton."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -74,7 +73,7 @@ def _usage(cubin: bytes) -> list[int]:
     return [int(number) for name in ("REG", "LOCAL") for number in re.findall(rf"\b{name}:(\d+)", text)]
 
 
-def main() -> None:
+def main():
     for name in ("token_pass_kernel", "table_kernel"):
         setattr(triton_token_pass, name, Recorder(getattr(triton_kernels, name)))
     for name, dtype in (("token", torch.float32), ("everything", torch.bfloat16), ("everything", torch.float64)):

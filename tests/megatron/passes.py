@@ -1,16 +1,12 @@
 """Passes of a training engine over a batch, comparison of their results, and functions on several ranks."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs
-from slime_tis.trainer.megatron.batch import TrainingBatch
-from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.policy.policy_loss import LossOutputs
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.runs import free_port, rank_environment, spawn
@@ -21,35 +17,35 @@ RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "unifor
 class Values(list[Tensor]):
     """Log-probs and entropies of micro-batches, in the place of a step's sums."""
 
-    def merge(self, other: "Values") -> "Values":
+    def merge(self, other):
         return Values([*self, *other])
 
 
-def outputs(inputs: LossInputs, numerator: Tensor) -> LossOutputs:
-    sums: Any = Values([torch.stack([inputs.log_probs_L, inputs.entropy_L]).detach()])
-    no_record: Any = None
+def outputs(inputs, numerator):
+    sums = Values([torch.stack([inputs.log_probs_L, inputs.entropy_L]).detach()])
+    no_record = None
     count = torch.tensor(len(inputs.log_probs_L), dtype=torch.int)
     return LossOutputs(numerator=numerator, denominator=count, contributing=count, sums=sums, record=no_record)
 
 
-def likelihood(inputs: LossInputs) -> LossOutputs:
+def likelihood(inputs):
     """The negative mean log-prob."""
     return outputs(inputs, -inputs.log_probs_L.sum())
 
 
-def weighted_loss(inputs: LossInputs) -> LossOutputs:
+def weighted_loss(inputs):
     """Log-probs with different weights, and entropies."""
     weight_L = torch.linspace(0.5, 1.5, len(inputs.log_probs_L))
     return outputs(inputs, 0.3 * inputs.entropy_L.sum() - (weight_L * inputs.log_probs_L).sum())
 
 
-def results(engine: TrainingEngine, batch: TrainingBatch, partition: list[list[int]]) -> dict[str, Tensor]:
+def results(engine, batch, partition):
     """Old and reference log-probs, values in training, and the gradient of every parameter."""
     old = engine.log_probs(batch, partition, sums_squares=True)
     found = {"old": old, "reference": engine.reference_log_probs(batch, partition)}
     step = engine.train_step(batch, partition, weighted_loss)
     assert step.loss_denominator > 0
-    values: Any = step.sums or []
+    values = step.sums or []
     found |= {f"values {number}": value for number, value in enumerate(values)}
     for name, parameter in engine.model.module.named_parameters():
         found[name] = parameter.main_grad.clone()
@@ -57,9 +53,7 @@ def results(engine: TrainingEngine, batch: TrainingBatch, partition: list[list[i
     return found
 
 
-def assert_same_results(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-5
-) -> None:
+def assert_same_results(actual, expected, *, rtol=1e-5, atol=1e-5):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -67,14 +61,12 @@ def assert_same_results(
         )
 
 
-def on_ranks(function: Callable[..., None], directory: Path, layout: dict[str, Any], ranks: int = 2) -> None:
+def on_ranks(function, directory, layout, ranks=2):
     """Calls `function(parallel, directory, layout)` on some ranks; `layout` has fields of MegatronConfig."""
     spawn(_on_a_rank, (rank_environment(0, ranks, free_port()), function, str(directory), layout), ranks)
 
 
-def _on_a_rank(
-    rank: int, environment: dict[str, str], function: Callable[..., None], directory: str, layout: dict[str, Any]
-) -> None:
+def _on_a_rank(rank, environment, function, directory, layout):
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     function(initialize(MegatronConfig(hf_checkpoint="none", **layout)), Path(directory), layout)

@@ -87,9 +87,15 @@ def test_the_loss_decays_with_the_age_of_the_weights():
     assert (gradient / plain)[[0, 1, 3, 4, 5]].tolist() == pytest.approx([1, 0.25, 0.5, 1, 1])
 
 
-def test_plain_ppo_on_policy_has_the_policy_gradient_averaged_per_sequence_then_over_sequences():
+def test_the_policy_gradient_of_ppo_and_of_reinforce_by_the_current_ratio():
     _, grad, _ = loss_of(build(), batch(), CURRENT)
     torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
+    step = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
+    loss, grad, _ = loss_of(step, batch(), CURRENT)
+    weights = torch.tensor([1.0, 2.0, 0.0, 0.60653066, 1.0, 0.7788008])
+    expected = weights * torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4])
+    torch.testing.assert_close(grad, expected)
+    assert loss == pytest.approx((expected @ torch.tensor(CURRENT)).item())
 
 
 def test_rejected_tokens_and_sequences_leave_the_denominator_unless_it_is_the_original():
@@ -135,15 +141,6 @@ def test_bypass_measures_the_weights_of_the_current_policy_and_does_not_apply_th
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     if loss == "reinforce":
         torch.testing.assert_close(grad, torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4]))
-
-
-def test_reinforce_weights_the_log_prob_by_the_current_ratio():
-    step = build(use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=2.0)
-    loss, grad, _ = loss_of(step, batch(), CURRENT)
-    weights = torch.tensor([1.0, 2.0, 0.0, 0.60653066, 1.0, 0.7788008])
-    expected = weights * torch.tensor([-1 / 6, -1 / 6, 0, -1 / 6, 2 / 4, 2 / 4])
-    torch.testing.assert_close(grad, expected)
-    assert loss == pytest.approx((expected @ torch.tensor(CURRENT)).item())
 
 
 def test_several_steps_per_rollout_take_the_recomputed_log_probs_as_the_old_policy():

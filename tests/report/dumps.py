@@ -1,7 +1,6 @@
 """A dump with every column, masked tokens and hostile text, and a run directory that belongs to it."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,7 @@ MASKED_SAMPLE = 0
 SAMPLES = 24
 
 
-def make_table(samples: int = SAMPLES, tokens: int = 24) -> TokenTable:
+def make_table(samples=SAMPLES, tokens=24):
     """Samples in groups of four, two groups in a step; of every fifth four tokens are masked, with −30 nats."""
     chance = np.random.default_rng(0)
     parts = []
@@ -56,7 +55,7 @@ def make_table(samples: int = SAMPLES, tokens: int = 24) -> TokenTable:
     return TokenTable.from_parts(parts, {"source": "slime_tis", "criteria": ["token_k1"], "old_policy": "current"})
 
 
-def make_run(directory: Path, steps: int = 20) -> Path:
+def make_run(directory, steps=20):
     """A run directory with metrics, a warning at steps 8 to 11, and dumps where its configuration names them."""
     (directory / "dumps").mkdir(parents=True)
     rows = []

@@ -138,17 +138,6 @@ def test_only_reports_are_overwritten(run, page, tmp_path, capsys):
     assert foreign.read_text() == "<html>my notes</html>"
 
 
-def test_a_run_without_dumps_names_the_flag_that_writes_them(tmp_path, capsys):
-    run = make_run(tmp_path / "run")
-    (run / "config.yaml").write_text("lr: 0.001\n")
-    assert main(["report", str(run)]) == 0
-    assert "--save-debug-train-data" in capsys.readouterr().out
-    data = Parsed((run / "report.html").read_text()).data
-    assert data["samples"] is None and data["shape"] == [] and len(data["overview"]) == 4
-    assert main(["diagnose", str(run)]) == 0
-    assert "--save-debug-train-data" in capsys.readouterr().out
-
-
 def test_two_runs_in_one_page(run, tmp_path, capsys):
     other = make_run(tmp_path / "other", steps=5)
     out = tmp_path / "both.html"
@@ -241,10 +230,18 @@ def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_absent_path_is_refused_with_one_line(tmp_path, capsys):
+def test_an_absent_path_and_a_run_without_dumps_are_one_line(tmp_path, capsys):
     for command in ("report", "diagnose"):
         assert main([command, str(tmp_path / "nothing")]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    run = make_run(tmp_path / "run")
+    (run / "config.yaml").write_text("lr: 0.001\n")
+    assert main(["report", str(run)]) == 0
+    assert "--save-debug-train-data" in capsys.readouterr().out
+    data = Parsed((run / "report.html").read_text()).data
+    assert data["samples"] is None and data["shape"] == [] and len(data["overview"]) == 4
+    assert main(["diagnose", str(run)]) == 0
+    assert "--save-debug-train-data" in capsys.readouterr().out
 
 
 def test_numbers_and_steps_of_a_table_by_hand():

@@ -338,13 +338,6 @@ def test_impossible_parameters_are_refused(params, message):
         request_options(params, RUN)
 
 
-def test_samples_for_training_come_from_the_distribution_that_training_computes():
-    training = Sampling(temperature=0.8, max_response_len=7, for_training=True)
-    assert request_options({"temperature": 0.8, "top_p": 1, "top_k": -1}, training).sampling == training
-    with pytest.raises(ValueError, match="temperature 0, but the run samples with"):
-        request_options({"temperature": 0}, training)
-
-
 def asked(calls, key=KEY, **options):
     requests = []
 
@@ -376,10 +369,14 @@ def test_random_numbers_follow_from_the_sample_its_input_and_repetitions_alone()
     assert len(set(many)) == 1000 and min(many) >= 0 and max(many) < 1
 
 
-def test_impossible_tokens_are_refused():
+def test_impossible_tokens_and_other_distributions_than_the_trained_one_are_refused():
     for ids, message in (([], "is empty"), ([1, 64], "has 64"), ([-1, 5], "has -1")):
         with pytest.raises(ValueError, match=f"token_ids {message}"):
             asked([ids])
+    training = Sampling(temperature=0.8, max_response_len=7, for_training=True)
+    assert request_options({"temperature": 0.8, "top_p": 1, "top_k": -1}, training).sampling == training
+    with pytest.raises(ValueError, match="temperature 0, but the run samples with"):
+        request_options({"temperature": 0}, training)
 
 
 @given(st.text(CHARACTERS, min_size=1, max_size=12), st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=3))

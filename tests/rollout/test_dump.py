@@ -39,14 +39,6 @@ def test_samples_come_back_as_they_were(tmp_path):
     assert from_dict(json.loads(json.dumps(to_dict(pending)))).tokens == pending.tokens
 
 
-def test_a_log_prob_that_is_missing_or_not_finite_is_null_in_the_file_and_nan_after_it(tmp_path):
-    for missing in (math.nan, -math.inf, None):
-        save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[missing, -0.5])]])
-        assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, -0.5]
-        found = load_samples(tmp_path / "x", 1, 1)[0][0].rollout_log_probs
-        assert math.isnan(found[0]) and found[1] == -0.5
-
-
 def test_files_of_another_number_of_samples_or_another_model_are_refused(tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0), sample(0, 1)]])
     with pytest.raises(ValueError, match=r"has 1 prompts with \[2\] samples each, but --rollout-batch-size is 4"):
@@ -153,12 +145,17 @@ def test_a_token_outside_of_its_set_loses_log_prob_and_set_and_nothing_else_chan
     assert right == masked([[4], [5]])
 
 
-def test_masks_come_back_from_a_file_as_they_were(tmp_path):
+def test_masks_come_back_and_log_probs_that_are_missing_are_null(tmp_path):
     groups = [[masked([[4, 9, 8], []]), masked(None)]]
     save_samples(tmp_path / "x", groups)
     assert load_samples(tmp_path / "x", 1, 2) == groups
     row = json.loads((tmp_path / "x").read_text().splitlines()[0])
     assert row["sampling_mask"]["lengths"] == {"dtype": "int32", "shape": [2], "base64": "AwAAAAAAAAA="}
+    for missing in (math.nan, -math.inf, None):
+        save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[missing, -0.5])]])
+        assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, -0.5]
+        found = load_samples(tmp_path / "x", 1, 1)[0][0].rollout_log_probs
+        assert math.isnan(found[0]) and found[1] == -0.5
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import httpx
 
@@ -16,7 +15,7 @@ STARTUP = 180.0
 """Longest wait for a server to come up, in seconds."""
 
 
-def server_environment() -> dict[str, str]:
+def server_environment():
     """The environment of a server on a CPU, with one thread."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -24,7 +23,7 @@ def server_environment() -> dict[str, str]:
 class RealServer:
     """A server on the loopback; `wait` for it, and `stop` or `kill` it, by the process that was started."""
 
-    def __init__(self, checkpoint: Path, log: Path, *flags: str, port: int | None = None) -> None:
+    def __init__(self, checkpoint, log, *flags, port=None):
         """Starts it, without waiting; `port` is a free one when not given."""
         self.port = port or free_port()
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
@@ -32,7 +31,7 @@ class RealServer:
         self._command += ["--model-path", str(checkpoint), "--port", str(self.port), *flags]
         self._start()
 
-    def wait(self) -> "RealServer":
+    def wait(self):
         """Waits until it samples tokens, once after every start."""
         deadline = time.monotonic() + STARTUP
         while not self._ready:
@@ -42,12 +41,12 @@ class RealServer:
             time.sleep(0.0 if self._ready else 0.5)
         return self
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL, at once; SGLang's own processes end with it."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
-    def stop(self) -> None:
+    def stop(self):
         """Asks it to end, and kills it where it does not."""
         self._process.terminate()
         try:
@@ -55,26 +54,26 @@ class RealServer:
         except subprocess.TimeoutExpired:
             self.kill()
 
-    def restart(self) -> None:
+    def restart(self):
         """Starts a server that has ended again, at the same address, without waiting."""
         assert self._process.poll() is not None
         self._start()
 
-    def _start(self) -> None:
+    def _start(self):
         self._ready = False
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
                 self._command, env=server_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
-    def _is_up(self) -> bool:
+    def _is_up(self):
         try:
             return httpx.get(f"{self.url}/health", timeout=30.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
 
-def wait_for_decoding(log: Path) -> None:
+def wait_for_decoding(log):
     """Until a server has made some steps with a batch: it says so every 40."""
     before = log.read_text().count("Decode batch")
     deadline = time.monotonic() + 60.0

@@ -2,16 +2,13 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 KILLED = 77
 
 
-def killed_at_each_operation(below: Path, action: Callable[[], object]) -> Iterator[int]:
+def killed_at_each_operation(below, action):
     """Runs an action in forked processes, the n-th of which ends before its n-th operation on files below a directory.
 
     Yields:
@@ -34,10 +31,10 @@ def killed_at_each_operation(below: Path, action: Callable[[], object]) -> Itera
         yield number
 
 
-def _end_before(number: int, below: str) -> None:
+def _end_before(number, below):
     seen = 0
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         nonlocal seen
         if event in EVENTS and isinstance(arguments[0], str | bytes | os.PathLike):
             seen += os.fsdecode(arguments[0]).startswith(below)

@@ -26,7 +26,7 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_names_and_checksums(tmp_path):
+def test_names_checksums_and_states(tmp_path):
     steps = ["iter_0000002", "iter_9999999", "iter_10000000"]
     for name in (*steps, "iter_abc", "iter_", "iter_-1", "iter_1.5", "xiter_1", "iter_\u0663"):
         (tmp_path / name).mkdir()
@@ -35,6 +35,8 @@ def test_names_and_checksums(tmp_path):
     assert files.checkpoints(tmp_path / "absent") == []
     (tmp_path / "a").write_text("abc")
     assert files.checksums(tmp_path, ["a"]) == {"a": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(asdict(STATE)))
+    assert read_trainer_state(tmp_path) == STATE
 
 
 @pytest.mark.parametrize(
@@ -128,11 +130,6 @@ STATE = TrainerState(
     options={"lr": 1e-4},
     model="0",
 )
-
-
-def test_a_state_is_read_as_it_was_written(tmp_path):
-    (tmp_path / "trainer_state.json").write_text(json.dumps(asdict(STATE)))
-    assert read_trainer_state(tmp_path) == STATE
 
 
 @pytest.mark.parametrize("change", [{"step": "3"}, {"unfinished": {}}, {"first_accuracy": []}], ids=str)

@@ -11,13 +11,11 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,47 +33,47 @@ REFUSED = (400, {"success": False, "message": "refused on purpose"})
 JOIN_TIMEOUT = timedelta(seconds=60)
 
 
-def recorded(name: str) -> Any:
+def recorded(name):
     """The body of an answer of the real server."""
     return json.loads((RECORDED / f"{name}.json").read_text())["body"]
 
 
-def next_token(ids: list[int]) -> int:
+def next_token(ids):
     """What the model says after these tokens; it stops now and then."""
     mixed = (sum(ids) * 37 + ids[-1] * 11 + len(ids) * 5) % 211
     return STOP if mixed < 6 else FIRST + mixed % (LAST - FIRST + 1)
 
 
-def log_prob(token: int, version: int) -> float:
+def log_prob(token, version):
     """Of a token under some weights; exact in binary, as all of it is."""
     return -(1 + token % 8) / 4 - version / 256
 
 
-def chosen_experts(token: int, version: int) -> list[list[int]]:
+def chosen_experts(token, version):
     """The two experts of each layer that a token is routed to under some weights."""
     firsts = [(token + 3 * layer + version) % EXPERTS for layer in range(LAYERS)]
     return [[first, (first + 1 + token % (EXPERTS - 1)) % EXPERTS] for first in firsts]
 
 
-def text_of(ids: list[int]) -> str:
+def text_of(ids):
     """The text of tokens, as the tokenizer of the tests decodes them."""
     return "".join(CHARACTERS[token - FIRST] for token in ids if token != STOP)
 
 
-def sampled_from(token: int) -> list[int]:
+def sampled_from(token):
     """The tokens that could be sampled where a token was."""
     return [token, token - 1, *range(token % 3)] if token > 3 else [token]
 
 
-def likeliest(token: int, version: int, count: int) -> list[list[Any]]:
+def likeliest(token, version, count):
     """SGLang's entries of the likeliest tokens where a token was sampled: those after it, and one without a chance."""
     entries = [[log_prob(each, version), each, None] for each in range(token, token + count - 1)]
     return [*entries, [torch.finfo(torch.float32).min, FIRST - 1, None]]
 
 
-def continuation(ids: list[int], limit: int) -> list[int]:
+def continuation(ids, limit):
     """The response that the model gives to a prompt."""
-    response: list[int] = []
+    response = []
     while len(response) < limit and (not response or response[-1] != STOP):
         response.append(next_token([*ids, *response]))
     return response
@@ -86,81 +84,81 @@ class FakeSGLang:
 
     address = "127.0.0.1"
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop):
         self.weight_version = "default"
         self.version = 0
         self.healthy = True
-        self.stop_after: int | None = None
+        self.stop_after = None
         """Tokens after which every request waits until this is None or more."""
         self.pace = 0.0
         """Seconds that each token takes."""
-        self.faults: deque[Any] = deque()
+        self.faults = deque()
         """What becomes of the next requests: a status, drop, hang, or a function that spoils the answer."""
-        self.replies: dict[str, list[tuple[int, Any]]] = {}
+        self.replies = {}
         """Status and body of the next answers of an endpoint."""
-        self.requests: list[dict[str, Any]] = []
-        self.posts: list[tuple[str, dict[str, Any]]] = []
+        self.requests = []
+        self.posts = []
         """Endpoints and bodies of the other POST requests."""
-        self.gets: list[str] = []
-        self.headers: list[dict[str, str]] = []
-        self.key: str | None = None
-        self.workers: list[FakeSGLang] = []
+        self.gets = []
+        self.headers = []
+        self.key = None
+        self.workers = []
         self.most_at_once = self.at_once = 0
-        self.aborted: set[str] = set()
-        self.live: set[str] = set()
-        self.held: dict[str, int] = {}
+        self.aborted = set()
+        self.live = set()
+        self.held = {}
         """Tokens of the requests that wait at `stop_after`, by id."""
-        self.info: dict[str, Any] = {"enable_return_routed_experts": True, "sampling_mask_max_tokens": 4096}
+        self.info = {"enable_return_routed_experts": True, "sampling_mask_max_tokens": 4096}
         """Fields of /server_info that differ from the recorded one."""
         self.deaf = False
         """Whether aborts are heard and not followed."""
         self.paused = self.session = False
-        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.tensors = []
         """The weights of each tensor-parallel rank."""
-        self.groups: dict[str, list[Any]] = {}
+        self.groups = {}
         self.buckets = 0
-        self.bucket_faults: dict[int, str] = {}
+        self.bucket_faults = {}
         """What happens at a bucket, by its number from 1 on: refuse, die or hang."""
         self._loop = loop
-        self._server: asyncio.Server | None = None
-        self._open: set[asyncio.StreamWriter] = set()
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._server = None
+        self._open = set()
+        self._handlers = set()
         self.port = 0
         self._do(self._listen())
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://{self.address}:{self.port}"
 
-    def die(self) -> None:
+    def die(self):
         """As with SIGKILL: connections break, nobody listens."""
         self._do(self._die())
 
-    def come_back(self, weight_version: str = "default") -> None:
+    def come_back(self, weight_version="default"):
         """A new process at the same address."""
         self.weight_version, self.version = weight_version, 0
         self.paused, self.healthy = False, True
         self._do(self._listen())
 
-    def count(self, path: str) -> int:
+    def count(self, path):
         """Calls of a path so far."""
         return self.gets.count(path) + self.called.count(path.removeprefix("/"))
 
     @property
-    def called(self) -> list[str]:
+    def called(self):
         return [path.removeprefix("/") for path, _ in self.posts]
 
-    def bodies(self, path: str) -> list[dict[str, Any]]:
+    def bodies(self, path):
         return [body for called, body in self.posts if called == path]
 
-    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def _do(self, work):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _listen(self) -> None:
+    async def _listen(self):
         self._server = await asyncio.start_server(self._connected, self.address, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def _die(self) -> None:
+    async def _die(self):
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -173,7 +171,7 @@ class FakeSGLang:
             self._leave(name)
         self.at_once = 0
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connected(self, reader, writer):
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
@@ -188,7 +186,7 @@ class FakeSGLang:
             self._open.discard(writer)
             writer.transport.abort()
 
-    async def _one_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def _one_request(self, reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         method, path, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
@@ -199,14 +197,14 @@ class FakeSGLang:
             return False
         return await self._send(writer, path, *answer)
 
-    async def _send(self, writer: asyncio.StreamWriter, path: str, status: int, content: Any) -> bool:
+    async def _send(self, writer, path, status, content):
         """Writes an answer; returns whether the connection stays open."""
         text = content if isinstance(content, str) else json.dumps(content)
         writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode())
         await writer.drain()
         return True
 
-    async def _answer(self, method: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+    async def _answer(self, method, path, body, headers):
         if path == "/generate":
             return await self._generate_or_fail(body)
         if method == "POST":
@@ -227,7 +225,7 @@ class FakeSGLang:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
         return await self._control(path, body) if method == "POST" else (404, recorded("error_404"))
 
-    async def _control(self, path: str, body: dict[str, Any]) -> Any:
+    async def _control(self, path, body):
         if path == "/faults":
             self.faults.extend(body["faults"])
             return 200, ""
@@ -258,11 +256,11 @@ class FakeSGLang:
             return 404, recorded("error_404")
         return 200, recorded(path[1:])
 
-    async def _join(self, body: dict[str, Any]) -> None:
+    async def _join(self, body):
         """Joins a group, the first rank as `init_custom_process_group` of SGLang does."""
         address, port, name, size = (body[f] for f in ("master_address", "master_port", "group_name", "world_size"))
 
-        def join(rank: int) -> Any:
+        def join(rank):
             if rank != body["rank_offset"]:  # a process registers a name only once
                 store = PrefixStore(name, dist.TCPStore(address, port, is_master=False))
                 store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
@@ -278,13 +276,13 @@ class FakeSGLang:
         self.groups[name] = await asyncio.gather(*(asyncio.to_thread(join, rank) for rank in ranks))
         self.tensors = [{} for _ in ranks]
 
-    def _leave(self, name: str) -> bool:
+    def _leave(self, name):
         groups = self.groups.pop(name, [])
         if groups:
             dist.destroy_process_group(groups[0])
         return bool(groups)
 
-    async def _receive(self, body: dict[str, Any]) -> Any:
+    async def _receive(self, body):
         """Receives a bucket of weights."""
         if not self.session or body["group_name"] not in self.groups:
             return REFUSED
@@ -296,7 +294,7 @@ class FakeSGLang:
         if fault == "hang":
             await asyncio.sleep(3600)
 
-        def receive(group: Any, tensors: dict[str, torch.Tensor]) -> None:
+        def receive(group, tensors):
             shapes = zip(body["dtypes"], body["shapes"], strict=True)
             new = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in shapes]
             for work in [group.broadcast(tensor, 0) for tensor in new]:
@@ -311,7 +309,7 @@ class FakeSGLang:
             self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
         return 200, recorded("update_weights_from_distributed")
 
-    async def _generate_or_fail(self, body: dict[str, Any]) -> Any:
+    async def _generate_or_fail(self, body):
         self.requests.append(body)
         fault = self.faults.popleft() if self.faults else None
         if isinstance(fault, int):
@@ -337,14 +335,14 @@ class FakeSGLang:
             self.held.pop(rid, None)
         return (200, fault(answer)) if callable(fault) else (200, answer)
 
-    async def _hand_on(self, body: dict[str, Any]) -> Any:
+    async def _hand_on(self, body):
         """A router: to one of its servers that is there, in turn."""
         there = [worker for worker in self.workers if worker._server is not None]
         if not there:
             return 503, "no server"
         worker = there[len(self.requests) % len(there)]
         asked = asyncio.ensure_future(worker._generate_or_fail(body))
-        worker._handlers.add(asked)  # type: ignore[arg-type]
+        worker._handlers.add(asked)
         try:
             return await asked or (502, "the server broke the connection")
         except asyncio.CancelledError:
@@ -352,11 +350,11 @@ class FakeSGLang:
                 return 502, "the server died"
             raise
         finally:
-            worker._handlers.discard(asked)  # type: ignore[arg-type]
+            worker._handlers.discard(asked)
 
-    async def _sample(self, body: dict[str, Any]) -> Any:
+    async def _sample(self, body):
         limit, response, versions = body["sampling_params"]["max_new_tokens"], [], []
-        finish: dict[str, Any] = {"type": "length", "length": limit}
+        finish = {"type": "length", "length": limit}
         while len(response) < limit:
             waiting = True
             while waiting:
@@ -370,13 +368,13 @@ class FakeSGLang:
             token = next_token([*body["input_ids"], *response])
             response.append(token)
             versions.append(self.version)
-            matched: list[Any] = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(response)]
+            matched = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(response)]
             if token == STOP or token in body["sampling_params"].get("stop_token_ids", []) or matched:
                 finish = {"type": "stop", "matched": [*matched, token][0]}
                 break
         return self._formed(body, response, versions, finish)
 
-    def _formed(self, body: dict[str, Any], response: list[int], versions: list[int], finish: dict[str, Any]) -> Any:
+    def _formed(self, body, response, versions, finish):
         answer = recorded("generate_length")
         meta = answer["meta_info"]
         values = [log_prob(token, version) for token, version in zip(response, versions, strict=True)]
@@ -397,25 +395,22 @@ class FakeSGLang:
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         return answer
 
-    def _spans(self, versions: list[int]) -> Iterator[dict[str, Any]]:
+    def _spans(self, versions):
         cuts = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
         for start, end in pairwise([0, *cuts, len(versions)]):
             version = versions[start] if versions else self.version
             name = self.weight_version if version == 0 and not self.weight_version.isdecimal() else str(version)
             yield {"version": name, "start": start, "end": end}
 
-    def _scores(self, body: dict[str, Any]) -> Any:
+    def _scores(self, body):
         answer, (first, *rest) = recorded("score"), body["input_ids"]
         entries = [[log_prob(token, self.version), token, None] for token in rest]
         answer["meta_info"]["input_token_logprobs"] = [[None, first, None], *entries]
         return answer
 
 
-Fake = TypeVar("Fake", bound=FakeSGLang)
-
-
 @contextmanager
-def servers_of(kind: type[Fake], count: int) -> Iterator[list[Fake]]:
+def servers_of(kind, count):
     """Some servers of a class, on a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -434,10 +429,10 @@ def servers_of(kind: type[Fake], count: int) -> Iterator[list[Fake]]:
 fake_servers = partial(servers_of, FakeSGLang)
 
 
-def spoiled(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
+def spoiled(edit):
     """A fault that edits a copy of the answer in place."""
 
-    def spoil(answer: Any) -> Any:
+    def spoil(answer):
         answer = copy.deepcopy(answer)
         edit(answer)
         return answer
@@ -445,7 +440,7 @@ def spoiled(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
     return spoil
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
+def wait_until(condition):
     """Waits for an event, from a thread that may block."""
     end = time.monotonic() + 30.0
     while not condition():
@@ -453,10 +448,10 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.002)
 
 
-def when(condition: Callable[[], Any], act: Callable[[], Any]) -> None:
+def when(condition, act):
     """Does something on another thread as soon as something has happened, while the caller waits elsewhere."""
 
-    def run() -> None:
+    def run():
         wait_until(condition)
         act()
 

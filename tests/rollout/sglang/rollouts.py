@@ -1,32 +1,27 @@
 """Servers, an engine on them, and what every sample has to be."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.trainer.engines.engine import EngineHost, WeightSource
+from slime_tis.trainer.data.sample import STATUS, Prompt, Sampling
+from slime_tis.trainer.engines.engine import EngineHost
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.sglang.client import Server, make_client
 from slime_tis.trainer.engines.sglang.engine import SGLangEngine
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.options.sglang import SGLangConfig
-from tests.rollout.sglang.fake_sglang import STOP, FakeSGLang, continuation, log_prob
+from tests.rollout.sglang.fake_sglang import STOP, continuation, log_prob
 from tests.samples import flat
 
-Result = TypeVar("Result")
 QUICK = Timeouts(recovery=30.0, first_retry=0.005, max_retry=0.02, health_interval=0.01)
 LIMIT = 20
 SAMPLING = Sampling(max_response_len=LIMIT, n_samples=3)
 
 
-def prompt(index: int) -> Prompt:
+def prompt(index):
     return Prompt(index=index, text=f"p{index}", token_ids=(1, 3 + index % 60, 4 + index // 60))
 
 
@@ -35,12 +30,10 @@ EARLY = [p for p in map(prompt, range(300)) if len(continuation(list(p.token_ids
 LATE = [p for p in map(prompt, range(300)) if len(continuation(list(p.token_ids), 60)) == 60]
 
 
-def with_clients(
-    servers: Sequence[FakeSGLang], work: Callable[[list[Server]], Awaitable[Result]], *keys: str | None, **options: Any
-) -> Result:
+def with_clients(servers, work, *keys, **options):
     """Runs a coroutine with a client of each server."""
 
-    async def run() -> Result:
+    async def run():
         async with make_client(*keys) as client:
             clients = [Server(server.url, client, **{"timeout": 10.0, **options}) for server in servers]
             try:
@@ -54,10 +47,10 @@ def with_clients(
 class Weights:
     """A policy's weights, and how often they were iterated."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.iterated = 0
 
-    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+    def __call__(self):
         self.iterated += 1
         yield "model.norm.weight", torch.ones(2)
 
@@ -65,13 +58,13 @@ class Weights:
 class ByHand:
     """A way of weights that needs the trainer each time, as the distributed one does."""
 
-    def __init__(self) -> None:
-        self.pushes: list[tuple[list[str], int]] = []
-        self.between: Callable[[], None] = lambda: None
+    def __init__(self):
+        self.pushes = []
+        self.between = lambda: None
         """Called while servers are paused."""
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
-        failed: dict[Server, str] = {}
+    async def push(self, servers, source, version):
+        failed = {}
         self.pushes.append(([server.url for server in servers], version))
         assert [name for name, _ in source()] == ["model.norm.weight"]
         for server in servers:
@@ -84,14 +77,14 @@ class ByHand:
                 failed[server] = str(error)
         return failed
 
-    async def restore(self, server: Server) -> bool:
+    async def restore(self, server):
         return False
 
-    async def close(self) -> None:
+    async def close(self):
         pass
 
 
-def make_engine(checkpoint: Path, weights: WeightSource, **options: Any) -> SGLangEngine:
+def make_engine(checkpoint, weights, **options):
     """An engine with short timeouts; `options` are fields of EngineHost, SGLangSettings and SGLangConfig."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
     host = {name: options.pop(name) for name in ("weights_version", "output_dir") if name in options}
@@ -106,34 +99,34 @@ def make_engine(checkpoint: Path, weights: WeightSource, **options: Any) -> SGLa
 class Run:
     """Servers, an engine on them, and what it was made of."""
 
-    def __init__(self, servers: list[FakeSGLang], checkpoint: Path, **options: Any) -> None:
+    def __init__(self, servers, checkpoint, **options):
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
         if options.get("sglang_weight_sync") != "disk":
             options = {"weight_sync": self.sync, **options}
         options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
         self.engine = make_engine(checkpoint, self.weights, **options)
 
-    def update(self, version: int) -> None:
+    def update(self, version):
         self.engine.update_weights(self.weights, version)
 
     @property
-    def requests(self) -> list[dict[str, Any]]:
+    def requests(self):
         return [body for server in self.servers for body in server.requests]
 
     @property
-    def num_held(self) -> int:
+    def num_held(self):
         """Requests that have all tokens up to their server's `stop_after`."""
         return sum(
             tokens >= (server.stop_after or 0) for server in self.servers for tokens in list(server.held.values())
         )
 
-    def release(self) -> None:
+    def release(self):
         """Lets held requests continue."""
         for server in self.servers:
             server.stop_after = None
 
 
-def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling: Sampling = SAMPLING) -> None:
+def assert_exact(groups, prompts, sampling=SAMPLING):
     """Every sample is there once, in its place, and is what the model says."""
     assert [[sample.row for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
     for number, sample in enumerate(flat(groups)):
@@ -143,12 +136,12 @@ def assert_exact(groups: list[list[Sample]], prompts: Sequence[Prompt], sampling
         assert_log_probs(sample)
 
 
-def versions_of(groups: list[list[Sample]]) -> set[int]:
+def versions_of(groups):
     """Versions of the weights that sampled any token."""
     return {version for sample in flat(groups) for version in sample.weight_versions}
 
 
-def assert_log_probs(sample: Sample) -> None:
+def assert_log_probs(sample):
     assert sample.rollout_log_probs == [
         log_prob(token, version) for token, version in zip(sample.response_ids, sample.weight_versions, strict=True)
     ]
@@ -156,7 +149,7 @@ def assert_log_probs(sample: Sample) -> None:
 
 
 @contextmanager
-def held(run: Run, tokens: int) -> Iterator[None]:
+def held(run, tokens):
     for server in run.servers:
         server.stop_after = tokens
     yield

@@ -7,11 +7,21 @@ from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback, normaliz
 SECRET = "hunter2-secret"
 
 
-def test_defaults_stand_without_a_server():
+def test_defaults_stand_without_a_server_and_the_key_comes_from_the_environment_alone(monkeypatch):
     config = SGLangConfig()
     assert (config.server_urls, config.router_url) == ((), None)
     with pytest.raises(ValueError, match="no server is named"):
         config.check_has_servers()
+    monkeypatch.setenv("SGLANG_API_KEY", SECRET)
+    config = SGLangConfig(sglang_launch=1)
+    assert config.api_key == SECRET
+    assert SECRET not in repr(config)
+    assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
+    monkeypatch.setenv("OTHER_KEY", "")
+    assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
+    with pytest.raises(ValueError, match="not the key") as refusal:
+        SGLangConfig(sglang_api_key_env=SECRET)
+    assert SECRET not in str(refusal.value)
 
 
 REFUSED = {
@@ -100,17 +110,4 @@ REFUSED_URLS_KEEP_SECRETS = {
 def test_refused_urls_keep_secrets(url):
     with pytest.raises(ValueError, match=r"^--sglang-url") as refusal:
         SGLangConfig(sglang_url=(url,))
-    assert SECRET not in str(refusal.value)
-
-
-def test_key_comes_from_the_environment_alone(monkeypatch):
-    monkeypatch.setenv("SGLANG_API_KEY", SECRET)
-    config = SGLangConfig(sglang_launch=1)
-    assert config.api_key == SECRET
-    assert SECRET not in repr(config)
-    assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
-    monkeypatch.setenv("OTHER_KEY", "")
-    assert SGLangConfig(sglang_api_key_env="OTHER_KEY").api_key is None
-    with pytest.raises(ValueError, match="not the key") as refusal:
-        SGLangConfig(sglang_api_key_env=SECRET)
     assert SECRET not in str(refusal.value)

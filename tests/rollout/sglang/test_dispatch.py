@@ -120,7 +120,7 @@ def behind_router(checkpoint):
             run.engine.close()
 
 
-def test_a_router_takes_requests_and_its_servers_take_weights(checkpoint):
+def test_a_router_takes_requests_its_servers_take_weights_and_one_may_die(checkpoint):
     with behind_router(checkpoint) as (run, router):
         run.update(2)
         assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
@@ -131,9 +131,6 @@ def test_a_router_takes_requests_and_its_servers_take_weights(checkpoint):
         assert_exact(groups, PROMPTS)
         assert versions_of(groups) == {2}
         assert run.sync.pushes[1:] == [([run.servers[1].url], 2)]
-
-
-def test_a_server_behind_a_router_may_die(checkpoint):
     with behind_router(checkpoint) as (run, _):
         run.servers[0].stop_after = 1
         rollout = run.engine.submit(LATE[:4], SAMPLING)

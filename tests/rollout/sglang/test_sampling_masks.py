@@ -33,13 +33,15 @@ def parsed(answer, sampling=TRUNCATED):
     return parse_generation(json.dumps(answer).encode(), request, vocab_size=64)[0]
 
 
-def test_an_answer_has_its_sets_and_the_log_probs_over_them():
+def test_an_answer_has_its_sets_and_their_log_probs_and_may_be_larger():
     completion = parsed(masked_answer())
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs == [-0.5] * 8
     assert completion.sampling_mask == SamplingMask.from_sets([[token, 1, 2] for token in completion.token_ids])
     plain = parsed(masked_answer(), Sampling(max_response_len=8))
     assert plain.log_probs[0] == -5.014503479003906 and plain.sampling_mask is None
+    assert max_answer_bytes(100) == 262_144 + 25_600
+    assert max_answer_bytes(100, 50) == 262_144 + 25_600 + 50_000
 
 
 SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
@@ -60,11 +62,6 @@ SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 def test_sets_that_cannot_be_are_refused(changes, message):
     with pytest.raises(InvalidAnswer, match=message):
         parsed(masked_answer(**changes))
-
-
-def test_answers_with_sets_may_be_larger_and_are_bounded():
-    assert max_answer_bytes(100) == 262_144 + 25_600
-    assert max_answer_bytes(100, 50) == 262_144 + 25_600 + 50_000
 
 
 def reporting(limit):
