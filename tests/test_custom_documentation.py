@@ -61,15 +61,8 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(run, task, tmp_path, caps
 
 
 def test_the_buffer_filter_shown_runs(task, tmp_path):
-    flags = [
-        *with_sglang(task),
-        "--partial-rollout",
-        "--over-sampling-batch-size",
-        "8",
-        "--rollout-max-response-len",
-        "60",
-    ]
-    flags += ["--buffer-filter-path", "my_buffer.py:most_complete", "--num-rollout", "4"]
+    flags = [*with_sglang(task), "--partial-rollout", "--over-sampling-batch-size", "8", "--num-rollout", "4"]
+    flags += ["--rollout-max-response-len", "60", "--buffer-filter-path", "my_buffer.py:most_complete"]
     with fake_servers(1) as (server,):
         server.pace = 0.01  # so that all requests are under way before the first of them ends
         rows = run_here([*flags, "--sglang-url", server.url], tmp_path / "run")

@@ -191,18 +191,9 @@ def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(task, tmp_pa
         finish(unfinished, checkpoint, run)
 
     monkeypatch.setattr(checkpoint_files, "finish", observed)
-    rows = run_here(
-        [
-            *(*task, "--num-rollout", "2", "--num-steps-per-rollout", "2", "--save-interval", "1"),
-            *(
-                "--save",
-                str(tmp_path / "save"),
-                "--save-debug-train-data",
-                str(tmp_path / "dump" / "{rollout_id}.parquet"),
-            ),
-        ],
-        tmp_path / "out",
-    )
+    flags = [*task, *TWO_STEPS, "--save-interval", "1", "--save", str(tmp_path / "save")]
+    flags += ["--save-debug-train-data", str(tmp_path / "dump" / "{rollout_id}.parquet")]
+    rows = run_here(flags, tmp_path / "out")
     assert found == [
         ("iter_0000002", [1, 2], ["0.parquet"]),
         ("iter_0000004", [1, 2, 3, 4], ["0.parquet", "1.parquet"]),

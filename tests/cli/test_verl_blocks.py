@@ -78,11 +78,8 @@ def test_hydra_overrides_are_read_as_verls_block_is(base, tmp_path):
     )
     (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3}}")
     got = configured(base + f"--custom-config-path verl.yaml {block}bypass_mode=True").correction
-    assert (got.use_tis, got.use_rollout_logprobs, got.tis_upper_bound) == (
-        False,
-        True,
-        3.0,
-    )  # one block, translated once
+    # one block, translated once
+    assert (got.use_tis, got.use_rollout_logprobs, got.tis_upper_bound) == (False, True, 3.0)
 
 
 def test_verls_policy_loss_is_translated(base):
