@@ -135,6 +135,14 @@ def test_arrow_keys_choose_samples_and_tokens(page):
     assert page.locator("#what-if-table th[aria-sort=descending]").inner_text().startswith("kept")
 
 
+def test_plots_are_no_tab_stops(page):
+    page.locator("nav a").last.focus()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('.modebar')") is None
+    page.locator("#plot-density").hover()
+    assert page.locator("#plot-density .modebar-btn").first.is_visible()
+
+
 def test_segments_have_headings(page):
     page.fill("#search", "question 5")
     model, tool, after = page.locator("#sample .turn").all_inner_texts()
