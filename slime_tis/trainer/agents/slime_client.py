@@ -43,7 +43,7 @@ class RecordedEngine:
         if sample.response_length:
             earlier = Generation.of(sample)
             self.sampled.append(
-                Sampled(input_ids=sample.prompt_ids, generation=earlier, is_trained=sample.loss_mask[:])
+                Sampled(input_ids=list(sample.prompt_ids), generation=earlier, is_trained=sample.loss_mask[:])
             )
         self.lost: Exception | None = None
         """The error that ended the engine, and therefore ends the run."""

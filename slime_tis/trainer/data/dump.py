@@ -18,7 +18,7 @@ from slime_tis.files import FOREIGN, atomic_path, json_lines
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.json_values import json_object
-from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
+from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
@@ -96,6 +96,7 @@ def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
 def to_dict(sample: Sample) -> dict[str, Any]:
     """The sample as JSON values, without the metadata and tokens that equal those of its prompt's row."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    row |= {name: list(getattr(sample, name) or []) for name in NUMBER_TYPES}  # some are None before a response
     row["status"] = sample.status.value
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if sample.sampling_mask is not None:
@@ -109,9 +110,8 @@ def to_dict(sample: Sample) -> dict[str, Any]:
             row["prompt_row"]["token_ids"] = None
         if sample.metadata == sample.prompt_row.metadata:
             row["metadata"] = {}
-    row["loss_mask"] = sample.loss_mask or []  # None before there is a response
     row["rollout_log_probs"] = [
-        value if value is not None and math.isfinite(value) else None for value in sample.rollout_log_probs or []
+        value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
     ]
     return row
 

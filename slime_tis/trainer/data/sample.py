@@ -14,10 +14,20 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from slime_tis.trainer.data.numbers import Floats, Ints, Numbers
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "abort"]
 T = TypeVar("T", int, float)
+
+NUMBER_TYPES = {
+    "tokens": "q",
+    "loss_mask": "b",
+    "rollout_log_probs": "d",
+    "weight_versions": "q",
+    "rollout_workers": "i",
+}
+"""Fields of `Sample` with a number for each token, and their types as type codes of the module `array`."""
 
 
 class SampleStatus(Enum):
@@ -68,7 +78,7 @@ class Sample:
     """Samples of one call of a generate function share it and count as one rollout; None for a single sample."""
     prompt: str | list[dict[str, Any]] = ""
     """The answered text or messages; unset means the text of `prompt_row`."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: Ints = field(default_factory=list)
     response: str = ""
     """Text of the response, without special tokens."""
     response_length: int = 0
@@ -76,12 +86,12 @@ class Sample:
     label: Any = None
     """The expected answer, in the JSON type of the prompt file; None takes the label of the prompt's row."""
     reward: float | None = None
-    loss_mask: list[int] = None  # type: ignore[assignment]  # slime's functions ask whether it is None
+    loss_mask: Ints = None  # type: ignore[assignment]  # slime's functions ask whether it is None
     """1 for each response token that is trained on, 0 for tool output; None before there is a response."""
-    weight_versions: list[int] = field(default_factory=list)
+    weight_versions: Ints = field(default_factory=list)
     """For each response token the version of the weights that sampled it, in optimizer steps; an observation has the
     version of the token before it."""
-    rollout_log_probs: list[float] = None  # type: ignore[assignment]  # as of loss_mask
+    rollout_log_probs: Floats = None  # type: ignore[assignment]  # as of loss_mask
     """Log-prob of each response token in the distribution that it was sampled from; NaN if missing, any number where
     the loss mask is 0. None before there is a response."""
     remove_sample: bool = False
@@ -111,7 +121,7 @@ class Sample:
     """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None if it gave one."""
     retokenized: int = 0
     """Trained tokens of a generate function that differ from the tokens that the engine sampled there."""
-    rollout_workers: list[int] = field(default_factory=list, compare=False)
+    rollout_workers: Ints = field(default_factory=list, compare=False)
     """For each response token the index in `RolloutEngine.workers` of the server that sampled it; -1 if unknown."""
 
     Status: ClassVar = SampleStatus
@@ -121,6 +131,13 @@ class Sample:
             self.prompt = self.prompt or self.prompt_row.text
             self.label = copy.deepcopy(self.prompt_row.label) if self.label is None else self.label
             self.metadata = self.metadata or copy.deepcopy(self.prompt_row.metadata)
+
+    def compact(self) -> Sample:
+        """Replaces lists with a number for each token, and returns the sample."""
+        for name, code in NUMBER_TYPES.items():
+            if not isinstance(values := getattr(self, name), Numbers):
+                setattr(self, name, Numbers(code, values))
+        return self
 
     @property
     def row(self) -> Prompt:
@@ -135,12 +152,12 @@ class Sample:
         return -1 if self.prompt_row is None else self.prompt_row.index
 
     @property
-    def prompt_ids(self) -> list[int]:
+    def prompt_ids(self) -> Ints:
         """Tokens before the response."""
         return self.tokens[: len(self.tokens) - self.response_length]
 
     @property
-    def response_ids(self) -> list[int]:
+    def response_ids(self) -> Ints:
         """Tokens of the response."""
         return self.tokens[len(self.tokens) - self.response_length :]
 
@@ -165,7 +182,7 @@ class Sample:
         return [version for version, trained in zip(self.weight_versions, self.loss_mask, strict=True) if trained]
 
     @property
-    def worker_of_each(self) -> list[int]:
+    def worker_of_each(self) -> Ints:
         """`rollout_workers`; -1 for all tokens if a function did not keep one per token."""
         workers, length = self.rollout_workers, self.response_length
         return workers if len(workers) == length else [-1] * length

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.trainer.data.json_values import json_object
+from slime_tis.trainer.data.numbers import Numbers
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.user_functions import USER_FUNCTIONS, describe
 
@@ -52,7 +53,7 @@ class SampleEdits:
     def since(cls, before: SampleSnapshot, sample: Sample, function: str) -> Self:
         """Returns the edits since a snapshot; raises CustomFunctionError for an edit that is not allowed."""
         (fixed, old_mask), mask = before, sample.loss_mask
-        is_mask = isinstance(mask, list) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
+        is_mask = isinstance(mask, list | Numbers) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
         if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != fixed:
             raise CustomFunctionError(
                 f"{function} changed a sample of prompt {sample.prompt_index}; it may set metadata (a dict), loss_mask "

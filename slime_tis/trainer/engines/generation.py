@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from slime_tis.errors import quoted
+from slime_tis.trainer.data.numbers import Floats, Ints, Numbers
 from slime_tis.trainer.data.sample import STATUS, FinishReason, Prompt, Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
@@ -31,13 +32,13 @@ RequestParams = Mapping[str, Any] | None
 class Generation:
     """The answer to one request."""
 
-    token_ids: list[int]
+    token_ids: Ints
     """Sampled tokens, including the stop token or stop string."""
-    log_probs: list[float]
+    log_probs: Floats
     """Log-prob of each token in the distribution it was sampled from."""
-    weight_versions: list[int]
+    weight_versions: Ints
     """Version of the weights that sampled each token."""
-    workers: list[int] = field(default_factory=list, compare=False)
+    workers: Ints = field(default_factory=list, compare=False)
     """For each token the index of the server that sampled it, as in `Sample.rollout_workers`; empty if unknown."""
     finish_reason: FinishReason
     """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort: the rollout has
@@ -55,10 +56,10 @@ class Generation:
     def of(cls, sample: Sample) -> Generation:
         """Returns the response that an incomplete sample has so far."""
         return cls(
-            token_ids=sample.response_ids,
-            log_probs=list(sample.rollout_log_probs or ()),
-            weight_versions=list(sample.weight_versions),
-            workers=list(sample.worker_of_each),
+            token_ids=Numbers("q", sample.response_ids),
+            log_probs=Numbers("d", sample.rollout_log_probs or ()),
+            weight_versions=Numbers("q", sample.weight_versions),
+            workers=Numbers("i", sample.worker_of_each),
             finish_reason="abort",
             text=sample.response,
             routed_experts=sample.rollout_routed_experts,
@@ -246,18 +247,18 @@ def sample_of(prompt: Prompt, response: Generation, group_index: int = 0, index:
         prompt_row=prompt,
         group_index=group_index,
         index=index,
-        tokens=[*prompt.token_ids, *response.token_ids],
+        tokens=Numbers("q", prompt.token_ids) + response.token_ids,
         response=response.text,
         response_length=len(response.token_ids),
         rollout_log_probs=response.log_probs,
-        loss_mask=[1] * len(response.token_ids),
+        loss_mask=Numbers("b", bytes([1]) * len(response.token_ids)),
         weight_versions=response.weight_versions,
         rollout_workers=response.workers,
         status=STATUS[response.finish_reason],
         rollout_routed_experts=response.routed_experts,
         rollout_routing_weights=response.routing_weights,
         sampling_mask=response.sampling_mask,
-    )
+    ).compact()
 
 
 def response_text(

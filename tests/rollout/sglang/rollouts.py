@@ -34,7 +34,8 @@ def with_clients(servers, work, *keys, **options):
     """Runs a coroutine with a client of each server."""
 
     async def run():
-        async with make_client(*keys) as client:
+        client = make_client(*keys)
+        async with client.session:
             clients = [Server(server.url, client, **{"timeout": 10.0, **options}) for server in servers]
             try:
                 return await work(clients)

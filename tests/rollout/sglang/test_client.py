@@ -113,7 +113,7 @@ def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogC
     shown = []
 
     async def use(server: Server) -> None:
-        shown.append(f"{server!r} {server.client!r} {server.client.headers!r} {vars(server)!r}")
+        shown.append(f"{server!r} {server.client!r} {server.client.session.headers!r} {vars(server)!r}")
         await server.info()
         fake.faults.extend([503, "drop", 400])
         fake.replies["/speak"] = [(400, {"message": f"you sent Authorization: Bearer {KEY}"})]

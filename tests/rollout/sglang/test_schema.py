@@ -153,7 +153,7 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match="has token 59"):
         generation(answer, max_new_tokens=8, vocab_size=59)
     answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
-    with pytest.raises(InvalidAnswer, match=f"has token {2**70}, but"):
+    with pytest.raises(InvalidAnswer, match=rf"output_ids\[0\] is {2**70}"):
         generation(answer, max_new_tokens=8, vocab_size=64)
 
 
@@ -166,7 +166,7 @@ def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"<html>", b"[" * 100_000, b'{"text": "\xed\xa0\x80"}', b"9" * 5000],
+    [b"", b"<html>", b"[" * 100_000, b'{"output_ids": ["\xed\xa0\x80"]', b"9" * 5000],
     ids=["nothing", "HTML", "nested deeply", "a lone surrogate", "5,000 digits"],
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:

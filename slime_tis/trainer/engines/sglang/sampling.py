@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slime_tis.trainer.data.numbers import Numbers
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, response_limit
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.functions import FunctionBatch
@@ -81,7 +82,7 @@ class Limits:
         return replace(sampling, top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k)
 
 
-NOTHING = Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="abort", text="")
+NOTHING = Generation.of(Sample())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -316,7 +317,7 @@ class RolloutTask:
         health.check_versions(state, first_version, completion.weight_versions)
         if problem is not None:
             health.note_missing_experts(server, problem)
-        response.append(replace(completion, workers=[state.index] * len(completion.token_ids)))
+        response.append(replace(completion, workers=Numbers("i", [state.index] * len(completion.token_ids))))
         if response.unrecorded_layer is not None:
             problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
             health.note_missing_experts(server, f"{problem}, as if it were not recorded")

@@ -5,21 +5,24 @@ single values (type, finite, bounds); `parse_…` checks their relations, such a
 """
 
 import binascii
+import json
 import math
 import re
 import secrets
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 import pybase64
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from torch import Tensor
 
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import MoeSizes
+from slime_tis.trainer.data.numbers import Numbers
 from slime_tis.trainer.data.sample import FinishReason, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation
@@ -38,6 +41,8 @@ LOWEST = -1e30
 """Log-probs below are a server's −∞."""
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
+EXPERT_ROWS = 768
+"""Tokens whose experts are decoded together, in the cache of a core; base64 of 3 rows ends without padding."""
 MAX_NAME = 128
 
 
@@ -149,68 +154,72 @@ def version_number(name: object) -> int:
     return int(name) if re.fullmatch("[0-9]+", name) else 0
 
 
-def _checked_name(name: object) -> object:
-    version_number(name)
-    return name
+LogProb = Annotated[float, msgspec.Meta(le=MAX_LOG_PROB)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+RankCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+TokenCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 
 
-LogProb = Annotated[float, Field(le=MAX_LOG_PROB, allow_inf_nan=False)]
-TokenId = Annotated[int, Field(ge=0)]
-TokenLogProb = tuple[LogProb | None, TokenId, Any]
-"""SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
-WeightVersion = Annotated[int, BeforeValidator(version_number)]
-RankCount = Annotated[int, Field(ge=1, le=1 << 16)]
-TokenCount = Annotated[int, Field(ge=1, le=1 << 32)]
-
-
-class Answer(BaseModel):
+class Answer(msgspec.Struct):
     """The used fields of an answer; other fields are ignored."""
 
-    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+class TokenLogProb(Answer, array_like=True, gc=False):
+    """SGLang's [log-prob, token, text]; the first token of an input follows nothing and has no log-prob."""
+
+    log_prob: LogProb | None
+    token: TokenId
 
 
 class _WeightSpan(Answer):
-    version: WeightVersion
+    version: Any
     start: int
     end: int
+
+    def __post_init__(self) -> None:
+        self.version = version_number(self.version)
 
 
 class _Finish(Answer):
     type: FinishReason
 
 
-class OutputMeta(Answer):
+class OutputMeta(Answer, kw_only=True):
     """`meta_info` of POST /generate."""
 
     finish_reason: _Finish
-    output_token_logprobs: Annotated[list[TokenLogProb], FailFast()] = []
+    output_token_logprobs: list[TokenLogProb] = []
     completion_tokens: int | None = None
-    weight_versions: Annotated[list[_WeightSpan], FailFast()]
+    weight_versions: list[_WeightSpan]
     routed_experts: Any = None
     """Experts of the fed tokens; not validated here, because a sample is usable without them."""
-    output_token_sampling_mask: Annotated[list[list[TokenId]] | None, FailFast()] = None
-    output_token_sampling_logprobs: Annotated[list[LogProb] | None, FailFast()] = None
-    input_token_logprobs: Annotated[list[TokenLogProb], FailFast()] = []
-    output_top_logprobs: Annotated[list[list[TokenLogProb]], FailFast()] = []
+    output_token_sampling_mask: list[list[TokenId]] | None = None
+    output_token_sampling_logprobs: list[LogProb] | None = None
+    input_token_logprobs: list[TokenLogProb] = []
+    output_top_logprobs: list[list[TokenLogProb]] = []
 
 
 class GenerateAnswer(Answer):
     """The answer to POST /generate."""
 
-    output_ids: Annotated[list[TokenId], FailFast()]
+    output_ids: list[TokenId]
     meta_info: OutputMeta
 
 
 class ModelInfo(Answer):
     """The answer to GET /model_info."""
 
-    weight_version: Annotated[str | None, BeforeValidator(_checked_name)] = None
+    weight_version: str | None = None
+
+    def __post_init__(self) -> None:
+        version_number(self.weight_version)
 
 
 class ServerInfo(Answer):
     """The answer to GET /server_info. Never log it: it contains the API key. Its weight version is the initial one."""
 
-    version: Annotated[str, Field(max_length=MAX_NAME)] = ""
+    version: Name = ""
     max_req_input_len: TokenCount | None = None
     """Every input must be shorter than this number of tokens."""
     tp_size: RankCount = 1
@@ -218,7 +227,7 @@ class ServerInfo(Answer):
     dp_size: RankCount = 1
     sampling_mask_max_tokens: TokenCount | None = None
     """Largest reported sampling mask (--sampling-mask-max-tokens)."""
-    dtype: Annotated[str, Field(max_length=MAX_NAME)] | None = None
+    dtype: Name | None = None
     quantization: Any = None
     enable_deterministic_inference: Any = None
     """Whether the server uses requests' seeds; only True counts."""
@@ -248,14 +257,47 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
     """Parses the body of an answer; raises InvalidAnswer if it is not JSON or a field is missing or invalid."""
     try:
-        return schema.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    problems = {"json_invalid": "it is not JSON", "missing": f"it has no {field}"}
-    if first["type"] == "value_error":
-        raise InvalidAnswer(str(first["ctx"]["error"]))
-    raise InvalidAnswer(problems.get(first["type"], f"{field or 'it'} is {quoted(first['input'])}"))
+        return msgspec.json.decode(body, type=schema)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        content = json.loads(body)  # takes NaN and Infinity too, for the message
+    except (ValueError, RecursionError):
+        raise InvalidAnswer("it is not JSON") from None
+    raise InvalidAnswer(_problem(content, schema))
+
+
+def _problem(content: Any, schema: type[Answer]) -> str:
+    """Says what is wrong with an answer, by its first wrong value."""
+
+    def error() -> str | None:
+        try:
+            msgspec.convert(content, schema)
+        except msgspec.ValidationError as found:
+            return str(found if found.__cause__ is None else found.__cause__)
+        return None
+
+    found = error()
+    if found is None:
+        return "it is not JSON"
+    text, _, path = found.removesuffix("`").partition(" - at `$")
+    field, value = path.lstrip("."), content
+    if missing := re.search("missing required field `([^`]*)", text):
+        return f"it has no {f'{field}.{missing[1]}'.lstrip('.')}"
+    if not path and isinstance(value, dict):
+        return text
+    for step in re.findall(r"\[\.\.\.\]|[^.\[\]]+", path):
+        if step == "[...]":  # msgspec does not name the element: it ends the shortest wrong part of the list
+            whole, part = value[:], value
+
+            def is_wrong(length: int) -> bool:
+                part[:] = whole[:length]  # noqa: B023  # called in this pass of the loop
+                return error() == found
+
+            step = str(bisect_left(range(1, len(whole)), True, key=is_wrong))
+            part[:], field = whole, field.replace("[...]", f"[{step}]", 1)
+        value = value[int(step)] if isinstance(value, list) else value[step]
+    return f"{field or 'it'} is {quoted(value)}"
 
 
 def parse_generation(
@@ -264,9 +306,9 @@ def parse_generation(
     """Parses the answer to a request, whose experts begin at the first requested token; says why they are unusable."""
     body, encoded_experts = _without_experts(body)
     answer = parse(GenerateAnswer, body)
-    meta, token_ids = answer.meta_info, answer.output_ids
+    _check_vocabulary("it", answer.output_ids, vocab_size)
+    meta, token_ids = answer.meta_info, Numbers("q", answer.output_ids)
     entries = meta.output_token_logprobs if token_ids else []
-    _check_vocabulary("it", token_ids, vocab_size)
     log_probs, length = _log_probs_of(token_ids, entries), len(token_ids)
     if meta.completion_tokens not in (None, length):
         raise InvalidAnswer(f"it has {length} tokens and says that they are {quoted(meta.completion_tokens)}")
@@ -277,7 +319,7 @@ def parse_generation(
     versions = _token_versions(meta, length)
     routed_experts, problem, mask = None, None, None
     if layout is not None and request.first_experts is not None and token_ids:
-        if len(set(versions)) > 1:  # after an update, earlier tokens were fed again to other routers
+        if versions[0] != versions[-1]:  # after an update, earlier tokens were fed again to other routers
             problem = "its weights were updated in the middle of a request"
         else:
             num_rows = len(request.input_ids) + length - 1 - request.first_experts  # the last token was not fed
@@ -304,7 +346,8 @@ def _without_experts(body: bytes) -> tuple[bytes, memoryview | None]:
 
     The name with both quotes cannot be inside a string, where a quote follows a backslash.
     """
-    found = re.search(rb'"routed_experts":\s*"', body)
+    start = max(body.find(b'"routed_experts"'), 0)  # faster than a search for the expression
+    found = re.compile(rb'"routed_experts":\s*"').match(body, start)
     if found is None or (end := body.find(b'"', found.end())) < 0:
         return body, None
     return body[: found.end()] + body[end:], memoryview(body)[found.end() : end]
@@ -320,20 +363,26 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
         raise InvalidAnswer("it has no routed_experts" if encoded is None else f"routed_experts is {quoted(encoded)}")
     if len(encoded) != layout.num_bytes(num_rows):
         raise InvalidAnswer(f"routed_experts has {len(encoded)} characters, not {layout.num_bytes(num_rows)}")
-    try:
-        data = pybase64.b64decode(encoded, validate=True)
-        every_layer = np.frombuffer(data, "<i4").reshape(num_rows, layout.num_hidden_layers, moe.top_k)
-    except (ValueError, binascii.Error):
-        raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
-    experts = every_layer if len(moe.layers) == layout.num_hidden_layers else every_layer[:, list(moe.layers)]
-    if not 0 <= experts.min() <= experts.max() < moe.num_experts:
-        raise InvalidAnswer(
-            f"routed_experts has {experts.min()} to {experts.max()}, but there are {moe.num_experts} experts"
-        )
-    experts = experts.astype(np.uint8 if expert_dtype(moe.num_experts) is torch.uint8 else np.int16)
-    columns = np.ascontiguousarray(experts.reshape(-1, moe.top_k).T)
-    if any((columns[i] == columns[j]).any() for i in range(moe.top_k) for j in range(i)):
-        # the result of kernels that bypass the recording
+    dtype = np.uint8 if expert_dtype(moe.num_experts) is torch.uint8 else np.int16
+    experts = np.empty((num_rows, len(moe.layers), moe.top_k), dtype)
+    has_duplicates = False
+    for first in range(0, num_rows, EXPERT_ROWS):
+        rows = min(EXPERT_ROWS, num_rows - first)
+        start = layout.num_bytes(first)
+        try:
+            data = pybase64.b64decode(encoded[start : start + layout.num_bytes(rows)], validate=True)
+            every_layer = np.frombuffer(data, "<u4").reshape(rows, layout.num_hidden_layers, moe.top_k)
+        except (ValueError, binascii.Error):
+            raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
+        part = every_layer if len(moe.layers) == layout.num_hidden_layers else every_layer[:, list(moe.layers)]
+        if part.max() >= moe.num_experts:
+            wrong = part.view("<i4")
+            text = f"routed_experts has {wrong.min()} to {wrong.max()}, but there are {moe.num_experts} experts"
+            raise InvalidAnswer(text)
+        experts[first : first + rows] = part
+        columns = np.ascontiguousarray(experts[first : first + rows].reshape(-1, moe.top_k).T)
+        has_duplicates |= any((columns[i] == columns[j]).any() for i in range(moe.top_k) for j in range(i))
+    if has_duplicates:  # the result of kernels that bypass the recording
         if layers := [layer for i, layer in enumerate(moe.layers) if not experts[:, i].any()]:
             raise InvalidAnswer(
                 f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not record them"
@@ -344,7 +393,9 @@ def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:
     """Parses the log-probs at temperature 1 of all tokens but the first; raises InvalidAnswer."""
-    return _log_probs_of(token_ids[1:], parse(GenerateAnswer, body).meta_info.input_token_logprobs[1:])
+    return _log_probs_of(
+        Numbers("q", token_ids[1:]), parse(GenerateAnswer, body).meta_info.input_token_logprobs[1:]
+    ).tolist()
 
 
 def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
@@ -352,9 +403,11 @@ def parse_top(body: bytes, vocab_size: int | None = None) -> dict[int, float]:
     positions = parse(GenerateAnswer, body).meta_info.output_top_logprobs
     if not positions or not positions[0]:
         raise InvalidAnswer("it has no output_top_logprobs")
-    _check_vocabulary("output_top_logprobs", [token for _, token, _ in positions[0]], vocab_size)
+    _check_vocabulary("output_top_logprobs", [entry.token for entry in positions[0]], vocab_size)
     return {
-        token: min(log_prob, 0.0) for log_prob, token, _ in positions[0] if log_prob is not None and log_prob > LOWEST
+        entry.token: min(entry.log_prob, 0.0)
+        for entry in positions[0]
+        if entry.log_prob is not None and entry.log_prob > LOWEST
     }
 
 
@@ -376,12 +429,10 @@ def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | 
         raise InvalidAnswer(f"{subject} {problem}; see that the server runs the same model")
 
 
-def _sampling_mask(
-    meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
-) -> tuple[SamplingMask, list[float]]:
+def _sampling_mask(meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None) -> tuple[SamplingMask, Numbers]:
     sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not token_ids:
-        return SamplingMask.unrecorded(0), []
+        return SamplingMask.unrecorded(0), Numbers("d")
     if sets is None or log_probs is None:
         raise InvalidAnswer("it has no output_token_sampling_mask with output_token_sampling_logprobs")
     if not len(sets) == len(log_probs) == len(token_ids):
@@ -393,32 +444,33 @@ def _sampling_mask(
         if token not in distinct:
             raise InvalidAnswer(f"sampling mask {position} lacks the token {token} that was sampled")
         _check_vocabulary(f"sampling mask {position}", allowed, vocab_size)
-    return SamplingMask.from_sets(sets), [min(log_prob, 0.0) for log_prob in log_probs]
+    return SamplingMask.from_sets(sets), Numbers("d", [min(log_prob, 0.0) for log_prob in log_probs])
 
 
-def _log_probs_of(token_ids: Sequence[int], entries: Sequence[TokenLogProb]) -> list[float]:
+def _log_probs_of(token_ids: Numbers, entries: Sequence[TokenLogProb]) -> Numbers:
     if len(entries) != len(token_ids):
         raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
-    log_probs = [log_prob for log_prob, _, _ in entries if log_prob is not None]
-    of_tokens = [of_token for _, of_token, _ in entries]
-    if len(log_probs) != len(entries):
-        raise InvalidAnswer(f"log-prob {[log_prob for log_prob, _, _ in entries].index(None)} is null")
-    if of_tokens != list(token_ids):
+    log_probs = np.array([entry.log_prob for entry in entries], np.float64)  # null becomes NaN, which JSON has not
+    if np.isnan(log_probs).any():
+        raise InvalidAnswer(f"log-prob {int(np.isnan(log_probs).argmax())} is null")
+    of_tokens = Numbers("q", [entry.token for entry in entries])
+    if of_tokens != token_ids:
         position = next(i for i, token in enumerate(token_ids) if of_tokens[i] != token)
         problem = f"is of token {quoted(of_tokens[position])}, but the token is {token_ids[position]}"
         raise InvalidAnswer(f"log-prob {position} {problem}")
-    return log_probs if max(log_probs, default=0.0) <= 0.0 else [min(log_prob, 0.0) for log_prob in log_probs]
+    return Numbers("d", np.minimum(log_probs, 0.0).tobytes())
 
 
-def _token_versions(meta: OutputMeta, length: int) -> list[int]:
-    versions: list[int] = []
+def _token_versions(meta: OutputMeta, length: int) -> Numbers:
+    end, last = 0, 0
     for span in meta.weight_versions:
-        if span.start != len(versions) or not span.start <= span.end <= length:
-            bounds = f"{quoted(span.start)} to {quoted(span.end)} after {len(versions)} of {length} tokens"
+        if span.start != end or not span.start <= span.end <= length:
+            bounds = f"{quoted(span.start)} to {quoted(span.end)} after {end} of {length} tokens"
             raise InvalidAnswer(f"weight_versions has a span from {bounds}")
-        if versions and span.version < versions[-1]:
-            raise InvalidAnswer(f"weight_versions goes back from {versions[-1]} to {span.version}")
-        versions += [span.version] * (span.end - span.start)
-    if len(versions) != length:
-        raise InvalidAnswer(f"weight_versions covers {len(versions)} tokens of {length}")
-    return versions
+        if span.version < last:
+            raise InvalidAnswer(f"weight_versions goes back from {last} to {span.version}")
+        end, last = span.end, span.version
+    if end != length:
+        raise InvalidAnswer(f"weight_versions covers {end} tokens of {length}")
+    counts = [span.end - span.start for span in meta.weight_versions]
+    return Numbers("q", np.repeat(np.array([span.version for span in meta.weight_versions], "q"), counts).tobytes())

@@ -101,11 +101,11 @@ class ServerGroup:
     async def connect(self) -> None:
         """Waits for the servers; raises RolloutUnavailable if none comes up, and ValueError if they refuse."""
         config = self._settings.config
+        client = make_client(config.api_key, config.admin_api_key)
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(client.session)
 
             async def server(url: str) -> Server:
-                # a client for each server: httpx searches all connections of a client for every request
-                client = await stack.enter_async_context(make_client(config.api_key, config.admin_api_key))
                 server = Server(url, client, config.sglang_request_timeout, self._vocab_size, self._layout)
                 stack.push_async_callback(server.close)
                 return server
