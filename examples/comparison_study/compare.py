@@ -75,8 +75,8 @@ def main() -> None:
     print(replace_table(STUDY.page, "held-out columns", answers(tests, study())))
     print(replace_table(STUDY.page, "predictors", predictors(rows.values(), compared)))
     swept = read_table(SWEEP.results)
-    if swept:
-        print(replace_table(STUDY.page, "sweep", sweep(swept.values())))
+    print(replace_table(STUDY.page, "sweep", sweep(swept.values())))
+
     hours = sum(row.seconds for row in [*rows.values(), *swept.values()]) / 3600
     cost = f"{len(rows) + len(swept)} runs took {hours:.1f} hours, one core per run, on machines with other load."
     print(replace_table(STUDY.page, "cost", cost))

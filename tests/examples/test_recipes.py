@@ -235,7 +235,7 @@ def test_the_page_of_a_study_shows_its_table(name):
 
 
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("name", ["collapse_study", "real_model_study"])
+@pytest.mark.parametrize("name", ["collapse_study", "comparison_study", "real_model_study"])
 def test_the_commands_shown_are_accepted(name):
     study = Study(ROOT / "examples" / name)
     text = (study.directory / "README.md").read_text(encoding="utf-8") + study.page.read_text(encoding="utf-8")
