@@ -16,6 +16,7 @@ def test_numbers_are_a_list_for_its_readers_and_writers():
     assert numbers.__add__([4]) == [1, 2, 3, 4] and numbers.__radd__([0]) == [0, 1, 2, 3]
     for same in (numbers[:], copy.copy(numbers), copy.deepcopy(numbers), pickle.loads(pickle.dumps(numbers))):
         assert type(same) is Numbers and same == numbers and same is not numbers
+    assert type(numbers.copy()) is list
     joined = numbers[1:] + numbers[:1]
     assert type(joined) is Numbers and joined == [2, 3, 1]
     numbers += [4, 5]

@@ -94,7 +94,7 @@ def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
 
 
 def to_dict(sample: Sample) -> dict[str, Any]:
-    """The sample as JSON values, without the metadata and tokens that equal those of its prompt's row."""
+    """The sample as JSON values, without metadata and tokens that its prompt's row has too."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
     row |= {name: list(getattr(sample, name) or []) for name in NUMBER_TYPES}  # some are None before a response
     row["status"] = sample.status.value

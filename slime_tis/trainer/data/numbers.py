@@ -40,6 +40,8 @@ class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
 
     __hash__ = None
 
+    copy = array.tolist
+
     def __copy__(self) -> Numbers:
         return self[:]  # type: ignore[no-any-return]
 

@@ -342,7 +342,7 @@ def parse_generation(
 
 
 def _without_experts(body: bytes) -> tuple[bytes, memoryview | None]:
-    """Cuts the text of routed experts out of an answer, of which it may be 98 %: the JSON parser would copy it.
+    """Cuts the text of routed experts out of an answer. It may be 98 % of it, and the JSON parser would copy it.
 
     The name with both quotes cannot be inside a string, where a quote follows a backslash.
     """
