@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 
 from tests.runs import ROOT, Started, fork_server, start_apart
+from tests.sglang_server.servers import FLAGS, PYTHON, server_environment
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 LINK, SWITCH = "slime0", "switch0"
@@ -82,6 +83,7 @@ class Hosts:
     """Namespaces of the hosts and, at last, of the switch."""
     jobs: list[Job] = field(default_factory=list)
     processes: list[BaseProcess] = field(default_factory=list)
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def ip(self, host: int, *words: str) -> None:
         subprocess.run(["ip", "-n", self.names[host], *words], check=True)
@@ -116,6 +118,21 @@ class Hosts:
         process.start()
         self.processes.append(process)
         return here.recv(), here
+
+    def serve_real(self, checkpoint: Path) -> str:
+        """Starts a real SGLang server in fp32, without waiting; returns its URL."""
+        address = ["--host", ADDRESSES[SERVERS], "--port", "30000"]
+        command = [str(PYTHON), "-m", "sglang.launch_server", "--config", str(FLAGS), "--dtype", "float32", *address]
+        with open(checkpoint.with_name("server.log"), "w") as log:
+            self.started.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", self.names[SERVERS], *command, "--model-path", str(checkpoint)],
+                    env=server_environment(),
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        return f"http://{address[1]}:30000"
 
     def fork(self, flags: Sequence[str], output: Path) -> Started:
         """Starts two ranks, one on each host, without torchrun and its seconds of imports."""
@@ -229,5 +246,7 @@ def hosts() -> Iterator[Hosts]:
         for job in made.jobs:
             for launcher in job.launchers:
                 launcher.wait()
+        for server in made.started:
+            server.wait()
         for process in made.processes:
             process.join()

@@ -19,7 +19,8 @@ import pytest
 from tests import runs
 from tests.hosts.conftest import SERVERS, Hosts, Job
 from tests.rollout.sglang.fake_sglang import fake_servers
-from tests.runs import Completed, make_task, metrics_of, read_metrics
+from tests.runs import Completed, make_task, metrics_of, read_metrics, with_sglang
+from tests.sglang_server.servers import PYTHON
 
 SECONDS = 9.0
 TIMEOUT = ["--distributed-timeout-minutes", str(SECONDS / 60)]
@@ -191,6 +192,24 @@ def test_a_firewall_between_servers_and_rank_0(sglang: list[str], hosts: Hosts, 
     hosts.firewall(0)
     run = hosts.fork([*sglang, "--sglang-url", *urls], tmp_path / "run")
     assert_stopped(run.wait(SERVER_LIMIT), "/init_weights_update_group did not answer within 4 s")
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="`make sglang-env` builds the environment of SGLang's servers")
+def test_a_real_server_on_a_third_host(hosts, tmp_path):
+    """Weights reach it from rank 0 of another host; the link is down for 2 s after the first step."""
+    flags = with_sglang(make_task(tmp_path, hidden_size=64))[:-2]  # weights over gloo, not over the disk
+    flags += ["--sglang-url", hosts.serve_real(tmp_path / "model"), "--sglang-startup-timeout", "300"]
+    flags += ["--num-rollout", "6", "--lr", "1e-4", "--check-weight-sync"]
+    run = hosts.fork(flags, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    run.until(lambda: metrics.exists() and "train/grad_norm" in metrics.read_text(), 400)
+    hosts.cut(SERVERS)
+    time.sleep(2)  # the length of the fault
+    hosts.join(SERVERS)
+    done = run.wait(120)
+    assert done.statuses == [0, 0], done.stderr[-3000:]
+    rows = [row for row in read_metrics(tmp_path / "run") if "train/grad_norm" in row]
+    assert len(rows) == 6 and all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
 
 
 def test_a_link_cut_while_a_checkpoint_is_written(hosts: Hosts, flags: list[str], tmp_path: Path) -> None:

@@ -162,9 +162,10 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
 
 LONG = Sampling(max_response_len=400, n_samples=2)
 
-pytestmark = pytest.mark.parametrize("sync", ["distributed", "disk"])
+both_ways = pytest.mark.parametrize("sync", ["distributed", "disk"])
 
 
+@both_ways
 def test_log_probs_are_those_of_the_weights_that_it_was_given(sync, real):
     engine = real.make_engine(real.server, sglang_weight_sync=sync)
     sampling = Sampling(max_response_len=32, n_samples=2)
@@ -179,6 +180,7 @@ def test_log_probs_are_those_of_the_weights_that_it_was_given(sync, real):
         assert engine.prompt_log_probs(ids)[real.server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
 
 
+@both_ways
 def test_every_token_has_the_version_and_log_prob_of_its_weights(sync, real):
     weights = {0: real.reference, 1: real.other_reference, 2: real.reference}
     engine = real.make_engine(real.server, sglang_weight_sync=sync)
@@ -195,6 +197,7 @@ def test_every_token_has_the_version_and_log_prob_of_its_weights(sync, real):
     assert seen.count(3) >= 2  # or the updates came too early, or too late, to show anything
 
 
+@both_ways
 def test_a_server_with_the_weights_of_an_earlier_run_samples_nothing_before_it_has_ours(sync, real):
     earlier = real.make_engine(real.server)
     earlier.update_weights(real.other_reference.named_tensors, 12)
