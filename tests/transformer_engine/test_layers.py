@@ -51,7 +51,7 @@ def test_checkpoints_have_every_weight_and_mixtures_torch_layers(on_cpu, tmp_pat
     stored = {entry.key for entry in sharded.values()}
     weights = {name.replace("decoder.layers.0.", "decoder.layers.") for name in named_weights(model.module)}
     assert {name for name in weights if ".layers.1." not in name} <= stored
-    model = build(make_checkpoint(tmp_path, "qwen3_moe"), on_cpu)
+    model = build(make_checkpoint(tmp_path / "mixture", "qwen3_moe"), on_cpu)
     assert not any("transformer_engine" in type(module).__module__ for module in model.module.modules())
 
 
