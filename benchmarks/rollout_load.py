@@ -31,7 +31,7 @@ import psutil
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.sglang import schema
-from slime_tis.trainer.engines.sglang.engine import _return_memory
+from slime_tis.trainer.engines.sglang.engine import return_memory
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.server_group import expert_layout
 from slime_tis.trainer.megatron.batch import make_batch
@@ -151,7 +151,7 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
     prompts = [Prompt(index=i, text="", token_ids=(1, *[3 + i % 60] * (PROMPT - 1))) for i in range(options.requests)]
     process = psutil.Process()
     gc.collect()
-    _return_memory()
+    return_memory()
     before, start = process.memory_info().rss, time.perf_counter()
     seconds, groups = timed(lambda: engine.generate(prompts, sampling))
     wall = time.perf_counter() - start

@@ -57,7 +57,7 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read.") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}.") from None
+        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}; unpack or convert it.") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}.") from None
     except ValueError as error:  # Python's own bound on digits

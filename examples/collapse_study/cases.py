@@ -63,7 +63,7 @@ class Case:
 
     @property
     def program(self) -> list[str]:
-        """Python's arguments before those of `command`."""
+        """The program, as Python's arguments; `command` follows."""
         return ["-m", "examples.collapse_study.faults", self.fault] if self.fault else [str(ROOT / "train.py")]
 
     @property

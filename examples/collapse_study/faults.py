@@ -17,6 +17,8 @@ the local engine then returns the sampling masks."""
 
 
 if __name__ == "__main__":
-    name, *flags = sys.argv[1:]
+    name, *flags = sys.argv[1:] or [""]
+    if name not in FAULTS:
+        sys.exit(f"error: {name!r} is no fault; give one of {', '.join(FAULTS)}, then flags of train.py.")
     with planted(FAULTS[name]):
         sys.exit(train(flags))

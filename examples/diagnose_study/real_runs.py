@@ -68,7 +68,7 @@ class Fault:
     rope_theta: Callable[[int], float] = lambda strength: 1.0
     """Factor of the engine's rope_theta."""
     servers: int = 0
-    """Number of servers, one of which keeps its first weights; each answers an equal share of the prompts."""
+    """Servers with equal shares of the prompts, if one of them keeps its first weights; 0 without such a fault."""
 
 
 def shifted(strength: int) -> Report:

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime_tis import limits
 from slime_tis.errors import quoted_path
+from slime_tis.files import json_lines
 from slime_tis.hf_directory import (
     FAMILIES,
     ModelSizes,
@@ -39,6 +40,8 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
             raise ValueError(f"{flag} is {quoted_path(path)} but there is no such file; give a JSONL or parquet file.")
         if Path(path).stat().st_size == 0:
             raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt per row.")
+        if Path(path).suffix != ".parquet":
+            next(json_lines(Path(path)), None)  # a compressed file ends the run before anything is built
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load.")

@@ -277,4 +277,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 number += 1
                 yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from None
+        raise ValueError(
+            f"{path} cannot be read as parquet after row {number}: {first_line(error)}; JSONL files end in .jsonl."
+        ) from None

@@ -15,6 +15,7 @@ from slime_tis.trainer.engines.sglang.schema import (
     ModelInfo,
     ServerInfo,
     parse,
+    parse_checksums,
     parse_generation,
     parse_scores,
     score_body,
@@ -205,6 +206,16 @@ def test_what_a_server_says_of_itself() -> None:
     assert info_of({}) == ServerInfo()
     assert info_of({"tp_size": 4, "dp_size": 2}) == ServerInfo(tp_size=4, pp_size=1, dp_size=2)
     assert info_of({"enable_deterministic_inference": True}).enable_deterministic_inference is True
+
+
+@pytest.mark.parametrize(
+    ("checksums", "message"),
+    [({"a": "x", "b.c": 1}, r"ranks\[0\]\.checksums\['b\.c'\] is 1$"), (5, r"ranks\[0\]\.checksums is 5$")],
+    ids=["a number", "no object"],
+)
+def test_checksums_that_are_not_text_are_refused(checksums, message):
+    with pytest.raises(InvalidAnswer, match=message):
+        parse_checksums(json.dumps({"ranks": [{"checksums": checksums}, {"checksums": {}}]}).encode())
 
 
 def test_names_of_weights_that_are_not_numbers_are_those_of_the_start() -> None:

@@ -149,7 +149,7 @@ class SGLangEngine:
             def done(_: object) -> None:
                 servers.rollouts.discard(task)
                 servers.changed.set()
-                _return_memory()
+                return_memory()
 
             rollout.future.add_done_callback(done)
         self._num_batches += 1
@@ -281,7 +281,7 @@ class SGLangRollout:
         return self.groups
 
 
-def _return_memory() -> None:
+def return_memory() -> None:
     """Returns the memory of answers to the system. glibc keeps it where samples lie behind: up to 3 times theirs."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -10,8 +10,9 @@ import math
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -287,17 +288,25 @@ def _problem(content: Any, schema: type[Answer]) -> str:
     if not path and isinstance(value, dict):
         return text
     for step in re.findall(r"\[\.\.\.\]|[^.\[\]]+", path):
-        if step == "[...]":  # msgspec does not name the element: it ends the shortest wrong part of the list
-            whole, part = value[:], value
-
-            def is_wrong(length: int) -> bool:
-                part[:] = whole[:length]  # noqa: B023  # called in this pass of the loop
-                return error() == found
-
-            step = str(bisect_left(range(1, len(whole)), True, key=is_wrong))
-            part[:], field = whole, field.replace("[...]", f"[{step}]", 1)
-        value = value[int(step)] if isinstance(value, list) else value[step]
+        key: Any = int(step) if isinstance(value, list) and step.isdecimal() else step
+        if step == "[...]":  # msgspec does not name the element: it ends the shortest wrong part of the list or object
+            elements = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+            is_wrong = partial(_fails_with, value, elements, lambda: error() == found)
+            key = elements[bisect_left(range(1, len(elements)), True, key=is_wrong)][0]
+            is_wrong(len(elements))  # all of them again
+            field = field.replace("[...]", f"[{key!r}]", 1)
+        value = value[key]
     return f"{field or 'it'} is {quoted(value)}"
+
+
+def _fails_with(whole: Any, elements: Sequence[Any], fails: Callable[[], bool], count: int) -> bool:
+    """Whether a list or object that is left with its first elements is still wrong."""
+    whole.clear()
+    if isinstance(whole, dict):
+        whole.update(elements[:count])
+    else:
+        whole.extend(value for _, value in elements[:count])
+    return fails()
 
 
 def parse_generation(
