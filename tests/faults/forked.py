@@ -34,6 +34,8 @@ class ForkedRun:
 
         directory.mkdir(parents=True, exist_ok=True)
         self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"
+        for path in (self.stdout, self.stderr):
+            path.touch()  # a child that is killed at once writes none
         self.started = time.monotonic()
         sys.stdout.flush()
         sys.stderr.flush()
