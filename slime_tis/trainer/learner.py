@@ -39,6 +39,7 @@ from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.routing_shares import receive_routing
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names
@@ -118,7 +119,7 @@ class Learner:
 
         A micro-batch has `size` samples.
         """
-        batch, _ = self._with_routing(samples, range(len(samples)))
+        batch, _ = self._with_routing([samples] * self.parallel.data_size, range(len(samples)))
         if not self.rollout.use_rollout_routing_replay:
             batch = batch.with_routing(None, None)
         return batch, self.engine.log_probs(batch, fixed_partition(len(samples), size))
@@ -208,7 +209,7 @@ class Learner:
             [[sample.response_length for sample in samples] for samples in rank_samples],
             numbers,
         )
-        recorded, missing = self._with_routing(samples, rollout_numbers)
+        recorded, missing = self._with_routing(rank_samples, rollout_numbers)
         batch = recorded if self.rollout.use_rollout_routing_replay else recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         if self.policy.has_token_baseline:
@@ -231,10 +232,13 @@ class Learner:
             samples_without_routing=missing,
         )
 
-    def _with_routing(self, samples: Sequence[Sample], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
+    def _with_routing(self, shares: Sequence[Sequence[Sample]], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
+        """Returns the batch of this rank's share with its experts, and the number of all samples without them."""
+        samples = shares[self.parallel.data_rank]
         batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
         if not self.rollout.records_routed_experts or sizes is None:
             return batch, 0
+        receive_routing(self.parallel, shares)
         replays_weights = self.rollout.routing_replay_weights
         is_usable = [
             has_usable_experts(sample, sizes) and (not replays_weights or has_usable_weights(sample))

@@ -29,6 +29,7 @@ from slime_tis.trainer.rollout.dynamic_sampling import collect
 from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks
 from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
+from slime_tis.trainer.routing_shares import drop_routing
 
 Groups = list[list[Sample]]
 
@@ -87,6 +88,8 @@ class SampleSource:
         raw, advantages = (None, None) if shaped is None else shaped
         if raw is not None:
             measured["rollout/raw_reward"] = sum(raw) / len(raw)
+        if not self.is_main:  # the learner sends each rank the experts of its own samples
+            drop_routing(groups)
         measured |= self.sampler.metrics() | self.unfinished.metrics()
         return Rollout(groups=groups, metrics=measured, advantages=advantages)
 

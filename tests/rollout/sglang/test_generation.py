@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,16 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from tests.checkpoints import make_checkpoint
-from tests.rollout.sglang.fake_sglang import continuation, fake_servers, log_prob, next_token, spoiled, wait_until, when
+from tests.rollout.sglang.fake_sglang import (
+    LAYERS,
+    continuation,
+    fake_servers,
+    log_prob,
+    next_token,
+    spoiled,
+    wait_until,
+    when,
+)
 from tests.rollout.sglang.rollouts import (
     EARLY,
     LATE,
@@ -268,8 +278,11 @@ def work(rank, checkpoint, url, out):
 def play(rank, checkpoint, url):
     """What one rank sees of a run on a server that begins with the weights of another run."""
     weights, sync = Weights(), ByHand()
-    engine = make_engine(Path(checkpoint), weights, weight_sync=sync, sglang_url=(url,), sglang_max_retries=0)
-    seen = {"first": engine.generate(PROMPTS, SAMPLING, 0), "iterated": [weights.iterated]}
+    sampling = replace(SAMPLING, return_routed_experts=True)
+    options = {"weight_sync": sync, "sglang_url": (url,), "sglang_max_retries": 0, "sampling": sampling}
+    engine = make_engine(Path(checkpoint), weights, **options)
+    first = engine.generate(PROMPTS, sampling, 0)
+    seen = {"first": first, "iterated": [weights.iterated]}
     engine.update_weights(weights, 4)
     seen["iterated"].append(weights.iterated)
     seen["second"] = engine.generate(PROMPTS, SAMPLING, 0)
@@ -291,12 +304,14 @@ def play(rank, checkpoint, url):
 
 @pytest.mark.slow
 def test_two_ranks_see_the_same(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "qwen3_moe", num_hidden_layers=LAYERS)
     with fake_servers(1) as (server,):
         server.weight_version, server.version = "7", 7
         spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
         first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))
     assert_exact(first["first"], PROMPTS)
+    for seen, has_experts in ((first, True), (second, False)):
+        assert {sample.rollout_routed_experts is not None for sample in flat(seen["first"])} == {has_experts}
     assert_exact(first["second"], PROMPTS)
     assert versions_of(first["first"]) == {0}
     assert versions_of(first["second"]) == {4}

@@ -29,6 +29,7 @@ from slime_tis.trainer.engines.tasks import CANCELLED
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Groups = list[list[Sample]]
@@ -215,7 +216,8 @@ class SGLangEngine:
         self._rank_zero.close()
 
     def collect(self, rollout: SGLangRollout) -> Groups:
-        """Waits for a rollout; a collective."""
+        """Waits for a rollout; a collective. Only rank 0 gets the samples' experts."""
+        experts: list[tuple[Sample, Tensor]] = []
 
         def wait(weights: WeightSource) -> tuple[Groups, Groups]:
             assert rollout.future is not None
@@ -224,14 +226,19 @@ class SGLangEngine:
             taken = set(map(id, complete))
             groups = numbered(complete)
             unfinished = numbered([group for group in rollout.calls if id(group) not in taken])
-            if not rollout.makes_segments:
-                for sample in (sample for group in (*groups, *unfinished) for sample in group):
+            for sample in (sample for group in (*groups, *unfinished) for sample in group):
+                if not rollout.makes_segments:
                     sample.rollout_id = None
+                if sample.rollout_routed_experts is not None:
+                    experts.append((sample, sample.rollout_routed_experts))
+                    sample.rollout_routed_experts = None
             return groups, unfinished
 
         is_partial = rollout.num_groups is not None
         self._partial_in_flight &= not is_partial
         groups, unfinished = self._rank_zero.run(wait, self._host.weights)
+        for sample, sampled in experts:
+            sample.rollout_routed_experts = sampled
         self._unfinished = unfinished if is_partial else self._unfinished
         return groups
 
