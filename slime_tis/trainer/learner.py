@@ -38,8 +38,8 @@ from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fix
 from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
+from slime_tis.trainer.megatron.routing_shares import receive_routing
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.routing_shares import receive_routing
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names

@@ -22,6 +22,7 @@ from slime_tis.trainer.data.dump import load_samples, save_samples
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.megatron.routing_shares import drop_routing
 from slime_tis.trainer.reporting.progress import shown_progress
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import assign_rewards
@@ -29,7 +30,6 @@ from slime_tis.trainer.rollout.dynamic_sampling import collect
 from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks
 from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
-from slime_tis.trainer.routing_shares import drop_routing
 
 Groups = list[list[Sample]]
 
