@@ -27,7 +27,7 @@ from slime_tis.trainer.engines.weight_rounding import WeightRounder
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.options.rollout import Rounding
 
-MODES: tuple[Rounding, ...] = ("nearest", "stochastic", "error-compensated")
+MODES: tuple[Rounding, ...] = ("nearest", "stochastic")
 COLUMNS = ("lr", "rounding", "step", "trained", "engine", "k3", "received")
 
 

@@ -42,7 +42,6 @@ LOOKS = {
     "engine in fp32": ("grey", ":"),
     "nearest": ("black", "-"),
     "stochastic": ("tab:blue", "-"),
-    "error-compensated": ("tab:green", "-"),
 }
 """Colour and style of a line, one colour per family; other lines get matplotlib's next colour."""
 

@@ -88,7 +88,6 @@ class Checkpointer:
         state, options = point.state, self.options
         learner, sampler, updates = self.weights.learner, self.weights.sampler, self.weights.updates
         checkpoint.load(point.checkpoint, learner.engine)
-        updates.rounder.load(point.checkpoint, learner.parallel.backend.device)
         learner.step = state.step
         learner.engine.keep_token_budget(state.token_budget)
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
@@ -137,7 +136,6 @@ class Checkpointer:
         )
 
         def write_extra(directory: Path) -> None:
-            updates.rounder.save(directory)
             if sampler.weight_version != position.step and sampler.can_checkpoint_weights:
                 sampler.save_weights(directory)
                 updates.save_samples(directory)

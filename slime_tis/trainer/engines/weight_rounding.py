@@ -1,21 +1,20 @@
-"""Rounds weights to the precision of a rollout engine: to the nearest number, at random, or with memory of the error.
+"""Rounds weights to the precision of a rollout engine: to the nearest number, or at random.
 
 An optimizer step of 1e-6 is far below the distance of neighbouring bfloat16 numbers, 2.4e-4 at a weight of 0.05.
-Rounded to nearest, a weight changes only after many steps have added up. In the two other modes the rollout engine's
+Rounded to nearest, a weight changes only after many steps have added up. With stochastic rounding, the rollout engine's
 weights follow the trained weights on average.
 """
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from slime_tis.trainer.options.rollout import Rounding
-from slime_tis.trainer.storage.checkpoints import ROUNDING_ERRORS
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
 """Precision of a tensor in an engine; fp8, int8 and int4 have a scale per row."""
@@ -127,76 +126,20 @@ def largest_of(precision: Precision) -> float:
     return INTEGERS[precision] if precision in INTEGERS else FLOATS[precision][2]
 
 
+@dataclass(frozen=True)
 class WeightRounder:
     """Rounds the tensors of each update (--weight-update-rounding); a version sent again is rounded identically."""
 
-    def __init__(self, rounding: Rounding, seed: int) -> None:
-        self.rounding: Rounding = rounding
-        self._seed = seed
-        self._version: int | None = None
-        self._before: dict[str, Tensor] = {}  # errors before the version was sent
-        self._after: dict[str, Tensor] = {}
+    rounding: Rounding
+    seed: int
 
-    def begin(self, version: int) -> None:
-        """Begins an update, before its first tensor."""
-        if version != self._version and self._version is not None:
-            self._before = self._before | self._after
-        self._version, self._after = version, {}
-
-    def __call__(self, name: str, weight: Tensor, precision: Precision) -> Tensor:
+    def __call__(self, name: str, weight: Tensor, precision: Precision, version: int) -> Tensor:
         """The tensor to send; without rounding or in a precision that holds it, the tensor itself."""
         if self.rounding == "nearest" or not rounds(weight.dtype, precision):
             return weight
-        if self.rounding == "stochastic":
-            sent = round_stochastic(weight, precision, self._generator(name, weight.device, self._version))
-        else:
-            sent = self._compensated(name, weight, precision)
-        return sent.to(DTYPES.get(precision, torch.float32))
-
-    def _compensated(self, name: str, weight: Tensor, precision: Precision) -> Tensor:
-        """round(w + e), with the new error e + w − round(w + e).
-
-        The first error is random and less than half the distance to the next number, so that a bfloat16 engine
-        receives bfloat16 weights unchanged. Without it, weights that move equally (Adam's first steps all have length
-        lr) would round up in the same update.
-        """
-        error = self._before.get(name)
-        if error is None:
-            generator = self._generator(name, weight.device, None)
-            noise = torch.rand(weight.shape, generator=generator, device=weight.device).sub_(0.5)
-            # Below a power of two the next number is nearer; the error itself is rounded, and must not become a half.
-            below = weight.float() * (1 - 2**-9)
-            error = noise.mul_(1 - 2**-7).mul_(self._distance(below, precision)).bfloat16()
-            self._before[name] = error
-        wanted = weight.float() + error
-        sent = round_nearest(wanted, precision)
-        self._after[name] = (wanted - sent).bfloat16()
-        return sent
-
-    def _distance(self, weight: Tensor, precision: Precision) -> Tensor:
-        if precision not in ROUNDINGS:
-            return spacing(weight.abs(), precision)
-        scale = row_scale(weight, largest_of(precision))
-        return spacing(weight.abs() / scale, precision) * scale
-
-    def _generator(self, name: str, device: torch.device, version: int | None) -> torch.Generator:
-        digest = hashlib.sha256(f"{self._seed} {name} {version}".encode()).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-    def save(self, directory: Path) -> None:
-        """Writes the errors into an unfinished checkpoint; nothing in other modes."""
-        if self.rounding != "error-compensated" or self._version is None:
-            return
-        state = {"version": self._version, "before": self._before, "after": self._after}
-        torch.save(state, directory / ROUNDING_ERRORS)
-
-    def load(self, directory: Path, device: torch.device | str) -> None:
-        """Restores the errors that `save` wrote; without the file they start again."""
-        path = directory / ROUNDING_ERRORS
-        if self.rounding != "error-compensated" or not path.exists():
-            return
-        state = torch.load(path, map_location=device, weights_only=True)
-        self._version, self._before, self._after = state["version"], state["before"], state["after"]
+        digest = hashlib.sha256(f"{self.seed} {name} {version}".encode()).digest()
+        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return round_stochastic(weight, precision, generator).to(DTYPES.get(precision, torch.float32))
 
 
 def rounds(dtype: torch.dtype, precision: Precision) -> bool:

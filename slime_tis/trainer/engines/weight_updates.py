@@ -67,13 +67,12 @@ class WeightUpdates:
             if version != self._version:
                 self._earlier, self._earlier_sums = self.sampled, self._sums
             self._version, self.sampled, self._sent, self._sums = version, {}, {}, {}
-            self.rounder.begin(version)
             for name, weight in weights():
                 precision = self._precision_of(name)
                 if precision is None:
                     yield name, weight
                     continue
-                sent = self.rounder(name, weight, precision)
+                sent = self.rounder(name, weight, precision, version)
                 if self._samples_all or rounds(weight.dtype, precision):
                     stride = row_stride(weight)
                     trained = weight[::stride].detach().float()

@@ -16,7 +16,7 @@ reward_option = partial(option, group="rewards")
 evaluation_option = partial(option, group="evaluation", needs=("--eval-prompt-data",))
 routing_option = partial(option, group="routing replay")
 
-Rounding = Literal["nearest", "stochastic", "error-compensated"]
+Rounding = Literal["nearest", "stochastic"]
 """How weights are rounded on their way to the rollout engine."""
 
 REDUCED = ("fp16", "bf16", "fp8", "int8", "int4")
@@ -48,7 +48,7 @@ class RolloutConfig:
         "nearest",
         needs=(*(f"--rollout-precision={name}" for name in REDUCED), "--rollout-engine=sglang"),
     )
-    """Rounding to the rollout engine's precision; stochastic and error-compensated transmit small updates, too."""
+    """Rounding to the rollout engine's precision; stochastic transmits small updates, too."""
     update_weights_interval: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(1)
     """Rollouts between two weight updates of the engine."""
     rollout_lookahead: Annotated[int, Limits(ge=0, le=1_000)] = rollout_option(0)

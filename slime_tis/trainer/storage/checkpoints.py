@@ -16,16 +16,14 @@ from slime_tis.files import free_name
 from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
-ROLLOUT_WEIGHTS, ROUNDING_ERRORS = "rollout_weights.safetensors", "weight_rounding_errors.pt"
-UPDATE_SAMPLES = "weight_update_samples.pt"
+ROLLOUT_WEIGHTS, UPDATE_SAMPLES = "rollout_weights.safetensors", "weight_update_samples.pt"
 """Files of a checkpoint in addition to megatron-core's."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a killed run may leave."""
 OWN_FILE = re.compile(
     r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
-    rf"{SAFETENSORS_PARTIAL}|"
-    + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, ROUNDING_ERRORS, UPDATE_SAMPLES)))
+    rf"{SAFETENSORS_PARTIAL}|" + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES)))
 )
 """Names of files in unfinished checkpoints, which later runs remove."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")

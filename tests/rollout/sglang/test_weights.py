@@ -185,7 +185,7 @@ def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start):
     with pytest.raises(ValueError, match="the same --dtype"):
         precision(None, rounding="stochastic")
     with pytest.raises(ValueError, match="compute in float32"):
-        precision("float32", rounding="error-compensated")
+        precision("float32", rounding="stochastic")
 
 
 def test_a_server_that_a_killed_run_left_paused_serves(start):
