@@ -51,8 +51,8 @@ $(VENV)/.installed-diffusion: $(VENV)/.installed
 
 train-diffusion: $(VENV)/.installed-diffusion  ## Train a flow model of digits, without and with correction
 	$(BIN)/python $(DIFFUSION) --get-mismatch-metrics --output-dir $(DIFFUSION_RUN)/uncorrected
-	$(BIN)/python $(DIFFUSION) --use-tis --rs-veto-threshold 1e-4 --output-dir $(DIFFUSION_RUN)/corrected \
-		--compare-with $(DIFFUSION_RUN)/uncorrected
+	$(BIN)/python $(DIFFUSION) --use-tis --rs-veto-threshold 1e-4 --output-dir $(DIFFUSION_RUN)/corrected
+	$(BIN)/python -m examples.diffusion_digits.picture $(DIFFUSION_RUN)/corrected $(DIFFUSION_RUN)/uncorrected
 
 train-moe: install $(MOE_EXAMPLE)/complete.json  ## Train a mixture of experts, without and with routing replay
 	@test ! -d $(MOE_RUN) || { earlier=$(MOE_RUN)-$$(date +%Y%m%d-%H%M%S); mv $(MOE_RUN) $$earlier; echo "the earlier runs are now $$earlier"; }

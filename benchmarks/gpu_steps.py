@@ -35,7 +35,7 @@ COMMON = (
     "--input-key prompt --label-key label --rm-type exact_match --rollout-shuffle --bf16 --rollout-precision bf16 "
     "--seed 0 --lr 1e-5 --weight-decay 0 --use-tis --tis-upper-bound 2.0 --use-rs --rs-level geometric "
     "--rs-lower-bound 0.8 --rs-upper-bound 1.25 --rs-veto-threshold 1e-4 "
-    "--no-progress --no-summary-plot --no-use-tensorboard"
+    "--no-progress --no-use-tensorboard"
 )
 MODELS = {
     "toy": "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 12 --micro-batch-size 64",

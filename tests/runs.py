@@ -43,7 +43,6 @@ def make_task(directory, family="qwen3", prompts=16, **sizes):
         *("--custom-rm-path", f"{directory / 'reward.py'}:reward"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "10"),
         *("--num-rollout", "3", "--lr", "1e-3", "--rollout-precision", "int8", "--no-progress"),
-        "--no-summary-plot",  # it takes longer than the rest of such a run
         *("--num-threads", "1"),  # the same sums in the same order, in this process and in others
     ]
 

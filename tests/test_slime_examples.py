@@ -142,7 +142,7 @@ def flags(directory, file, example):
         *("--hf-checkpoint", str(model), "--prompt-data", str(directory / "train.jsonl"), "--num-rollout", "1"),
         *("--input-key", "prompt", "--label-key", "label", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
         *("--rollout-max-response-len", "6", "--custom-generate-function-path", f"{file}:generate", "--no-progress"),
-        *("--no-use-tensorboard", "--no-summary-plot", "--num-threads", "1"),
+        *("--no-use-tensorboard", "--num-threads", "1"),
         *(word.format(file=file) for word in NEED[example]),
     ]
 

@@ -206,12 +206,11 @@ def test_a_finished_run_has_left_everything(task, tmp_path):
     prompts.write_text('{"prompt": "31>", "label": "13"}\n{"prompt": "52>", "label": "25"}\n')
     output = tmp_path / "run"
     flags = [*task, "--eval-prompt-data", str(prompts), "--use-tensorboard", "--eval-interval", "2"]
-    flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf"), "--summary-plot"]
+    flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf")]
     rows = run_here(flags, output)
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 2, 3]
     config = yaml.safe_load((output / "config.yaml").read_text())
     assert config["lr"] == 1e-3 and config["rollout_precision"] == "int8"
-    assert (output / "summary.png").stat().st_size > 10_000
     assert list((output / "tensorboard").rglob("events.out.tfevents.*"))
     assert (output / "checkpoints" / "iter_0000003" / "metadata.json").exists()
     AutoModelForCausalLM.from_pretrained(output / "hf")

@@ -287,7 +287,7 @@ def write_task(world: World, directory: Path) -> list[str]:
         *("--input-key", "prompt", "--label-key", "label", "--custom-rm-path", f"{directory / 'reward.py'}:reward"),
         *("--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES)),
         *("--rollout-max-response-len", str(world.response_tokens), "--num-rollout", str(ROLLOUTS)),
-        *("--lr", str((3e-4, 5e-4)[world.seed % 2]), "--seed", str(world.seed), "--no-progress", "--no-summary-plot"),
+        *("--lr", str((3e-4, 5e-4)[world.seed % 2]), "--seed", str(world.seed), "--no-progress"),
         *("--num-threads", "1", "--micro-batch-size", str(PROMPTS * SAMPLES)),
     ]
 

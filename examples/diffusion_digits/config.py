@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
-from slime_tis.limits import Limits, check_fields, option
+from slime_tis.limits import Limits, check_fields
 from slime_tis.trainer.cli.command_line import (
     CommandLine,
     SourceConfig,
@@ -90,9 +90,6 @@ class DigitsConfig:
 
     eval_samples: Annotated[int, Limits(ge=1)] = 30
     """Images of each digit that an evaluation samples."""
-
-    compare_with: str | None = option(None, group="options", metavar="DIR")
-    """Run directory of another run, drawn next to this one."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.curves import COLORS, Series, read_series, running_mean
 from slime_tis.files import atomic_path
 from slime_tis.metrics_file import METRICS
-from slime_tis.trainer.reporting.summary import COLORS, Series, read_series, running_mean
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"
 PICTURE_ROWS = 4

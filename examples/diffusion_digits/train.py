@@ -22,7 +22,7 @@ from torch import Tensor
 from examples.diffusion_digits.config import Arguments, configure, effective_config
 from examples.diffusion_digits.data import CLASSES, load_halves, miscaptioned, reward, train_judge
 from examples.diffusion_digits.model import VelocityModel, pretrain, rollout_copy
-from examples.diffusion_digits.picture import PICTURE_ROWS, draw, save_samples
+from examples.diffusion_digits.picture import PICTURE_ROWS, save_samples
 from examples.diffusion_digits.sampling import (
     Trajectories,
     sample_images,
@@ -56,9 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # more gain little at this size, and sums stay in one order
     directory = Path(arguments.reporting.output_dir)
     first, last = Run(arguments).train(directory)
-    compare_with = arguments.digits.compare_with
-    if arguments.reporting.summary_plot or compare_with:
-        draw(directory, compare_with and Path(compare_with))
     print(f"eval reward: {first:.2f} -> {last:.2f}", flush=True)
     return 0
 

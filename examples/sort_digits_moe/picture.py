@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.curves import COLORS, Series, read_series, running_mean
 from slime_tis.files import atomic_path
 from slime_tis.metrics_file import METRICS
-from slime_tis.trainer.reporting.summary import COLORS, Series, read_series, running_mean
 
 PICTURE = "replay.png"
 BLUE, RED = COLORS[:2]

@@ -13,7 +13,7 @@ from examples.diffusion_digits import train
 from examples.diffusion_digits.config import COMMAND_LINE, DigitsConfig, configure
 from examples.diffusion_digits.data import load_halves
 from examples.diffusion_digits.model import VelocityModel, rollout_copy
-from examples.diffusion_digits.picture import PICTURE, SAMPLES, draw
+from examples.diffusion_digits.picture import SAMPLES, draw
 from examples.diffusion_digits.sampling import sample_trajectories, trajectory_log_probs
 from tests.runs import ROOT, read_metrics
 
@@ -40,7 +40,7 @@ FLAGS = [
 
 
 def run(directory, *flags):
-    assert train.main([*FLAGS, "--no-progress", "--no-summary-plot", "--output-dir", str(directory), *flags]) == 0
+    assert train.main([*FLAGS, "--no-progress", "--output-dir", str(directory), *flags]) == 0
     return read_metrics(directory)
 
 
@@ -52,7 +52,7 @@ def training_rows(rows):
 def corrected(tmp_path_factory):
     directory = tmp_path_factory.mktemp("digits") / "corrected"
     correction = ("--use-tis", "--use-rs", "--rs-upper-bound", "1.5", "--rs-veto-threshold", "1e-4")
-    return directory, run(directory, *correction, "--summary-plot")
+    return directory, run(directory, *correction)
 
 
 def test_a_run_reports_every_step_and_ends_with_the_reward(corrected, capsys, tmp_path):
@@ -73,7 +73,7 @@ def test_a_run_reports_every_step_and_ends_with_the_reward(corrected, capsys, tm
     assert all(torch.equal(value, policies[1][name]) for name, value in policies[0].items())
 
 
-def test_a_run_leaves_its_configuration_images_and_picture(corrected, tmp_path):
+def test_a_run_leaves_its_configuration_and_images(corrected, tmp_path):
     directory, _ = corrected
     config = yaml.safe_load((directory / "config.yaml").read_text())
     (tmp_path / "again.yaml").write_text((directory / "config.yaml").read_text())
@@ -82,15 +82,13 @@ def test_a_run_leaves_its_configuration_images_and_picture(corrected, tmp_path):
     samples = torch.load(directory / SAMPLES, weights_only=True)
     assert samples["before"].shape == samples["after"].shape == (4, 10, 64)
     assert not torch.equal(samples["before"], samples["after"])
-    assert (directory / PICTURE).stat().st_size > 20_000 and (directory / "summary.png").exists()
-    run(tmp_path / "plain", "--use-tis", "--num-rollout", "1")  # with --no-summary-plot
-    assert not (tmp_path / "plain" / PICTURE).exists()
     assert not [path for path in directory.iterdir() if path.name.endswith(".partial")]
 
 
 def test_two_runs_are_drawn_side_by_side(corrected, tmp_path):
-    run(tmp_path / "uncorrected", "--get-mismatch-metrics", "--compare-with", str(corrected[0]))
-    assert (tmp_path / "uncorrected" / PICTURE).stat().st_size > (corrected[0] / PICTURE).stat().st_size
+    alone = draw(corrected[0]).stat().st_size
+    run(tmp_path / "uncorrected", "--get-mismatch-metrics")
+    assert draw(corrected[0], tmp_path / "uncorrected").stat().st_size > alone > 20_000
     with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl does not exist"):
         draw(corrected[0], Path("nowhere"))
 
@@ -193,7 +191,7 @@ def test_commands_of_the_makefile_and_the_readme_are_accepted(monkeypatch):
     found = [configure(shlex.split(command)[2:]) for command in commands]
     assert len(made) == 2 and len(commands) >= 5
     assert [arguments.correction.corrects for arguments in found[:2]] == [False, True]
-    assert found[0].digits.num_rollout == 100 and found[1].digits.compare_with == found[0].reporting.output_dir
+    assert found[0].digits.num_rollout == 100
 
 
 def test_options_on_the_page_of_the_example_are_those_there_are():

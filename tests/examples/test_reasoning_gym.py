@@ -164,7 +164,7 @@ def test_train_py_takes_the_prompts_and_the_reward(tmp_path, monkeypatch):
         *("--custom-rm-path", "examples/reasoning_gym/reward.py:correct"),
         *("--eval-prompt-data", str(tmp_path / "gym/eval.jsonl")),
         *("--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4"),
-        *("--rollout-max-response-len", "4", "--no-progress", "--no-summary-plot"),
+        *("--rollout-max-response-len", "4", "--no-progress"),
     ]
     first, last = run_here(flags, tmp_path / "run")
     assert first["eval/accuracy"] in (0.0, 0.5, 1.0) and 0.0 <= last["rollout/raw_reward"] <= 1.0

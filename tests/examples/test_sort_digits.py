@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from examples.sort_digits_moe import measure, picture
 from examples.tables import read_rows
@@ -215,4 +214,3 @@ def test_the_commands_shown_are_accepted(data, monkeypatch):
             "runs/sort_digits_moe/with_replay",
         ]
     assert not found[1].correction.corrects and found[1].rollout.measure_routing_mismatch == 4
-    assert yaml.safe_load((HERE / "train.yaml").read_text())["summary_plot"] is False

@@ -122,7 +122,7 @@ def data(tmp_path_factory):
 def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
     monkeypatch.chdir(data)
     flags = ["--custom-config-path", str(HERE / "train.yaml"), "--num-rollout", "2", "--rollout-batch-size", "4"]
-    flags += ["--eval-interval", "2", "--no-progress", "--no-summary-plot", "--lr-warmup-iters", "1"]
+    flags += ["--eval-interval", "2", "--no-progress", "--lr-warmup-iters", "1"]
     rows = run_here(flags, tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:

@@ -21,7 +21,6 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 PARTIALS = (
     ".config.yaml.partial",
     ".run.json.partial",
-    ".summary.png.partial",
     ".report.html.partial",
     "dump/train_data/.0_0.parquet.partial",
     "dump/rollout_data/.0.jsonl.partial",
@@ -72,8 +71,7 @@ def run(task, tmp_path_factory):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (victims / str(place)).write_text("thesis")
         (run / name).symlink_to(victims / str(place))
-    plotted = [flag for flag in task if flag != "--no-summary-plot"]
-    outcome = run_forked([*plotted, "--dump-details", str(run / "dump"), "--output-dir", str(run)], run.parent / "log")
+    outcome = run_forked([*task, "--dump-details", str(run / "dump"), "--output-dir", str(run)], run.parent / "log")
     assert outcome.status == 0, outcome.error
     assert main(["report", str(run)]) == 0
     for name in PARTIALS:

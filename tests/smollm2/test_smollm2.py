@@ -65,7 +65,7 @@ def make_flags(checkpoint, directory, train):
     return [
         *("--custom-config-path", str(ROOT / "examples/smollm2_reasoning_gym/train.yaml")),
         *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(directory / "prompts" / "train.jsonl")),
-        *("--num-rollout", "2", "--n-samples-per-prompt", "4", "--no-summary-plot", "--no-use-tensorboard"),
+        *("--num-rollout", "2", "--n-samples-per-prompt", "4", "--no-use-tensorboard"),
     ]
 
 

@@ -35,8 +35,6 @@ class ReportingConfig:
     """Directory of its files; unset: the run directory."""
     prometheus_port: Annotated[int | None, Limits(ge=1, le=65_535)] = reporting_option(None)
     """Port on 127.0.0.1 that serves the last step's metrics to Prometheus."""
-    summary_plot: bool = reporting_option(True)
-    """Draw summary.png at the end of the run."""
     progress: bool = reporting_option(True)
     """Progress bar, if stderr is a terminal."""
 

@@ -1,1 +1,1 @@
-"""Reports of a run: console, JSONL, TensorBoard, Weights & Biases and the summary plot."""
+"""Reports of a run: console, JSONL, TensorBoard and Weights & Biases."""

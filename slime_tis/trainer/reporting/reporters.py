@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ from slime_tis.metrics_file import METRICS, metrics_before
 from slime_tis.rules import METRIC_PREFIXES
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
-from slime_tis.trainer.reporting.summary import plot_summary
 
 
 def _decimal(value: float) -> str:
@@ -47,10 +45,10 @@ class Reporter(Protocol):
 
 
 class Reporters:
-    """Several reporters as one; `after_close` is called after all of them are closed."""
+    """Several reporters as one."""
 
-    def __init__(self, reporters: Sequence[Reporter], after_close: Callable[[], object] = lambda: None) -> None:
-        self._reporters, self._after_close = reporters, after_close
+    def __init__(self, reporters: Sequence[Reporter]) -> None:
+        self._reporters = reporters
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Reports to each."""
@@ -61,7 +59,6 @@ class Reporters:
         """Closes each."""
         for reporter in self._reporters:
             reporter.close()
-        self._after_close()
 
 
 class JsonLines:
@@ -192,7 +189,7 @@ def open_reporters(
     evaluates_again: bool = False,
     run: str | None = None,
 ) -> Reporter:
-    """Prepares the directory of a run and opens its reporters; closing them draws summary.png if configured.
+    """Prepares the directory of a run and opens its reporters.
 
     Args:
         config: The reporters and their destinations.
@@ -214,7 +211,7 @@ def open_reporters(
         reporters.append(WandB(config, directory, effective_config))
     if config.prometheus_port is not None:
         reporters.append(Prometheus(config.prometheus_port))
-    return Reporters(reporters, partial(plot_summary, directory) if config.summary_plot else lambda: None)
+    return Reporters(reporters)
 
 
 def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 from slime_tis.files import free_name, write_atomically
 from slime_tis.metrics_file import CONFIG, METRICS, metrics_before
 
-SUMMARY, TENSORBOARD = "summary.png", "tensorboard"
-IDENTITY, EARLIER = "run.json", "earlier"
-REPORTS = (CONFIG, METRICS, SUMMARY, TENSORBOARD, IDENTITY)
+TENSORBOARD, IDENTITY, EARLIER = "tensorboard", "run.json", "earlier"
+REPORTS = (CONFIG, METRICS, TENSORBOARD, IDENTITY)
 OWN_NAMES = frozenset((*REPORTS, EARLIER, "wandb"))
 """Names in a run directory that the run itself uses."""
 

@@ -20,7 +20,7 @@ FIXED_OPTIONS = {
 """Options that a resumed run must keep, and the reason."""
 
 UNREPORTED_OPTIONS = {
-    *("load", "save", "save_hf", "save_interval", "output_dir", "summary_plot", "progress", "num_threads"),
+    *("load", "save", "save_hf", "save_interval", "output_dir", "progress", "num_threads"),
     "custom_config_path",
 }
 """Options whose change is not reported."""
