@@ -32,6 +32,7 @@ import psutil
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.engine import return_memory
+from slime_tis.trainer.engines.sglang.expert_text import ExpertText
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.server_group import expert_layout
 from slime_tis.trainer.megatron.batch import make_batch
@@ -165,7 +166,7 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
     print(f"{options.servers} servers, {len(samples):,} requests, {tokens:,} tokens, {os.cpu_count()} cores")
     line("client", seconds, tokens)
     line("wall", wall, tokens)
-    layout = expert_layout(checkpoint) if options.experts else None
+    layout = expert_layout(checkpoint)
     request = schema.GenerateRequest(
         input_ids=prompts[0].token_ids,
         sampling=sampling,
@@ -173,9 +174,13 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
         request_id="",
         first_experts=0 if options.experts else None,
     )
-    parsing, lengths = timed(
-        lambda: [len(schema.parse_generation(b, request, layout=layout)[0].token_ids) for b in bodies]
-    )
+
+    def parse(body: bytes) -> int:
+        text = ExpertText(layout) if options.experts else None
+        rest = body if text is None else text.cut(body) + text.end()
+        return len(schema.parse_generation(rest, request, experts=text and text.experts)[0].token_ids)
+
+    parsing, lengths = timed(lambda: [*map(parse, bodies)])
     line("parsing", parsing, sum(lengths))
     part = samples[: max(1, len(samples) // 8)]
     count = sum(sample.response_length for sample in part)

@@ -5,6 +5,8 @@ import json
 import logging
 import re
 from functools import partial
+from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,14 +18,15 @@ from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.generation import Generation, RequestOptions
 from slime_tis.trainer.engines.local.routing import has_usable_experts
+from slime_tis.trainer.engines.sglang import expert_text
 from slime_tis.trainer.engines.sglang import sampling as sampling_module
+from slime_tis.trainer.engines.sglang.expert_text import ExpertText
 from slime_tis.trainer.engines.sglang.sampling import PendingSample
 from slime_tis.trainer.engines.sglang.schema import (
     ExpertLayout,
     GenerateRequest,
     max_answer_bytes,
     parse_generation,
-    parse_routed_experts,
 )
 from tests.checkpoints import make_checkpoint, make_tokenizer
 from tests.rollout.sglang.fake_sglang import EXPERTS, LAYERS, chosen_experts, continuation, spoiled, wait_until
@@ -214,7 +217,15 @@ def test_bytes_of_experts_and_one_of_its_own_by_hand():
     assert layout(num_hidden_layers=1, layers=(0,), top_k=1).num_bytes(1) == 8
     assert max_answer_bytes(1000) == 262_144 + 256_000
     one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
-    assert parse_routed_experts(base64.b64encode(bytes(8)).decode(), 2, one).tolist() == [[[0]], [[0]]]
+    assert read({"routed_experts": base64.b64encode(bytes(8)).decode()}, one)[1].experts(2).tolist() == [[[0]], [[0]]]
+
+
+def read(answer, layout, cuts=(), separators=(",", ":")):
+    """What is left of an answer that arrives in parts, and the reader of its experts."""
+    body, text = json.dumps(answer, separators=separators).encode(), ExpertText(layout)
+    places = [0, *sorted(cut % len(body) for cut in cuts), len(body)]
+    kept = b"".join(text.cut(body[start:end]) for start, end in pairwise(places)) + text.end()
+    return json.loads(kept), text
 
 
 @given(
@@ -222,18 +233,24 @@ def test_bytes_of_experts_and_one_of_its_own_by_hand():
     st.sampled_from([((0, 1, 2), 3), ((1, 2), 3), ((1,), 2), ((0, 2), 4)]),
     st.sampled_from([(4, 2), (8, 3), (256, 8), (257, 2), (512, 1)]),
     st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, 2**16), max_size=5),
 )
-def test_what_was_encoded_is_decoded_without_dense_layers(rows, layers, sizes, seed):
+def test_what_was_encoded_is_decoded_without_dense_layers(rows, layers, sizes, seed, cuts):
     (sparse, num_layers), (num_experts, top_k) = layers, sizes
     chance = np.random.default_rng(seed)
     experts = np.argsort(chance.random((rows, num_layers, num_experts)), -1)[..., :top_k].astype("<i4")
     dense = [layer for layer in range(num_layers) if layer not in sparse]
     experts[:, dense] = 0
-    found = parse_routed_experts(
-        base64.b64encode(experts.tobytes()).decode(),
-        rows,
-        layout(num_hidden_layers=num_layers, layers=sparse, num_experts=num_experts, top_k=top_k),
-    )
+    shape = layout(num_hidden_layers=num_layers, layers=sparse, num_experts=num_experts, top_k=top_k)
+    answer = {
+        "text": 'say \\"routed_experts":"',
+        "routed_experts": base64.b64encode(experts.tobytes()).decode(),
+        "more": 1,
+    }
+    with mock.patch.object(expert_text, "BLOCK_CHARACTERS", 64):  # several blocks
+        rest, text = read(answer, shape, cuts)
+    assert rest == answer | {"routed_experts": ""}
+    found = text.experts(rows)
     assert found.dtype == (torch.uint8 if num_experts <= 256 else torch.int16)
     assert np.array_equal(found.numpy(), experts[:, list(sparse)])
 
@@ -250,9 +267,9 @@ def test_a_text_that_names_experts_is_no_experts():
     request = GenerateRequest(
         input_ids=[1], sampling=Sampling(max_response_len=2), max_new_tokens=2, request_id="", first_experts=0
     )
-    for separators in ((",", ":"), (", ", ": ")):
-        body = json.dumps(answer, separators=separators).encode()
-        generation, problem = parse_generation(body, request, layout=layout())
+    for separators in ((",", ":"), (", ", ": "), (" , ", " : ")):
+        rest, text = read(answer, layout(), separators=separators)
+        generation, problem = parse_generation(json.dumps(rest).encode(), request, experts=text.experts)
         assert problem is None and generation.routed_experts is not None
         assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
 

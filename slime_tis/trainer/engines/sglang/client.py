@@ -24,6 +24,7 @@ from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import Generation
 from slime_tis.trainer.engines.sglang import schema
+from slime_tis.trainer.engines.sglang.expert_text import ExpertText
 from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
 from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
@@ -45,6 +46,8 @@ CONTROL_BYTES = 4 << 20
 CHECKSUM_BYTES = 64 << 20
 """Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
+READ_BUFFER = 1 << 20
+"""Bytes of an answer that wait to be read, per connection; at aiohttp's 64 kB the loop pauses connections too often."""
 RETRIED_STATUS = (408, 425, 429)
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Header by which SGLang's gateway chooses the server, with the policies consistent_hashing and manual."""
@@ -140,9 +143,24 @@ class Server:
         """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
         headers = {ROUTING_KEY: request.session} if request.session else {}
-        parse = partial(schema.parse_generation, request=request, vocab_size=self.vocab_size, layout=self.expert_layout)
+        text = None
+        if self.expert_layout is not None and request.first_experts is not None:
+            text = ExpertText(self.expert_layout)
+        parse = partial(
+            schema.parse_generation,
+            request=request,
+            vocab_size=self.vocab_size,
+            experts=None if text is None else text.experts,
+        )
         asked = self._request(
-            "POST", "/generate", request.body(), timeout=None, parse=parse, max_bytes=max_bytes, headers=headers
+            "POST",
+            "/generate",
+            request.body(),
+            timeout=None,
+            parse=parse,
+            max_bytes=max_bytes,
+            headers=headers,
+            text=text,
         )
         task = asyncio.create_task(asked)
         try:
@@ -212,8 +230,12 @@ class Server:
         parse: Callable[[bytes], Result],
         max_bytes: int = CONTROL_BYTES,
         headers: Mapping[str, str] | None = None,
+        text: ExpertText | None = None,
     ) -> Result:
-        """Returns the parsed body of a successful answer, of at most `max_bytes`; counts unusable answers."""
+        """Returns the parsed body of a successful answer, of at most `max_bytes`; counts unusable answers.
+
+        The body is parsed without the experts that `text` takes out of it.
+        """
         url, scope = self.url + endpoint, asyncio.timeout(timeout)
         asked = self.client.session.request(
             method,
@@ -224,7 +246,7 @@ class Server:
         )
         try:
             async with scope, asked as response:
-                content = await _read(response, max_bytes)
+                content = await _read(response, max_bytes, text)
             if _is_success(response):
                 return parse(content)
         except InvalidAnswer as error:
@@ -300,6 +322,7 @@ def make_client(api_key: str | None = None, admin_api_key: str | None = None) ->
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
+        read_bufsize=READ_BUFFER,
     )
     return Client(session, Keys(api_key, admin_api_key))
 
@@ -313,8 +336,8 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
     return 200 <= response.status < 300
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Returns the body of at most `max_bytes`, or of an error its first `ERROR_BYTES`."""
+async def _read(response: aiohttp.ClientResponse, max_bytes: int, text: ExpertText | None) -> bytes:
+    """Returns the body of at most `max_bytes` without the experts, or of an error its first `ERROR_BYTES`."""
     # Compressed answers are not read: a compressed megabyte can contain a gigabyte.
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         if _is_success(response):
@@ -322,14 +345,15 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         return b""
     limit = max_bytes if _is_success(response) else ERROR_BYTES
     chunks, size = [], 0
+    text = text if _is_success(response) else None
     async for chunk in response.content.iter_any():
-        chunks.append(chunk)
+        chunks.append(chunk if text is None else text.cut(chunk))
         size += len(chunk)
         if size > limit:
             if _is_success(response):
                 raise InvalidAnswer(f"it is larger than the {limit} bytes that an answer may have")
             break
-    return b"".join(chunks)[:limit]
+    return b"".join(chunks if text is None else [*chunks, text.end()])[:limit]
 
 
 def _error_message(body: bytes) -> str:

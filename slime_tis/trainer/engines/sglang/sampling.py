@@ -133,7 +133,7 @@ class PendingSample:
     def unrecorded_layer(self) -> int | None:
         """The first layer that sent all tokens of a response to expert 0: its kernels record nothing. Else None."""
         experts = self.answer.routed_experts
-        # with more experts per token, parse_routed_experts has seen that they differ
+        # with more experts per token, ExpertText has seen that they differ
         if not self.is_complete or experts is None or not len(experts) or experts.shape[-1] > 1:
             return None
         layers = (experts == 0).all(-1).all(0).nonzero().flatten().tolist()

@@ -4,7 +4,6 @@ Every value of an answer is checked: a server may be broken, another program, or
 single values (type, finite, bounds); `parse_…` checks their relations, such as equal counts.
 """
 
-import binascii
 import json
 import math
 import re
@@ -17,8 +16,6 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-import pybase64
-import torch
 from torch import Tensor
 
 from slime_tis.errors import quoted
@@ -27,7 +24,6 @@ from slime_tis.trainer.data.numbers import Numbers
 from slime_tis.trainer.data.sample import FinishReason, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation
-from slime_tis.trainer.engines.local.routing import expert_dtype
 
 BYTES_PER_TOKEN = 256
 """Maximum average bytes of an answer per token; real answers have 50 to 80."""
@@ -42,8 +38,6 @@ LOWEST = -1e30
 """Log-probs below are a server's −∞."""
 EXPERT_BYTES = 4
 """Bytes of a routed expert, an int32, before base64 makes 4/3 of them."""
-EXPERT_ROWS = 768
-"""Tokens whose experts are decoded together, in the cache of a core; base64 of 3 rows ends without padding."""
 MAX_NAME = 128
 
 
@@ -193,8 +187,6 @@ class OutputMeta(Answer, kw_only=True):
     output_token_logprobs: list[TokenLogProb] = []
     completion_tokens: int | None = None
     weight_versions: list[_WeightSpan]
-    routed_experts: Any = None
-    """Experts of the fed tokens; not validated here, because a sample is usable without them."""
     output_token_sampling_mask: list[list[TokenId]] | None = None
     output_token_sampling_logprobs: list[LogProb] | None = None
     input_token_logprobs: list[TokenLogProb] = []
@@ -310,10 +302,16 @@ def _fails_with(whole: Any, elements: Sequence[Any], fails: Callable[[], bool], 
 
 
 def parse_generation(
-    body: bytes, request: GenerateRequest, *, vocab_size: int | None = None, layout: ExpertLayout | None = None
+    body: bytes,
+    request: GenerateRequest,
+    *,
+    vocab_size: int | None = None,
+    experts: Callable[[int], Tensor] | None = None,
 ) -> tuple[Generation, str | None]:
-    """Parses the answer to a request, whose experts begin at the first requested token; says why they are unusable."""
-    body, encoded_experts = _without_experts(body)
+    """Parses the answer to a request, and says why its experts are unusable.
+
+    `experts(number of tokens)` are those that `ExpertText` cut out of the body, from the first requested token on.
+    """
     answer = parse(GenerateAnswer, body)
     _check_vocabulary("it", answer.output_ids, vocab_size)
     meta, token_ids = answer.meta_info, Numbers("q", answer.output_ids)
@@ -327,13 +325,13 @@ def parse_generation(
         raise InvalidAnswer(f"it has no tokens but finish_reason {meta.finish_reason.type!r}")
     versions = _token_versions(meta, length)
     routed_experts, problem, mask = None, None, None
-    if layout is not None and request.first_experts is not None and token_ids:
+    if experts is not None and request.first_experts is not None and token_ids:
         if versions[0] != versions[-1]:  # after an update, earlier tokens were fed again to other routers
             problem = "its weights were updated in the middle of a request"
         else:
             num_rows = len(request.input_ids) + length - 1 - request.first_experts  # the last token was not fed
             try:
-                routed_experts = parse_routed_experts(encoded_experts or meta.routed_experts, num_rows, layout)
+                routed_experts = experts(num_rows)
             except InvalidAnswer as error:
                 problem = str(error)
     if request.sampling.return_sampling_mask:
@@ -348,56 +346,6 @@ def parse_generation(
         sampling_mask=mask,
     )
     return generation, problem
-
-
-def _without_experts(body: bytes) -> tuple[bytes, memoryview | None]:
-    """Cuts the text of routed experts out of an answer. It may be 98 % of it, and the JSON parser would copy it.
-
-    The name with both quotes cannot be inside a string, where a quote follows a backslash.
-    """
-    start = max(body.find(b'"routed_experts"'), 0)  # faster than a search for the expression
-    found = re.compile(rb'"routed_experts":\s*"').match(body, start)
-    if found is None or (end := body.find(b'"', found.end())) < 0:
-        return body, None
-    return body[: found.end()] + body[end:], memoryview(body)[found.end() : end]
-
-
-def parse_routed_experts(encoded: object, num_rows: int, layout: ExpertLayout) -> Tensor:
-    """Parses routed experts: base64 of little-endian int32 [tokens, all layers, k].
-
-    Returns uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k].
-    """
-    moe = layout.moe
-    if not isinstance(encoded, str | memoryview):
-        raise InvalidAnswer("it has no routed_experts" if encoded is None else f"routed_experts is {quoted(encoded)}")
-    if len(encoded) != layout.num_bytes(num_rows):
-        raise InvalidAnswer(f"routed_experts has {len(encoded)} characters, not {layout.num_bytes(num_rows)}")
-    dtype = np.uint8 if expert_dtype(moe.num_experts) is torch.uint8 else np.int16
-    experts = np.empty((num_rows, len(moe.layers), moe.top_k), dtype)
-    has_duplicates = False
-    for first in range(0, num_rows, EXPERT_ROWS):
-        rows = min(EXPERT_ROWS, num_rows - first)
-        start = layout.num_bytes(first)
-        try:
-            data = pybase64.b64decode(encoded[start : start + layout.num_bytes(rows)], validate=True)
-            every_layer = np.frombuffer(data, "<u4").reshape(rows, layout.num_hidden_layers, moe.top_k)
-        except (ValueError, binascii.Error):
-            raise InvalidAnswer("routed_experts is not base64 of whole rows") from None
-        part = every_layer if len(moe.layers) == layout.num_hidden_layers else every_layer[:, list(moe.layers)]
-        if part.max() >= moe.num_experts:
-            wrong = part.view("<i4")
-            text = f"routed_experts has {wrong.min()} to {wrong.max()}, but there are {moe.num_experts} experts"
-            raise InvalidAnswer(text)
-        experts[first : first + rows] = part
-        columns = np.ascontiguousarray(experts[first : first + rows].reshape(-1, moe.top_k).T)
-        has_duplicates |= any((columns[i] == columns[j]).any() for i in range(moe.top_k) for j in range(i))
-    if has_duplicates:  # the result of kernels that bypass the recording
-        if layers := [layer for i, layer in enumerate(moe.layers) if not experts[:, i].any()]:
-            raise InvalidAnswer(
-                f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not record them"
-            )
-        raise InvalidAnswer("routed_experts has the same expert twice for a token")
-    return torch.from_numpy(experts)
 
 
 def parse_scores(body: bytes, token_ids: Sequence[int]) -> list[float]:

@@ -1,0 +1,124 @@
+"""Decodes the routed experts of an answer while it arrives.
+
+Their text may be 98 % of an answer, and is never held in memory as a whole.
+"""
+
+import binascii
+import re
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pybase64
+import torch
+from torch import Tensor
+
+from slime_tis.trainer.engines.local.routing import expert_dtype
+from slime_tis.trainer.engines.sglang.schema import ExpertLayout, InvalidAnswer
+
+NAME = re.compile(rb'"routed_experts"\s{0,8}:\s{0,8}"')
+"""Begins the text. A JSON string cannot contain this: each quote inside follows a backslash."""
+NAME_BYTES = 34
+"""Longest match of `NAME`."""
+BLOCK_CHARACTERS = 96 << 10
+"""Characters that are decoded together: their bytes stay in the cache of a core, and in memory that is used again."""
+COMPARED_ROWS = 768
+"""Tokens whose experts are compared together, in the cache of a core."""
+
+
+class ExpertText:
+    """Base64 of little-endian int32 [tokens, all layers, k], the string `routed_experts` of an answer."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        self._layout = layout
+        self._block = layout.num_bytes(max(BLOCK_CHARACTERS // layout.num_bytes(3), 1) * 3)  # 3 rows need no padding
+        self._place: Literal["before", "inside", "after"] = "before"
+        self._held = bytearray()
+        """Before the text: bytes that may begin its name. Inside: characters that do not fill a block yet."""
+        self._characters = 0
+        self._problem = ""
+        moe = layout.moe
+        self._dtype = np.uint8 if expert_dtype(moe.num_experts) is torch.uint8 else np.int16
+        self._blocks = [np.empty((0, len(moe.layers), moe.top_k), self._dtype)]
+
+    def cut(self, chunk: bytes) -> bytes:
+        """Returns the next part of the answer without the text of experts, which it decodes."""
+        if self._place == "after":
+            return chunk
+        start = 0
+        if self._place == "before":
+            chunk = bytes(self._held) + chunk
+            found = NAME.search(chunk) if b'"routed_experts"' in chunk else None  # the expression alone is slow
+            if found is None:
+                self._held = bytearray(chunk[-NAME_BYTES:])
+                return chunk[:-NAME_BYTES]
+            self._place, self._held, start = "inside", bytearray(), found.end()
+        end = chunk.find(b'"', start)
+        if end >= 0:
+            self._place = "after"
+        self._take(memoryview(chunk)[start : end if end >= 0 else len(chunk)])
+        return chunk[:start] + (chunk[end:] if end >= 0 else b"")
+
+    def end(self) -> bytes:
+        """Returns the end of the answer, which `cut` has held back."""
+        return bytes(self._held) if self._place == "before" else b""
+
+    def experts(self, num_rows: int) -> Tensor:
+        """Returns uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k]; raises InvalidAnswer."""
+        expected = self._layout.num_bytes(num_rows)
+        if self._place == "before":
+            raise InvalidAnswer("it has no routed_experts")
+        if self._characters != expected:
+            raise InvalidAnswer(f"routed_experts has {self._characters} characters, not {expected}")
+        if self._problem:
+            raise InvalidAnswer(self._problem)
+        experts = np.concatenate(self._blocks)
+        if any(map(_has_duplicates, np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS)))):
+            if layers := [layer for i, layer in enumerate(self._layout.moe.layers) if not experts[:, i].any()]:
+                raise InvalidAnswer(
+                    f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not record them"
+                )
+            raise InvalidAnswer("routed_experts has the same expert twice for a token")
+        return torch.from_numpy(experts)
+
+    def _take(self, text: memoryview) -> None:
+        """Decodes all complete blocks, and at the end the last, incomplete one."""
+        self._characters += len(text)
+        start = 0
+        if self._held:
+            start = min(self._block - len(self._held), len(text))
+            self._held += text[:start]
+            if len(self._held) == self._block:
+                self._decode(self._held)
+                self._held.clear()
+        while len(text) - start >= self._block:
+            self._decode(text[start : start + self._block])
+            start += self._block
+        self._held += text[start:]
+        if self._place == "after" and self._held:
+            self._decode(self._held)
+
+    def _decode(self, text: bytearray | memoryview) -> None:
+        layout, moe = self._layout, self._layout.moe
+        if self._problem:
+            return
+        try:
+            data = pybase64.b64decode(text, validate=True)
+            every_layer = np.frombuffer(data, "<u4").reshape(-1, layout.num_hidden_layers, moe.top_k)
+        except (ValueError, binascii.Error):
+            self._problem = "routed_experts is not base64 of whole rows"
+            return
+        part = every_layer if len(moe.layers) == layout.num_hidden_layers else every_layer[:, list(moe.layers)]
+        if part.max(initial=0) >= moe.num_experts:
+            wrong = part.view("<i4")
+            self._problem = (
+                f"routed_experts has {wrong.min()} to {wrong.max()}, but there are {moe.num_experts} experts"
+            )
+            return
+        self._blocks.append(part.astype(self._dtype))
+
+
+def _has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:
+    """Whether a token has the same expert twice in a layer."""
+    columns = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
+    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))
