@@ -110,8 +110,15 @@ def _run(chosen: argparse.Namespace) -> int:
 
 
 def _diagnose(chosen: argparse.Namespace) -> int:
+    if chosen.demo:
+        if chosen.json or chosen.compare or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+            raise ValueError("error: --demo takes a directory and no other option.")
+        from slime_tis.diagnosis_demo import demo as diagnosis_demo
+
+        print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
+        return 0
     if (chosen.path is None) == (chosen.compare is None):
-        raise ValueError("error: give a run or a dump, or --compare with two of them.")
+        raise ValueError("error: give a run or a dump, --compare with two of them, or --demo.")
     if chosen.compare:
         if chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
             raise ValueError("error: --compare takes no other option than --json.")
@@ -175,6 +182,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("diagnose", "name the causes of the mismatch between training and rollout")
     add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
+    demo = "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default slime-tis-diagnosis), and find it"
+    add("--demo", action="store_true", help=demo)
     model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
     add("--hf-checkpoint", default="", metavar="DIR", help=model)
     other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"

@@ -56,7 +56,7 @@ LAYERS = (
     ("slime_tis.trainer.setup",),
     ("slime_tis.trainer.train",),
     ("slime_tis.trainer.sort_digits",),
-    ("slime_tis.demo",),
+    ("slime_tis.demo", "slime_tis.diagnosis_demo"),
     ("slime_tis.main",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

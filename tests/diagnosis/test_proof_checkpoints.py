@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement, prove
 from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
 from tests.diagnosis.test_proof import PROMPT, RESPONSE, SAMPLES, Rows, dump, log_probs, logits_of
 
@@ -149,3 +150,15 @@ def test_dropout_is_named_by_two_scorings(start: Path) -> None:
     proof = two_scorings(table, model, noise)
     assert proof.causes == ("dropout",) and proof.is_noise and not proof.is_proven
     assert two_scorings(table, model, 0 * noise).causes == ()
+
+
+def test_the_demo_finds_its_fault_in_an_empty_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diagnose", "--demo"]) == 0
+    assert "applies a repetition penalty of about 1.1:" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "slime-tis-diagnosis" / "report.html").stat().st_size > 1e6
+    for words in (["--demo"], ["--demo", "--json"], []):
+        assert main(["diagnose", *words]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

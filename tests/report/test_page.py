@@ -186,7 +186,7 @@ def test_two_runs_differ_in_the_changed_option_and_engine(run, tmp_path, capsys)
     assert main(["diagnose", "--compare", str(run), str(other)]) == 0
     assert "other: This run wrote no dumps" in capsys.readouterr().out
     pair = ["--compare", str(run), str(other)]
-    for wrong in ([str(run), *pair], [*pair, "--fail-on", "k3=1"], []):
+    for wrong in ([str(run), *pair], [*pair, "--fail-on", "k3=1"], [*pair, "--demo"]):
         assert main(["diagnose", *wrong]) == 2
 
 
