@@ -111,6 +111,10 @@ def evaluate(
     return findings
 
 
+OPSM, PULL = "train/opsm_clipfrac", "train/rollout_pull"
+"""Metrics of terms that keep the policy close to the one that sampled."""
+
+
 def corrects_staleness(correction: RolloutCorrectionConfig) -> bool:
     """Whether weights, rejection or the clip compare the policy with the policy that sampled."""
     return correction.corrects or correction.use_rollout_logprobs or correction.old_logprobs == "interpolate"
@@ -217,9 +221,11 @@ _STEP_RULES = (
     Rule(
         cause="staleness",
         metric="rollout/weight_staleness",
-        condition=lambda value, _, correction: value > 0 and not corrects_staleness(correction),
+        condition=lambda value, values, correction: (
+            value > 0 and not corrects_staleness(correction) and not values.keys() & {OPSM, PULL}
+        ),
         message="samples come from older weights and nothing corrects for it",
-        fix="add --use-tis or --use-rollout-logprobs, or update the rollout engine after every rollout "
+        fix="add --use-opsm, --use-tis or --use-rollout-logprobs, or update the rollout engine after every rollout "
         "(--update-weights-interval 1, --rollout-lookahead 0).",
     ),
     Rule(

@@ -50,7 +50,7 @@ SEEN = ("stale 16", "stale 64", "fp8", "fp8 and stale 16", "int4")
 """The columns that `recommend` sees; the others test its answers."""
 STALE_SERVER, DIAGNOSED = "stale_server", ("wrong_log_probs", "top_p")
 """Faults with old weights, and faults whose cause `recommend` asks to fix first."""
-TOKENS = {SORTING: 11, "experts": 11, "agent": 17}
+TOKENS = {SORTING: 11, "lr 2e-4": 11, "experts": 11, "agent": 17}
 """Mean number of trained tokens of a response, by task (`rollout/response_len`)."""
 
 Accuracy = Mapping[int, float]
@@ -140,6 +140,7 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
         sigma=(math.sqrt(2 * min(k3) * tokens), math.sqrt(2 * max(k3) * tokens)),
         standard=standard,
         cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
+        lost=tuple(cell.method for cell in cells if not cell.tied),
     )
 
 

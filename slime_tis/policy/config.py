@@ -117,6 +117,11 @@ class PolicyConfig:
         return self.advantage_estimator == "optimal_token_baseline"
 
     @property
+    def stays_close_to_rollouts(self) -> bool:
+        """Whether a term of the loss keeps the policy close to the one that sampled."""
+        return self.rollout_pull_coef > 0 or (self.use_opsm and self.opsm_policy == "rollout")
+
+    @property
     def clip_high(self) -> float:
         """The upper clip range in force: eps_clip_high, or eps_clip where it is unset."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high

@@ -191,6 +191,8 @@ MISMATCHED = [
     ("--rollout-lookahead 2", "--rollout-lookahead is 2, so samples"),
     ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3, so samples"),
     ("--update-weights-interval 3 --use-tis", None),
+    ("--update-weights-interval 3 --use-opsm", None),
+    ("--update-weights-interval 3 --rollout-pull-coef 0.1", None),
     ("--update-weights-interval 3 --use-rollout-logprobs", None),
     ("--update-weights-interval 3 --old-logprobs interpolate", None),
     ("--eps-clip-high 0.28", "--eps-clip-high is 0.28, but with one optimizer step"),

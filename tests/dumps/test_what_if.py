@@ -179,9 +179,16 @@ def cell(method, relative):
     return Cell(method=method, flags="--use-tis", relative=relative, low=0.9, high=1.0, seeds=5, tied=True, collapsed=0)
 
 
-STALE = Column(name="stale 16", stale=True, sigma=(0.6, 2.0), standard=0.4, cells=(cell("B", 0.98), cell("C", 0.97)))
+STALE = Column(
+    name="stale 16",
+    stale=True,
+    sigma=(0.6, 2.0),
+    standard=0.4,
+    cells=(cell("B", 0.98), cell("C", 0.97)),
+    lost=("standard PPO",),
+)
 NOISE = replace(STALE, name="fp8", stale=False, sigma=(0.1, 0.2))
-HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)))
+HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)), lost=())
 
 
 def mismatch(cause, sigma, age=0):
@@ -224,6 +231,13 @@ def test_without_evidence_the_answer_has_no_flags(case, columns, words):
 def test_the_answer_has_flags_with_their_evidence():
     text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS])
     assert text.startswith("--use-tis\n") and "B reaches 0.98 [0.90, 1.00]" in text and "told apart from it: C." in text
+    assert "among the best methods in 2 of the 2 columns" in text
+
+
+def test_a_method_that_loses_elsewhere_is_chosen_last():
+    lossy = replace(NOISE, cells=(cell("C", 0.9),), lost=("B",))
+    text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS, lossy])
+    assert "C reaches 0.97" in text and "in 3 of the 3 columns" in text
 
 
 def test_the_packaged_study_has_the_flags_of_the_grid():

@@ -116,4 +116,5 @@ def test_messages_fit_the_mode_and_the_cause():
 )
 def test_uncorrected_staleness_is_a_finding(config, names):
     assert causes(GOOD, config) == names
-    assert "staleness" not in causes(GOOD | {"rollout/weight_staleness": 0.0}, config)
+    for metrics in ({"rollout/weight_staleness": 0.0}, {"train/opsm_clipfrac": 0.0}, {"train/rollout_pull": 0.1}):
+        assert "staleness" not in causes(GOOD | metrics, config)

@@ -38,8 +38,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "stale_weights": (
         "stale weights",
-        "Correct for staleness (--use-tis or --use-rollout-logprobs), or sample with newer weights: "
-        "--update-weights-interval 1, a smaller --rollout-lookahead, --max-weight-staleness.",
+        "Correct for staleness (--use-opsm, --rollout-pull-coef 0.1 or --use-rollout-logprobs), or sample with newer "
+        "weights: --update-weights-interval 1, a smaller --rollout-lookahead, --max-weight-staleness.",
     ),
     "weights_not_updated": (
         "weights not updated or only partly updated",

@@ -55,6 +55,8 @@ class Column:
     """Relative accuracy of standard PPO."""
     cells: tuple[Cell, ...]
     """The methods, the best first."""
+    lost: tuple[str, ...]
+    """The methods that are worse than the best one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,14 @@ def study() -> list[Column]:
     """The columns of the comparison study with their best methods; examples/comparison_study/compare.py writes them."""
     text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(encoding="utf-8")
     return [
-        Column(**column | {"sigma": tuple(column["sigma"]), "cells": tuple(Cell(**cell) for cell in column["cells"])})
+        Column(
+            **column
+            | {
+                "sigma": tuple(column["sigma"]),
+                "cells": tuple(Cell(**cell) for cell in column["cells"]),
+                "lost": tuple(column["lost"]),
+            }
+        )
         for column in json.loads(text)
     ]
 
@@ -116,14 +125,22 @@ def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
 
 
 def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
-    """Standard PPO if it is tied with the best method of a column; else the best one that is tied in most columns."""
-    tied = [cell for cell in column.cells if cell.tied]
-    wins = {cell.method: _wins(cell.method, columns) for cell in tied}
-    return max(tied, key=lambda cell: (cell.method == STANDARD, wins[cell.method], cell.relative))
+    """Standard PPO if it is tied with the best method of a column; else the tied method that loses in fewest columns.
+
+    Of several such methods, the one that is tied in most columns; then the one with the highest accuracy in this one.
+    """
+
+    def merit(cell: Cell) -> tuple[bool, int, int, float]:
+        wins, losses = _record(cell.method, columns)
+        return cell.method == STANDARD, -losses, wins, cell.relative
+
+    return max((cell for cell in column.cells if cell.tied), key=merit)
 
 
-def _wins(method: str, columns: Sequence[Column]) -> int:
-    return sum(cell.tied for column in columns for cell in column.cells if cell.method == method)
+def _record(method: str, columns: Sequence[Column]) -> tuple[int, int]:
+    """Numbers of columns in which a method is tied with the best one, and in which it loses."""
+    wins = sum(cell.tied for column in columns for cell in column.cells if cell.method == method)
+    return wins, sum(method in column.lost for column in columns)
 
 
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
@@ -150,12 +167,13 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
         )
     others = [cell.method for cell in column.cells if cell.tied and cell != first]
     low, high = column.sigma
+    wins, losses = _record(first.method, columns)
     lines = [
         first.flags,
         f"Mismatch: {size}. Column of the study: {column.name!r} (σ√T {low:.2g} to {high:.2g}).",
         f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f}, {first.high:.2f}] of on-policy "
-        f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods of "
-        f"{_wins(first.method, columns)} of {len(columns)} columns.",
+        f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods in {wins} of the {wins + losses} "
+        "columns that have it.",
         f"Not told apart from it: {'; '.join(others)}." if others else "",
         _limits(first),
     ]

@@ -217,10 +217,10 @@ def _about_idle_options(arguments: Arguments) -> Iterator[str]:
             "step per rollout all ratios are 1; raise --num-steps-per-rollout, or add --use-rollout-logprobs."
         )
     names = _changed(rollout, "rollout_lookahead", "update_weights_interval")
-    if names and not corrects_staleness(arguments.correction):
+    if names and not (corrects_staleness(arguments.correction) or policy.stays_close_to_rollouts):
         yield (
             f"{' and '.join(f'{flag(name)} is {getattr(rollout, name)}' for name in names)}, so samples come from "
-            "older weights, and nothing corrects that; add --use-tis or --use-rollout-logprobs."
+            "older weights, and nothing corrects that; add --use-opsm, --use-tis or --use-rollout-logprobs."
         )
 
 
