@@ -244,6 +244,7 @@ def test_what_was_encoded_is_decoded_without_dense_layers(rows, layers, sizes, s
     shape = layout(num_hidden_layers=num_layers, layers=sparse, num_experts=num_experts, top_k=top_k)
     answer = {
         "text": 'say \\"routed_experts":"',
+        'a name with "routed_experts': "AAAA",
         "routed_experts": base64.b64encode(experts.tobytes()).decode(),
         "more": 1,
     }

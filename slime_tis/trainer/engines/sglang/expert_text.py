@@ -16,10 +16,10 @@ from torch import Tensor
 from slime_tis.trainer.engines.local.routing import expert_dtype
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout, InvalidAnswer
 
-NAME = re.compile(rb'"routed_experts"\s{0,8}:\s{0,8}"')
+NAME = re.compile(rb'(?<!\\)"routed_experts"\s{0,8}:\s{0,8}"')
 """Begins the text. A JSON string cannot contain this: each quote inside follows a backslash."""
-NAME_BYTES = 34
-"""Longest match of `NAME`."""
+NAME_BYTES = 35
+"""Longest match of `NAME`, and the byte before it."""
 BLOCK_CHARACTERS = 96 << 10
 """Characters that are decoded together: their bytes stay in the cache of a core, and in memory that is used again."""
 COMPARED_ROWS = 768
@@ -121,4 +121,4 @@ class ExpertText:
 def _has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:
     """Whether a token has the same expert twice in a layer."""
     columns = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
-    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))
+    return any((columns[step:] == columns[:-step]).any() for step in range(1, len(columns)))
