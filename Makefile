@@ -95,7 +95,7 @@ $(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
 study: install $(EXAMPLE)/complete.json  ## Compare four corrections under stale weights and wrong log-probs: 27 runs, 20 minutes on one core
 	$(BIN)/python -m examples.collapse_study.run --study examples/comparison_study --missing --seeds 5 6 7 \
 		--results runs/comparison_study/results.csv --scenarios none "stale 16" "one log-prob in 1,000 is wrong" \
-		--corrections "standard PPO" "token TIS" "sequence TIS" "bypass PPO"
+		--corrections "standard PPO" "token TIS" OPSM "bypass PPO"
 
 study-collapse: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
 	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
