@@ -48,7 +48,8 @@ class ExpertText:
         start = 0
         if self._place == "before":
             chunk = bytes(self._held) + chunk
-            found = NAME.search(chunk) if b'"routed_experts"' in chunk else None  # the expression alone is slow
+            name = chunk.find(b'"routed_experts"')  # a search for the expression alone is slow
+            found = NAME.search(chunk, max(name - 1, 0)) if name >= 0 else None
             if found is None:
                 self._held = bytearray(chunk[-NAME_BYTES:])
                 return chunk[:-NAME_BYTES]
@@ -121,4 +122,4 @@ class ExpertText:
 def _has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:
     """Whether a token has the same expert twice in a layer."""
     columns = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
-    return any((columns[step:] == columns[:-step]).any() for step in range(1, len(columns)))
+    return any((columns[i] == columns[j]).any() for i in range(len(columns)) for j in range(i))
