@@ -11,7 +11,7 @@ difference is within `tie_margin`.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import NormalDist
 from textwrap import fill
@@ -63,8 +63,7 @@ def main() -> None:
     compared = columns(rows.values(), grid)
     seen = [column for column in compared if column.name in SEEN]
     others = [column for column in compared if column not in seen]
-    evidence = [asdict(replace(column, cells=tuple(cell for cell in column.cells if cell.tied))) for column in seen]
-    write_atomically(EVIDENCE, json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+    write_atomically(EVIDENCE, json.dumps([*map(asdict, seen)], indent=1, ensure_ascii=False) + "\n")
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
     print(replace_table(STUDY.page, "results", table(seen)))
@@ -140,7 +139,6 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
         sigma=(math.sqrt(2 * min(k3) * tokens), math.sqrt(2 * max(k3) * tokens)),
         standard=standard,
         cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
-        lost=tuple(cell.method for cell in cells if not cell.tied),
     )
 
 

@@ -43,7 +43,7 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
         Path of the picture.
 
     Raises:
-        ValueError: if a directory holds no run.
+        ValueError: a directory has no finished run of this example, or both have the same name.
     """
     import matplotlib  # slow to import, and needed once a run
 
@@ -52,6 +52,11 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
 
     runs = {path.name: path for path in (compare_with, directory) if path is not None}
     series = {name: read_series(path / METRICS) for name, path in runs.items()}
+    for path in runs.values():
+        if not (path / SAMPLES).is_file():
+            raise ValueError(f"{path} has no {SAMPLES}; give a finished run of examples.diffusion_digits.")
+    if compare_with is not None and len(runs) == 1:
+        raise ValueError(f"both runs are named {directory.name!r}; rename a directory.")
     figure = pyplot.figure(figsize=(12, 9.6), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     curves, images = figure.subfigures(2, 1, height_ratios=(7.2, 2.4))

@@ -60,7 +60,9 @@ class PolicyConfig:
     """KL estimator, nats per token; low_var_kl is k3 clamped to ±10."""
     use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
     """Multiply the KL estimate by the ratio π_θ/π_old (DeepSeek-V3.2)."""
-    rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="1e-3 is customary")] = loss_option(0.0)
+    rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="0.1 is the value of the comparison study")] = (
+        loss_option(0.0)
+    )
     """Coefficient of (log π_θ - log π_rollout)² of every trained token, also rejected ones."""
     staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
     """Multiply a token's policy loss by this value to the power of its staleness."""

@@ -88,7 +88,7 @@ class SampleSource:
         raw, advantages = (None, None) if shaped is None else shaped
         if raw is not None:
             measured["rollout/raw_reward"] = sum(raw) / len(raw)
-        if not self.is_main:  # the learner sends each rank the experts of its own samples
+        if not self.is_main:  # the learner sends every rank its share of the experts
             drop_routing(groups)
         measured |= self.sampler.metrics() | self.unfinished.metrics()
         return Rollout(groups=groups, metrics=measured, advantages=advantages)

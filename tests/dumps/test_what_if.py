@@ -179,16 +179,9 @@ def cell(method, relative):
     return Cell(method=method, flags="--use-tis", relative=relative, low=0.9, high=1.0, seeds=5, tied=True, collapsed=0)
 
 
-STALE = Column(
-    name="stale 16",
-    stale=True,
-    sigma=(0.6, 2.0),
-    standard=0.4,
-    cells=(cell("B", 0.98), cell("C", 0.97)),
-    lost=("standard PPO",),
-)
+STALE = Column(name="stale 16", stale=True, sigma=(0.6, 2.0), standard=0.4, cells=(cell("B", 0.98), cell("C", 0.97)))
 NOISE = replace(STALE, name="fp8", stale=False, sigma=(0.1, 0.2))
-HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)), lost=())
+HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)))
 
 
 def mismatch(cause, sigma, age=0):
@@ -235,7 +228,7 @@ def test_the_answer_has_flags_with_their_evidence():
 
 
 def test_a_method_that_loses_elsewhere_is_chosen_last():
-    lossy = replace(NOISE, cells=(cell("C", 0.9),), lost=("B",))
+    lossy = replace(NOISE, cells=(cell("C", 0.9), replace(cell("B", 0.5), tied=False)))
     text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS, lossy])
     assert "C reaches 0.97" in text and "in 3 of the 3 columns" in text
 

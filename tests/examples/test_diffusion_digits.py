@@ -91,6 +91,12 @@ def test_two_runs_are_drawn_side_by_side(corrected, tmp_path):
     assert draw(corrected[0], tmp_path / "uncorrected").stat().st_size > alone > 20_000
     with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl does not exist"):
         draw(corrected[0], Path("nowhere"))
+    with pytest.raises(ValueError, match="both runs are named"):
+        draw(corrected[0], corrected[0])
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match="has no samples"):
+        draw(tmp_path / "unfinished")
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,8 @@ def test_seed_version_and_name_alone_decide():
     assert torch.equal(send(3, weight), sent)  # another rank, or a server that comes back
     for other in (send(4, weight), send(3, weight, seed=8), send(3, weight, name="v")):
         assert not torch.equal(other, sent)
-    assert WeightRounder("stochastic", 7)("w", weight, "fp32", 3) is weight
+    half = weight.bfloat16()
+    assert WeightRounder("stochastic", 7)("w", weight, "fp32", 3) is weight and send(3, half) is half
 
 
 def test_steps_below_the_distance_arrive_but_with_nearest():

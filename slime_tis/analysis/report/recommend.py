@@ -55,8 +55,6 @@ class Column:
     """Relative accuracy of standard PPO."""
     cells: tuple[Cell, ...]
     """The methods, the best first."""
-    lost: tuple[str, ...]
-    """The methods that are worse than the best one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +89,10 @@ def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
 
 
 def study() -> list[Column]:
-    """The columns of the comparison study with their best methods; examples/comparison_study/compare.py writes them."""
+    """The columns of the comparison study; examples/comparison_study/compare.py writes them."""
     text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(encoding="utf-8")
     return [
-        Column(
-            **column
-            | {
-                "sigma": tuple(column["sigma"]),
-                "cells": tuple(Cell(**cell) for cell in column["cells"]),
-                "lost": tuple(column["lost"]),
-            }
-        )
+        Column(**column | {"sigma": tuple(column["sigma"]), "cells": tuple(Cell(**cell) for cell in column["cells"])})
         for column in json.loads(text)
     ]
 
@@ -139,8 +130,8 @@ def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
 
 def _record(method: str, columns: Sequence[Column]) -> tuple[int, int]:
     """Numbers of columns in which a method is tied with the best one, and in which it loses."""
-    wins = sum(cell.tied for column in columns for cell in column.cells if cell.method == method)
-    return wins, sum(method in column.lost for column in columns)
+    ties = [cell.tied for column in columns for cell in column.cells if cell.method == method]
+    return ties.count(True), ties.count(False)
 
 
 def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:

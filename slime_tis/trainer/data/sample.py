@@ -110,7 +110,7 @@ class Sample:
     """The candidate tokens at each response token under top-p or top-k; None if nothing was cut or recorded."""
     rollout_routed_experts: Tensor | None = field(default=None, compare=False)
     """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose for every token but
-    the last, in their order; None if not recorded. Rank 0 has those of all samples, other ranks those they train on."""
+    the last, in their order; None if not recorded. Between sampling and training, only rank 0 has them."""
     rollout_routing_weights: Tensor | None = field(default=None, compare=False)
     """float32 of the same shape: the combine weight of each expert."""
     reward_parts: dict[str, float] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
 
 def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     data = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8)
-    return _pass_on(parallel, parallel.data_rank, data).view(dtype).view(shape)
+    return _pass_on(parallel, parallel.data_rank, data).cpu().view(dtype).view(shape)
 
 
 def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
@@ -67,4 +67,4 @@ def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
     ):
         if size > 1 and takes_part:
             dist.broadcast(data, group=group, group_src=0)
-    return data.cpu()
+    return data

@@ -264,12 +264,15 @@ def test_a_text_that_names_experts_is_no_experts():
         "weight_versions": [{"version": "0", "start": 0, "end": 2}],
         "routed_experts": encoded,
     }
-    answer = {"text": '"routed_experts": "BBBB"', "output_ids": [4, 5], "meta_info": meta}
+    answer = {"text": '"routed_experts": "BBBB"', 'a "routed_experts': "CC", "output_ids": [4, 5], "meta_info": meta}
     request = GenerateRequest(
         input_ids=[1], sampling=Sampling(max_response_len=2), max_new_tokens=2, request_id="", first_experts=0
     )
     for separators in ((",", ":"), (", ", ": "), (" , ", " : ")):
-        rest, text = read(answer, layout(), separators=separators)
+        size = len(json.dumps(answer, separators=separators))
+        for cuts in ([], range(size), *([cut] for cut in range(size))):
+            rest, text = read(answer, layout(), cuts, separators)
+            assert rest["meta_info"]["routed_experts"] == "" and text.experts(2).tolist() == [[[0, 1], [2, 3]]] * 2
         generation, problem = parse_generation(json.dumps(rest).encode(), request, experts=text.experts)
         assert problem is None and generation.routed_experts is not None
         assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2

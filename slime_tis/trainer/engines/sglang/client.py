@@ -143,14 +143,14 @@ class Server:
         """Samples the rest of a response. After the timeout, or if cancelled, the request is aborted."""
         max_bytes = request.max_bytes(self.expert_layout)
         headers = {ROUTING_KEY: request.session} if request.session else {}
-        text = None
+        experts = None
         if self.expert_layout is not None and request.first_experts is not None:
-            text = ExpertText(self.expert_layout)
+            experts = ExpertText(self.expert_layout)
         parse = partial(
             schema.parse_generation,
             request=request,
             vocab_size=self.vocab_size,
-            experts=None if text is None else text.experts,
+            experts=None if experts is None else experts.experts,
         )
         asked = self._request(
             "POST",
@@ -160,7 +160,7 @@ class Server:
             parse=parse,
             max_bytes=max_bytes,
             headers=headers,
-            text=text,
+            experts=experts,
         )
         task = asyncio.create_task(asked)
         try:
@@ -230,11 +230,11 @@ class Server:
         parse: Callable[[bytes], Result],
         max_bytes: int = CONTROL_BYTES,
         headers: Mapping[str, str] | None = None,
-        text: ExpertText | None = None,
+        experts: ExpertText | None = None,
     ) -> Result:
         """Returns the parsed body of a successful answer, of at most `max_bytes`; counts unusable answers.
 
-        The body is parsed without the experts that `text` takes out of it.
+        `experts` cuts the routed experts out of the body before it is parsed.
         """
         url, scope = self.url + endpoint, asyncio.timeout(timeout)
         asked = self.client.session.request(
@@ -246,7 +246,7 @@ class Server:
         )
         try:
             async with scope, asked as response:
-                content = await _read(response, max_bytes, text)
+                content = await _read(response, max_bytes, experts)
             if _is_success(response):
                 return parse(content)
         except InvalidAnswer as error:
@@ -336,7 +336,7 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
     return 200 <= response.status < 300
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int, text: ExpertText | None) -> bytes:
+async def _read(response: aiohttp.ClientResponse, max_bytes: int, experts: ExpertText | None) -> bytes:
     """Returns the body of at most `max_bytes` without the experts, or of an error its first `ERROR_BYTES`."""
     # Compressed answers are not read: a compressed megabyte can contain a gigabyte.
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
@@ -345,15 +345,15 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, text: ExpertTe
         return b""
     limit = max_bytes if _is_success(response) else ERROR_BYTES
     chunks, size = [], 0
-    text = text if _is_success(response) else None
+    experts = experts if _is_success(response) else None
     async for chunk in response.content.iter_any():
-        chunks.append(chunk if text is None else text.cut(chunk))
+        chunks.append(chunk if experts is None else experts.cut(chunk))
         size += len(chunk)
         if size > limit:
             if _is_success(response):
                 raise InvalidAnswer(f"it is larger than the {limit} bytes that an answer may have")
             break
-    return b"".join(chunks if text is None else [*chunks, text.end()])[:limit]
+    return b"".join(chunks if experts is None else [*chunks, experts.end()])[:limit]
 
 
 def _error_message(body: bytes) -> str:

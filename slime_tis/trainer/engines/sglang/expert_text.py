@@ -16,10 +16,10 @@ from torch import Tensor
 from slime_tis.trainer.engines.local.routing import expert_dtype
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout, InvalidAnswer
 
-NAME = re.compile(rb'(?<!\\)"routed_experts"\s{0,8}:\s{0,8}"')
-"""Begins the text. A JSON string cannot contain this: each quote inside follows a backslash."""
+NAME = re.compile(rb'[^\\]"routed_experts"\s{0,8}:\s{0,8}"')
+"""Precedes the text. A JSON string cannot contain this, because a quote inside a string follows a backslash."""
 NAME_BYTES = 35
-"""Longest match of `NAME`, and the byte before it."""
+"""Longest match of `NAME`."""
 BLOCK_CHARACTERS = 96 << 10
 """Characters that are decoded together: their bytes stay in the cache of a core, and in memory that is used again."""
 COMPARED_ROWS = 768

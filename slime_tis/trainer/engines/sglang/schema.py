@@ -310,7 +310,7 @@ def parse_generation(
 ) -> tuple[Generation, str | None]:
     """Parses the answer to a request, and says why its experts are unusable.
 
-    `experts(number of tokens)` are those that `ExpertText` cut out of the body, from the first requested token on.
+    `experts` is `ExpertText.experts` of the reader that cut them out of the body; None if they were not requested.
     """
     answer = parse(GenerateAnswer, body)
     _check_vocabulary("it", answer.output_ids, vocab_size)
