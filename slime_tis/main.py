@@ -113,7 +113,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     if chosen.demo:
         if chosen.json or chosen.compare or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
             raise ValueError("error: --demo takes a directory and no other option.")
-        from slime_tis.diagnosis_demo import demo as diagnosis_demo
+        from slime_tis.demo import diagnosis_demo
 
         print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
         return 0

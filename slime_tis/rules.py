@@ -1,12 +1,14 @@
 """The rule engine of health warnings and of the diagnosis: rules are table entries, their results are findings.
 
 `evaluate` applies a table of rules to named values. `STEP_RULES` are the health warnings: they read the metrics of one
-optimizer step. `slime_tis.analysis.diagnosis.metric_rules` has a table for the metrics of a whole run.
+optimizer step, and `Health` reports when one begins and ends. `slime_tis.analysis.diagnosis.metric_rules` has a table
+for the metrics of a whole run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from slime_tis.alarm import Alarm
 from slime_tis.correction import MODES, RolloutCorrectionConfig
 
 Values = Mapping[str, float]
@@ -30,7 +32,9 @@ MIN_UPDATE_RECEIVED = 0.5
 CONSTANT_REWARD_ROLLOUTS = 10
 """Consecutive rollouts with a single reward value after which the reward function is suspect."""
 EQUAL_REWARD_ROLLOUTS = "equal_reward_rollouts"
-"""Value that `slime_tis.health.Health` counts: consecutive rollouts with a single reward value."""
+"""Value that `Health` counts: consecutive rollouts with a single reward value."""
+CALM_STEPS = 10
+"""Consecutive steps without a finding after which its warning ends."""
 
 
 @dataclass(frozen=True)
@@ -281,3 +285,43 @@ _STEP_RULES = (
 )
 STEP_RULES = tuple(replace(rule, message=f"{rule.metric} is {{value:.3g}}: {rule.message}") for rule in _STEP_RULES)
 """Health warnings. The cause is the name of the metric `health/CAUSE`."""
+
+
+class Health:
+    """Checks the metrics of each step. A finding whose metric is missing keeps its state."""
+
+    def __init__(self, correction: RolloutCorrectionConfig) -> None:
+        self._correction = correction
+        self._alarms = {rule.cause: Alarm(rule.after, CALM_STEPS) for rule in STEP_RULES}
+        self._last_reward: float | None = None
+        self._equal_reward_rollouts = 0
+
+    def check(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """Checks one optimizer step.
+
+        Returns:
+            health/NAME: 1 while a finding holds, 0 at the step at which it ends.
+            One message for each finding that began or ended at the step.
+        """
+        values = {**metrics, EQUAL_REWARD_ROLLOUTS: float(self._count_equal_rewards(metrics))}
+        health, messages = {}, []
+        for name, finding in evaluate(STEP_RULES, values, self._correction).items():
+            alarm = self._alarms[name]
+            was_on, is_on = alarm.is_on, alarm.observe(finding is not None)
+            if is_on or was_on:
+                health[f"health/{name}"] = float(is_on)
+            if is_on and not was_on:
+                messages.append(str(finding))
+            elif was_on and not is_on:
+                messages.append(f"health/{name} has ended: the finding is absent since {CALM_STEPS} steps.")
+        return health, messages
+
+    def _count_equal_rewards(self, metrics: Mapping[str, float]) -> int:
+        """Consecutive rollouts, including this step's, in which every sample has the same reward."""
+        reward = metrics.get("rollout/raw_reward")
+        if reward is not None:
+            is_constant = metrics.get("rollout/zero_std_groups") == 1.0
+            count = self._equal_reward_rollouts + 1 if reward == self._last_reward else 1
+            self._equal_reward_rollouts = count if is_constant else 0
+            self._last_reward = reward
+        return self._equal_reward_rollouts

@@ -29,7 +29,6 @@ LAYERS = (
     ("slime_tis.policy",),
     ("slime_tis.diffusion",),
     ("slime_tis.rules",),
-    ("slime_tis.health",),
     ("slime_tis.analysis.dumps",),  # the file format of dumps, which training writes
     ("slime_tis.integrations.trl", "slime_tis.integrations.verl_plugin"),
     ("slime_tis.analysis.diagnosis",),
@@ -56,7 +55,7 @@ LAYERS = (
     ("slime_tis.trainer.setup",),
     ("slime_tis.trainer.train",),
     ("slime_tis.trainer.sort_digits",),
-    ("slime_tis.demo", "slime_tis.diagnosis_demo"),
+    ("slime_tis.demo",),
     ("slime_tis.main",),
 )
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

@@ -1,7 +1,5 @@
 """The causes of a mismatch, ranked from a table of tokens and the metrics of a run."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

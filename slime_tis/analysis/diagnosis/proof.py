@@ -4,8 +4,6 @@ The wrong engine is the one that `rescore` finds. Each hypothesis changes the re
 on some samples, and the share of Σ|Δ| that disappears is measured on the others.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

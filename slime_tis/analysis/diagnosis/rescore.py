@@ -1,7 +1,5 @@
 """Names the wrong engine: rescores a few samples in fp32 with a Hugging Face model and compares both engines to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -10,8 +10,6 @@ explains all ends the search before costlier ones.
 Shapes: T response tokens of a sample, B samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

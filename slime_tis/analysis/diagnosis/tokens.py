@@ -3,10 +3,8 @@
 Shapes: suffix _N the tokens, one sample after another.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +97,7 @@ class Tokens:
         """[N] log π_train + entropy, whose mean over samples of π_train is 0; NaN without entropy."""
         return self.train + (np.nan if self.entropy is None else self.entropy)
 
-    def only(self, chosen: Mask) -> Tokens:
+    def only(self, chosen: Mask) -> Self:
         """The chosen tokens."""
         columns: dict[str, Any] = {
             name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)

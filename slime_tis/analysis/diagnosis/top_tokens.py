@@ -5,8 +5,6 @@ bias few token ids, and truncation or banned tokens change all d of a position b
 proportion to log π_train. Precision, weights and prompts leave no such pattern.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,12 +3,10 @@
 Shapes: suffix _N the tokens of all samples, one sample after another; _S the samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -227,7 +225,7 @@ class TokenTable:
             return np.where(self.valid, self.policy_log_prob - self.rollout_log_prob, np.float32(0))
 
     @classmethod
-    def from_parts(cls, parts: Sequence[SampleParts], metadata: Mapping[str, Any] | None = None) -> TokenTable:
+    def from_parts(cls, parts: Sequence[SampleParts], metadata: Mapping[str, Any] | None = None) -> Self:
         """The table of some samples; a column without a value in any sample is None.
 
         Other samples without a value get NaN, −1, or 0 for flags.
@@ -245,7 +243,7 @@ class TokenTable:
         return cls(offsets=offsets_of(lengths), **_columns(rows, lengths, [len(parts)]), metadata=dict(metadata or {}))
 
     @classmethod
-    def concatenate(cls, tables: Sequence[TokenTable]) -> TokenTable:
+    def concatenate(cls, tables: Sequence[Self]) -> Self:
         """The samples of all tables, one table after another.
 
         Missing columns are filled as in `from_parts`. Metadata keys that differ are dropped.
@@ -264,7 +262,7 @@ class TokenTable:
         metadata = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
         return cls(offsets=offsets_of(lengths), **columns, metadata=metadata)
 
-    def select(self, samples: Sequence[int] | Column) -> TokenTable:
+    def select(self, samples: Sequence[int] | Column) -> Self:
         """The samples at these indices, in that order."""
         chosen = np.asarray(samples, np.int64)
         lengths = np.diff(self.offsets)[chosen]
@@ -278,7 +276,7 @@ class TokenTable:
                 columns[name] = column[rows if name in TOKEN_COLUMNS else chosen]
         return replace(self, offsets=offsets, **columns)
 
-    def of_worker(self, name: str) -> TokenTable:
+    def of_worker(self, name: str) -> Self:
         """The samples with tokens of one rollout server; tokens of other servers are masked."""
         assert self.rollout_worker is not None
         names = self.metadata.get("workers") or ()
@@ -287,7 +285,7 @@ class TokenTable:
         samples = np.flatnonzero(np.bincount(self.sample, mask, len(self)))
         return replace(self, loss_mask=mask.astype(np.uint8)).select(samples)
 
-    def sampled(self, max_tokens: int) -> TokenTable:
+    def sampled(self, max_tokens: int) -> Self:
         """A random part of the samples with at most `max_tokens` response tokens; the table itself if it is smaller.
 
         Samples are chosen uniformly, and stay complete and in order. `metadata["sampled"]` has the original size.

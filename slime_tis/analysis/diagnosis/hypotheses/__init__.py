@@ -1,7 +1,5 @@
 """Faults of an engine as changes of a reference scorer: one table entry each, with a parameter to fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from slime_tis.analysis.diagnosis.hypotheses import network, prompts, sampler

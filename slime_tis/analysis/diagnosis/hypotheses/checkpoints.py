@@ -1,7 +1,5 @@
 """Faults whose cause is another checkpoint: weights or tensors of another step, adapters, draft models, old caches."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass

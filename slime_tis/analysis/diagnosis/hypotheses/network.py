@@ -1,7 +1,5 @@
 """Faults of the network: precision, rotary positions, norms and experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy

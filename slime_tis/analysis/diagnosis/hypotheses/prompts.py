@@ -1,7 +1,5 @@
 """Faults of the network's input: other prompts, positions, masks and caches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of the sampler and of the reported log-probs; logits and log-probs change, the network does not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 
