@@ -53,7 +53,7 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
 
 _AGENTS, _DATA, _REWARDS = "slime_tis.trainer.agents", "slime_tis.trainer.data", "slime_tis.trainer.rewards"
 _FILTERS = "slime_tis.trainer.rollout.filter_hub"
-_GRADERS, _CLIENT = f"{_REWARDS}.slime_rewards", f"{_AGENTS}.slime_client"
+_GRADERS, _CLIENT = f"{_REWARDS}.builtin_rewards", f"{_AGENTS}.slime_client"
 MODULES: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.cp_utils": (__name__, "all_gather_with_cp", "slice_log_prob_with_cp"),
     "slime.backends.megatron_utils.loss": ("slime_tis.trainer.megatron.slime_loss", "get_log_probs_and_entropy"),

@@ -26,7 +26,7 @@ from slime_tis.trainer.megatron.routing_shares import drop_routing
 from slime_tis.trainer.reporting.progress import shown_progress
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import assign_rewards
-from slime_tis.trainer.rollout.dynamic_sampling import collect
+from slime_tis.trainer.rollout.filter_hub import collect
 from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks
 from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished

@@ -2,13 +2,11 @@
 
 from slime_tis.user_functions.calling import accepted, call, calling, describe
 from slime_tis.user_functions.loading import load_custom_tis, load_function, load_user_function
-from slime_tis.user_functions.table import USER_FUNCTIONS, Signature
-from slime_tis.user_functions.tensors import TisResult, call_custom_tis
+from slime_tis.user_functions.table import USER_FUNCTIONS
+from slime_tis.user_functions.tensors import call_custom_tis
 
 __all__ = [
     "USER_FUNCTIONS",
-    "Signature",
-    "TisResult",
     "accepted",
     "call",
     "call_custom_tis",

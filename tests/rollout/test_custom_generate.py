@@ -326,7 +326,9 @@ def test_a_request_asks_under_sglangs_names_or_gets_the_runs_values():
 
 WRONG_PARAMS = {
     "unknown": ({"min_p": 0.1}, "min_p"),
-    "negative": ({"temperature": -1}, "temperature is -1.0"),
+    "negative": ({"temperature": -1}, "temperature -1: Input should be greater than or equal to 0"),
+    "no top-p": ({"top_p": 0}, "top_p 0"),
+    "no top-k": ({"top_k": 0}, "top_k 0"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens 0"),
     "empty stop": ({"stop": [""]}, "stop"),
 }

@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 
-from slime_tis.trainer.data.numbers import Numbers
-from slime_tis.trainer.data.sample import NUMBER_TYPES, Sample
+from slime_tis.trainer.data.sample import NUMBER_TYPES, Numbers, Sample
 
 
 def test_numbers_are_a_list_for_its_readers_and_writers():

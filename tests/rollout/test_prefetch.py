@@ -21,11 +21,13 @@ from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.engines.engine import RolloutEngine
-from slime_tis.trainer.rollout.dynamic_sampling import MAX_REASONS, accepted_groups, collect
 from slime_tis.trainer.rollout.filter_hub import (
+    MAX_REASONS,
     DynamicFilterOutput,
+    accepted_groups,
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
+    collect,
 )
 from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished

@@ -243,7 +243,8 @@ def serve():
 
 
 def client(url, **options):
-    return RewardServer(**{"url": url, "timeout": 10, "max_retries": 2, "concurrency": 8, "backoff": 0.001} | options)
+    options = {"rm_timeout": 10.0, "rm_max_retries": 2, "rm_concurrency": 8, **options}
+    return RewardServer(url=url, config=make_config(rm_type="remote_rm", rm_url=url, **options), backoff=0.001)
 
 
 REQUEST = {"prompt": "?", "response": "a", "label": ""}
@@ -338,7 +339,7 @@ def test_a_server_that_is_missing_or_never_answers_is_given_up(serve):
     with pytest.raises(
         RolloutUnavailable, match=r"failed 2 times in a row, the last time with no answer within 0\.1 s"
     ):
-        client(server.url, timeout=0.1, max_retries=1).ask([REQUEST])
+        client(server.url, rm_timeout=0.1, rm_max_retries=1).ask([REQUEST])
 
 
 def test_requests_under_way_are_bounded(serve):
@@ -349,7 +350,7 @@ def test_requests_under_way_are_bounded(serve):
         return 200, "1"
 
     server = serve(answer)
-    assert client(server.url, concurrency=2).ask([REQUEST] * 6) == [1] * 6
+    assert client(server.url, rm_concurrency=2).ask([REQUEST] * 6) == [1] * 6
     assert server.most_at_once == 2
 
 

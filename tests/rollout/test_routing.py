@@ -84,14 +84,6 @@ def test_only_what_is_asked_for_is_recorded_and_samples_are_the_same(checkpoint)
     assert all(sample.rollout_routed_experts is not None and sample.rollout_routing_weights is None for sample in ids)
 
 
-def test_a_dense_model_has_no_router_to_round_and_no_experts_to_record(tmp_path):
-    path = make_checkpoint(tmp_path / "dense", "qwen3")
-    with pytest.raises(ValueError, match="the model has no routers"):
-        LocalEngine(path, load_tokenizer(path), router_bits=4)
-    with pytest.raises(ValueError, match="no experts"):
-        generate(path, return_routed_experts=True)
-
-
 GOOD = torch.tensor([[[0, 1], [2, 3]], [[7, 6], [0, 1]], [[5, 0], [1, 0]]], dtype=torch.uint8)
 
 

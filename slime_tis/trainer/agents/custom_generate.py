@@ -24,8 +24,8 @@ from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.agents.sampled_tokens import Provenance, Sampled, copy_engine_records, provenance
 from slime_tis.trainer.agents.slime_client import RecordedEngine, current_engine
-from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
+from slime_tis.trainer.data.user_values import json_object
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.generation import RolloutFunction, TokenEngine
 from slime_tis.trainer.engines.tasks import is_abandoned
@@ -199,7 +199,7 @@ class GenerateFunction:
             tokens=tokens,
             response=fields.response or str(self.tokenizer.decode(tokens[-length:], skip_special_tokens=True)),
             response_length=length,
-            label=fresh.label if sample.label is None else sample.label,
+            label=fresh.label if sample.label is None else _json({"label": sample.label})["label"],
             loss_mask=mask,
             rollout_log_probs=log_probs,
             weight_versions=versions if len(versions) == length else [self.version()] * length,

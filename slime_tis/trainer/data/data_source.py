@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.collectives import on_rank_zero
-from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.prompts import check_fits, rendered
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.user_values import typed_value
+from slime_tis.trainer.data.user_values import json_object, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.user_functions import call, calling, describe, load_user_function
 

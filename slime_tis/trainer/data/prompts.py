@@ -16,8 +16,8 @@ import numpy as np
 from slime_tis.errors import first_line, quoted
 from slime_tis.files import json_lines
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.data.json_values import json_object
 from slime_tis.trainer.data.sample import Prompt
+from slime_tis.trainer.data.user_values import json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,10 +153,12 @@ def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
     length = len(prompt.token_ids)
     if sizes.context_len is not None and length >= sizes.context_len:
         raise ValueError(_does_not_fit(place, f"{length} tokens", sizes.context_len))
-    if sizes.vocab_size is not None and length and max(prompt.token_ids) >= sizes.vocab_size:
+    low, high = min(prompt.token_ids, default=0), max(prompt.token_ids, default=0)
+    last_id = (sizes.vocab_size or math.inf) - 1
+    if low < 0 or high > last_id:
         raise ValueError(
-            f"{place} has a prompt with token {max(prompt.token_ids)}, but the model's vocabulary ends at "
-            f"{sizes.vocab_size - 1}; the tokenizer of --hf-checkpoint is of another model."
+            f"{place} has a prompt with token {low if low < 0 else high}, but the model's vocabulary ends at "
+            f"{last_id}; the tokenizer of --hf-checkpoint is of another model."
         )
 
 

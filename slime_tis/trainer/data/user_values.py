@@ -1,6 +1,8 @@
-"""Values that user functions return, in the types of `USER_FUNCTIONS`, and their edits of samples."""
+"""Values that user functions return, in the types of `USER_FUNCTIONS` or as JSON, and their edits of samples."""
 
-from collections.abc import Callable
+import math
+import numbers
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
@@ -8,10 +10,33 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from slime_tis.errors import CustomFunctionError, quoted
-from slime_tis.trainer.data.json_values import json_object
-from slime_tis.trainer.data.numbers import Numbers
-from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sample import Numbers, Sample
 from slime_tis.user_functions import USER_FUNCTIONS, describe
+
+DEEPEST = 100
+LARGEST_INT = 1 << 4096
+"""Integers beyond are written in hexadecimal: Python converts at most 4300 digits to decimal."""
+
+
+def json_object(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
+    """The mapping as JSON values: tuples and sets become lists, non-finite numbers None, other objects their text."""
+    return {str(key): _json_value(item, place, 1) for key, item in value.items()}
+
+
+def _json_value(value: Any, place: str, depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ValueError(f"{place} nests deeper than {DEEPEST} levels.")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value) if abs(int(value)) < LARGEST_INT else hex(int(value))
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item, place, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_json_value(item, place, depth + 1) for item in value]
+    return str(value)
 
 
 def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:

@@ -1,15 +1,12 @@
 """Rollouts made by a user-defined function, with concurrent calls that send requests to an engine."""
 
 import asyncio
-import pickle
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-import torch.distributed as dist
-
-from slime_tis.errors import CustomFunctionError, first_line
+from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.engines.generation import Generation, Request, RolloutFunction, SampleEngine, SampleKey
@@ -96,8 +93,6 @@ class FunctionBatch:
     """Gets the number of each call that ended."""
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency is {self.concurrency} but must be 1 or more.")
         self._wanted = len(self.groups) if self.num_groups is None else self.num_groups
         self._complete = sum(map(is_complete, self.groups))
         self._stopping = self._ended = False
@@ -158,22 +153,13 @@ def calls_over_ranks(
     make: Callable[[Sequence[Sequence[FunctionCall]]], None], groups: Sequence[Sequence[FunctionCall]]
 ) -> list[list[Sample]]:
     """Returns the samples of all groups; each rank makes its share. A collective."""
-    is_shared = dist.is_initialized() and dist.get_world_size() > 1
 
-    def make_share(share: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]] | bytes]:
+    def make_share(share: Sequence[Sequence[FunctionCall]]) -> list[list[list[Sample]]]:
         make(share)
-        made = [[call.samples for call in group] for group in share]
-        if not is_shared:
-            return list(made)
-        try:
-            return [pickle.dumps(group) for group in made]
-        except Exception as error:  # from any user-defined object
-            message = f"a sample cannot be sent to other ranks: {first_line(error)}; put plain data into its metadata."
-            raise ValueError(message) from error
+        return [[call.samples for call in group] for group in share]
 
     for group, made in zip(groups, map_over_ranks(make_share, groups), strict=True):
-        rollouts = pickle.loads(made) if isinstance(made, bytes) else made
-        for call, samples in zip(group, rollouts, strict=True):
+        for call, samples in zip(group, made, strict=True):
             call.samples = samples
     return numbered(groups)
 

@@ -7,15 +7,14 @@ import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from slime_tis.errors import quoted
-from slime_tis.trainer.data.numbers import Floats, Ints, Numbers
-from slime_tis.trainer.data.sample import STATUS, FinishReason, Prompt, Sample, Sampling
+from slime_tis.trainer.data.sample import STATUS, FinishReason, Floats, Ints, Numbers, Prompt, Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
@@ -111,9 +110,9 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Text | list[Text] | None = None
     stop_token_ids: tuple[int, ...] | None = None

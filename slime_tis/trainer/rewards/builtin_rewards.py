@@ -1,15 +1,18 @@
-"""The built-in rewards of `--rm-type`: functions of a response, its label and the row's metadata."""
+"""The built-in rewards of `--rm-type`, and slime's names for them, which user functions import."""
 
+import asyncio
+import inspect
 import json
 import re
 import string
 import zlib
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.options.rm_types import BOXED, REMOTE
+from slime_tis.trainer.options.rm_types import BOXED, REMOTE, base_name
 from slime_tis.trainer.rewards.answers import (
     last_boxed,
     last_number,
@@ -18,6 +21,7 @@ from slime_tis.trainer.rewards.answers import (
     same_answer,
     same_boxed_answer,
 )
+from slime_tis.user_functions import load_function
 
 Reward = float | dict[str, float]
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -25,6 +29,8 @@ VERDICTS = ("yes", "no", "noanswer")
 DAPO_TAIL = 300
 """Characters at the end of a response in which dapo looks for the answer."""
 DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+STRICT_TAIL = 100
+"""Characters at the end of a solution in which `compute_score` looks for a strict \\boxed{} answer."""
 LETTERS = string.ascii_uppercase[:10]
 """Options that gpqa knows where the row names none."""
 CHOICE = r"[*\s:(\[]*\b([A-Z])\b"
@@ -148,8 +154,51 @@ WITHOUT_LABEL = ("random", REMOTE)
 
 def builtin_reward(name: str, sample: Sample) -> Reward:
     """The score of a sample by the built-in reward of that name, which may begin with `boxed_`."""
-    response = (last_boxed(sample.response) or "") if name.startswith(BOXED) else sample.response
-    return SCORES[name.removeprefix(BOXED)](sample, response)
+    return SCORES[name.removeprefix(BOXED)](sample, scored_text(name, sample))
+
+
+def scored_text(name: str, sample: Sample) -> str:
+    r"""The response, or the contents of its last \boxed{} for a name that begins with `boxed_`."""
+    return (last_boxed(sample.response) or "") if name.startswith(BOXED) else sample.response
+
+
+async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
+    """Returns the reward of one sample by --custom-rm-path, by its `metadata["rm_type"]`, or by --rm-type."""
+    if args.custom_rm_path is not None:
+        reward = load_function(args.custom_rm_path)(args, sample, **kwargs)
+        return await reward if inspect.isawaitable(reward) else reward
+    name = str(sample.metadata.get("rm_type") or args.rm_type or "")
+    if not name or base_name(name) == REMOTE:
+        raise ValueError(f"async_rm supports --custom-rm-path and local values of --rm-type, not {name!r}.")
+    return builtin_reward(name, sample)
+
+
+async def batched_async_rm(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """Returns the rewards of several samples. A function of --custom-rm-path gets the whole list, as in slime."""
+    if args.custom_rm_path is not None:
+        rewards: list[Any] = await async_rm(args, samples, **kwargs)  # type: ignore[arg-type]
+        return rewards
+    return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
+
+
+extract_answer, grade_answer_verl = last_boxed, same_boxed_answer
+"""slime's names."""
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+) -> dict[str, Any]:
+    r"""Scores a solution by DAPO's rule: `score` 1 or -1, `acc` whether it is correct, `pred` the answer.
+
+    `strict_box_verify` compares the last \boxed{} of the last 100 characters as text, instead of the text after
+    the last `Answer:`. slime passes `pause_tokens_index`, which has no effect.
+    """
+    if strict_box_verify:
+        answer = last_boxed(solution_str[-STRICT_TAIL:])
+        correct = answer == ground_truth
+    else:
+        answer, correct = dapo_answer(solution_str), dapo(solution_str, ground_truth)["acc"] == 1
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer}
 
 
 def _label(sample: Sample) -> str:

@@ -18,7 +18,8 @@ from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.tasks import run
-from slime_tis.trainer.rewards.answers import last_boxed
+from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rewards.builtin_rewards import scored_text
 
 logger = logging.getLogger(__name__)
 
@@ -34,21 +35,17 @@ class Busy(Exception):
     """The server asked for a later request."""
 
 
-def reward_request(sample: Sample, *, boxed: bool) -> dict[str, Any]:
-    r"""Returns the body of a request; `boxed` sends the contents of the response's last \boxed{}."""
-    response = (last_boxed(sample.response) or "") if boxed else sample.response
-    return {"prompt": sample.prompt_text, "response": response, "label": sample.label}
+def reward_request(name: str, sample: Sample) -> dict[str, Any]:
+    """Returns the body of a request for the reward of that name."""
+    return {"prompt": sample.prompt_text, "response": scored_text(name, sample), "label": sample.label}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardServer:
-    """A server that scores responses."""
+    """The server of --rm-url, which scores responses."""
 
     url: str
-    timeout: float
-    """Seconds for one attempt."""
-    max_retries: int
-    concurrency: int
+    config: RolloutConfig
     backoff: float = FIRST_PAUSE
 
     def ask(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
@@ -57,8 +54,9 @@ class RewardServer:
 
     async def _ask_all(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None]) -> list[Any]:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
-        limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-        turns = asyncio.Semaphore(self.concurrency)
+        concurrency = self.config.rm_concurrency
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        turns = asyncio.Semaphore(concurrency)
         async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as client:
 
             async def answer(request: dict[str, Any]) -> Any:
@@ -75,19 +73,20 @@ class RewardServer:
                 answers.cancel()
 
     async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
-        for attempt in range(self.max_retries + 1):
+        timeout, max_retries = self.config.rm_timeout, self.config.rm_max_retries
+        for attempt in range(max_retries + 1):
             try:
-                async with asyncio.timeout(self.timeout):
+                async with asyncio.timeout(timeout):
                     return await self._attempt(client, request)
             except (Busy, httpx.TransportError, TimeoutError) as error:
                 is_late = isinstance(error, TimeoutError)
-                reason = f"no answer within {self.timeout:g} s" if is_late else f"{type(error).__name__}: {error}"
-            if attempt < self.max_retries:
+                reason = f"no answer within {timeout:g} s" if is_late else f"{type(error).__name__}: {error}"
+            if attempt < max_retries:
                 pause = min(self.backoff * 2**attempt, MAX_PAUSE) * (1 + random.SystemRandom().random())
                 logger.info("the reward server %s: %s; again in %.1f s.", self.url, reason, pause)
                 await asyncio.sleep(pause)
         raise RolloutUnavailable(
-            f"the reward server {self.url} (--rm-url) failed {self.max_retries + 1} times in a row, the last time with "
+            f"the reward server {self.url} (--rm-url) failed {max_retries + 1} times in a row, the last time with "
             f"{one_line(reason, 300)}."
         )
 

@@ -17,7 +17,7 @@ from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, snapshot
 from slime_tis.trainer.engines.tasks import run
-from slime_tis.trainer.options.rm_types import BOXED, REMOTE, base_name, check_rm_type, parse_weights
+from slime_tis.trainer.options.rm_types import REMOTE, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.trainer.rewards.remote_reward import RewardServer, reward_request
 from slime_tis.user_functions import calling, describe, load_user_function
@@ -98,15 +98,7 @@ def build_reward(
     elif config.rm_type is None:  # RolloutConfig requires a generate function then
         score_groups = _missing_rewards
     else:
-        check_rm_type("--rm-type", config.rm_type)
-        server = None
-        if config.rm_url is not None:
-            server = RewardServer(
-                url=config.rm_url,
-                timeout=config.rm_timeout,
-                max_retries=config.rm_max_retries,
-                concurrency=config.rm_concurrency,
-            )
+        server = None if config.rm_url is None else RewardServer(url=config.rm_url, config=config)
         score_groups = _builtin_reward(config.rm_type, key, check_interrupts, server)
 
     def reward(samples: list[Sample]) -> list[float]:
@@ -169,9 +161,8 @@ def _builtin_reward(
         return name
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
-        samples = [(sample, name_of(sample)) for group in groups for sample in group]
-        remote = [(sample, name.startswith(BOXED)) for sample, name in samples if base_name(name) == REMOTE]
-        requests = [reward_request(sample, boxed=boxed) for sample, boxed in remote]
+        named = [(name_of(sample), sample) for group in groups for sample in group]
+        requests = [reward_request(name, sample) for name, sample in named if base_name(name) == REMOTE]
         answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
 
         def score(sample: Sample) -> Score:

@@ -173,8 +173,6 @@ def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(star
         with pytest.raises(ValueError, match="prompt 4 has no tokens"):
             engine.generate([Prompt(index=4, text="", token_ids=())], SAMPLING, seed=0)
     assert messages[0] == messages[1]
-    with pytest.raises(ValueError, match="prompt 4 has token 64"):
-        run.engine.generate([PROMPTS[0], Prompt(index=4, text="", token_ids=(1, 64))], SAMPLING, seed=0)
     assert run.requests == []
     assert_exact(run.engine.generate([], SAMPLING, seed=0), [])
 
@@ -262,7 +260,6 @@ def test_what_is_wanted_has_to_be_in_flight(start):
     with pytest.raises(ValueError, match="in flight already"):
         run.engine.submit(PROMPTS[:2], SAMPLING, seed=0, num_groups=1)
     assert len(pending.result()) == 1
-    assert pending.result() is pending.result()
 
 
 SIZE = 2

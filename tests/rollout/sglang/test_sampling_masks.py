@@ -55,8 +55,8 @@ SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
         pytest.param({SETS: [[58]] * 8}, "0 lacks the token 59", id="without the sampled token"),
         pytest.param({SETS: [[59, 3, 3]] * 8}, "0 has a token twice", id="a token twice"),
         pytest.param({SETS: [[59, 64]] * 8}, "token 64, but the vocabulary", id="beyond the vocabulary"),
-        pytest.param({SETS: [[59, -1]] * 8}, r"\[0\]\[1\] is -1", id="a negative id"),
-        pytest.param({LOG_PROBS: [0.5] * 8}, r"logprobs\[0\] is 0\.5", id="a positive log-prob"),
+        pytest.param({SETS: [[59, -1]] * 8}, r">= 0 - at .*\[0\]\[1\]", id="a negative id"),
+        pytest.param({LOG_PROBS: [0.5] * 8}, r"<= 0\.001 - at .*logprobs\[0\]", id="a positive log-prob"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(changes, message):

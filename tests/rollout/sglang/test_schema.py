@@ -112,8 +112,8 @@ def set_spans(*spans: tuple[Any, int, int]) -> Any:
 
 
 SPOILED = {
-    "no meta_info": (lambda a: a.pop("meta_info"), "it has no meta_info"),
-    "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), "it has no meta_info.finish_reason"),
+    "no meta_info": (lambda a: a.pop("meta_info"), "missing required field `meta_info`"),
+    "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), r"field `finish_reason` - at `\$.meta_info`"),
     "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "0 log-probs for 8 tokens"),
     "a log-prob too few": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "7 log-probs for 8 tokens"),
     "another completion_tokens": (
@@ -121,20 +121,17 @@ SPOILED = {
         "7 tokens and says.* 8",
     ),
     "another token's log-prob": (lambda a: a["output_ids"].__setitem__(2, 57), "log-prob 2 is of token 58"),
-    "a negative token": (lambda a: a["output_ids"].__setitem__(2, -1), r"output_ids\[2\] is -1"),
+    "a negative token": (lambda a: a["output_ids"].__setitem__(2, -1), r"at `\$.output_ids\[2\]`"),
     "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
-    "a log-prob of NaN": (set_log_prob(math.nan), r"output_token_logprobs\[3\]\[0\] is nan"),
-    "a positive log-prob": (set_log_prob(0.5), r"output_token_logprobs\[3\]\[0\] is 0\.5"),
-    "a log-prob of 400 digits": (
-        set_log_prob(-(10**400)),
-        r"output_token_logprobs\[3\]\[0\] is -10{58}… \(402 characters\)$",
-    ),
+    "a log-prob of NaN": (set_log_prob(math.nan), "it is not JSON"),
+    "a positive log-prob": (set_log_prob(0.5), r"<= 0\.001 - at .*output_token_logprobs\[3\]\[0\]"),
+    "a log-prob of 400 digits": (set_log_prob(-(10**400)), r"out of range - at .*output_token_logprobs\[3\]\[0\]"),
     "spans that end early": (set_spans(("1", 0, 5)), "covers 5 tokens of 8"),
     "spans with a gap": (set_spans(("1", 0, 5), ("1", 6, 8)), "after 5 of 8"),
     "versions that go back": (set_spans(("3", 0, 4), ("1", 4, 8)), "goes back from 3 to 1"),
     "completion_tokens of text": (
         lambda a: a["meta_info"].update(completion_tokens="\x07" * 200),
-        r"meta_info.completion_tokens is '(\\x07){14}\\x0… \(802 characters\)$",
+        "got `str` - at .*completion_tokens`$",
     ),
 }
 
@@ -154,7 +151,7 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match="has token 59"):
         generation(answer, max_new_tokens=8, vocab_size=59)
     answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = 2**70
-    with pytest.raises(InvalidAnswer, match=rf"output_ids\[0\] is {2**70}"):
+    with pytest.raises(InvalidAnswer, match=r"at `\$.output_ids\[0\]`"):
         generation(answer, max_new_tokens=8, vocab_size=64)
 
 
@@ -166,9 +163,7 @@ def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b"", b"<html>", b"[" * 100_000, b'{"output_ids": ["\xed\xa0\x80"]', b"9" * 5000],
-    ids=["nothing", "HTML", "nested deeply", "a lone surrogate", "5,000 digits"],
+    "body", [b"", b"<html>", b'{"output_ids": "\\ud800"}'], ids=["nothing", "HTML", "a lone surrogate"]
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidAnswer, match=r"^it is not JSON$"):
@@ -208,14 +203,9 @@ def test_what_a_server_says_of_itself() -> None:
     assert info_of({"enable_deterministic_inference": True}).enable_deterministic_inference is True
 
 
-@pytest.mark.parametrize(
-    ("checksums", "message"),
-    [({"a": "x", "b.c": 1}, r"ranks\[0\]\.checksums\['b\.c'\] is 1$"), (5, r"ranks\[0\]\.checksums is 5$")],
-    ids=["a number", "no object"],
-)
-def test_checksums_that_are_not_text_are_refused(checksums, message):
-    with pytest.raises(InvalidAnswer, match=message):
-        parse_checksums(json.dumps({"ranks": [{"checksums": checksums}, {"checksums": {}}]}).encode())
+def test_checksums_that_are_not_text_are_refused() -> None:
+    with pytest.raises(InvalidAnswer, match=r"got `int` - at `\$\.ranks\[0\]\.checksums"):
+        parse_checksums(json.dumps({"ranks": [{"checksums": {"a": "x", "b": 1}}, {"checksums": {}}]}).encode())
 
 
 def test_names_of_weights_that_are_not_numbers_are_those_of_the_start() -> None:

@@ -55,10 +55,7 @@ LOOP_TURNS = 4
 
 @dataclass(eq=False, kw_only=True)
 class ContinuousBatching:
-    """Answers requests with one model, whose weights must not change meanwhile.
-
-    Raises ValueError if the model's attention cannot use slots, or has no experts to record.
-    """
+    """Answers requests with one model, whose weights must not change meanwhile."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

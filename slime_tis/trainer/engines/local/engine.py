@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.collectives import map_over_ranks
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, response_limit
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, check_room
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, resumed_groups
 from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, RolloutFunction, sample_of
@@ -42,8 +42,6 @@ def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -
         by_name = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
     if router_bits is not None:
         routers = [name for name, _ in model.named_parameters() if name.endswith(".mlp.gate.weight")]
-        if not routers:
-            raise ValueError(f"--rollout-router-bits is {router_bits} but the model has no routers; remove the flag.")
         by_name |= dict.fromkeys(routers, partial(round_bits, bits=router_bits))
     return by_name
 
@@ -158,7 +156,7 @@ class LocalEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
         for prompt in prompts:
-            response_limit(prompt, sampling, self.max_context_len)
+            check_room(prompt, sampling, self.max_context_len)
         calls = resumed_groups([], prompts, sampling.n_samples, seed)
         groups = map_over_ranks(lambda share: self._respond(share, sampling), calls)
         answered = [zip(*pair, strict=True) for pair in zip(calls, groups, strict=True)]
@@ -172,18 +170,13 @@ class LocalEngine:
         for name, tensor in source():
             held = self._weights.get(name)
             if held is None or tensor.shape != held.shape:
-                raise ValueError(
-                    f"weight update {version} has {name!r} of shape {tuple(tensor.shape)}, but the rollout model has "
-                    f"{'no such tensor' if held is None else tuple(held.shape)}."
-                )
+                shape = tuple(tensor.shape)
+                raise ValueError(f"weight update {version} has {name!r} of shape {shape}; the rollout model has not.")
             self._assign(name, tensor)
             arrived.add(held.data_ptr())
         missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in arrived]
         if missing:
-            raise ValueError(
-                f"weight update {version} lacks {len(missing)} parameters of the rollout model, the first of "
-                f"them {missing[0]!r}."
-            )
+            raise ValueError(f"weight update {version} lacks {len(missing)} parameters, the first {missing[0]!r}.")
         self.weight_version = version
 
     def weight_precision(self, name: str) -> Precision:

@@ -170,7 +170,6 @@ class SlotCache:
     window: Window
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
-        check_config(config)
         self.slots, self.capacity, self._device = 0, 0, device
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
         self._experts, self._weights = SlotTensor(1), SlotTensor(1)

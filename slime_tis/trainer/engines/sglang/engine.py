@@ -129,7 +129,6 @@ class SGLangEngine:
             task = RolloutTask(
                 name=f"{self._run_id}-r{self._num_batches:08d}",
                 dispatcher=servers.dispatcher,
-                max_input_len=servers.max_input_len,  # may have changed with a restart of a server
                 tokenizer=self._tokenizer,
                 limits=self._limits,
                 responses=responses,
@@ -273,7 +272,6 @@ class SGLangRollout:
     num_groups: int | None
     makes_segments: bool
     future: Future[None] | None = None
-    groups: Groups | None = None
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -283,9 +281,7 @@ class SGLangRollout:
 
     def result(self) -> Groups:
         """Waits for the groups; a collective. Raises RolloutUnavailable without servers or if one refuses a request."""
-        if self.groups is None:
-            self.groups = self.engine.collect(self)
-        return self.groups
+        return self.engine.collect(self)
 
 
 def return_memory() -> None:

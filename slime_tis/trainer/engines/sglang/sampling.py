@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slime_tis.trainer.data.numbers import Numbers
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, response_limit
+from slime_tis.trainer.data.sample import Numbers, Prompt, Sample, Sampling, check_room
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.functions import FunctionBatch
 from slime_tis.trainer.engines.generation import (
@@ -52,13 +51,8 @@ class Limits:
     """Largest sampling mask that all servers report; None if the run samples without masks."""
 
     def for_prompt(self, prompt: Prompt, sampling: Sampling) -> int:
-        """Maximum length of the response; raises ValueError if it is below 1, or the prompt has unknown tokens."""
-        response_limit(prompt, sampling, self.context_len, self.max_input_len)
-        if self.vocab_size is not None and not 0 <= min(prompt.token_ids) <= max(prompt.token_ids) < self.vocab_size:
-            raise ValueError(
-                f"prompt {prompt.index} has token {max(prompt.token_ids)}, but the model's vocabulary ends at "
-                f"{self.vocab_size - 1}; use the tokenizer of --hf-checkpoint."
-            )
+        """Maximum length of the response; raises ValueError if it is below 1."""
+        check_room(prompt, sampling, self.context_len, self.max_input_len)
         return max(self.after(len(prompt.token_ids), sampling), 1)
 
     def after(self, length: int, sampling: Sampling) -> int:
@@ -192,7 +186,6 @@ class RolloutTask:
     name: str
     """Unique prefix of its request ids, of equal width for all rollouts."""
     dispatcher: Dispatcher
-    max_input_len: int | None
     tokenizer: PreTrainedTokenizerBase
     limits: Limits
     responses: dict[int, PendingSample]
@@ -219,10 +212,8 @@ class RolloutTask:
     async def complete(self, sample: Sample, _: object) -> list[Sample]:
         """Samples the response of a sample without a function."""
         assert sample.index is not None
-        response, options = (
-            self.responses[sample.index],
-            RequestOptions(sampling=self.batch.sampling, no_stop_trim=True),
-        )
+        response = self.responses[sample.index]
+        options = RequestOptions(sampling=self.batch.sampling, no_stop_trim=True)
         await self.finish(response, options)
         return [sample_of(sample.row, response.generation(self.tokenizer, options))]
 
@@ -285,7 +276,7 @@ class RolloutTask:
     async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
         attempts = Attempts()
         while not response.is_complete and not self.stopping:
-            response.finish_if_full(self.max_input_len)
+            response.finish_if_full(self.limits.max_input_len)
             if not response.is_complete:
                 async with self.dispatcher.server(attempts) as state:
                     number = response.num_requests % 1000

@@ -4,14 +4,11 @@ Every value of an answer is checked: a server may be broken, another program, or
 single values (type, finite, bounds); `parse_…` checks their relations, such as equal counts.
 """
 
-import json
 import math
 import re
 import secrets
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,8 +17,7 @@ from torch import Tensor
 
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.trainer.data.numbers import Numbers
-from slime_tis.trainer.data.sample import FinishReason, Sampling
+from slime_tis.trainer.data.sample import FinishReason, Numbers, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.generation import Generation
 
@@ -251,54 +247,10 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
     """Parses the body of an answer; raises InvalidAnswer if it is not JSON or a field is missing or invalid."""
     try:
         return msgspec.json.decode(body, type=schema)
+    except msgspec.ValidationError as error:
+        raise InvalidAnswer(str(error)) from None
     except (msgspec.DecodeError, RecursionError):
-        pass
-    try:
-        content = json.loads(body)  # takes NaN and Infinity too, for the message
-    except (ValueError, RecursionError):
         raise InvalidAnswer("it is not JSON") from None
-    raise InvalidAnswer(_problem(content, schema))
-
-
-def _problem(content: Any, schema: type[Answer]) -> str:
-    """Says what is wrong with an answer, by its first wrong value."""
-
-    def error() -> str | None:
-        try:
-            msgspec.convert(content, schema)
-        except msgspec.ValidationError as found:
-            return str(found if found.__cause__ is None else found.__cause__)
-        return None
-
-    found = error()
-    if found is None:
-        return "it is not JSON"
-    text, _, path = found.removesuffix("`").partition(" - at `$")
-    field, value = path.lstrip("."), content
-    if missing := re.search("missing required field `([^`]*)", text):
-        return f"it has no {f'{field}.{missing[1]}'.lstrip('.')}"
-    if not path and isinstance(value, dict):
-        return text
-    for step in re.findall(r"\[\.\.\.\]|[^.\[\]]+", path):
-        key: Any = int(step) if isinstance(value, list) and step.isdecimal() else step
-        if step == "[...]":  # msgspec does not name the element: it ends the shortest wrong part of the list or object
-            elements = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-            is_wrong = partial(_fails_with, value, elements, lambda: error() == found)
-            key = elements[bisect_left(range(1, len(elements)), True, key=is_wrong)][0]
-            is_wrong(len(elements))  # all of them again
-            field = field.replace("[...]", f"[{key!r}]", 1)
-        value = value[key]
-    return f"{field or 'it'} is {quoted(value)}"
-
-
-def _fails_with(whole: Any, elements: Sequence[Any], fails: Callable[[], bool], count: int) -> bool:
-    """Whether a list or object that is left with its first elements is still wrong."""
-    whole.clear()
-    if isinstance(whole, dict):
-        whole.update(elements[:count])
-    else:
-        whole.extend(value for _, value in elements[:count])
-    return fails()
 
 
 def parse_generation(

@@ -94,7 +94,7 @@ class ServerGroup:
         self.rollouts: set[RolloutTask] = set()
         self._settings, self._host, self._vocab_size, self._launched = settings, host, vocab_size, launched
         self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
-        self._checksums: dict[Server, TensorChecksums | None] = {}
+        self._checksums: dict[Server, TensorChecksums] = {}
         self._tasks = BackgroundTasks()
         self._one_update = asyncio.Lock()
 
@@ -211,19 +211,18 @@ class ServerGroup:
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of all tokens but the first, by the URL of each available server."""
+        answers: dict[str, list[float]] = {}
 
-        async def ask(server: Server) -> list[float] | None:
+        async def ask(server: Server) -> None:
             try:
-                return await server.prompt_log_probs(token_ids)
+                answers[server.url] = await server.prompt_log_probs(token_ids)
             except (MalformedAnswer, RequestRefused) as error:
                 raise RolloutUnavailable(str(error)) from None
             except ServerError as error:
                 logger.warning("a probe of the weights failed: %s", error)
-                return None
 
-        servers = [state.server for state in self.health.available()]
-        answers = await asyncio.gather(*map(ask, servers))
-        return {server.url: answer for server, answer in zip(servers, answers, strict=True) if answer is not None}
+        await asyncio.gather(*(ask(state.server) for state in self.health.available()))
+        return answers
 
     async def top_log_probs(
         self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
@@ -242,22 +241,17 @@ class ServerGroup:
 
     async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
+        before, self._checksums = self._checksums, {}
 
-        async def ask(server: Server) -> TensorChecksums | None:
+        async def ask(server: Server) -> None:
             try:
-                return await server.weight_checksums()
+                self._checksums[server] = await server.weight_checksums()
             except SGLangError as error:
                 logger.warning("%s Its weights are checked by log-probs only.", error)
-            return None
 
-        servers = [state.server for state in self.health.available()]
-        answers = await asyncio.gather(*map(ask, servers))
-        before, self._checksums = self._checksums, dict(zip(servers, answers, strict=True))
-        return {
-            server.url: stale_weights(now, earlier, sent)
-            for server, now in self._checksums.items()
-            if now is not None and (earlier := before.get(server)) is not None
-        }
+        await asyncio.gather(*(ask(state.server) for state in self.health.available()))
+        compared = before.keys() & self._checksums.keys()
+        return {each.url: stale_weights(self._checksums[each], before[each], sent) for each in compared}
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start."""
@@ -311,11 +305,10 @@ class ServerGroup:
 
 
 def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
-    """The layout of routed experts in answers; raises ValueError if the model has no experts."""
+    """The layout of routed experts in answers of a model with experts."""
     hf = load_config(hf_checkpoint)
     moe = moe_sizes(hf)
-    if moe is None:
-        raise ValueError("--use-rollout-routing-replay is given but the model has no experts; remove the flag.")
+    assert moe is not None  # preflight refuses options of experts for other models
     return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
 
 
