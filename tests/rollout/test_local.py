@@ -1,6 +1,7 @@
 """The in-process engine: rollouts against independent forward passes and transformers, by functions, on two ranks."""
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from transformers import AutoModelForCausalLM
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
 from slime_tis.trainer.engines.functions import numbered, resumed_groups
+from slime_tis.trainer.engines.local import engine as local_engine
 from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
+from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
 from slime_tis.trainer.interrupt import Interrupted
@@ -100,7 +103,7 @@ def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
     assert {sample.response_ids[-1] for sample in samples} >= ends
 
 
-def test_a_sample_does_not_depend_on_its_batch(checkpoints):
+def test_a_sample_does_not_depend_on_its_batch(checkpoints, monkeypatch):
     path = checkpoints["qwen3", 0]
     prompts, sampling = make_prompts(path, TEXTS), Sampling(max_response_len=12, n_samples=4)
     together = make_engine(path).generate(prompts, sampling, seed=3)
@@ -108,7 +111,8 @@ def test_a_sample_does_not_depend_on_its_batch(checkpoints):
     assert_same_samples(together, [engine.generate([prompt], sampling, seed=3)[0] for prompt in prompts])
     assert_same_samples(together[::-1], engine.generate(prompts[::-1], sampling, seed=3))
     for bounds in ({"max_batch": 1}, {"max_batch": 9}, {"max_batch_tokens": 150}):
-        assert_same_samples(together, make_engine(path, **bounds).generate(prompts, sampling, seed=3))
+        monkeypatch.setattr(local_engine, "ContinuousBatching", partial(ContinuousBatching, **bounds))
+        assert_same_samples(together, make_engine(path).generate(prompts, sampling, seed=3))
     fewer = engine.generate(prompts, Sampling(max_response_len=12, n_samples=2), seed=3)
     assert_same_samples([group[:2] for group in together], fewer)
 
@@ -175,12 +179,8 @@ def test_the_context_bounds_responses(checkpoints):
 
 def test_checkpoints_have_a_config_and_their_eos(tmp_path):
     for load in (load_tokenizer, lambda path: load_model(path, torch.float32)):
-        with pytest.raises(ValueError) as refusal:
+        with pytest.raises(ValueError, match=r"--hf-checkpoint is '.*/none', which (has no tokenizer|does not load)"):
             load(tmp_path / "none")
-        assert str(refusal.value) == (
-            f"--hf-checkpoint is '{tmp_path / 'none'}', which has no config.json; give a directory that holds a "
-            "Hugging Face checkpoint."
-        )
     path = make_checkpoint(tmp_path, "llama")
     model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
     for configured, expected in ((7, (7,)), ([7, 9], (7, 9)), (None, (EOS,))):

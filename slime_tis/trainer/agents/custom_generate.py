@@ -6,8 +6,6 @@ A parameter named `engine` gets the engine of this sample (`generation.TokenEngi
 held-out prompts are answered. `slime_client` answers requests of slime's functions with the same engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -16,11 +14,13 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError, quoted
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.agents.sampled_tokens import Provenance, Sampled, copy_engine_records, provenance
 from slime_tis.trainer.agents.slime_client import RecordedEngine, current_engine
@@ -30,13 +30,8 @@ from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.generation import RolloutFunction, TokenEngine
 from slime_tis.trainer.engines.tasks import is_abandoned
 from slime_tis.trainer.interrupt import Interrupted
+from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.user_functions import accepted, calling, describe, load_user_function
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from slime_tis.hf_directory import ModelSizes
-    from slime_tis.trainer.options.rollout import RolloutConfig
 
 CANCEL_TIMEOUT = 1.0
 """Seconds for a cancelled function to end."""

@@ -4,26 +4,22 @@ The sample's engine answers requests to the run's address. Therefore slime's fun
 tokens can be compared with the sampled tokens. Requests to other addresses are sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.agents.sampled_tokens import Sampled
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.generation import Generation, TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LOCAL_ADDRESS = ("127.0.0.1", 0)
 """Address of an engine without a server; nobody can connect to port 0."""

@@ -1,11 +1,11 @@
 """Prompts from a user class (--data-source-path), in slime's contract, called on rank 0."""
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
@@ -15,9 +15,6 @@ from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import json_object, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.user_functions import call, calling, describe, load_user_function
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 OPTION = "data_source_path"
 TAKEN, PENDING, SAVED = "taken", "pending", "saved"

@@ -1,7 +1,5 @@
 """Prompt files: JSONL or parquet rows, tokenized once and visited epoch by epoch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -9,20 +7,17 @@ import math
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import first_line, quoted
 from slime_tis.files import json_lines
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.data.user_values import json_object
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.options.rollout import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

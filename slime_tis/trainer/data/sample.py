@@ -280,18 +280,11 @@ class Sample:
         if not trainable and values:
             raise ValueError("tokens with trainable=False are not the policy's, and have no log-probs.")
         values = [0.0] * len(ids) if values is None else values
-        if len(values) != len(ids):
-            raise ValueError(f"there are {len(values)} log_probs for {len(ids)} tokens.")
         before = self.response_length
         mask = [1] * before if self.loss_mask is None else self.loss_mask
         earlier = self.rollout_log_probs
         if earlier is None:
             earlier = [math.nan if trained else 0.0 for trained in mask]
-        if not len(mask) == len(earlier) == before:
-            raise ValueError(
-                f"response_length is {before}, but loss_mask has {len(mask)} entries and rollout_log_probs "
-                f"{len(earlier)}; change them together."
-            )
         self.tokens = [*self.tokens, *ids]
         self.response_length += len(ids)
         self.loss_mask = [*mask, *[int(trainable)] * len(ids)]

@@ -14,8 +14,6 @@ from slime_tis.trainer.data.sample import Numbers, Sample
 from slime_tis.user_functions import USER_FUNCTIONS, describe
 
 DEEPEST = 100
-LARGEST_INT = 1 << 4096
-"""Integers beyond are written in hexadecimal: Python converts at most 4300 digits to decimal."""
 
 
 def json_object(value: Mapping[Any, Any], place: str) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def _json_value(value: Any, place: str, depth: int) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Integral):
-        return int(value) if abs(int(value)) < LARGEST_INT else hex(int(value))
+        return int(value)
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):

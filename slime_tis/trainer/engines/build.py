@@ -1,16 +1,11 @@
 """Builds the rollout engine and the sampling settings that the options ask for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import SGLangConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def build_engine(

@@ -7,18 +7,16 @@ import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import quoted
 from slime_tis.trainer.data.sample import STATUS, FinishReason, Floats, Ints, Numbers, Prompt, Sample, Sampling
 from slime_tis.trainer.data.sampling_mask import SamplingMask
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""

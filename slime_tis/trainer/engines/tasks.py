@@ -2,11 +2,9 @@
 
 import asyncio
 import ctypes
-import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from slime_tis.errors import CustomFunctionError
@@ -70,36 +68,29 @@ _abandoned: set[asyncio.Task[Any]] = set()
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A default executor of event loops that never joins its threads. A call that hangs holds up no other call."""
+    """A default executor of event loops, with a daemon thread per call: a hung call holds up no other and no exit."""
 
     def __init__(self) -> None:
         super().__init__()  # asyncio accepts no other class; its threads are not used
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
         self.running: set[Future[Any]] = set()
 
     def submit(
         self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Future[Result]:
-        """Runs a call in an idle thread, or in a new one."""
+        """Runs a call in a new thread."""
         future: Future[Result] = Future()
-        self._calls.put((future, partial(fn, *args, **kwargs)))
-        if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._work, name="tool", daemon=True).start()
-        return future
 
-    def _work(self) -> None:
-        while True:
-            future, call = self._calls.get()
-            if future.set_running_or_notify_cancel():
-                self.running.add(future)
-                try:
-                    future.set_result(call())
-                except BaseException as error:
-                    future.set_exception(error)
-                self.running.discard(future)
-            del future, call  # an idle thread keeps nothing alive
-            self._idle.release()
+        def work() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+            self.running.discard(future)
+
+        future.set_running_or_notify_cancel()
+        self.running.add(future)
+        threading.Thread(target=work, name="tool", daemon=True).start()
+        return future
 
 
 THREADS = DaemonThreads()

@@ -24,10 +24,10 @@ COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8", "int4"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Tensor dtypes of precisions; fp8, int8 and int4 weights are emulated in float32."""
 FP8_MAX = 448.0
-FLOATS = {"fp16": (10, -14, 65504.0), "bf16": (7, -126, 3.3895314e38), "fp8": (3, -6, FP8_MAX)}
-"""Mantissa bits, exponent of the smallest normal number, and largest number of each floating-point format."""
-INTEGERS = {"int8": 127.0, "int4": 7.0}
-"""Largest number of each integer format."""
+FLOATS = {"fp16": (10, -14), "bf16": (7, -126), "fp8": (3, -6)}
+"""Mantissa bits and exponent of the smallest normal number of each floating-point format."""
+LARGEST = {"fp16": 65504.0, "bf16": 3.3895314e38, "fp8": FP8_MAX, "int8": 127.0, "int4": 7.0}
+"""Largest number of each format, before a scale."""
 CHANCES = 2**16
 """Number of distinct random values of stochastic rounding: float32 has 16 more bits than bfloat16."""
 
@@ -100,7 +100,7 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
     weight = weight.float()
     if precision == "fp32":
         return weight
-    largest = largest_of(precision)
+    largest = LARGEST[precision]
     scale = row_scale(weight, largest) if precision in ROUNDINGS else None
     scaled = weight.abs()
     if scale is not None:  # division may make the largest number of a row smaller, and change its scale
@@ -114,16 +114,11 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
 
 def spacing(magnitude: Tensor, precision: Precision) -> Tensor:
     """The distance of neighbouring numbers of a precision at non-negative float32 numbers; 1 for integers."""
-    if precision in INTEGERS:
+    if precision not in FLOATS:
         return torch.ones_like(magnitude)
-    mantissa, lowest, _ = FLOATS[precision]
+    mantissa, lowest = FLOATS[precision]
     exponent = (magnitude.contiguous().view(torch.int32) >> 23).sub_(127).clamp_min_(lowest)
     return ((exponent - mantissa + 127).clamp_min_(1) << 23).view(torch.float32)
-
-
-def largest_of(precision: Precision) -> float:
-    """The largest number of a precision, before a scale."""
-    return INTEGERS[precision] if precision in INTEGERS else FLOATS[precision][2]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Rewards of responses: built-in rewards by name, and user functions."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
@@ -9,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
@@ -18,12 +16,10 @@ from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, snapshot
 from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rm_types import REMOTE, base_name, check_rm_type, parse_weights
+from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.trainer.rewards.remote_reward import RewardServer, reward_request
 from slime_tis.user_functions import calling, describe, load_user_function
-
-if TYPE_CHECKING:
-    from slime_tis.trainer.options.rollout import RolloutConfig
 
 OPTION = "custom_rm_path"
 RewardFunction = Callable[[list[Sample]], list[float]]

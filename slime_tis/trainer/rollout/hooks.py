@@ -65,14 +65,13 @@ class RolloutHooks:
     @property
     def judge(self) -> Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]] | None:
         """The dynamic sampling filter for the groups of a batch; None without one."""
+        return self._judge if DYNAMIC_FILTER in self.functions else None
 
-        def judge(groups: Sequence[list[Sample]]) -> list[DynamicFilterOutput]:
-            def call(function: Function) -> list[DynamicFilterOutput]:
-                return [_verdict(function(self.args, list(group)), function) for group in groups]
+    def _judge(self, groups: Sequence[list[Sample]]) -> list[DynamicFilterOutput]:
+        def call(function: Function) -> list[DynamicFilterOutput]:
+            return [_verdict(function(self.args, list(group)), function) for group in groups]
 
-            return self._call(DYNAMIC_FILTER, groups, call)
-
-        return judge if DYNAMIC_FILTER in self.functions else None
+        return self._call(DYNAMIC_FILTER, groups, call)
 
     def process(self, option: str, groups: Sequence[list[Sample]], *more: object) -> None:
         """Calls the function of SAMPLE_FILTER or ALL_SAMPLES, which may edit the samples of the groups."""

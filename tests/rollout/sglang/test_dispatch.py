@@ -1,7 +1,6 @@
 """Which server takes a request, and what becomes of requests of servers that fail: every sample counts once."""
 
 import asyncio
-import math
 from collections import Counter
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -164,20 +163,7 @@ def test_the_wrong_one_of_four_servers_is_named(start):
     assert (finding.cause, finding.detail) == ("worker", wrong.url)
 
 
-def edit_log_probs(edit):
-    return spoiled(lambda answer: edit(answer["meta_info"]["output_token_logprobs"]))
-
-
-FAULTS = [
-    500,
-    429,
-    "drop",
-    lambda answer: "<html>",
-    edit_log_probs(lambda entries: entries.pop()),
-    edit_log_probs(lambda entries: entries[0].__setitem__(0, math.nan)),
-    spoiled(lambda answer: answer["output_ids"].pop()),
-    spoiled(lambda answer: answer["meta_info"]["weight_versions"].clear()),
-]
+FAULTS = [500, 429, "drop", lambda answer: "<html>", spoiled(lambda answer: answer["output_ids"].pop())] * 2
 
 
 def test_every_fault_is_tried_again_and_counts_once(start):

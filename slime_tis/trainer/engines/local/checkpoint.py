@@ -15,14 +15,12 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a directory, in evaluation mode and without gradients; ValueError without one."""
-    _check_directory(path)
     model: PreTrainedModel = _load(AutoModelForCausalLM, path, "which", dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint directory; ValueError without one."""
-    _check_directory(path)
     if not any((Path(path) / name).is_file() for name in VOCABULARIES):  # transformers would make an empty one
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, which has no tokenizer: none of {', '.join(VOCABULARIES)}; copy its "
@@ -77,11 +75,3 @@ def _load(kind: Any, path: str | Path, subject: str, **options: Any) -> Any:
         return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
         raise ValueError(f"--hf-checkpoint is {str(path)!r}, {subject} does not load: {first_line(error)}.") from error
-
-
-def _check_directory(path: str | Path) -> None:
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(
-            f"--hf-checkpoint is {str(path)!r}, which has no config.json; give a directory that holds a "
-            "Hugging Face checkpoint."
-        )

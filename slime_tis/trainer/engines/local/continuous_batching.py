@@ -63,10 +63,10 @@ class ContinuousBatching:
     context_len: int | None
     weight_version: int
     records_routing: bool
-    max_batch: int
-    max_batch_tokens: int
-    """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
     check_interrupts: Callable[[], None]
+    max_batch: int = 512
+    max_batch_tokens: int = 131072
+    """Maximum tokens of all slots, each as long as the longest; a single slot may exceed it."""
 
     def __post_init__(self) -> None:
         self.counts: Counter[str] = Counter()

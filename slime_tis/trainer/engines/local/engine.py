@@ -84,16 +84,13 @@ class LocalEngine:
         *,
         precision: Precision = "fp32",
         router_bits: int | None = None,
-        max_batch: int = 512,
-        max_batch_tokens: int = 131072,
         device: torch.device | str = "cpu",
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        """Loads the model; `max_batch` and `max_batch_tokens` bound the memory, but not of a single sample."""
+        """Loads the model."""
         self.weight_version = 0
         self._is_asked = False
         self._tokenizer, self._check_interrupts = tokenizer, check_interrupts
-        self._max_batch, self._max_batch_tokens = max_batch, max_batch_tokens
         self._model = load_model(hf_checkpoint, DTYPES.get(precision, torch.float32)).to(device)
         check_config(self._model.config)
         self._weights = weights_by_file_name(self._model)
@@ -266,8 +263,6 @@ class LocalEngine:
             eos_token_ids=frozenset(self._eos_token_ids),
             weight_version=self.weight_version,
             records_routing=sampling.records_routing,
-            max_batch=self._max_batch,
-            max_batch_tokens=self._max_batch_tokens,
             check_interrupts=self._check_interrupts,
         )
 

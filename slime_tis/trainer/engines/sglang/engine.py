@@ -11,8 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import model_sizes, read_model_config
@@ -27,10 +30,6 @@ from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, Rol
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
 from slime_tis.trainer.engines.tasks import CANCELLED
 from slime_tis.trainer.engines.weight_rounding import Precision
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase
 
 Groups = list[list[Sample]]
 Result = TypeVar("Result")

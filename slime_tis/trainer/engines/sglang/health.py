@@ -55,8 +55,6 @@ class ServerState:
     server: Server
     index: int = -1
     """Number of the server; -1 for a router."""
-    holds_weights: bool = True
-    """False for a router."""
     state: Literal["live", "probing", "down", "needs_weights"] = "down"
     info: ServerInfo = field(default_factory=ServerInfo)
     """The server's latest description; empty before its first answer."""
@@ -90,7 +88,7 @@ class HealthMonitor:
     ) -> None:
         """Begins with all servers down; calls `on_return` with a server that returns without the current weights."""
         self.states = {server: ServerState(server, index=index) for index, server in enumerate(servers)}
-        self.router = None if router is None else ServerState(router, holds_weights=False)
+        self.router = None if router is None else ServerState(router)
         self.timeouts, self._on_return = timeouts, on_return
         self.on_change: Callable[[], None] = lambda: None
         """Called when a server becomes available, or no server is left."""
@@ -146,11 +144,11 @@ class HealthMonitor:
 
     def version_of(self, state: ServerState) -> int:
         """The version that a request begins with; for a router, the version that its servers must have."""
-        return state.version if state.holds_weights else self.version
+        return self.version if state is self.router else state.version
 
     def takes_seeds(self, state: ServerState) -> bool:
         """Whether requests may have seeds; for a router, whether any of its servers uses them."""
-        states = [state] if state.holds_weights else self.states.values()
+        states = self.states.values() if state is self.router else [state]
         return any(each.info.enable_deterministic_inference is True for each in states)
 
     def check_versions(self, state: ServerState, first: int, versions: Iterable[int]) -> None:
@@ -164,7 +162,7 @@ class HealthMonitor:
         """Probes the server of a failed request before it gets further requests."""
         if not isinstance(error, UnexpectedWeights):
             self._probe(state, str(error))
-        elif not state.holds_weights:
+        elif state is self.router:
             self._tasks.start(self._find_unexpected_weights())  # a router does not name the server that answered
         else:
             self._mark_without_weights(state, str(error))
@@ -291,12 +289,12 @@ class HealthMonitor:
 
     async def _look_for(self, state: ServerState) -> None:
         """Checks whether a server that is down answers, and with which weights."""
-        error = await state.server.health_error()
-        if error is not None and state.holds_weights and self.not_updating.is_set():
+        error, is_router = await state.server.health_error(), state is self.router
+        if error is not None and not is_router and self.not_updating.is_set():
             # An update that lost its connection, or whose run was killed, leaves the server paused.
             await release(state.server)
         name = None
-        if error is None and state.holds_weights:
+        if error is None and not is_router:
             try:
                 name = await state.server.weight_version()
                 state.info = await state.server.info()
@@ -311,7 +309,7 @@ class HealthMonitor:
         # A run named the version if it is a number; at first contact that was an earlier run.
         version_known = state.version_known and (state.seen or not (name or "").isdecimal())
         state.seen = True
-        if not state.holds_weights or (version_known and version_number(name) == self.version):
+        if is_router or (version_known and version_number(name) == self.version):
             state.version = self.version
             self._revive(state)
         else:

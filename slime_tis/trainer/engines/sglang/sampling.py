@@ -1,16 +1,14 @@
 """Responses of servers, each by one or more requests."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.data.sample import Numbers, Prompt, Sample, Sampling, check_room
 from slime_tis.trainer.data.sampling_mask import SamplingMask
@@ -27,9 +25,6 @@ from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOU
 from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ABORTED_PAUSE = 0.01
 """Seconds before a request is answered with abort, so that functions which retry do not block the loop."""
@@ -67,11 +62,8 @@ class Limits:
 
     def with_reported_masks(self, sampling: Sampling) -> Sampling:
         """Replaces top-k so that servers report the sampling masks, or disables masks."""
-        if not sampling.return_sampling_mask:
-            return sampling
         limit = self.mask_tokens
-        cuts_nothing = sampling.top_p == 1 and self.vocab_size is not None and sampling.top_k >= self.vocab_size
-        if limit is None or cuts_nothing:
+        if limit is None or not sampling.return_sampling_mask:
             return replace(sampling, return_sampling_mask=False)
         return replace(sampling, top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k)
 

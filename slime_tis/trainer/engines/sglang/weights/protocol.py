@@ -68,8 +68,6 @@ def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tens
         tensors.append(tensor)
         size += tensor.nbytes
         del whole, tensor
-    if not names:
-        raise ValueError("there are no weights to send: the model has no parameters.")
     yield Bucket(names=names, tensors=tensors, last=True)
 
 
