@@ -122,7 +122,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     if chosen.compare:
         if chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
             raise ValueError("error: --compare takes no other option than --json.")
-        from slime_tis.analysis.report.comparison import comparison
+        from slime_tis.analysis.report.command import comparison
 
         print(comparison(*chosen.compare, as_json=chosen.json))
         return 0

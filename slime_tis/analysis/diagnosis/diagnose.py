@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis import context_rules, form_rules, metric_rules, token_rules
+from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
 from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
@@ -127,11 +127,11 @@ TOKEN_RULES = (
 FORM_RULES = (
     form_rules.weights_not_updated,
     form_rules.stale_weights,
-    context_rules.another_model,
-    context_rules.penalty,
-    context_rules.logit_bias,
-    context_rules.decoding,
-    context_rules.unstable,
+    form_rules.another_model,
+    form_rules.penalty,
+    form_rules.logit_bias,
+    form_rules.decoding,
+    form_rules.unstable,
     form_rules.temperature,
     form_rules.truncated_sampling,
     form_rules.position,
@@ -192,7 +192,7 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
     healthy = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
     ranked = _ranked(findings, healthy)
-    if ranked[0].cause == "unexplained" and (fact := context_rules.sampling(tokens)):
+    if ranked[0].cause == "unexplained" and (fact := form_rules.sampling(tokens)):
         ranked = (replace(ranked[0], evidence=(fact, *ranked[0].evidence)), *ranked[1:])
     return Diagnosis(findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
 

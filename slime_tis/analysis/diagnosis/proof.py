@@ -6,7 +6,7 @@ on some samples, and the share of Σ|Δ| that disappears is measured on the othe
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,10 +67,6 @@ class Proof:
     samples: int = 0
     hypotheses: int = 0
     """Number of hypotheses that were tried."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> tuple[Rescored, Proof]:

@@ -59,8 +59,6 @@ LARGEST = 10.0
 Edit = tuple[str, float]
 """Name and parameter of a hypothesis."""
 Edits = tuple[Edit, ...]
-Others = Mapping[str, Any]
-"""Tensors of other weights, or other models, by path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +93,8 @@ class Search:
         self._logits: tuple[Edits, dict[int, Tensor]] = ((), {})
         self.reference = self.rows(()) if self.inputs else []
 
-    def add(self, others: Others) -> None:
-        """Adds the hypotheses on other checkpoints."""
+    def add(self, others: Mapping[str, Any]) -> None:
+        """Adds the hypotheses on other checkpoints: tensors of other weights, or other models, by path."""
         if self.model is None:
             return
         own = self.model.state_dict()
@@ -204,7 +202,7 @@ class Search:
     def rows(self, edits: Edits) -> list[Tensor]:
         """Log-probs [T] of all samples under some hypotheses."""
         if edits not in self._rows:
-            self._rows[edits] = self._pass(self._split(edits)[0], [edits], self.all)[0]
+            self._rows[edits] = self._pass(self._costly(edits), [edits], self.all)[0]
         return self._rows[edits]
 
     @torch.inference_mode()
@@ -221,20 +219,20 @@ class Search:
         groups: dict[Edits, dict[Edits, None]] = {}
         for edits in ordered:
             if edits not in result:
-                groups.setdefault(self._split(edits)[0], {})[edits] = None
+                groups.setdefault(self._costly(edits), {})[edits] = None
         for network, group in groups.items():
             result |= dict(zip(group, self._pass(network, list(group), samples), strict=True))
         return [result[edits] for edits in ordered]
 
-    def _split(self, edits: Edits) -> tuple[Edits, Edits]:
-        """Hypotheses with a forward pass, and the others."""
-        costly = tuple(edit for edit in edits if self.table[edit[0]].cost)
-        return costly, tuple(edit for edit in edits if edit not in costly)
+    def _costly(self, edits: Edits) -> Edits:
+        """The hypotheses with a forward pass."""
+        return tuple(edit for edit in edits if self.table[edit[0]].cost)
 
     def _pass(self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]) -> list[list[Tensor]]:
         """A forward pass of samples under `network`, and the log-probs under each list of hypotheses."""
         rows = [{i: torch.empty(self.inputs[i].response) for i in samples} for _ in lists]  # no holes between logits
-        keeps = samples is self.fitted and len(lists) > 1 and self._cached_bytes(samples) <= MAX_CACHED
+        logits_bytes = 4 * self.vocabulary * sum(self.inputs[i].response for i in samples)
+        keeps = samples is self.fitted and len(lists) > 1 and logits_bytes <= MAX_CACHED
         if keeps and self._logits[0] != network:
             self._logits = (network, {})
         cached = dict(self._logits[1]) if keeps else {}
@@ -280,9 +278,6 @@ class Search:
             for i, read, row in zip(plain[start:], chunk, logits, strict=False):
                 end = len(read.tokens) - 1
                 yield i, row[end - read.response : end] / read.temperature
-
-    def _cached_bytes(self, samples: Sequence[int]) -> int:
-        return 4 * self.vocabulary * sum(self.inputs[i].response for i in samples)
 
     def _read(self, i: int, edits: Edits) -> Input:
         """What the network reads of a sample."""

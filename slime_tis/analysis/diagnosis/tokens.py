@@ -166,11 +166,11 @@ def _mixed(token: Integers, position: Integers) -> Integers:
         return (x ^ (x >> np.uint64(31))).astype(np.int64)
 
 
-def mean_of(tokens: Tokens, values: Floats) -> tuple[float, float]:
-    """The mean of a value per token, and its standard error over samples; NaN without tokens."""
-    if not len(tokens):
+def mean_of(values: NDArray[Any], sample: NDArray[Any]) -> tuple[float, float]:
+    """The mean of a value per token, and its standard error over the tokens' samples; NaN without tokens."""
+    if not len(values):
         return float("nan"), float("nan")
-    _, sample = np.unique(tokens.sample, return_inverse=True)
+    _, sample = np.unique(sample, return_inverse=True)
     sums, counts = np.bincount(sample, values), np.bincount(sample)
     mean = sums.sum() / counts.sum()
     return float(mean), float(np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum())

@@ -45,13 +45,8 @@ class TopTokens:
     """The difference of both engines' likeliest tokens."""
 
     size: str
-    """KL divergence, mass and largest difference, in words."""
-    kl: float
-    """Mean KL(π_train ‖ π_rollout) over the K tokens and all others together, nats."""
-    mass: float
-    """Mean probability of the K tokens in training."""
-    largest: float
-    """Largest |d|, nats."""
+    """In words: mean KL(π_train ‖ π_rollout) over the K tokens and all others together, nats; mean probability of the K
+    tokens in training; largest |d|."""
     cause: str
     """A cause of `diagnose.CAUSES`; empty if no setting of the sampler explains the difference."""
     evidence: str
@@ -96,7 +91,7 @@ def compare_top_tokens(positions: Sequence[Position], noise: float) -> TopTokens
         if found:
             best = min(found, key=lambda each: each.residual / each.size)
             cause, evidence = best.cause, best.evidence
-    return TopTokens(size=size, kl=kl, mass=mass, largest=largest, cause=cause, evidence=evidence)
+    return TopTokens(size=size, cause=cause, evidence=evidence)
 
 
 def _holds(pattern: _Pattern, noise: float) -> bool:

@@ -50,10 +50,6 @@ SCHEMA = pa.schema(
     ]
 )
 """Types that columns are converted to when they are read."""
-FORMAT_VERSION = 2
-"""slime's version of the layout."""
-PT_KEYS = {"format_version", "samples", "dp_shards"}
-"""Keys of every .pt file of `write`, in addition to the metadata."""
 SLIME_NAMES = {
     "rollout_log_prob": "rollout_log_probs",
     "old_log_prob": "log_probs",
@@ -92,12 +88,13 @@ def _is_own(path: Path) -> bool:
         content = torch.load(path, weights_only=True, mmap=True)
     except Exception:  # unpickling another file may raise anything
         return False
-    return isinstance(content, dict) and isinstance(content.get("metadata"), dict) and content.keys() >= PT_KEYS
+    keys = {"format_version", "samples", "dp_shards", "metadata"}
+    return isinstance(content, dict) and content.keys() >= keys and isinstance(content["metadata"], dict)
 
 
 def _write_pt(path: Path, table: TokenTable) -> None:
     content = {
-        "format_version": FORMAT_VERSION,
+        "format_version": 2,
         "rollout_id": table.metadata.get("rollout_id"),
         "rank": table.metadata.get("rank"),
         "samples": [_sample(table, index) for index in range(len(table))],
@@ -155,8 +152,8 @@ def batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[
 
     Text columns are dictionaries, so a text that many rows repeat takes memory once.
     """
-    file_bytes = path.stat().st_size
-    with parquet.ParquetFile(path, read_dictionary=[name for name in names if name in text_columns(path)]) as file:
+    file_bytes, text = path.stat().st_size, text_columns(path)
+    with parquet.ParquetFile(path, read_dictionary=[name for name in names if name in text]) as file:
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
             chunks = [group.column(i) for i in range(group.num_columns)]

@@ -70,25 +70,28 @@ def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | No
             one batch of a parquet file or one .pt file. Default: all.
         max_bytes: Size of the table, likewise. Bounds the memory of tokens with many experts.
     """
-    reservoir = Reservoir(max_tokens, max_bytes)
     files = files_of(Path(path))
     run = _run_of(Path(path), files) if len(files) > 1 else None
     skipped = set()
-    for file in files:
-        for table in tables_of(file):
-            if len(files) == 1 or table.metadata.get("run") in (None, run):
-                reservoir.add(table)
-            else:
-                skipped.add(file)
+
+    def tables() -> Iterator[TokenTable]:
+        for file in files:
+            for table in tables_of(file):
+                if len(files) == 1 or table.metadata.get("run") in (None, run):
+                    yield table
+                else:
+                    skipped.add(file)
+
+    part = _random_part(tables(), 2**62 if max_tokens is None else max_tokens, max_bytes)
     if skipped:
         print(
             f"warning: {quoted_path(path)} has dumps of several runs; {len(skipped)} of {len(files)} files are "
             f"skipped, for example {quoted_path(min(skipped))}. Give each run its own directory for dumps.",
             file=sys.stderr,
         )
-    if not reservoir.tables:
+    if part is None:
         raise ValueError(f"{path} has no samples.")
-    return reservoir.table()
+    return part
 
 
 def _run_of(path: Path, files: Sequence[Path]) -> str | None:
@@ -99,45 +102,39 @@ def _run_of(path: Path, files: Sequence[Path]) -> str | None:
     return next((table.metadata.get("run") for file in newest_first for table in tables_of(file)), None)
 
 
-class Reservoir:
-    """A uniform random part of the samples of several tables: the samples with the lowest random numbers."""
+def _random_part(tables: Iterator[TokenTable], max_tokens: int, max_bytes: int | None) -> TokenTable | None:
+    """A uniform random part of the samples of several tables: the samples with the lowest random numbers.
 
-    def __init__(self, max_tokens: int | None, max_bytes: int | None) -> None:
-        self._max_tokens = 2**62 if max_tokens is None else max_tokens
-        self._max_bytes = max_bytes
-        self._chance = np.random.default_rng(0)
-        self._priorities: list[Column] = []
-        self._bound = np.inf
-        """Lowest number of a discarded sample."""
-        self.tables: list[TokenTable] = []
-        self.samples = self.tokens = 0
-        """Totals of all added tables."""
+    `metadata["sampled"]` has the totals if samples were discarded. None without tables.
+    """
+    chance = np.random.default_rng(0)
+    kept: list[TokenTable] = []
+    priorities: list[Column] = []
+    bound = np.inf  # lowest number of a discarded sample
+    samples = tokens = 0
+    for table in tables:
+        priority = chance.random(len(table))
+        samples, tokens = samples + len(table), tokens + table.tokens
+        if max_bytes is not None and table.tokens:
+            max_tokens = min(max_tokens, max_bytes * table.tokens // table.nbytes)
+        chosen = np.flatnonzero(priority < bound)
+        kept.append(table if len(chosen) == len(table) else table.select(chosen))
+        priorities.append(priority[chosen])
+        if sum(held.tokens for held in kept) > 2 * max_tokens:
+            kept, priorities, bound = _thinned(kept, priorities, max_tokens)
+    if tokens <= max_tokens:
+        return TokenTable.concatenate(kept) if kept else None
+    (table,), _, _ = _thinned(kept, priorities, max_tokens)
+    return replace(table, metadata={**table.metadata, "sampled": {"samples": samples, "tokens": tokens}})
 
-    def add(self, table: TokenTable) -> None:
-        """Adds a table without the samples that are already out."""
-        priority = self._chance.random(len(table))
-        self.samples, self.tokens = self.samples + len(table), self.tokens + table.tokens
-        if self._max_bytes is not None and table.tokens:
-            self._max_tokens = min(self._max_tokens, self._max_bytes * table.tokens // table.nbytes)
-        chosen = np.flatnonzero(priority < self._bound)
-        self.tables.append(table if len(chosen) == len(table) else table.select(chosen))
-        self._priorities.append(priority[chosen])
-        if sum(held.tokens for held in self.tables) > 2 * self._max_tokens:
-            self._thin()
 
-    def table(self) -> TokenTable:
-        """The remaining samples as one table; `metadata["sampled"]` has the totals if samples were discarded."""
-        if self.tokens > self._max_tokens:
-            self._thin()
-            totals = {"samples": self.samples, "tokens": self.tokens}
-            return replace(self.tables[0], metadata={**self.tables[0].metadata, "sampled": totals})
-        return TokenTable.concatenate(self.tables)
-
-    def _thin(self) -> None:
-        table, priority = TokenTable.concatenate(self.tables), np.concatenate(self._priorities)
-        chosen = lowest_priorities(priority, table.response_length, self._max_tokens)
-        self._bound = min(self._bound, np.delete(priority, chosen).min(initial=np.inf))
-        self.tables, self._priorities = [table.select(chosen)], [priority[chosen]]
+def _thinned(
+    tables: Sequence[TokenTable], priorities: Sequence[Column], max_tokens: int
+) -> tuple[list[TokenTable], list[Column], float]:
+    """The samples of the lowest numbers as one table, their numbers, and the lowest number of the others."""
+    table, priority = TokenTable.concatenate(tables), np.concatenate(priorities)
+    chosen = lowest_priorities(priority, table.response_length, max_tokens)
+    return [table.select(chosen)], [priority[chosen]], np.delete(priority, chosen).min(initial=np.inf)
 
 
 def files_of(path: Path) -> list[Path]:

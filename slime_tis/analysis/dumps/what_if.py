@@ -74,8 +74,8 @@ class WhatIf:
     """All metrics of the step under the names of docs/metrics.md, without `train/`."""
 
 
-def sweep() -> dict[str, RolloutCorrectionConfig]:
-    """Weights and rejection over levels, modes and bounds, by name."""
+def corrections() -> dict[str, RolloutCorrectionConfig]:
+    """All presets, and a sweep of weights and rejection over levels, modes and bounds, by name."""
     options: dict[str, dict[str, Any]] = {}
     for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS):
         bounds = {"tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
@@ -87,12 +87,8 @@ def sweep() -> dict[str, RolloutCorrectionConfig]:
     for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), SWEEP_MASK_SCALES):
         mask = {"divergence_mask": kind, "divergence_mask_bound": scale * bound}
         options[f"{kind} {scale * bound:g}"] = mask
-    return {name: RolloutCorrectionConfig(**each) for name, each in options.items()}
-
-
-def corrections() -> dict[str, RolloutCorrectionConfig]:
-    """All presets, and the sweep."""
-    return {name: RolloutCorrectionConfig.preset(name) for name in PRESETS} | sweep()
+    sweep = {name: RolloutCorrectionConfig(**each) for name, each in options.items()}
+    return {name: RolloutCorrectionConfig.preset(name) for name in PRESETS} | sweep
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,8 +97,8 @@ class _Batches:
 
     inputs: tuple[LossInputs, ...]
     has_advantages: bool
-    exact_token_N: Tensor | None = None
-    exact_sequence_N: Tensor | None = None
+    exact: tuple[Tensor | None, ...] = ()
+    """[N] with the exact ratio of each token, and of each sequence; None without advantages."""
 
 
 def what_if(
@@ -196,8 +192,7 @@ def as_text(rows: Sequence[WhatIf], *, flags: str = "") -> str:
 def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: LossStep) -> WhatIf:
     metrics, gradient_N = _applied(batches, step)
     is_preset = name in PRESETS and RolloutCorrectionConfig.preset(name) == config
-    cosine, norm_ratio = _compared(gradient_N, batches.exact_token_N)
-    sequence_cosine, sequence_norm_ratio = _compared(gradient_N, batches.exact_sequence_N)
+    of_token, of_sequence = (_compared(gradient_N, exact_N) for exact_N in batches.exact)
     return WhatIf(
         name=name,
         flags=f"--rollout-correction-preset {name}" if is_preset else flags_of(config),
@@ -205,10 +200,10 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
         ess=metrics.get("mis_eff_sample_size", 1.0),
         weight_mean=metrics.get("mis_ratio_mean_after_mis", 1.0),
         weight_max=metrics.get("mis_weight_max", 1.0),
-        cosine=cosine,
-        norm_ratio=norm_ratio,
-        sequence_cosine=sequence_cosine,
-        sequence_norm_ratio=sequence_norm_ratio,
+        cosine=of_token[0],
+        norm_ratio=of_token[1],
+        sequence_cosine=of_sequence[0],
+        sequence_norm_ratio=of_sequence[1],
         steps=len(batches.inputs) if _needs_steps(config) else None,
         metrics=metrics,
     )
@@ -244,9 +239,8 @@ def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
         use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=UNBOUNDED
     )
     policy = replace(policy, staleness_decay=1.0, rollout_pull_coef=0.0, use_opsm=False)
-    _, token_N = _applied(batches, _loss_step(parts[0], token, policy))
-    _, sequence_N = _applied(batches, _loss_step(parts[0], replace(token, tis_level="sequence"), policy))
-    return replace(batches, exact_token_N=token_N, exact_sequence_N=sequence_N)
+    steps = [_loss_step(parts[0], config, policy) for config in (token, replace(token, tis_level="sequence"))]
+    return replace(batches, exact=tuple(_applied(batches, step)[1] for step in steps))
 
 
 def _applied(batches: _Batches, step: LossStep) -> tuple[dict[str, float], Tensor | None]:
@@ -314,16 +308,12 @@ def loss_inputs(table: TokenTable) -> LossInputs:
 
 
 def _loss_step(table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig) -> LossStep:
-    needs_versions = {"--old-logprobs interpolate": config.old_logprobs == "interpolate"}
-    needs_versions["--staleness-decay"] = policy.staleness_decay < 1
-    for flag, is_on in needs_versions.items():
-        if is_on and (table.weight_version is None or table.step is None):
-            raise ValueError(f"{flag} needs steps and weight versions, which the dump does not have.")
-    recomputed = table.metadata.get("old_policy") == "recomputed"
-    follows = config.use_rollout_logprobs or config.old_logprobs == "interpolate"
-    return LossStep(
-        correction=config, policy=policy, uses_recomputed_old_policy=recomputed and not follows, version=CURRENT_VERSION
-    )
+    interpolates = config.old_logprobs == "interpolate"
+    if (interpolates or policy.staleness_decay < 1) and (table.weight_version is None or table.step is None):
+        flag = "--old-logprobs interpolate" if interpolates else "--staleness-decay"
+        raise ValueError(f"{flag} needs steps and weight versions, which the dump does not have.")
+    recomputed = table.metadata.get("old_policy") == "recomputed" and not (config.use_rollout_logprobs or interpolates)
+    return LossStep(correction=config, policy=policy, uses_recomputed_old_policy=recomputed, version=CURRENT_VERSION)
 
 
 def _tensor(values: Column) -> Tensor:

@@ -1,7 +1,8 @@
-"""The commands `slime-tis report` and `slime-tis diagnose`."""
+"""The commands `slime-tis report` and `slime-tis diagnose`, also of two runs."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,18 @@ import numpy as np
 
 from slime_tis.analysis.diagnosis import Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.diagnose import as_text, with_proof
+from slime_tis.analysis.diagnosis.tokens import mean_of
+from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import overview, shape
 from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.page import check_output, page_data, render
 from slime_tis.analysis.report.samples import decoder
 from slime_tis.analysis.report.source import Source, open_source
+from slime_tis.errors import one_line
 from slime_tis.files import write_atomically
+
+MISMATCH = ("k3", "χ²", "mean abs(Δ)")
+"""Metrics that are compared without dumps, by the labels of the overview."""
 
 
 def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
@@ -91,7 +98,7 @@ def diagnosis(
         rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
         result = with_proof(result, proof)
     if as_json:
-        facts = {"rescored": rescored and rescored.as_json(), "proof": proof and proof.as_json()}
+        facts = {"rescored": rescored and rescored.as_json(), "proof": proof and asdict(proof)}
         text = json.dumps({"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False)
     else:
         note = (
@@ -151,3 +158,63 @@ def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
         "diagnoses": data["diagnoses"],
         "what_if": data["what_if"]["rows"],
     }
+
+
+def comparison(before: str, after: str, *, as_json: bool = False) -> str:
+    """The differences between two runs or dumps, as text or JSON."""
+    sources = [open_source(path, 2) for path in (before, after)]
+    lines = changes(*sources) + [f"{source.name}: {source.note}" for source in sources if source.note]
+    if as_json:
+        return json.dumps({"before": before, "after": after, "changes": lines}, indent=1)
+    return "\n".join([f"{before} → {after}", *(f"- {one_line(line, 500)}" for line in lines)])
+
+
+def changes(before: Source, after: Source) -> list[str]:
+    """One sentence per difference, the configuration first."""
+    lines = _changed("option", overview.configuration(before), overview.configuration(after))
+    if before.table is not None and after.table is not None:
+        lines += _changed("dump", before.table.metadata, after.table.metadata)
+        lines += _mismatch(before.table, after.table)
+    else:
+        metrics = [
+            {key: f"{value:.3g}" for key, value in overview.last_values(source.metrics).items() if key in MISMATCH}
+            for source in (before, after)
+        ]
+        lines += _changed("last", *metrics)
+    first, second = (diagnose(source.table, source.metrics).findings[0] for source in (before, after))
+    causes = [f"{each.title} ({each.confidence:.0%})" for each in (first, second)]
+    same = (first.cause, first.detail) == (second.cause, second.detail)
+    return [*lines, f"diagnosis: {causes[0]} in both" if same else f"diagnosis: {causes[0]} → {causes[1]}"]
+
+
+def _changed(kind: str, before: Any, after: Any) -> list[str]:
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{kind} {name}: {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names]
+
+
+def _mismatch(before: TokenTable, after: TokenTable) -> list[str]:
+    """The mean of abs(Δ) with its standard error, and for equal tokens the engine whose log-probs changed."""
+    if not (before.valid.any() and after.valid.any()):
+        return ["no token has log-probs of both engines in both dumps"]
+    (a, error_a), (b, error_b) = (
+        mean_of(np.abs(table.log_ratio[table.valid]), table.sample[table.valid]) for table in (before, after)
+    )
+    error = float(np.hypot(error_a, error_b))
+    noise = "" if abs(b - a) > 2 * error else ", within the noise of the samples"
+    lines = [f"mean abs(Δ): {a:.3g} → {b:.3g} nats (difference {b - a:.2g}, standard error {error:.2g}{noise})"]
+    if not (
+        before.token is not None
+        and after.token is not None
+        and np.array_equal(before.offsets, after.offsets)
+        and np.array_equal(before.token, after.token)
+    ):
+        return lines
+    valid = before.valid & after.valid
+    if valid.any():
+        pairs = {
+            "training": (before.policy_log_prob, after.policy_log_prob),
+            "the rollout engine": (before.rollout_log_prob, after.rollout_log_prob),
+        }
+        moved = [f"{name} by {np.abs(x - y)[valid].mean():.3g}" for name, (x, y) in pairs.items()]
+        lines.append(f"both have the same tokens; their log-probs changed in {' and in '.join(moved)} nats on average")
+    return lines

@@ -99,11 +99,16 @@ class Group(NamedTuple):
     sources: list[Source]
 
 
+def configuration(source: Source) -> dict[str, Any]:
+    """The options of a run, without `PER_RUN_OPTIONS`."""
+    return {str(name): value for name, value in source.options.items() if name not in PER_RUN_OPTIONS}
+
+
 def group_runs(sources: Sequence[Source]) -> list[Group]:
     """Groups sources by their configuration, in order. A source without a configuration forms a separate group."""
     groups: dict[str, tuple[dict[str, Any], list[Source]]] = {}
     for index, source in enumerate(sources):
-        options = {name: value for name, value in source.options.items() if name not in PER_RUN_OPTIONS}
+        options = configuration(source)
         key = str(sorted(map(repr, options.items())) or index)
         groups.setdefault(key, (options, []))[1].append(source)
     configs = [options for options, _ in groups.values()]

@@ -7,6 +7,7 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,18 @@ FACTS = {
     "tokens_without_log_prob": ("without a log-prob", "{:,}"),
 }
 """Label and format of the numbers above the plots of the mismatch."""
-TITLES = {
-    "name": "correction",
-    "kept": "kept",
-    "ess": "ESS",
-    "weight_mean": "mean weight",
-    "weight_max": "largest weight",
-    "cosine": "cosine",
-    "norm_ratio": "norm ratio",
-    "sequence_cosine": "cosine, sequences",
-    "flags": "flags",
+COLUMNS = {
+    "name": ("correction", None),
+    "kept": ("kept", "share of trained tokens that the correction keeps"),
+    "ess": ("ESS", "effective sample size of the kept tokens, (Σw)² / (n · Σw²)"),
+    "weight_mean": ("mean weight", "mean weight after its bounds"),
+    "weight_max": ("largest weight", "largest weight after its bounds"),
+    "cosine": ("cosine", "cosine between the correction's gradient and the exact one; 1 is no bias"),
+    "norm_ratio": ("norm ratio", "norm of the correction's gradient divided by the exact one's"),
+    "sequence_cosine": ("cosine, sequences", "cosine against the gradient with exact ratios of sequences"),
+    "flags": ("flags", None),
 }
-"""Columns of the table in the page."""
+"""Title and meaning of the columns of the table in the page; those without a meaning are text."""
 PICTURES = {
     "position_drift": "by-position",
     "other_prompt": "by-position",
@@ -60,16 +61,6 @@ PICTURES = {
     "weights_not_updated": "run-mismatch",
 }
 """The plot that shows a cause; the density shows the others."""
-EXPLANATIONS = {
-    "kept": "share of trained tokens that the correction keeps",
-    "ess": "effective sample size of the kept tokens, (Σw)² / (n · Σw²)",
-    "weight_mean": "mean weight after its bounds",
-    "weight_max": "largest weight after its bounds",
-    "cosine": "cosine between the correction's gradient and the exact one; 1 is no bias",
-    "norm_ratio": "norm of the correction's gradient divided by the exact one's",
-    "sequence_cosine": "cosine against the gradient with exact ratios of sequences",
-}
-"""What the columns mean."""
 RECOMMENDATION = (
     "This is the progress of a step that is mostly noise, relative to the exact gradient on all tokens; rows are in "
     "this order. Equal values keep no correction, then the earlier preset. A dump cannot show a later collapse."
@@ -98,7 +89,7 @@ def page_data(
     advice = None
     if len(sources) == 1 and first.table is not None and first.table.valid.any():
         advice = recommendation(measured(first.table, results[0]), study())
-    drawn = [plot.as_json() for plot in (*overview.plots(group_runs(sources)), *_shapes(sources))]
+    drawn = [asdict(plot) for plot in (*overview.plots(group_runs(sources)), *_shapes(sources))]
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": [_subtitle(source) for source in sources],
@@ -142,8 +133,7 @@ def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]
 def _what_if(table: TokenTable | None) -> dict[str, Any]:
     """Rows, columns, plots and a note of the section; empty without tokens."""
     columns = [
-        {"key": key, "title": title, "text": key in ("name", "flags"), "says": EXPLANATIONS.get(key)}
-        for key, title in TITLES.items()
+        {"key": key, "title": title, "text": says is None, "says": says} for key, (title, says) in COLUMNS.items()
     ]
     empty: dict[str, Any] = {"rows": [], "columns": columns, "plots": [], "note": ""}
     if table is None or not table.valid.any():
@@ -152,8 +142,8 @@ def _what_if(table: TokenTable | None) -> dict[str, Any]:
         results = sorted(what_if(table), key=lambda row: (-round(_progress(row), 2), row.name != "disabled"))
     except ValueError as error:
         return {**empty, "note": str(error)}
-    rows = [{key: getattr(result, key) for key in TITLES} for result in results]
-    plots = [plot.as_json() for plot in _pareto(results)]
+    rows = [{key: getattr(result, key) for key in COLUMNS} for result in results]
+    plots = [asdict(plot) for plot in _pareto(results)]
     best = "no correction" if results[0].name == "disabled" else results[0].name
     advice = f"Recommended: {best}, whose cosine² · kept · ESS is {_progress(results[0]):.2f}. {RECOMMENDATION}"
     notes = [advice if plots else "The dump has no advantages, so gradients cannot be compared."]

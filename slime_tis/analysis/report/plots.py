@@ -1,6 +1,6 @@
 """Plots of the page as plain dictionaries for plotly.js."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,6 @@ class Plot:
     layout: dict[str, Any] = field(default_factory=dict)
     wide: bool = False
     """Whether the plot takes the whole width."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def hypotheses(model: Any = None, tokenizer: Any = None, *, prompt: int = 0, lay
     table |= prompts.for_bos(bos) if isinstance(bos, int) else {}
     table |= prompts.for_template(tokenizer) if tokenizer is not None else {}
     if model is None:
-        return {name: each for name, each in table.items() if not each.needs_model}
+        return {name: each for name, each in table.items() if each.cost < 2}
     return {**table, **network.for_model(model, layers)}
 
 

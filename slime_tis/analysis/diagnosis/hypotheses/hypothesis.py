@@ -85,8 +85,3 @@ class Hypothesis:
         """Stage of the search: 0 without a forward pass, 1 for prompts, 2 for other inputs, 3 for the network."""
         edits = (self.network, self.inputs, self.prompt)
         return next((3 - i for i, edit in enumerate(edits) if edit is not None), 0)
-
-    @property
-    def needs_model(self) -> bool:
-        """Whether it changes the network, or what a network reads besides tokens."""
-        return self.cost > 1

@@ -53,9 +53,9 @@ def _inner(model: Any) -> set[str]:
     return {name for name, weight in model.named_parameters() if id(weight) in weights or ".experts." in name}
 
 
-def _rounded(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
-    """Matrices in low precision; norms and biases stay."""
-    return lambda model, _: changed(model, lambda name, w: rounding(w) if w.dim() == 2 else w)
+def _bf16_matrices(model: Any, _: float) -> Any:
+    """Norms and biases stay."""
+    return changed(model, lambda _, weight: weight.bfloat16().float() if weight.dim() == 2 else weight)
 
 
 def _quantized(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
@@ -164,16 +164,17 @@ def _replay(sample: Input, _: float, __: Input) -> Input:
 
     @contextmanager
     def replayed(model: Any, _: float) -> Iterator[None]:
-        routers = [
-            module for module in model.modules() if hasattr(module, "norm_topk_prob") and hasattr(module, "top_k")
-        ]
         with ExitStack() as stack:
-            for layer, router in enumerate(routers):
+            for layer, router in enumerate(_routers(model)):
                 chosen = experts[:, layer].long().to(model.device)
                 stack.callback(router.register_forward_hook(_routes_to(chosen, rows)).remove)
             yield
 
     return replace(sample, network=replayed)
+
+
+def _routers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "norm_topk_prob") and hasattr(module, "top_k")]
 
 
 def _routes_to(chosen: Tensor, rows: slice) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -196,8 +197,7 @@ def for_model(model: Any, layers: int) -> dict[str, Hypothesis]:
     table = {}
     if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default") != "default":
         table["rope scaling missing"] = Hypothesis("has no rope scaling", "position_drift", network=_rope("default"))
-    routers = [m for m in model.modules() if hasattr(m, "norm_topk_prob") and hasattr(m, "top_k")]
-    if routers and len(routers) == layers:
+    if layers and len(_routers(model)) == layers:
         claim = "routes tokens to the experts that the dump records, unlike fp32"
         table["recorded experts"] = Hypothesis(claim, "moe_routing", inputs=_replay)
     return table
@@ -206,7 +206,7 @@ def for_model(model: Any, layers: int) -> dict[str, Hypothesis]:
 _PRECISIONS: dict[str, tuple[str, NetworkEdit]] = {
     "bf16": ("computes in bf16", _cast(torch.bfloat16)),
     "fp16": ("computes in fp16", _cast(torch.float16)),
-    "bf16 weights": ("has weights in bf16", _rounded(lambda w: w.bfloat16().float())),
+    "bf16 weights": ("has weights in bf16", _bf16_matrices),
     "fp8 weights": ("has weights in fp8, with a scale per row", _quantized(_fp8_rows)),
     "fp8 weights per tensor": (
         "has weights in fp8, with a scale per tensor",

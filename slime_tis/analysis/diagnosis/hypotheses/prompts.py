@@ -65,20 +65,26 @@ def _padded_to(pad: int, longest: int, *, left: bool) -> PromptEdit:
 
 
 def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
-    """The hypotheses on padding; `longest` is the length of the longest prompt."""
-    claim = "attends to {value:.0f} padding tokens"
-    before = Hypothesis(
-        f"{claim} before the prompt", "attention_mask", PADS, prompt=lambda p, k: torch.cat([p.new_full((k,), pad), p])
-    )
-    after = Hypothesis(
-        f"{claim} after the prompt", "attention_mask", PADS, prompt=lambda p, k: torch.cat([p, p.new_full((k,), pad)])
-    )
-    table = {"pads attended": before, "pads after the prompt": after}
-    for side, left in {"left": True, "right": False}.items():
-        claim = f"attends to the padding on the {side} of the prompt, which makes all prompts {longest} tokens long"
-        edit = _padded_to(pad, longest, left=left)
-        table[f"padded on the {side}"] = Hypothesis(claim, "attention_mask", prompt=edit)
-    return table
+    """The hypotheses on attended padding; `longest` is the length of the longest prompt."""
+
+    def before(prompt: Tensor, count: int) -> Tensor:
+        return torch.cat([prompt.new_full((max(count, 0),), pad), prompt])
+
+    def after(prompt: Tensor, count: int) -> Tensor:
+        return torch.cat([prompt, prompt.new_full((max(count, 0),), pad)])
+
+    few = "attends to {value:.0f} padding tokens"
+    full = "attends to the padding on the {} of the prompt, which makes all prompts {} tokens long"
+    return {
+        "pads attended": Hypothesis(f"{few} before the prompt", "attention_mask", PADS, prompt=before),
+        "pads after the prompt": Hypothesis(f"{few} after the prompt", "attention_mask", PADS, prompt=after),
+        "padded on the left": Hypothesis(
+            full.format("left", longest), "attention_mask", prompt=lambda p, _: before(p, longest - len(p))
+        ),
+        "padded on the right": Hypothesis(
+            full.format("right", longest), "attention_mask", prompt=lambda p, _: after(p, longest - len(p))
+        ),
+    }
 
 
 def for_bos(bos: int) -> dict[str, Hypothesis]:

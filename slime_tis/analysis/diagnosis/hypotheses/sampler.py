@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, LogitsEdit, OutputEdit
+from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, OutputEdit
 
 CANDIDATES, MAX_TOKENS = 48, 8
 """Tokens that a logit bias is tried on, and tokens that it changes."""
@@ -60,17 +60,6 @@ def _top_k(logits: Tensor, _: Input, value: float) -> Tensor:
 def _min_p(logits: Tensor, _: Input, value: float) -> Tensor:
     probability = logits.softmax(-1)
     return _kept(logits, probability >= value * probability.amax(-1, keepdim=True))
-
-
-def _late_end(token: int) -> LogitsEdit:
-    """No end of the text among the first `value` tokens."""
-
-    def edit(logits: Tensor, _: Input, value: float) -> Tensor:
-        changed = logits.clone()
-        changed[: round(value), token] = -math.inf
-        return changed
-
-    return edit
 
 
 def _shifted(rows: list[Tensor], value: float) -> list[Tensor]:
@@ -146,9 +135,15 @@ def _biased(biases: dict[int, float]) -> Hypothesis:
 
 def for_end(eos: int) -> dict[str, Hypothesis]:
     """The hypotheses on the token that ends a text."""
+
+    def late_end(logits: Tensor, _: Input, value: float) -> Tensor:
+        changed = logits.clone()
+        changed[: round(value), eos] = -math.inf
+        return changed
+
     values = (*(2**i for i in range(10)), 10**9)
     claim = "cannot end the text within {value:.0f} tokens"
-    return {"minimum length": Hypothesis(claim, "penalty", values, logits=_late_end(eos))}
+    return {"minimum length": Hypothesis(claim, "penalty", values, logits=late_end)}
 
 
 TABLE: dict[str, Hypothesis] = {
