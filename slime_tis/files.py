@@ -1,4 +1,4 @@
-"""Files: JSON objects are read, and files are replaced so that readers see the earlier or the complete new one."""
+"""Files: JSON objects and metrics are read, and files are replaced so that readers see the earlier or the new one."""
 
 import codecs
 import json
@@ -10,6 +10,8 @@ from typing import Any
 
 from slime_tis.errors import first_line
 
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+"""Files of a run directory that other programs read."""
 FOREIGN = "the file exists and is no dump of this program; move it, or give another name"
 
 
@@ -75,3 +77,34 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if content.strip():
                 place = f"{path}, line {number}"
                 yield place, parse_object(content, place)
+
+
+def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:
+    """Returns the lines of a metrics.jsonl before a step, without a truncated last line.
+
+    Args:
+        path: The metrics.jsonl.
+        step: First step that will be logged again.
+        evaluates_again: Whether an earlier resumption's row of its evaluation at the step before is dropped, too.
+    """
+    kept = []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode("utf-8").strip()
+            row = json.loads(text)
+            repeated = (
+                evaluates_again
+                and row["step"] == step - 1
+                and all(name == "step" or name.startswith("eval/") for name in row)
+            )
+            if row["step"] < step and not repeated:
+                kept.append(text + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            if number == len(lines) and not line.endswith(b"\n"):
+                break
+            raise ValueError(
+                f"{path}, line {number}, is not the metrics of a step ({type(error).__name__}: {error}); "
+                "remove that line, or give another --output-dir."
+            ) from None
+    return kept

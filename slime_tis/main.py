@@ -259,8 +259,8 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
     correction, policy, function, args = read_correction(flags, policy_of(table))
     chosen = load_custom_tis(function, args) if function else correction
     changed = replace(table, metadata=dict(table.metadata) | {"policy": asdict(policy)})
-    rows = what_if(table, [RolloutCorrectionConfig()]) + what_if(changed, [chosen], args=args)
-    return as_text(rows, flags=" ".join(flags))
+    (row,) = what_if(changed, [chosen], args=args)
+    return as_text([*what_if(table, [RolloutCorrectionConfig()]), replace(row, flags=" ".join(flags))])
 
 
 def _own_command_line() -> list[str]:

@@ -80,7 +80,8 @@ class Rule:
     fix: str = ""
     after: int = 1
     """Consecutive steps with the finding before a health warning is printed."""
-    share: float = 1.0
+    share: float = 0.5
+    """Share of the mismatch that the cause is taken to explain, as metrics do not show it."""
     detail: str = ""
 
 

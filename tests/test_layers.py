@@ -16,7 +16,6 @@ LAYERS = (
     (
         "slime_tis.limits",
         "slime_tis.files",
-        "slime_tis.metrics_file",
         "slime_tis.terminal",
         "slime_tis.alarm",
         "slime_tis.hf_directory",

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.curves import COLORS, Series, read_series, running_mean
-from slime_tis.files import atomic_path
-from slime_tis.metrics_file import METRICS
+from slime_tis.files import METRICS, atomic_path
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"
 PICTURE_ROWS = 4

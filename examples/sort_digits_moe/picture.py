@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.curves import COLORS, Series, read_series, running_mean
-from slime_tis.files import atomic_path
-from slime_tis.metrics_file import METRICS
+from slime_tis.files import METRICS, atomic_path
 
 PICTURE = "replay.png"
 BLUE, RED = COLORS[:2]

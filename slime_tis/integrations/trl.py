@@ -172,8 +172,8 @@ class RolloutCorrectionMixin:
     def _table(
         self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]
     ) -> TokenTable:
-        from slime_tis.analysis.dumps.annotate import annotated
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+        from slime_tis.analysis.dumps.what_if import annotated
 
         size, process = len(batch["completion_ids"]), self.accelerator.process_index
         rewards: list[float | None] = [None] * size

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from slime_tis.analysis.dumps.annotate import annotated
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable
+from slime_tis.analysis.dumps.what_if import annotated
 from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
 from slime_tis.errors import first_line
 from slime_tis.policy.config import PolicyConfig

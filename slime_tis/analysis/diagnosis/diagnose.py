@@ -116,29 +116,6 @@ explain 86 % or more, wrong ones 78 % or less."""
 MIN_CERTAIN_CONFIDENCE = 0.9
 """Below this confidence a finding names the command that proves it."""
 PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it scores samples again."
-TOKEN_RULES = (
-    token_rules.converted,
-    token_rules.mask_mistake,
-    token_rules.exchanged,
-    token_rules.misaligned,
-    token_rules.broken_tokens,
-)
-"""Rules that remove the tokens they explain, in this order."""
-FORM_RULES = (
-    form_rules.weights_not_updated,
-    form_rules.stale_weights,
-    form_rules.another_model,
-    form_rules.penalty,
-    form_rules.logit_bias,
-    form_rules.decoding,
-    form_rules.unstable,
-    form_rules.temperature,
-    form_rules.truncated_sampling,
-    form_rules.position,
-    form_rules.moe_routing,
-    form_rules.rounding,
-)
-"""Rules on the remaining tokens."""
 TERMINAL_WIDTH = 100
 MIN_SHARE, CERTAIN = 0.05, 0.95
 """A finding that explains less of the mismatch is no cause, unless its evidence is certain, as of a NaN. A share of 0
@@ -229,7 +206,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
         found = [replace(each, share=each.share * remaining) for each in others]
         return [replace(finding, evidence=finding.evidence + alone), *found]
     findings = []
-    for rule in TOKEN_RULES:
+    for rule in token_rules.RULES:
         if (verdict := rule(tokens)) is not None:
             finding, explained = verdict
             findings.append(replace(finding, share=float(tokens.size[explained].sum() / total)))
@@ -239,7 +216,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
         return findings
     negligible = float(np.abs(tokens.log_ratio).mean()) < NEGLIGIBLE_DIFFERENCE
     remaining = float(tokens.size.sum()) / total
-    patterns = [rule(tokens) for rule in ((form_rules.sharper_sampling,) if negligible else FORM_RULES)]
+    patterns = [rule(tokens) for rule in ((form_rules.sharper_sampling,) if negligible else form_rules.RULES)]
     return findings + [replace(each, share=each.share * remaining) for each in patterns if each and each.confidence]
 
 

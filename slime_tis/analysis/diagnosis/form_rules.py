@@ -396,3 +396,20 @@ def _rank_correlation(values: Floats) -> float:
     """Spearman's correlation of values with their index."""
     ranks = np.argsort(np.argsort(values))
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
+
+
+RULES = (
+    weights_not_updated,
+    stale_weights,
+    another_model,
+    penalty,
+    logit_bias,
+    decoding,
+    unstable,
+    temperature,
+    truncated_sampling,
+    position,
+    moe_routing,
+    rounding,
+)
+"""Rules on the tokens that the token rules leave."""

@@ -77,7 +77,6 @@ RUN_RULES = (
         metric="max nonfinite_token_fraction",
         condition=lambda value, *_: 0.9 * (value > 0),
         message="up to {value:.3%} of the tokens of a step have no finite log-prob",
-        share=0.5,
     ),
     Rule(
         cause="weights_not_updated",
@@ -86,7 +85,6 @@ RUN_RULES = (
             (value <= 0.5 and values["count rollout/update_received"] >= 3) * (0.5 + 0.4 * ramp(value, 0.5, 0.1))
         ),
         message="after rounding, {value:.0%} of the weight updates arrive in the rollout engine",
-        share=0.5,
     ),
     Rule(
         cause="weights_not_updated",
@@ -94,14 +92,12 @@ RUN_RULES = (
         condition=lambda _, values, __: _growth(values),
         message="mean abs(Δ) grows from {values[first third]:.2g} over {values[second third]:.2g} to {value:.2g}, but "
         "the weights count as current",
-        share=0.5,
     ),
     Rule(
         cause="stale_weights",
         metric="staleness ratio",
         condition=lambda value, values, _: 0.9 * (values["mean rollout/weight_staleness"] > 0) * ramp(value, 1.0, 2.0),
         message=STALENESS + "\nk3 of all tokens is {value:.1f} times as large as for tokens from current weights",
-        share=0.5,
     ),
     Rule(
         cause="stale_weights",
@@ -110,7 +106,6 @@ RUN_RULES = (
             0.7 * (values["mean rollout/weight_staleness"] > 0 and "staleness ratio" not in values)
         ),
         message=STALENESS,
-        share=0.5,
     ),
     Rule(
         cause="truncated_sampling",

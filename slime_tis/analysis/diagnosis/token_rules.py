@@ -320,3 +320,7 @@ def _run_lengths(tokens: Tokens, chosen: Mask) -> NDArray[np.int64]:
     adjacent = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1) & (chosen[1:] == chosen[:-1])
     run = np.concatenate([[0], np.cumsum(~adjacent)])
     return np.where(chosen, np.bincount(run)[run], 0)
+
+
+RULES = (converted, mask_mistake, exchanged, misaligned, broken_tokens)
+"""Each removes the tokens that it explains, in this order."""

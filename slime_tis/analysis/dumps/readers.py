@@ -33,8 +33,7 @@ from slime_tis.analysis.dumps.files import (
 from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.errors import first_line, quoted_path
-from slime_tis.files import json_lines
-from slime_tis.metrics_file import CONFIG
+from slime_tis.files import CONFIG, json_lines
 
 CHUNK_TOKENS = 1 << 18
 """Response tokens and characters of text per table of a JSON or parquet file."""

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis import Diagnosis, diagnose
-from slime_tis.analysis.diagnosis.diagnose import as_text, with_proof
+from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
 from slime_tis.analysis.diagnosis.tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import overview, shape
-from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.page import check_output, page_data, render
 from slime_tis.analysis.report.samples import decoder
 from slime_tis.analysis.report.source import Source, open_source
@@ -154,7 +152,7 @@ def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
             }
             for source in sources
         ],
-        "groups": {group.name: [source.name for source in group.sources] for group in group_runs(sources)},
+        "groups": {group.name: [source.name for source in group.sources] for group in overview.group_runs(sources)},
         "diagnoses": data["diagnoses"],
         "what_if": data["what_if"]["rows"],
     }

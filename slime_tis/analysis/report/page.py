@@ -19,7 +19,6 @@ from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.analysis.report import overview, samples, shape
-from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.plots import COLORS, Plot, axis, plain
 from slime_tis.analysis.report.recommend import measured, recommendation, study
 from slime_tis.analysis.report.source import Source
@@ -89,7 +88,7 @@ def page_data(
     advice = None
     if len(sources) == 1 and first.table is not None and first.table.valid.any():
         advice = recommendation(measured(first.table, results[0]), study())
-    drawn = [asdict(plot) for plot in (*overview.plots(group_runs(sources)), *_shapes(sources))]
+    drawn = [asdict(plot) for plot in (*overview.plots(overview.group_runs(sources)), *_shapes(sources))]
     return {
         "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
         "subtitle": [_subtitle(source) for source in sources],

@@ -11,8 +11,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis import Diagnosis, diagnose
-from slime_tis.analysis.diagnosis.diagnose import CAUSES
+from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report.shape import summary
 from slime_tis.analysis.report.source import open_source
@@ -151,10 +150,11 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
             "these tokens; docs/choosing.md has rules."
         )
     first = best_cell(column, columns)
+    limits = f"{first.seeds} seeds of one small task: {STUDY_PAGE}"
     if first.method == STANDARD:
         return (
             f"No correction is needed: {size} is in the study's column {column.name!r}, where standard PPO cannot be "
-            f"told apart from the best method. {_limits(first)}"
+            f"told apart from the best method. {limits}"
         )
     others = [cell.method for cell in column.cells if cell.tied and cell != first]
     low, high = column.sigma
@@ -166,13 +166,9 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
         f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods in {wins} of the {wins + losses} "
         "columns that have it.",
         f"Not told apart from it: {'; '.join(others)}." if others else "",
-        _limits(first),
+        limits,
     ]
     return "\n".join(filter(None, lines))
-
-
-def _limits(cell: Cell) -> str:
-    return f"{cell.seeds} seeds of one small task: {STUDY_PAGE}"
 
 
 def recommend(path: str) -> str:

@@ -11,7 +11,7 @@ from slime_tis.analysis.dumps.readers import files_of_run, options_of_run, read
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report.logs import read_log
 from slime_tis.errors import quoted_path
-from slime_tis.metrics_file import METRICS, metrics_before
+from slime_tis.files import METRICS, metrics_before
 
 MAX_METRICS = 2**29
 """Largest size of a metrics.jsonl, bytes."""

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from slime_tis.files import write_atomically
-from slime_tis.metrics_file import METRICS, metrics_before
+from slime_tis.files import METRICS, metrics_before, write_atomically
 from slime_tis.rules import METRIC_PREFIXES
 from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
