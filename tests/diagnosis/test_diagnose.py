@@ -348,9 +348,6 @@ def test_lags_of_a_sample_by_hand() -> None:
     assert left == 0
     train[-2] = -4.5
     assert best_lags(train, rollout)[1:] == pytest.approx((5 + 5 + 5 + 3.5 - 0.5, 0.5 / 18.5))
-
-
-def test_tokens_without_partner_give_no_lag() -> None:
     train = np.concatenate([np.full(20, -1.0), -0.5 * np.arange(6, 12)])
     rollout = np.concatenate([np.full(20, -1.0), np.zeros(6)])
     lags, saved, left = best_lags(train, rollout)

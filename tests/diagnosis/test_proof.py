@@ -321,9 +321,11 @@ def test_the_command_shows_the_proof_first(model: Any, path: Path, tmp_path: Pat
     assert main(command) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert words.index("penalty in the sampler") < words.index("applies a repetition penalty of about 1.13")
+    assert "the rollout engine is wrong" in words and "60 tokens of 6 samples" in words
     assert main([*command, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["findings"][0]["cause"] == "penalty" and values["proof"]["is_proven"]
+    assert values["rescored"]["verdict"].startswith("the rollout") and values["rescored"]["rollout_error"] > 0.01
     assert main(["diagnose", str(tmp_path / "dump.parquet"), "--other-checkpoint", str(path)]) == 2
     assert "--hf-checkpoint" in capsys.readouterr().err
 

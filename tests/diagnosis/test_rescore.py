@@ -1,21 +1,17 @@
 """Samples rescored in fp32: which engine is wrong."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from slime_tis.analysis.diagnosis.rescore import HfScorer, load_model, rescore
 from slime_tis.analysis.dumps.files import write
-from slime_tis.analysis.dumps.table import SampleParts, TokenTable
+from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import main
 from tests.checkpoints import make_checkpoint
-
-PROMPT, RESPONSE, SAMPLES = 5, 12, 8
+from tests.diagnosis.test_proof import RESPONSE, dump, log_probs, logits_of
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +21,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> TokenTable:
-    """Random tokens at temperature 0.5 with the log-probs of the model on both sides."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.randint(3, 50, (SAMPLES, PROMPT + RESPONSE), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        log_probs = (loaded(ids).logits[:, PROMPT - 1 : -1] / 0.5).log_softmax(-1)
-    chosen = log_probs.gather(2, ids[:, PROMPT:, None])[..., 0].numpy()
-    parts = [
-        SampleParts(
-            train_log_prob=chosen[i],
-            rollout_log_prob=chosen[i],
-            token=ids[i, PROMPT:].numpy(),
-            prompt=ids[i, :PROMPT].numpy(),
-            step=i // 4,
-        )
-        for i in range(SAMPLES)
-    ]
-    return TokenTable.from_parts(parts, {"temperature": 0.5})
+    """Two steps of four samples at temperature 0.5, with the log-probs of the model on both sides."""
+    table = dump(load_model(str(model)), lambda m, t: log_probs(logits_of(m, t) / 0.5, t)).select(range(8))
+    step = np.arange(8, dtype=np.int32) // 4
+    return replace(table, train_log_prob=table.rollout_log_prob, step=step, metadata={"temperature": 0.5})
 
 
 def noisy(values: np.ndarray, size: float) -> np.ndarray:
@@ -59,9 +42,9 @@ CASES = {
 @pytest.mark.parametrize("wrong", CASES)
 def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
     train, rollout, verdict = CASES[wrong]
-    log_probs = {"train_log_prob": noisy(exact.train_log_prob, train)}
-    log_probs["rollout_log_prob"] = noisy(exact.rollout_log_prob, rollout)
-    found = rescore(replace(exact, **log_probs), HfScorer(load_model(str(model))))
+    columns = {"train_log_prob": noisy(exact.train_log_prob, train)}
+    columns["rollout_log_prob"] = noisy(exact.rollout_log_prob, rollout)
+    found = rescore(replace(exact, **columns), HfScorer(load_model(str(model))))
     assert found.verdict.startswith(verdict)
     assert (found.train_error, found.rollout_error) == pytest.approx((train, rollout), abs=1e-4)
     assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
@@ -75,18 +58,7 @@ def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(mo
     found = rescore(
         replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), HfScorer(load_model(str(model)))
     )
-    assert (found.step, found.tokens, found.verdict) == (1, 32, "both engines are close to fp32")
-
-
-def test_the_command_prints_the_verdict(model, exact, tmp_path, capsys) -> None:
-    dump = tmp_path / "dump.parquet"
-    write(dump, replace(exact, rollout_log_prob=noisy(exact.rollout_log_prob, 0.05)))
-    assert main(["diagnose", str(dump), "--hf-checkpoint", str(model)]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "the rollout engine is wrong" in words and "48 tokens of 4 samples" in words
-    assert main(["diagnose", str(dump), "--hf-checkpoint", str(model), "--json"]) == 0
-    rescored = json.loads(capsys.readouterr().out)["rescored"]
-    assert rescored["rollout_error"] == pytest.approx(0.05, abs=1e-4) and rescored["verdict"].startswith("the rollout")
+    assert (found.step, found.tokens, found.verdict) == (1, 27, "both engines are close to fp32")
 
 
 def test_bad_input_is_refused_with_one_line(model, exact, tmp_path, capsys) -> None:

@@ -123,7 +123,6 @@ def test_columns_are_derived_filled_and_selected():
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]  # of the recomputed old log-probs
     bypass = replace(table, metadata={"old_policy": "rollout"})
     assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]  # of the current policy
-    table = full_table()
     assert table.old_log_prob.tolist()[3:] == [-0.5, -0.25]  # the training log-probs
     assert table.loss_mask.tolist() == [1, 0, 1, 1, 1]
     assert table.rejected.tolist() == [0, 0, 2, 0, 0]
@@ -131,7 +130,6 @@ def test_columns_are_derived_filled_and_selected():
     assert np.isnan(table.entropy[3:]).all() and np.isnan(table.reward[2])
     assert table.experts[3:].tolist() == [[[-1, -1], [-1, -1]]] * 2
     assert table.text == ("<b>é", "", "two")
-    table = full_table()
     assert_same(TokenTable.concatenate([table.select([i]) for i in range(3)]), table)
     turned = table.select([2, 0])
     assert turned.token.tolist() == [8, 9, 5, 6, 7] and [prompt.tolist() for prompt in turned.prompt] == [[3], [1, 2]]

@@ -80,13 +80,19 @@ def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> 
     Raises:
         ValueError: The dump cannot be scored, or a path is not a model directory.
     """
+    from transformers import AutoTokenizer
+
     model = load_model(hf_checkpoint)
     own = model.state_dict()
     loaded = {
         path: read_adapter(path, own) if os.path.exists(os.path.join(path, "adapter_config.json")) else load_model(path)
         for path in others
     }
-    return explain_disagreement(model, table, others=loaded, tokenizer=_tokenizer(hf_checkpoint))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint, local_files_only=True, trust_remote_code=False)
+    except Exception:  # the hypotheses on templates need it, the others do not
+        tokenizer = None
+    return explain_disagreement(model, table, others=loaded, tokenizer=tokenizer)
 
 
 def explain_disagreement(
@@ -125,16 +131,6 @@ def explain_disagreement(
     return rescored, _Case(rescored, search).proof()
 
 
-def _tokenizer(directory: str) -> Any:
-    """The tokenizer of a checkpoint; None if it has no tokenizer that loads."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception:  # the hypotheses on templates need it, the others do not
-        return None
-
-
 @dataclass(frozen=True)
 class _Case:
     """A search, and the answer that follows from it."""
@@ -149,7 +145,8 @@ class _Case:
         if not self.rescored.engine or len(search.inputs) < MIN_SAMPLES or not search.before.sum():
             reason = "too few samples of the step fit" if self.rescored.engine else "there is nothing to explain"
             return replace(empty, sentence=f"No cause is searched for: {reason}.")
-        if self._is_another_model():
+        mean = float(torch.cat(search.delta).nan_to_num(0.0, 10.0, -10.0).abs().clamp(max=10).mean())
+        if mean < OTHER_MODEL * min(self.rescored.train_error, self.rescored.rollout_error):
             words = "The checkpoint is not the model of these samples: both engines differ from it."
             return replace(empty, sentence=words)
         if words := self._two_scorings():
@@ -215,10 +212,6 @@ class _Case:
         ]
         return NOISE_RANGE[0] <= sum(noise) / max(float(search.before.sum()), 1e-30) <= NOISE_RANGE[1]
 
-    def _is_another_model(self) -> bool:
-        mean = float(torch.cat(self.search.delta).nan_to_num(0.0, 10.0, -10.0).abs().clamp(max=10).mean())
-        return mean < OTHER_MODEL * min(self.rescored.train_error, self.rescored.rollout_error)
-
     def _two_scorings(self) -> str:
         """Dropout in words: training scored the same weights twice, and the errors of both are independent."""
         search = self.search
@@ -259,9 +252,16 @@ class _Case:
         return {"rollout": "The rollout engine", "training": "Training"}[self.rescored.engine]
 
     def _unexplained(self, best: Explanation) -> str:
+        """Says where a mismatch without a cause is."""
+        size = [x.nan_to_num(0.0, 10.0, -10.0).abs() for x in self.search.delta]
+        every = torch.cat(size).sort(descending=True).values
+        total = every.sum().clamp_min(1e-30)
+        top = float(every[: max(1, len(every) // 100)].sum() / total)
+        halves = float(sum(x[: len(x) // 2].sum() for x in size) / total)
         return (
             f"{self._engine} is wrong, but the mismatch is not explained by any of these {len(self.search.table)} "
-            f"hypotheses (the best, {best.name}, removes {max(best.share, 0):.0%}). {self._facts()}"
+            f"hypotheses (the best, {best.name}, removes {max(best.share, 0):.0%}). 1 % of the tokens carry {top:.0%} "
+            f"of it, and the first halves of the responses {halves:.0%}."
         )
 
     def _sentence(self, proof: Proof, causes: int) -> str:
@@ -283,12 +283,3 @@ class _Case:
             f"{self._engine} {claims}: with it {last.share:.1%} of the mismatch disappears on {held_out} held-out "
             f"samples (95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
         )
-
-    def _facts(self) -> str:
-        """Where the mismatch is, for a mismatch without a cause."""
-        size = [x.nan_to_num(0.0, 10.0, -10.0).abs() for x in self.search.delta]
-        every = torch.cat(size).sort(descending=True).values
-        total = every.sum().clamp_min(1e-30)
-        top = float(every[: max(1, len(every) // 100)].sum() / total)
-        halves = float(sum(x[: len(x) // 2].sum() for x in size) / total)
-        return f"1 % of the tokens carry {top:.0%} of it, and the first halves of the responses {halves:.0%}."

@@ -37,6 +37,8 @@ MIN_SAVED = 4.0
 MAX_RESIDUAL_SMALL, MAX_RESIDUAL = 0.35, 0.6
 """Largest residual share of the shifted tokens' mismatch, for small and for larger reductions. Retokenized text follows
 different tokens, so its log-probs agree only approximately."""
+MIN_SUSPECT = 0.1
+"""Smallest mean abs(Δ) of an aligned sample, nats."""
 MAX_ALIGNED = 192
 """Largest number of aligned samples."""
 CONTROLS = 48
@@ -198,7 +200,9 @@ def misaligned(tokens: Tokens) -> Verdict:
     shifted if most aligned suspects are. Some are also aligned with another sample's log-probs, as a control.
     """
     mask = np.zeros(len(tokens), bool)
-    suspects = _suspects(tokens)
+    _, starts, lengths = np.unique(tokens.sample, return_index=True, return_counts=True)
+    mean_S = np.add.reduceat(tokens.size, starts) / lengths if len(tokens) else np.zeros(0)
+    suspects = [np.arange(starts[i], starts[i] + lengths[i]) for i in np.argsort(-mean_S) if mean_S[i] > MIN_SUSPECT]
     long = [i for i, rows in enumerate(suspects) if len(rows) >= MIN_ALIGNED_TOKENS]
     worst, rest = long[: MAX_ALIGNED // 2], long[MAX_ALIGNED // 2 :]
     others = rest[:: -(-len(rest) // (MAX_ALIGNED // 2)) or 1]
@@ -283,15 +287,6 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
     paired = (lags != 0) & (partner >= 0) & (partner < tokens)
     before, after = cost_TK[paired, 0].sum(), chosen[paired].sum()
     return lags, float(before - after), float(after / before) if before > 0 else 1.0
-
-
-def _suspects(tokens: Tokens) -> list[NDArray[np.int64]]:
-    """Rows of each sample with a large mismatch, the worst sample first."""
-    if not len(tokens):
-        return []
-    _, starts, lengths = np.unique(tokens.sample, return_index=True, return_counts=True)
-    mean_S = np.add.reduceat(tokens.size, starts) / lengths
-    return [np.arange(starts[i], starts[i] + lengths[i]) for i in np.argsort(-mean_S) if mean_S[i] > 0.1]
 
 
 def _ordinary_size(tokens: Tokens) -> Floats:

@@ -26,7 +26,6 @@ from slime_tis.analysis.dumps.table import (
     SAMPLE_COLUMNS,
     TEXT_COLUMNS,
     TOKEN_COLUMNS,
-    Column,
     TokenTable,
     offsets_of,
 )
@@ -121,7 +120,9 @@ def _sample(table: TokenTable, index: int) -> dict[str, Any]:
 def _write_parquet(path: Path, table: TokenTable) -> None:
     shape = [0, 0] if table.experts is None else list(table.experts.shape[1:])
     header = {"schema_version": SCHEMA_VERSION, "metadata": dict(table.metadata), "experts_shape": shape}
-    groups = [_to_arrow(table.select(samples)) for samples in _row_groups(table)]
+    group_S = table.offsets[:-1] * (table.nbytes // max(table.tokens, 1)) // ROW_GROUP_BYTES
+    parts = np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
+    groups = [_to_arrow(table.select(samples)) for samples in parts]
     schema = groups[0].schema.with_metadata({KEY: json.dumps(header)})
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         for group in groups:
@@ -198,12 +199,6 @@ def _header(schema: Any) -> dict[str, Any]:
     if missing := [name for name in REQUIRED_COLUMNS if name not in schema.names]:
         raise ValueError(f"no column {', '.join(missing)}.")
     return header
-
-
-def _row_groups(table: TokenTable) -> list[Column]:
-    """Consecutive samples of about ROW_GROUP_BYTES each."""
-    group_S = table.offsets[:-1] * (table.nbytes // max(table.tokens, 1)) // ROW_GROUP_BYTES
-    return np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
 
 
 def _to_arrow(table: TokenTable) -> Any:

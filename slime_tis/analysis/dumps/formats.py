@@ -129,54 +129,34 @@ def _prepare_slime(row: dict[str, Any], path: Path) -> None:
         row["prompt_ids"], row["token"] = np.split(tokens, [len(tokens) - length])
 
 
-PLAIN_COLUMNS = {
-    "train_log_prob": "train_log_probs",
-    "old_log_prob": "old_log_probs",
-    "rollout_log_prob": "rollout_log_probs",
-    "loss_mask": "loss_mask",
-    "token": "tokens",
-    "advantage": "advantages",
-    "entropy": "entropy",
-    "weight_version": "weight_versions",
-    "rollout_worker": "rollout_workers",
-    "prompt": "prompt",
-    "reward": "reward",
-    "step": "step",
-    "group": "group",
-    "text": "response",
-    "prompt_text": "prompt_text",
+PROJECTS = ("plain", "nemo_rl", "prime_rl", "verl")
+KEYS = {
+    "train_log_prob": ("train_log_probs", "prev_logprobs", "trainer_logprobs", "old_log_probs"),
+    "old_log_prob": ("old_log_probs", "", "", ""),
+    "rollout_log_prob": ("rollout_log_probs", "generation_logprobs", "inference_logprobs", "rollout_log_probs"),
+    "loss_mask": ("loss_mask", "token_loss_mask", "loss_mask", "response_mask"),
+    "token": ("tokens", "token_ids", "token_ids", "responses"),
+    "rejected": ("", "", "is_masked", ""),
+    "advantage": ("advantages", "advantages", "advantages", "advantages"),
+    "entropy": ("entropy", "", "entropy", ""),
+    "weight_version": ("weight_versions", "", "", ""),
+    "rollout_worker": ("rollout_workers", "", "", ""),
+    "prompt": ("prompt", "", "", ""),
+    "reward": ("reward", "rewards", "rewards", "score"),
+    "step": ("step", "step", "step", "step"),
+    "group": ("group", "", "", ""),
+    "text": ("response", "", "", "output"),
+    "prompt_text": ("prompt_text", "", "", "input"),
 }
-NEMO_RL_COLUMNS = {
-    "train_log_prob": "prev_logprobs",
-    "rollout_log_prob": "generation_logprobs",
-    "loss_mask": "token_loss_mask",
-    "token": "token_ids",
-    "advantage": "advantages",
-    "reward": "rewards",
-    "step": "step",
-}
-PRIME_RL_COLUMNS = {
-    "train_log_prob": "trainer_logprobs",
-    "rollout_log_prob": "inference_logprobs",
-    "loss_mask": "loss_mask",
-    "token": "token_ids",
-    "rejected": "is_masked",
-    "advantage": "advantages",
-    "entropy": "entropy",
-    "reward": "rewards",
-    "step": "step",
-}
-VERL_COLUMNS = {
-    "train_log_prob": "old_log_probs",
-    "rollout_log_prob": "rollout_log_probs",
-    "loss_mask": "response_mask",
-    "token": "responses",
-    "advantage": "advantages",
-    "reward": "score",
-    "step": "step",
-    "text": "output",
-    "prompt_text": "input",
-}
+"""Key of a row for each column, in the order of PROJECTS; empty if the project's rows lack the column."""
+
+
+def _columns(project: str) -> dict[str, str]:
+    index = PROJECTS.index(project)
+    return {column: keys[index] for column, keys in KEYS.items() if keys[index]}
+
+
+NEMO_RL_COLUMNS = _columns("nemo_rl")
 FORMATS = (
     # NVIDIA-NeMo/RL, nemo_rl/algorithms/grpo.py ("Log training data"), utils/logger.py log_batched_dict_as_jsonl
     RowFormat(
@@ -191,7 +171,7 @@ FORMATS = (
     RowFormat(
         source="prime_rl",
         identifying_keys=frozenset({"trainer_logprobs", "inference_logprobs"}),
-        columns=PRIME_RL_COLUMNS,
+        columns=_columns("prime_rl"),
         metadata={"old_policy": "current", "criteria": ["is_masked"]},
         prepare=_prepare_prime_rl,
         has_prompt=True,
@@ -199,14 +179,14 @@ FORMATS = (
     RowFormat(
         source="plain",
         identifying_keys=frozenset({"train_log_probs"}),
-        columns=PLAIN_COLUMNS,
+        columns=_columns("plain"),
         metadata={"old_policy": "current"},
     ),
     # verl-project/verl, verl/trainer/ppo/ray_trainer.py, _write_generations, with the patch in docs/dumps.md
     RowFormat(
         source="verl",
         identifying_keys=frozenset({"input", "output", "score"}),
-        columns=VERL_COLUMNS,
+        columns=_columns("verl"),
         metadata={"old_policy": "recomputed"},
         prepare=_prepare_verl,
     ),

@@ -159,30 +159,26 @@ def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
 
 
 def comparison(before: str, after: str, *, as_json: bool = False) -> str:
-    """The differences between two runs or dumps, as text or JSON."""
-    sources = [open_source(path, 2) for path in (before, after)]
-    lines = changes(*sources) + [f"{source.name}: {source.note}" for source in sources if source.note]
-    if as_json:
-        return json.dumps({"before": before, "after": after, "changes": lines}, indent=1)
-    return "\n".join([f"{before} → {after}", *(f"- {one_line(line, 500)}" for line in lines)])
-
-
-def changes(before: Source, after: Source) -> list[str]:
-    """One sentence per difference, the configuration first."""
-    lines = _changed("option", overview.configuration(before), overview.configuration(after))
-    if before.table is not None and after.table is not None:
-        lines += _changed("dump", before.table.metadata, after.table.metadata)
-        lines += _mismatch(before.table, after.table)
+    """The differences between two runs or dumps as text or JSON: one sentence each, the configuration first."""
+    one, two = sources = [open_source(path, 2) for path in (before, after)]
+    lines = _changed("option", overview.configuration(one), overview.configuration(two))
+    if one.table is not None and two.table is not None:
+        lines += _changed("dump", one.table.metadata, two.table.metadata)
+        lines += _mismatch(one.table, two.table)
     else:
         metrics = [
             {key: f"{value:.3g}" for key, value in overview.last_values(source.metrics).items() if key in MISMATCH}
-            for source in (before, after)
+            for source in sources
         ]
         lines += _changed("last", *metrics)
-    first, second = (diagnose(source.table, source.metrics).findings[0] for source in (before, after))
+    first, second = (diagnose(source.table, source.metrics).findings[0] for source in sources)
     causes = [f"{each.title} ({each.confidence:.0%})" for each in (first, second)]
     same = (first.cause, first.detail) == (second.cause, second.detail)
-    return [*lines, f"diagnosis: {causes[0]} in both" if same else f"diagnosis: {causes[0]} → {causes[1]}"]
+    lines.append(f"diagnosis: {causes[0]} in both" if same else f"diagnosis: {causes[0]} → {causes[1]}")
+    lines += [f"{source.name}: {source.note}" for source in sources if source.note]
+    if as_json:
+        return json.dumps({"before": before, "after": after, "changes": lines}, indent=1)
+    return "\n".join([f"{before} → {after}", *(f"- {one_line(line, 500)}" for line in lines)])
 
 
 def _changed(kind: str, before: Any, after: Any) -> list[str]:

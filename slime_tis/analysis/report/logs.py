@@ -9,6 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,11 @@ def _trainer_state(path: Path) -> Iterator[Value]:
 def _csv(path: Path) -> Iterator[Value]:
     with path.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            yield from _numbers({name: _number(text) for name, text in row.items()})
+            numbers = {}
+            for name, text in row.items():
+                with suppress(TypeError, ValueError):
+                    numbers[name] = float(text)
+            yield from _numbers(numbers)
 
 
 def _console(path: Path) -> Iterator[Value]:
@@ -133,13 +138,6 @@ def _console(path: Path) -> Iterator[Value]:
             if match := CONSOLE_LINE.search(line):
                 values = CONSOLE_VALUE.findall(match[2])
                 yield from ((int(match[1]), name, float(value)) for name, value in values)
-
-
-def _number(text: Any) -> float | None:
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return None
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[Value]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slime_tis.analysis.report.plots import COLORS, Plot, axis, line
+from slime_tis.analysis.report.shape import COLORS, Plot, axis, line
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import one_line
 from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, evaluate

@@ -19,8 +19,8 @@ from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
 from slime_tis.analysis.report import overview, samples, shape
-from slime_tis.analysis.report.plots import COLORS, Plot, axis, plain
 from slime_tis.analysis.report.recommend import measured, recommendation, study
+from slime_tis.analysis.report.shape import COLORS, Plot, axis, plain
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import quoted_path
 

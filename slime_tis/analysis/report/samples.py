@@ -60,8 +60,12 @@ def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTabl
     order = np.argsort(-mean_size(table), kind="stable")
     if table.tokens <= max_tokens and len(table) <= MAX_SAMPLES:
         return table.select(order)
-    if table.group is not None:
-        order = _with_groups(table, order)
+    if table.group is not None:  # all samples of a group follow its first one
+        steps = table.step if table.step is not None else np.zeros(len(table), np.int32)
+        _, group = np.unique(np.stack([steps, table.group]), axis=1, return_inverse=True)
+        group = group.reshape(-1)[order]
+        known, first = np.unique(group, return_index=True)
+        order = order[np.argsort(first[np.searchsorted(known, group)], kind="stable")]
     lengths = table.response_length
     worst = order[np.cumsum(lengths[order]) <= max_tokens // 2][: MAX_SAMPLES // 2]
     others = np.random.default_rng(0).permutation(np.setdiff1d(order, worst))
@@ -169,14 +173,3 @@ def _prompt(table: TokenTable, i: int, decode: Decode | None, limit: int) -> str
     else:
         return ""
     return text if len(text) <= limit else "…" + text[-limit:]
-
-
-def _with_groups(table: TokenTable, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The order with all samples of a group moved to its first sample."""
-    assert table.group is not None
-    steps = table.step if table.step is not None else np.zeros(len(table), np.int32)
-    _, group = np.unique(np.stack([steps, table.group]), axis=1, return_inverse=True)
-    group = group.reshape(-1)[order]
-    _, first = np.unique(group, return_index=True)
-    rank = first[np.searchsorted(np.unique(group), group)]
-    return order[np.argsort(rank, kind="stable")]

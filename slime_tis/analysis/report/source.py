@@ -61,7 +61,9 @@ def open_source(path: str, part: int = 1) -> Source:
         if (log := read_log(source)) is None:
             table = read(source, **limits)
         else:
-            rows, note = log, _unchecked(log)
+            rows, missing = log, [name for name in SERIES if not series_of(log, name)]
+            note = f"This log lacks {', '.join(missing)}, so checks that need them were not made. " if missing else ""
+            note += "Log-probs of tokens show more: write a dump of both engines' log-probs (docs/dumps.md)."
     else:
         rows, options = _metrics(source / METRICS), options_of_run(source)
         pattern = options.get("save_debug_train_data")
@@ -78,13 +80,6 @@ def open_source(path: str, part: int = 1) -> Source:
         note = "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
     name = source.resolve().name if is_run else source.name or path
     return Source(name=name, path=source, metrics=rows, table=table, note=note, options=options)
-
-
-def _unchecked(rows: tuple[Mapping[str, Any], ...]) -> str:
-    """The metrics of the rules that a log lacks, and how to learn more."""
-    missing = [name for name in SERIES if not series_of(rows, name)]
-    names = f"This log lacks {', '.join(missing)}, so checks that need them were not made. " if missing else ""
-    return f"{names}Log-probs of tokens show more: write a dump of both engines' log-probs (docs/dumps.md)."
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, InputEdit, NetworkEdit
+from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, NetworkEdit
 from slime_tis.analysis.diagnosis.hypotheses.network import changed
 from slime_tis.errors import first_line, quoted_path
 
@@ -87,14 +87,16 @@ def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool =
             table |= _part(part, path, some)
     layers = sorted({int(found) for name in different if (found := _layer(name))})
     if len(layers) > 1:
-        table[f"layer of {path}"] = Hypothesis(
-            f"has layer {{value:.0f}} of {_escaped(path)}",
-            cause,
-            tuple(layers),
-            network=_one_layer(different),
-        )
+
+        def one_layer(model: Any, value: float) -> Any:
+            return _towards({name: w for name, w in different.items() if _layer(name) == f"{value:.0f}"})(model, 1.0)
+
+        claim = f"has layer {{value:.0f}} of {_escaped(path)}"
+        table[f"layer of {path}"] = Hypothesis(claim, cause, tuple(layers), network=one_layer)
     claim = f"reads the prompt from a cache that has the weights of {_escaped(path)}"
-    table[f"prompt cache of {path}"] = Hypothesis(claim, "stale_cache", inputs=_stale(network))
+    table[f"prompt cache of {path}"] = Hypothesis(
+        claim, "stale_cache", inputs=lambda sample, *_: replace(sample, prompt_network=network)
+    )
     return table
 
 
@@ -127,14 +129,6 @@ def _towards(weights: Weights) -> NetworkEdit:
         return changed(model, change)
 
     return edit
-
-
-def _one_layer(weights: Weights) -> NetworkEdit:
-    return lambda model, value: _towards({n: w for n, w in weights.items() if _layer(n) == f"{value:.0f}"})(model, 1.0)
-
-
-def _stale(network: NetworkEdit) -> InputEdit:
-    return lambda sample, _, __: replace(sample, prompt_network=network)
 
 
 def _layer(name: str) -> str:

@@ -47,12 +47,6 @@ def _inner_linear(model: Any) -> list[Any]:
     return [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not output_layer]
 
 
-def _inner(model: Any) -> set[str]:
-    """Names of the weights that engines quantize: of linear layers and of experts, without the output layer."""
-    weights = {id(module.weight) for module in _inner_linear(model)}
-    return {name for name, weight in model.named_parameters() if id(weight) in weights or ".experts." in name}
-
-
 def _bf16_matrices(model: Any, _: float) -> Any:
     """Norms and biases stay."""
     return changed(model, lambda _, weight: weight.bfloat16().float() if weight.dim() == 2 else weight)
@@ -62,7 +56,8 @@ def _quantized(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
     """Linear layers and experts in low precision; embeddings and the output layer stay, as in SGLang and vLLM."""
 
     def edit(model: Any, _: float) -> Any:
-        inner = _inner(model)
+        linear = {id(module.weight) for module in _inner_linear(model)}
+        inner = {name for name, weight in model.named_parameters() if id(weight) in linear or ".experts." in name}
 
         def change(name: str, weight: Tensor) -> Tensor:
             if name not in inner or weight.dim() < 2:

@@ -16,19 +16,13 @@ PENALTIES = (0.1, 0.3, 0.6, 1.0, 1.5)
 BIASES = (-math.inf, -8.0, -4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
-def _seen(sample: Input, *, prompt: bool) -> Tensor:
-    """[T, S] the tokens before each response token, −1 elsewhere."""
+def _counts(logits: Tensor, sample: Input, *, prompt: bool) -> Tensor:
+    """[T, V] how often each token came before."""
     start = len(sample.tokens) - sample.response
     column, row = torch.arange(len(sample.tokens)), start + torch.arange(sample.response)[:, None]
     inside = (column < row) if prompt else (column < row) & (column >= start)
-    return torch.where(inside, sample.tokens, -1)
-
-
-def _counts(logits: Tensor, sample: Input, *, prompt: bool) -> Tensor:
-    """[T, V] how often each token came before."""
-    seen = _seen(sample, prompt=prompt)
     counts = logits.new_zeros(len(logits), logits.shape[1] + 1)
-    index = torch.where(seen < 0, logits.shape[1], seen)
+    index = torch.where(inside, sample.tokens, logits.shape[1])
     return counts.scatter_add_(1, index, torch.ones_like(index, dtype=logits.dtype))[:, :-1]
 
 
