@@ -39,10 +39,7 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
         detail = "a banned token or a minimum length"
         few = ramp(float(np.median(np.abs(log_ratio)) / np.abs(log_ratio).mean()), 0.4, 0.2)
         return Finding("penalty", (signs, deep), 0.9 * few * ramp(one_sided, 0.95, 0.99), one_sided, detail)
-    evidence = (
-        signs,
-        f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above {np.exp(lowest):.2f}",
-    )
+    evidence = (signs, f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above {np.exp(lowest):.2f}")
     return Finding("truncated_sampling", evidence, 0.96 * confidence, one_sided)
 
 

@@ -1,7 +1,7 @@
 """Names the wrong engine: rescores a few samples in fp32 with a Hugging Face model and compares both engines to it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,6 @@ class Rescored:
             f"{self.verdict} ({self.tokens} tokens of {self.samples} samples{step}: mean abs(log π − log π_fp32) is "
             f"{self.train_error:.2g} of training and {self.rollout_error:.2g} of the rollout engine, nats)"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "verdict": self.verdict}
 
 
 Scorer = Callable[[Tensor, int], Tensor]

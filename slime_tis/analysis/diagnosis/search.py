@@ -26,6 +26,7 @@ from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypothese
 from slime_tis.analysis.diagnosis.hypotheses.checkpoints import for_model, for_tensors, for_weights
 from slime_tis.analysis.diagnosis.hypotheses.sampler import logit_bias
 from slime_tis.analysis.diagnosis.rescore import HfScorer, Scorer
+from slime_tis.analysis.diagnosis.tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import quoted_path
 
@@ -53,8 +54,6 @@ MIN_CLAMPED = 3
 """Tokens of the same lowest log-prob without which log-probs are not clamped."""
 SETTLED = 0.99
 """Share on the held-out samples at which costlier hypotheses are not tried."""
-LARGEST = 10.0
-"""|Δ| of a token counts up to this many nats, as in the diagnosis."""
 
 Edit = tuple[str, float]
 """Name and parameter of a hypothesis."""
@@ -118,10 +117,9 @@ class Search:
         """The best hypotheses in addition to the fixed ones, with their fitted parameters; the best comes first."""
         self._add_from_samples(fixed)
         names = [name for name in self.table if name not in dict(fixed)]
-        if any(self.table[name].outputs and name == "exchanged" for name, _ in fixed):
+        if "exchanged" in dict(fixed):
             names = [name for name in names if not self.table[name].cost]  # scoring all samples again takes long
         best: dict[str, tuple[float, Edit]] = {}
-        measured: list[Measured] = []
         before = float(self.remaining(fixed, [()], self.fitted)[0].sum())
         for cost in sorted({self.table[name].cost for name in names}):
             best |= self._fit(fixed, [name for name in names if self.table[name].cost == cost], before)
@@ -327,7 +325,7 @@ class Search:
 
     def change(self, i: int) -> Tensor:
         """[T] log-probs of the wrong engine minus the reference's, 0 where Δ does not count."""
-        return (-self.sign * self.delta[i]).nan_to_num(0.0, LARGEST, -LARGEST)
+        return (-self.sign * self.delta[i]).nan_to_num(0.0, MAX_SIZE, -MAX_SIZE)
 
     @torch.inference_mode()
     def _add_from_samples(self, fixed: Edits) -> None:
@@ -414,7 +412,7 @@ def _within(budget: float, inputs: Sequence[Input], sizes: Tensor) -> list[int]:
 
 def _sizes(rows: Sequence[Tensor]) -> Tensor:
     """[B] Σ min(|Δ|, 10) over the tokens that count."""
-    return torch.stack([row.nan_to_num(0.0, LARGEST, -LARGEST).abs().clamp(max=LARGEST).sum() for row in rows])
+    return torch.stack([row.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs().clamp(max=MAX_SIZE).sum() for row in rows])
 
 
 def _step(hypothesis: Hypothesis, value: float) -> float:

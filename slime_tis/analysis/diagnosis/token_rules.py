@@ -154,9 +154,12 @@ def mask_mistake(tokens: Tokens) -> Verdict:
     repeated = (tokens.rollout == common) & (tokens.size > PLACEHOLDER_SIZE)
     if repeated.any() and np.quantile(tokens.size[repeated], 0.75) < MIN_PLACEHOLDER:
         repeated[:] = False  # truncated sampling reports 0 if it keeps one token
-    runs = _run_lengths(tokens, missing | repeated)
-    mask = (missing | repeated) & (runs >= 2)
-    if mask.sum() < 3 or mask.sum() < 0.5 * (missing | repeated).sum() or runs[mask].mean() < MIN_RUN:
+    chosen = missing | repeated
+    adjacent = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1) & (chosen[1:] == chosen[:-1])
+    run = np.cumsum(np.append(False, ~adjacent)[: len(tokens)])
+    runs = np.bincount(run)[run] if len(tokens) else run  # length of the run that a token belongs to
+    mask = chosen & (runs >= 2)
+    if mask.sum() < 3 or mask.sum() < 0.5 * chosen.sum() or runs[mask].mean() < MIN_RUN:
         return None
     value = "no log-prob" if missing[mask].mean() > 0.5 else f"exactly the log-prob {common:.6g}"
     evidence = (
@@ -306,15 +309,6 @@ def _ordinary_size(tokens: Tokens) -> Floats:
         if len(members) >= MIN_TOKENS:
             ordinary_N[members] = np.quantile(tokens.size[members], 0.95)
     return ordinary_N
-
-
-def _run_lengths(tokens: Tokens, chosen: Mask) -> NDArray[np.int64]:
-    """[N] length of the run of adjacent chosen tokens that a token belongs to; 0 if it is not chosen."""
-    if not len(chosen):
-        return np.zeros(0, np.int64)
-    adjacent = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1) & (chosen[1:] == chosen[:-1])
-    run = np.concatenate([[0], np.cumsum(~adjacent)])
-    return np.where(chosen, np.bincount(run)[run], 0)
 
 
 RULES = (converted, mask_mistake, exchanged, misaligned, broken_tokens)

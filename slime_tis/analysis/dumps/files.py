@@ -38,6 +38,8 @@ KEY = b"slime_tis"
 """Key of the file's metadata whose value is {"schema_version", "metadata", "experts_shape"} as JSON."""
 ROW_GROUP_BYTES = 1 << 26
 """Decoded bytes of a row group and of each batch that is read, at least one sample; about a million tokens."""
+PYTHON_NUMBER_BYTES = 32
+"""Memory of a float in a Python list."""
 MAX_GROUP_BYTES, MAX_EXPANSION = 1 << 30, 32
 """A row group may take this many bytes in memory, or this many times the size of its file, whichever is larger."""
 SCHEMA = pa.schema(
@@ -140,7 +142,7 @@ def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
         names = parquet.read_schema(path)
         header = _header(names)
         schema = pa.schema([item for item in SCHEMA if item.name in names.names])
-        for batch in batches(Path(path), schema.names):
+        for batch in _batches(Path(path), schema.names):
             yield _from_arrow(batch.select(schema.names).cast(schema), header)
     except (pa.ArrowException, OSError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {first_line(error)}.") from error
@@ -148,12 +150,28 @@ def parquet_tables(path: str | Path) -> Iterator[TokenTable]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[Any]:
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file of another program without lists of text, each with its place for messages."""
+    number = 0
+    try:
+        text = _text_columns(path)
+        with_text = {name.split(".")[0] for name in text} - text  # lists of text
+        columns = [name for name in parquet.read_schema(path).names if name not in with_text]
+        for batch in _batches(path, columns, PYTHON_NUMBER_BYTES):
+            values = [_texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns]
+            for row in zip(*values, strict=True):
+                number += 1
+                yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from error
+
+
+def _batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[Any]:
     """The row groups of a file in batches of about ROW_GROUP_BYTES after decoding.
 
     Text columns are dictionaries, so a text that many rows repeat takes memory once.
     """
-    file_bytes, text = path.stat().st_size, text_columns(path)
+    file_bytes, text = path.stat().st_size, _text_columns(path)
     with parquet.ParquetFile(path, read_dictionary=[name for name in names if name in text]) as file:
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
@@ -171,13 +189,13 @@ def batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[
             yield from file.iter_batches(max(group.num_rows // parts, 1), row_groups=[index], columns=names)
 
 
-def text_columns(path: Path) -> set[str]:
+def _text_columns(path: Path) -> set[str]:
     """Names of the text columns of a parquet file, without lists of text."""
     schema = parquet.read_metadata(path).schema
     return {column.path for column in schema if column.physical_type == "BYTE_ARRAY"}
 
 
-def texts(column: Any) -> list[str | None]:
+def _texts(column: Any) -> list[str | None]:
     """The texts of a dictionary column; equal texts are one object."""
     known = column.dictionary.to_pylist()
     return [None if index is None else known[index] for index in column.indices.to_pylist()]
@@ -222,7 +240,7 @@ def _from_arrow(batch: Any, header: dict[str, Any]) -> TokenTable:
     for name in batch.schema.names:
         column = batch[name]
         if name in TEXT_COLUMNS:
-            columns[name] = tuple(text or "" for text in texts(column))
+            columns[name] = tuple(text or "" for text in _texts(column))
         elif name in SAMPLE_COLUMNS:
             columns[name] = column.to_numpy(zero_copy_only=False)
         else:

@@ -130,7 +130,7 @@ def _prepare_slime(row: dict[str, Any], path: Path) -> None:
 
 
 PROJECTS = ("plain", "nemo_rl", "prime_rl", "verl")
-KEYS = {
+COLUMN_KEYS = {
     "train_log_prob": ("train_log_probs", "prev_logprobs", "trainer_logprobs", "old_log_probs"),
     "old_log_prob": ("old_log_probs", "", "", ""),
     "rollout_log_prob": ("rollout_log_probs", "generation_logprobs", "inference_logprobs", "rollout_log_probs"),
@@ -153,7 +153,7 @@ KEYS = {
 
 def _columns(project: str) -> dict[str, str]:
     index = PROJECTS.index(project)
-    return {column: keys[index] for column, keys in KEYS.items() if keys[index]}
+    return {column: keys[index] for column, keys in COLUMN_KEYS.items() if keys[index]}
 
 
 NEMO_RL_COLUMNS = _columns("nemo_rl")

@@ -18,18 +18,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 import yaml
-from pyarrow import parquet
 from torch import Tensor
 
-from slime_tis.analysis.dumps.files import (
-    MAX_EXPANSION,
-    MAX_GROUP_BYTES,
-    batches,
-    is_own_parquet,
-    parquet_tables,
-    text_columns,
-    texts,
-)
+from slime_tis.analysis.dumps.files import MAX_EXPANSION, MAX_GROUP_BYTES, is_own_parquet, parquet_rows, parquet_tables
 from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.errors import first_line, quoted_path
@@ -37,8 +28,6 @@ from slime_tis.files import CONFIG, json_lines
 
 CHUNK_TOKENS = 1 << 18
 """Response tokens and characters of text per table of a JSON or parquet file."""
-PYTHON_NUMBER_BYTES = 32
-"""Memory of a float in a Python list."""
 PATTERNS = (
     "train_data/*.parquet",
     "train_data/*.pt",
@@ -184,7 +173,7 @@ def tables_of(path: Path) -> Iterator[TokenTable]:
             own = is_own_parquet(path)
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{path} cannot be read as parquet: {first_line(error)}.") from error
-        yield from parquet_tables(path) if own else _tables(_parquet_rows(path), path)
+        yield from parquet_tables(path) if own else _tables(parquet_rows(path), path)
 
 
 def _tables(rows: Iterator[tuple[str, dict[str, Any]]], path: Path) -> Iterator[TokenTable]:
@@ -215,21 +204,6 @@ def _table(parts: Sequence[SampleParts], form: RowFormat, path: Path) -> TokenTa
         if (highest := np.fmax.reduce(log_probs[table.loss_mask > 0], initial=-np.inf)) > 1e-2:
             raise ValueError(f"{path} has a log-prob of {highest:.4g}; natural logarithms are at most 0.")
     return table
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
-    try:
-        text = text_columns(path)
-        with_text = {name.split(".")[0] for name in text} - text  # lists of text
-        columns = [name for name in parquet.read_schema(path).names if name not in with_text]
-        for batch in batches(path, columns, PYTHON_NUMBER_BYTES):
-            values = [texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns]
-            for row in zip(*values, strict=True):
-                number += 1
-                yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from error
 
 
 def slime_table(path: Path) -> TokenTable:

@@ -49,18 +49,6 @@ CURRENT_VERSION = 1 << 30
 """Version of each step's weights; negative versions are unknown ones."""
 CUSTOM_FUNCTION_CONFIG = RolloutCorrectionConfig(use_tis=True)
 """Configuration for functions in slime's contract."""
-SWEEP_LEVELS = ("token", "sequence", "geometric")
-SWEEP_MODES = ("truncate", "mask")
-SWEEP_WEIGHT_BOUNDS = (1.5, 2.0, 5.0, 10.0)
-SWEEP_REJECTION_BOUNDS = (
-    *product(["token"], (2.0, 5.0, 10.0)),
-    *product(["sequence"], (1.5, 2.0, 5.0)),
-    *product(["geometric"], (1.001, 1.01, 1.05)),
-)
-SWEEP_Z_SCORES = (2.0, 3.0, 4.0)
-SWEEP_MASK_SCALES = (0.5, 1.0, 2.0)
-"""Bounds of the divergence masks, in multiples of the default."""
-
 CorrectionChoice = RolloutCorrectionConfig | Callable[..., Any]
 """A configuration, or a function in slime's contract."""
 
@@ -93,14 +81,16 @@ class WhatIf:
 def corrections() -> dict[str, RolloutCorrectionConfig]:
     """All presets, and a sweep of weights and rejection over levels, modes and bounds, by name."""
     options: dict[str, dict[str, Any]] = {}
-    for level, mode, upper in product(SWEEP_LEVELS, SWEEP_MODES, SWEEP_WEIGHT_BOUNDS):
+    for level, mode, upper in product(("token", "sequence", "geometric"), ("truncate", "mask"), (1.5, 2.0, 5.0, 10.0)):
         bounds = {"tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
         options[f"tis {level} {mode} {upper:g}"] = {"use_tis": True, **bounds}
-    for level, upper in SWEEP_REJECTION_BOUNDS:
-        options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
-    for z_score in SWEEP_Z_SCORES:
+    rejection_bounds = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
+    for level, uppers in rejection_bounds.items():
+        for upper in uppers:
+            options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
+    for z_score in (2.0, 3.0, 4.0):
         options[f"rs geometric z {z_score:g}"] = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
-    for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), SWEEP_MASK_SCALES):
+    for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), (0.5, 1.0, 2.0)):
         mask = {"divergence_mask": kind, "divergence_mask_bound": scale * bound}
         options[f"{kind} {scale * bound:g}"] = mask
     sweep = {name: RolloutCorrectionConfig(**each) for name, each in options.items()}

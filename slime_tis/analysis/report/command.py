@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
+from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report import overview, shape
@@ -84,26 +85,21 @@ def diagnosis(
         raise ValueError("--other-checkpoint is compared with --hf-checkpoint; give both.")
     source = open_source(path)
     result = diagnose(source.table, source.metrics)
-    rescored, proof, server = None, None, ""
+    facts: dict[str, Any] = {"rescored": None, "proof": None}
+    note = source.note
     if hf_checkpoint:
         if source.table is None:
             raise ValueError(f"--hf-checkpoint scores the samples of a dump. {source.note}")
-        from slime_tis.analysis.diagnosis.proof import prove  # torch and transformers take a second to import
-
-        # samples of the other servers would hide the cause
-        server = result.server
+        server = result.server  # samples of the other servers would hide the cause
         table = source.table.of_worker(server) if server else source.table
         rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
         result = with_proof(result, proof)
+        facts = {"rescored": {**asdict(rescored), "verdict": rescored.verdict}, "proof": asdict(proof)}
+        note = f"Rescored in fp32{server and f', samples of {server}'}: {rescored}."
+        note += "" if proof.causes else f" {proof.sentence}"
     if as_json:
-        facts = {"rescored": rescored and rescored.as_json(), "proof": proof and asdict(proof)}
         text = json.dumps({"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False)
     else:
-        note = (
-            source.note if rescored is None else f"Rescored in fp32{server and f', samples of {server}'}: {rescored}."
-        )
-        if proof is not None and not proof.causes:
-            note += f" {proof.sentence}"
         text = as_text(result, str(source.path), note)
     if exceeded := _exceeded(limits, result, source):
         raise LimitExceeded(exceeded, text)

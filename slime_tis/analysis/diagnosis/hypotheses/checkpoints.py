@@ -16,12 +16,7 @@ from slime_tis.analysis.diagnosis.hypotheses.network import changed
 from slime_tis.errors import first_line, quoted_path
 
 Weights = Mapping[str, Tensor]
-PARTS = {
-    "output layer": ("lm_head", "embed_tokens"),
-    "attention": ("attn",),
-    "MLP": ("mlp",),
-    "norms": ("norm",),
-}
+PARTS = {"output layer": ("lm_head", "embed_tokens"), "attention": ("attn",), "MLP": ("mlp",), "norms": ("norm",)}
 """Parts of a model, and words in the names of their tensors."""
 FRACTIONS = (-3.0, -1.0, -0.5, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SUSPECTS = 6
