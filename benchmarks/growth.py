@@ -38,7 +38,7 @@ from custom_tis import mis
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis
+from slime_tis.policy.custom_loss import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.trainer.agents.custom_generate import build_generate_function

@@ -47,7 +47,7 @@ LAYERS = (
     ("slime_tis.trainer.train_dump",),
     ("slime_tis.trainer.step",),
     ("slime_tis.trainer.learner", "slime_tis.trainer.evaluation"),
-    ("slime_tis.trainer.weight_sync", "slime_tis.trainer.exit_status"),
+    ("slime_tis.trainer.weight_sync",),
     ("slime_tis.trainer.checkpointer", "slime_tis.trainer.engine_check"),
     ("slime_tis.trainer.cli",),
     ("slime_tis.trainer.samples", "slime_tis.trainer.plan"),

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.provenance import machine
 from examples.collapse_study.run import versions
 from examples.tables import write_rows
-from slime_tis.policy.replay_mismatch import mismatch, mismatch_metrics
+from slime_tis.policy.step_sums import mismatch, mismatch_metrics
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer

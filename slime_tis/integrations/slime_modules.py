@@ -56,7 +56,7 @@ _FILTERS = "slime_tis.trainer.rollout.filter_hub"
 _GRADERS, _CLIENT = f"{_REWARDS}.builtin_rewards", f"{_AGENTS}.slime_client"
 MODULES: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.cp_utils": (__name__, "all_gather_with_cp", "slice_log_prob_with_cp"),
-    "slime.backends.megatron_utils.loss": ("slime_tis.trainer.megatron.slime_loss", "get_log_probs_and_entropy"),
+    "slime.backends.megatron_utils.loss": ("slime_tis.trainer.megatron.log_probs", "get_log_probs_and_entropy"),
     "slime.rollout.base_types": (f"{_AGENTS}.rollout_function", "RolloutFnTrainOutput"),
     "slime.rollout.data_source": (f"{_DATA}.data_source", "DataSource"),
     "slime.rollout.filter_hub.base_types": (_FILTERS, "DynamicFilterOutput"),

@@ -1,11 +1,10 @@
-"""Options of the policy objective: advantages, clipping, the KL penalty and the entropy bonus."""
+"""Options of the policy objective: advantages, clipping, KL penalty, entropy bonus; forward passes they need."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from slime_tis.correction.config import correction_option, loss_option
+from slime_tis.correction.config import RolloutCorrectionConfig, correction_option, loss_option
 from slime_tis.limits import REJECTS, Limits, check_fields
 
 CLIPPING_LOSSES = tuple(
@@ -134,24 +133,60 @@ class PolicyConfig:
         return OPSM_DELTAS[self.opsm_policy] if self.opsm_delta is None else self.opsm_delta
 
 
-@dataclass(frozen=True, kw_only=True)
-class CovarianceRule:
-    """Which tokens are selected: this share of all tokens, those with the largest covariance inside the bounds."""
-
-    share: float
-    lower: float = -math.inf
-    upper: float = math.inf
-
-
-COVARIANCE_RULES: dict[str, Callable[[PolicyConfig], CovarianceRule]] = {
-    "clip_cov": lambda config: CovarianceRule(
-        share=config.cov_ratio, lower=config.clip_cov_lower_bound, upper=config.clip_cov_upper_bound
-    ),
-    "kl_cov": lambda config: CovarianceRule(share=config.cov_ratio),
-}
-"""Rules by the loss that selects tokens.
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+"""Losses that select tokens by covariance.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", Cui et al.
 (https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. Clip-Cov draws its tokens at random among the
 candidates there; here the largest covariances are taken, because a draw would depend on the micro-batches.
 """
+
+
+def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
+    """Whether the loss takes log π_old from a forward pass before the rollout's first step.
+
+    With one step per rollout π_old is the policy of the training forward itself, detached; then only a correction
+    that must know something of the global batch beforehand asks for the pass.
+    """
+    return old_policy_name(correction, steps_per_rollout) == "recomputed"
+
+
+def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> str:
+    """Whose log-probs the loss takes as log π_old: "rollout", "interpolated", "recomputed", or "current" (π_θ)."""
+    if correction.use_rollout_logprobs:
+        return "rollout"
+    if correction.old_logprobs == "interpolate":
+        return "interpolated"
+    early = needs_global_batch(correction) or correction.policy_loss in COVARIANCE_LOSSES
+    return "recomputed" if early or steps_per_rollout > 1 else "current"
+
+
+def needs_old_log_probs(correction: RolloutCorrectionConfig, steps_per_rollout: int, policy: PolicyConfig) -> bool:
+    """Whether that forward pass is made: for the loss, the mismatch of π_old itself, early rejection or advantages.
+
+    User functions for advantages or the loss get them, too, where they are not the rollout's. Measuring
+    takes none with one step per rollout, where the training forward computes π_old.
+    """
+    measures = correction.get_mismatch_metrics and steps_per_rollout > 1
+    has_own_objective = policy.custom_advantage_function_path is not None or policy.loss_type == "custom_loss"
+    is_given = has_own_objective and not correction.use_rollout_logprobs
+    shapes_advantages = policy.reject_before_advantage or policy.has_token_baseline
+    return measures or shapes_advantages or is_given or uses_recomputed_old_policy(correction, steps_per_rollout)
+
+
+def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
+    """Returns whether a micro-batch's correction depends on values of the whole step.
+
+    That is the mean weight of batch normalisation, the limit of second-moment trimming, and adaptive bounds.
+    """
+    normalizes = correction.use_tis and correction.tis_batch_normalize
+    return normalizes or bool(correction.batch_options)
+
+
+def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
+    """Whether π_θ/π_old is 1 at every token of every step, so that no clip range has any effect.
+
+    That is so with one optimizer step per rollout where π_old is the policy of that very step: recomputed, or this
+    forward pass itself.
+    """
+    return steps_per_rollout == 1 and old_policy_name(correction, 1) in ("recomputed", "current")

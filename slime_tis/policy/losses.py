@@ -5,13 +5,15 @@ Shapes: suffix _L per response token, packed; any shape does, as long as all agr
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, maximum, minimum, where, zeros_like
 
+from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.divergence import binary_tv
+from slime_tis.correction.rules import order_statistic
 from slime_tis.policy.config import PolicyConfig
 
 
@@ -191,7 +193,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """PPO without the loss of selected tokens; `config.COVARIANCE_RULES` has the source.
+    """PPO without the loss of selected tokens; `config.COVARIANCE_LOSSES` has the source.
 
     Args and returns as `ppo_clip`; `selected_L` is bool.
     """
@@ -204,13 +206,65 @@ def clip_cov(
 def kl_cov(
     log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, selected_L: Tensor | None, *, coef: float
 ) -> Tensor:
-    """−r_t A_t, and β |log r_t| on selected tokens; `config.COVARIANCE_RULES` has the source.
+    """−r_t A_t, and β |log r_t| on selected tokens; `config.COVARIANCE_LOSSES` has the source.
 
     Args as `clip_cov`; `coef` is β.
     """
     assert selected_L is not None
     log_ratio_L = log_prob_L - old_log_prob_L
     return -log_ratio_L.exp() * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CovarianceLimit:
+    """The selection in a global batch by c_t = (A_t − mean A)(log π_t − mean log π); float64 scalars."""
+
+    bounds: tuple[float, float]
+    """c outside them selects nothing."""
+    mean_advantage: Tensor
+    mean_log_prob: Tensor
+    highest: Tensor
+    """Largest c inside the bounds."""
+    gap: Tensor
+    """Tokens inside the bounds with highest − c at most this are selected."""
+
+    def selects(self, log_probs_L: Tensor, advantages_L: Tensor) -> Tensor:
+        """bool [L], the selected tokens."""
+        gap_L = self.highest - self.candidates(log_probs_L, advantages_L)
+        return (gap_L <= self.gap) & gap_L.isfinite()
+
+    def candidates(self, log_probs_L: Tensor, advantages_L: Tensor) -> Tensor:
+        """c of tokens inside the bounds, −inf elsewhere, float64 [L]."""
+        c_L = (advantages_L.double() - self.mean_advantage) * (log_probs_L.double() - self.mean_log_prob)
+        return torch.where((c_L > self.bounds[0]) & (c_L < self.bounds[1]), c_L, -math.inf)
+
+
+def covariance_limit(
+    log_probs_L: Tensor,
+    advantages_L: Tensor,
+    mask_L: Tensor,
+    config: PolicyConfig,
+    name: str,
+    ranks: Ranks = ONE_RANK,
+) -> CovarianceLimit:
+    """The selection of the loss clip_cov, within its bounds, or kl_cov; without a host synchronisation.
+
+    It is made among the tokens of the mask with a finite log-prob, of all ranks.
+    """
+    bounds = (config.clip_cov_lower_bound, config.clip_cov_upper_bound) if name == "clip_cov" else (-math.inf, math.inf)
+    log_probs_L = torch.where(mask_L > 0, log_probs_L.detach(), math.nan)
+    counts_L = log_probs_L.isfinite()
+    values = torch.stack([torch.ones_like(log_probs_L), advantages_L, log_probs_L]).double()
+    count, advantage, log_prob = ranks.all_reduce(torch.where(counts_L, values, 0.0).flatten(1).sum(1)).unbind()
+    n = count.clamp_min(1)
+    zero = torch.zeros_like(n)
+    limit = CovarianceLimit(
+        bounds=bounds, mean_advantage=advantage / n, mean_log_prob=log_prob / n, highest=zero, gap=zero + math.inf
+    )
+    c_N = torch.where(counts_L, limit.candidates(log_probs_L, advantages_L), -math.inf).flatten()
+    highest = ranks.all_reduce(torch.cat([c_N, c_N.new_full((1,), -math.inf)]).amax(), "max")
+    index = (config.cov_ratio * count + 1e-9).floor().clamp_min(1) - 1
+    return replace(limit, highest=highest, gap=order_statistic(highest - c_N, index, ranks))
 
 
 def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:

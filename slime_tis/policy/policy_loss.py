@@ -29,11 +29,9 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
     off_policy_sequence_mask,
 )
-from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
-from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
-from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, reduced_loss
-from slime_tis.policy.custom_tis import CustomTis
-from slime_tis.policy.losses import LOSSES, TokenLossInputs, kl_estimate
+from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
+from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, reduced_loss
+from slime_tis.policy.losses import LOSSES, CovarianceLimit, TokenLossInputs, covariance_limit, kl_estimate
 from slime_tis.policy.step_sums import STALENESS, TURN, WORKER, LossReduction, LossTerms, StepSums, sums_by
 from slime_tis.policy.tokens import ResponseTokens, expand
 
@@ -364,12 +362,12 @@ def _reduction(mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: L
 
 def selected_tokens(old_log_probs_L: Tensor, tokens: ResponseTokens, step: LossStep) -> Tensor | None:
     """bool [L], the tokens that clip_cov or kl_cov select by log π_old; None for other losses."""
-    rule, advantages_L = COVARIANCE_RULES.get(step.correction.policy_loss), tokens.advantages_L
-    if rule is None:
+    name, advantages_L = step.correction.policy_loss, tokens.advantages_L
+    if name not in COVARIANCE_LOSSES:
         return None
     assert advantages_L is not None
     limit = step.covariance or covariance_limit(
-        old_log_probs_L, advantages_L, tokens.loss_mask_L, rule(step.policy), step.global_batch.ranks
+        old_log_probs_L, advantages_L, tokens.loss_mask_L, step.policy, name, step.global_batch.ranks
     )
     return limit.selects(old_log_probs_L, advantages_L)
 

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_tis.correction import LOG_RATIO_BOUND, LOG_RATIO_LIMIT, Ranks, RolloutCorrectionConfig, Statistics
+from slime_tis.correction import (
+    LOG_RATIO_BOUND,
+    LOG_RATIO_LIMIT,
+    GlobalBatch,
+    Ranks,
+    RolloutCorrectionConfig,
+    Statistics,
+    correct,
+)
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.tokens import expand
+from slime_tis.policy.tokens import ResponseTokens, expand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,3 +286,28 @@ def worst_worker(sums: Tensor) -> dict[str, float]:
         "worst_worker_abs_diff": float(mean[worst]),
         "worst_worker_ratio": float(mean[worst] / of_others.clamp_min(SMALLEST_DIFFERENCE)),
     }
+
+
+REPLAY_CONFIG = RolloutCorrectionConfig(use_tis=True, tis_level="token")
+"""The configuration of statistics with and without routing replay: ratios of single tokens."""
+
+REPLAY_METRICS = {
+    "mismatch_k3_kl": "mismatch_k3_kl",
+    "train_rollout_logprob_abs_diff": "train_rollout_logprob_abs_diff",
+    "mis_weight_max_before_clip": "ratio_max",
+    "mis_weight_min_before_clip": "ratio_min",
+}
+"""Metrics of the correction, and their names here."""
+
+
+def mismatch(tokens: ResponseTokens, log_probs_L: Tensor, ranks: Ranks) -> Statistics:
+    """Statistics of the training engine's log-probs against the rollout engine's, over the context-parallel ranks."""
+    known = GlobalBatch(ranks=Ranks(context=ranks.context).with_slices(tokens.slices))
+    inputs = log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
+    return correct(REPLAY_CONFIG, *inputs, lengths=tokens.lengths, global_batch=known).statistics
+
+
+def mismatch_metrics(statistics: Statistics) -> dict[str, float]:
+    """mismatch_k3_kl, train_rollout_logprob_abs_diff, ratio_max and ratio_min of merged statistics."""
+    metrics = statistics.metrics()
+    return {name: metrics[metric] for metric, name in REPLAY_METRICS.items() if metric in metrics}

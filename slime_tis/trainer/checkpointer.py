@@ -14,15 +14,15 @@ from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation, is_due
 from slime_tis.trainer.megatron import checkpoint
 from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.storage.checkpoints import checkpoints
-from slime_tis.trainer.storage.directories import same_path
-from slime_tis.trainer.storage.resumption import (
+from slime_tis.trainer.storage.checkpoints import (
     TrainerState,
     changed,
     changed_options,
     check_options,
+    checkpoints,
     read_trainer_state,
 )
+from slime_tis.trainer.storage.directories import same_path
 from slime_tis.trainer.weight_sync import PolicyWeights
 
 
@@ -112,7 +112,7 @@ class Checkpointer:
             if difference:
                 print(f"options changed since then: {difference}", flush=True)
 
-    def save(self, before_it_counts: Callable[[], object] | None = None) -> None:
+    def save(self, before_it_counts: Callable[[], object] = lambda: None) -> None:
         """Writes a checkpoint of the position; a collective."""
         config, position, sampler, updates = self.config, self.position, self.weights.sampler, self.weights.updates
         learner, engine = self.weights.learner, self.weights.learner.engine
@@ -143,15 +143,15 @@ class Checkpointer:
         if learner.dump is not None:
             with engine.timer("train_dump"):
                 learner.dump.flush()
-        with engine.timer("save"):
-            unfinished = checkpoint.write(config.save, position.step, engine, asdict(state), write_extra)
-        if before_it_counts is not None:
-            try:
-                before_it_counts()
-            except BaseException:
-                unfinished.discard()
-                raise
-        unfinished.finish(config.save_retain)
+        checkpoint.save(
+            config.save,
+            position.step,
+            engine,
+            asdict(state),
+            retain=config.save_retain,
+            write_extra=write_extra,
+            before_it_counts=before_it_counts,
+        )
         self.saved_step = position.step
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:

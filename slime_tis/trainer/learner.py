@@ -24,21 +24,23 @@ from slime_tis.correction import (
     interpolate_old_log_probs,
 )
 from slime_tis.errors import NonFiniteGradient
-from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
-from slime_tis.policy.covariance import CovarianceLimit, covariance_limit
-from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, token_advantages
-from slime_tis.policy.custom_tis import CustomTis
+from slime_tis.policy.config import (
+    COVARIANCE_LOSSES,
+    PolicyConfig,
+    needs_global_batch,
+    needs_old_log_probs,
+    uses_recomputed_old_policy,
+)
+from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, token_advantages
+from slime_tis.policy.losses import CovarianceLimit, covariance_limit
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, TokenRecord, policy_loss
-from slime_tis.policy.proximal_policy import needs_global_batch, needs_old_log_probs, uses_recomputed_old_policy
-from slime_tis.policy.replay_mismatch import mismatch, mismatch_metrics
-from slime_tis.policy.step_sums import StepSums, step_metrics
+from slime_tis.policy.step_sums import StepSums, mismatch, mismatch_metrics, step_metrics
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fixed_partition, shard, unshard
 from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.megatron.routing_replay import RoutingRecord
-from slime_tis.trainer.megatron.routing_shares import receive_routing
+from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
@@ -412,14 +414,14 @@ class Learner:
         return self._correct(batch, train_L).global_batch
 
     def _covariance_limit(self, batch: TrainingBatch) -> CovarianceLimit | None:
-        rule = COVARIANCE_RULES.get(self.correction.policy_loss)
-        if rule is None or not self.parallel.is_last_stage:
+        name = self.correction.policy_loss
+        if name not in COVARIANCE_LOSSES or not self.parallel.is_last_stage:
             return None
         tokens = batch.responses.to(self.parallel.backend.device)
         old_L = tokens.rollout_log_probs_L if self.correction.use_rollout_logprobs else tokens.old_log_probs_L
         assert old_L is not None and tokens.advantages_L is not None
         inputs = old_L.to(self.parallel.backend.device), tokens.advantages_L, tokens.loss_mask_L
-        return covariance_limit(*inputs, rule(self.policy), self.parallel.ranks)
+        return covariance_limit(*inputs, self.policy, name, self.parallel.ranks)
 
     def _step_metrics(self, result: StepResult, custom: CustomTis | CustomLoss | None) -> dict[str, float]:
         parallel = self.parallel

@@ -7,8 +7,10 @@
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +24,7 @@ from slime_tis.trainer.data.dump import load_samples, save_samples
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 from slime_tis.trainer.engines.engine import RolloutEngine
-from slime_tis.trainer.megatron.routing_shares import drop_routing
-from slime_tis.trainer.reporting.progress import shown_progress
+from slime_tis.trainer.megatron.routing_replay import drop_routing
 from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.filter_hub import collect
@@ -32,6 +33,8 @@ from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
 
 Groups = list[list[Sample]]
+PROGRESS_INTERVAL = 0.5
+"""Seconds between two updates of the progress bar, and before it appears."""
 
 
 @dataclass(kw_only=True)
@@ -122,7 +125,7 @@ class SampleSource:
     def _scored_batches(self, rollout_id: int) -> Iterator[Groups]:
         shown = self.is_main and self.arguments.reporting.progress
         while True:
-            with self.timer("generate"), shown_progress(self.prefetcher.progress, "responses", shown=shown):
+            with self.timer("generate"), shown_progress(self.prefetcher.progress, shown=shown):
                 groups = self.prefetcher.next(rollout_id, self.num_rollout - 1)
             if self.arguments.rollout.custom_generate_function_path is not None:
                 failures = mark_failed_samples(groups)
@@ -199,3 +202,30 @@ def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> Non
             f"{missing} samples of the rollout data {str(path)!r} have no sampling mask; remove --rollout-top-p and "
             "--rollout-top-k if sampling was not truncated, or add --allow-truncation-bias."
         )
+
+
+@contextmanager
+def shown_progress(progress: Callable[[], tuple[int, int]], *, shown: bool) -> Iterator[None]:
+    """Shows a bar of responses while the caller waits inside the block; `progress` returns finished and total work.
+
+    A separate thread redraws the bar, on a terminal only.
+    """
+    if not shown:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        with tqdm(desc="responses", unit="", leave=False, delay=PROGRESS_INTERVAL, disable=None) as bar:
+            while not over.wait(PROGRESS_INTERVAL):
+                bar.n, bar.total = progress()
+                bar.refresh()
+                bar.delay = 0  # otherwise tqdm takes it for never shown, and does not clear it
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

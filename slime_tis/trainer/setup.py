@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
+from slime_tis.policy.config import old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
-from slime_tis.policy.proximal_policy import old_policy_name
 from slime_tis.rules import Health
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.agents.rollout_function import CustomRollout

@@ -10,9 +10,11 @@
 `set_up` builds the parts of a run. `python train.py --help` lists the flags; docs/quick_start.md walks through a run.
 """
 
+import errno
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import threading
@@ -25,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from slime_tis.errors import NonFiniteGradient, RunStopped
+from slime_tis.errors import CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.cli.arguments import describe
 from slime_tis.trainer.cli.output_paths import held_outputs
@@ -33,12 +35,15 @@ from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.engine_check import show
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.evaluation import is_due
-from slime_tis.trainer.exit_status import exit_status, message_of, report_error
-from slime_tis.trainer.interrupt import Interrupted, Interrupts
-from slime_tis.trainer.megatron.checkpoint import save_hf
-from slime_tis.trainer.megatron.parallel import connect_store, initialize, shut_down
+from slime_tis.trainer.interrupt import Interrupted, Interrupts, stops_because
+from slime_tis.trainer.megatron.checkpoint import CheckpointError, save_hf
+from slime_tis.trainer.megatron.parallel import connect_store, initialize, lost_contact, shut_down
 from slime_tis.trainer.samples import Rollout
 from slime_tis.trainer.setup import Run, set_up
+
+EXPECTED = (ValueError, OSError, RolloutUnavailable, Interrupted, RunStopped, CheckpointError)
+"""Errors that end a run with one message; any other exception is a defect of this program or of a library."""
+TOO_MANY_FILES = os.strerror(errno.EMFILE)
 
 
 def train(run: Run) -> None:
@@ -211,6 +216,39 @@ def _run(arguments: Arguments, interrupts: Interrupts) -> int:
     finally:
         shut_down()
     return 0
+
+
+def exit_status(error: Exception) -> int:
+    """Returns the exit status of a run that ended with an error."""
+    if isinstance(error, (RunStopped, Interrupted)):
+        return error.status
+    return 2 if isinstance(error, CustomFunctionError) else 1
+
+
+def report_error(error: Exception, rank: int, interrupts: Interrupts) -> bool:
+    """Prints on stderr why the run ends, once for all ranks; returns False for a defect, which needs its traceback."""
+    too_many_files = TOO_MANY_FILES in str(error)  # gloo and torch raise it as RuntimeError
+    if isinstance(error, OtherRankFailed) or (lost_contact(error) and not too_many_files):
+        print(f"error: {stops_because(rank, interrupts.failure_elsewhere())}", file=sys.stderr)
+        return True
+    message = message_of(error)
+    first = interrupts.report_failure(message)
+    if first.rank == rank:
+        expected = isinstance(error, EXPECTED) or too_many_files
+        if expected:
+            print(message if isinstance(error, (RunStopped, Interrupted)) else f"error: {message}", file=sys.stderr)
+        return expected
+    if first.message != message:
+        print(f"error: {stops_because(rank, first)}", file=sys.stderr)
+    return True
+
+
+def message_of(error: Exception) -> str:
+    """Returns an error's message on one line, or its type if the message is empty."""
+    if TOO_MANY_FILES in str(error):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"the run needs more open files than its limit of {limit}; raise the limit with ulimit -n."
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def prepare_terminal() -> None:

@@ -11,7 +11,7 @@ from custom_tis.mis import compute_mis_weights_with_cp
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis
+from slime_tis.policy.custom_loss import CustomTis
 from slime_tis.policy.policy_loss import LossStep
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.user_functions import load_custom_tis

@@ -45,7 +45,7 @@ FP16 = {"fp16": True, "initial_loss_scale": 1024.0}
 def test_resumption_is_bitwise(options, model, parallel, tmp_path):
     engine = build(model, parallel, **options)
     steps(engine, 2)
-    checkpoint.write(tmp_path, 2, engine, {"run": "a", "step": 2}).finish(retain=2)
+    checkpoint.save(tmp_path, 2, engine, {"run": "a", "step": 2}, retain=2)
     expected = steps(engine, 2)
     resumed = build(model, parallel, **options)
     found = checkpoint.latest_complete_checkpoint(tmp_path)
@@ -73,7 +73,7 @@ def test_an_overflow_of_float16_skips_the_step_and_a_loss_that_is_not_finite_is_
 
 
 def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
-    checkpoint.write(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}).finish(retain=1)
+    checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}, retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
     with pytest.raises(checkpoint.CheckpointError, match="another model or layout"):
         checkpoint.load(tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel))
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(distributed, model, parallel, tmp_path):
     engine = build(model, parallel, use_distributed_optimizer=distributed)
     steps(engine, 2)
-    checkpoint.write(tmp_path, 2, engine, {"run": "a"}).finish(retain=1)
+    checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
     options = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-4, "weight_decay": 0.3}
     config = MegatronConfig(
         hf_checkpoint=str(model), lr=1e-2, min_lr=2e-3, use_distributed_optimizer=distributed, **options
@@ -107,7 +107,7 @@ def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
         raise AssertionError("a process was forked")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    checkpoint.write(tmp_path, 1, engine, {"run": "a"}).finish(retain=1)
+    checkpoint.save(tmp_path, 1, engine, {"run": "a"}, retain=1)
     assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == {
         *("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json"),
         *("trainer_state.json", "SHA256SUMS"),

@@ -5,7 +5,7 @@ import torch
 
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.megatron.batch import shard
-from slime_tis.trainer.megatron.routing_shares import drop_routing, receive_routing
+from slime_tis.trainer.megatron.routing_replay import drop_routing, receive_routing
 from tests.megatron.passes import on_ranks
 
 LAYOUTS = {

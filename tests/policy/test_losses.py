@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from slime_tis.correction import RolloutCorrectionConfig, correct
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.losses import kl_estimate, ppo_clip, reinforce
-from slime_tis.policy.proximal_policy import (
+from slime_tis.policy.config import (
+    PolicyConfig,
     clip_is_inactive,
     needs_global_batch,
     needs_old_log_probs,
     uses_recomputed_old_policy,
 )
+from slime_tis.policy.losses import kl_estimate, ppo_clip, reinforce
 from slime_tis.policy.step_sums import MIN_WORKER_TOKENS, STALENESS, WORKER, metrics_by, sums_by, worst_worker
 
 RATIOS = [0.5, 0.9, 1.0, 1.1, 2.0, 8.0]

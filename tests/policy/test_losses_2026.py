@@ -8,8 +8,8 @@ import torch
 
 from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, off_policy_sequence_mask, response_slices
 from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
-from slime_tis.policy.config import COVARIANCE_RULES, CovarianceRule, PolicyConfig
-from slime_tis.policy.covariance import covariance_limit
+from slime_tis.policy import losses
+from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
 from slime_tis.policy.losses import LOSSES, aspo, clip_cov, dro, gspo, kl_cov, kl_estimate, ppo_clip, sapo, vespo
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, prefix_sums
 from tests.correction.test_trimming import over_ranks
@@ -265,7 +265,7 @@ def test_cppo_equals_its_algorithm(batch):
     assert value.item() == pytest.approx(expected.sum().item() / mask.sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - COVARIANCE_RULES))
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - COVARIANCE_LOSSES))
 def test_every_loss_at_the_limits(name, monkeypatch):
     """Equal policies give the policy gradient, rows can be micro-batches, and a masked batch has no gradient."""
     plain = BATCHES["plain"]
@@ -301,7 +301,8 @@ def test_prefix_sums_cross_context_parallel_ranks():
 def test_kl_cov_equals_verl(case):
     log_prob, old, advantage = policies(case)
     options = case.params["policy_loss"]
-    limit = covariance_limit(log_prob, advantage, case.input("mask"), CovarianceRule(share=options["kl_cov_ratio"]))
+    config = PolicyConfig(cov_ratio=options["kl_cov_ratio"])
+    limit = losses.covariance_limit(log_prob, advantage, case.input("mask"), config, "kl_cov")
     selected = limit.selects(log_prob.detach(), advantage) & (case.input("mask") > 0)
     if selected.sum() > max(1, int(options["kl_cov_ratio"] * case.input("mask").sum())):
         assert case.batch == "tiny"  # equal covariances, of which verl takes one
@@ -315,12 +316,13 @@ def test_clip_cov_equals_verl_without_its_draw(case):
     log_prob, old, advantage = policies(case)
     options, mask = case.params["policy_loss"], case.input("mask")
     clips = {"clip_low": case.params["clip_ratio_low"], "clip_high": case.params["clip_ratio_high"]}
-    rule = CovarianceRule(share=options["clip_cov_ratio"], lower=options["clip_cov_lb"], upper=options["clip_cov_ub"])
+    bounds = {"clip_cov_lower_bound": options["clip_cov_lb"], "clip_cov_upper_bound": options["clip_cov_ub"]}
+    config = PolicyConfig(cov_ratio=options["clip_cov_ratio"], **bounds)
     _, clipped = ppo_clip(log_prob.detach(), old, advantage, **clips)
-    limit = covariance_limit(log_prob, advantage, mask, rule)
+    limit = losses.covariance_limit(log_prob, advantage, mask, config, "clip_cov")
     selected = limit.selects(log_prob.detach(), advantage) & (mask > 0) & (clipped == 0)
     dropped = (mask > 0) & ~case.output("kept").bool()
-    if rule.share < 1:  # clipped tokens, which have no gradient, may be selected here
+    if config.cov_ratio < 1:  # clipped tokens, which have no gradient, may be selected here
         assert 0 <= selected.sum() <= dropped.sum() + 1
         return
     assert torch.equal(selected, dropped)
@@ -334,23 +336,22 @@ def batch(seed=0):
     return -torch.rand(400, generator=generator) * 5, torch.randn(400, generator=generator), mask
 
 
-@pytest.mark.parametrize(
-    "rule", [CovarianceRule(share=0.05), CovarianceRule(share=0.04, lower=0.5, upper=2.0)], ids=str
-)
-def test_the_largest_covariances_are_selected_for_every_split_over_ranks(rule):
+@pytest.mark.parametrize(("name", "lower", "upper"), [("kl_cov", -math.inf, math.inf), ("clip_cov", 0.5, 2.0)])
+def test_the_largest_covariances_are_selected_for_every_split_over_ranks(name, lower, upper):
+    rule = PolicyConfig(cov_ratio=0.04, clip_cov_lower_bound=0.5, clip_cov_upper_bound=2.0), name
     log_probs, advantages, mask = batch()
     a, log_p = (x[mask > 0].double() for x in (advantages, log_probs))
     c = (a - a.mean()) * (log_p - log_p.mean())
-    inside = c[(c > rule.lower) & (c < rule.upper)].sort(descending=True).values
-    expected = inside[: int(rule.share * len(c))].tolist()
-    limit = covariance_limit(log_probs, advantages, mask, rule)
+    inside = c[(c > lower) & (c < upper)].sort(descending=True).values
+    expected = inside[: int(0.04 * len(c))].tolist()
+    limit = losses.covariance_limit(log_probs, advantages, mask, *rule)
     selected = limit.selects(log_probs, advantages) & (mask > 0)
     found = limit.candidates(log_probs, advantages)[selected].sort(descending=True).values
     assert found.tolist() == pytest.approx(expected) and len(expected) > 10
     parts = [torch.arange(start, 400, 3) for start in range(3)]
 
     def count_of(part, ranks):
-        rank_limit = covariance_limit(log_probs[part], advantages[part], mask[part], rule, ranks)
+        rank_limit = losses.covariance_limit(log_probs[part], advantages[part], mask[part], *rule, ranks)
         return (rank_limit.selects(log_probs[part], advantages[part]) & (mask[part] > 0)).sum()
 
     assert sum(over_ranks(parts, count_of)) == len(expected)
@@ -359,5 +360,7 @@ def test_the_largest_covariances_are_selected_for_every_split_over_ranks(rule):
 @pytest.mark.parametrize("mask", [0.0, 1.0], ids=["no token", "tokens without log-probs"])
 def test_nothing_is_selected_without_usable_tokens(mask):
     log_probs = torch.full((5,), math.nan)
-    limit = covariance_limit(log_probs, torch.ones(5), torch.full((5,), mask), CovarianceRule(share=0.5))
+    limit = losses.covariance_limit(
+        log_probs, torch.ones(5), torch.full((5,), mask), PolicyConfig(cov_ratio=0.5), "kl_cov"
+    )
     assert not limit.selects(log_probs, torch.ones(5)).any()

@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_tis.correction import GlobalBatch, Ranks, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis
+from slime_tis.policy.custom_loss import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, metrics_by, step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of

@@ -5,14 +5,21 @@ import time
 
 import pytest
 
-from slime_tis.trainer.reporting import progress
+from slime_tis.trainer import samples
 from slime_tis.trainer.reporting.timing import Timer
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_the_bar_follows_and_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(progress, "INTERVAL", 0.005)
-    written, done = io.StringIO(), [0]
-    with progress.shown_progress(lambda: (done[0], 8), "responses", shown=True, file=written):
+    written = Terminal()
+    monkeypatch.setattr("sys.stderr", written)
+    monkeypatch.setattr(samples, "PROGRESS_INTERVAL", 0.005)
+    done = [0]
+    with samples.shown_progress(lambda: (done[0], 8), shown=True):
         for done[0] in (3, 8):
             while f"{done[0]}/8" not in written.getvalue():
                 time.sleep(0.005)
@@ -21,9 +28,10 @@ def test_the_bar_follows_and_leaves_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["short work", "not shown"])
-def test_no_bar(shown):
-    written = io.StringIO()
-    with pytest.raises(KeyError), progress.shown_progress(lambda: (0, 1), "responses", shown=shown, file=written):
+def test_no_bar(shown, monkeypatch):
+    written = Terminal()
+    monkeypatch.setattr("sys.stderr", written)
+    with pytest.raises(KeyError), samples.shown_progress(lambda: (0, 1), shown=shown):
         raise KeyError
     assert written.getvalue() == ""
 

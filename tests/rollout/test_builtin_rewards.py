@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from slime_tis.trainer.options.rm_types import REMOTE, RM_TYPES
+from slime_tis.trainer.options.rollout import REMOTE, RM_TYPES
 from slime_tis.trainer.rewards import symbolic
 from slime_tis.trainer.rewards.builtin_rewards import SCORES, dapo, deepscaler, exact_match, gpqa, math_match, token_f1
 from slime_tis.trainer.rewards.symbolic import same_expression

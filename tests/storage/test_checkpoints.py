@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from slime_tis.trainer.storage import checkpoints as files
-from slime_tis.trainer.storage.resumption import TrainerState, changed_options, check_options, read_trainer_state
+from slime_tis.trainer.storage.checkpoints import TrainerState, changed_options, check_options, read_trainer_state
 from tests.storage.killed import killed_at_each_operation
 
 

@@ -30,10 +30,9 @@ from slime_tis.correction import (
     response_slices,
 )
 from slime_tis.correction.config import DIVERGENCE_BOUNDS
-from slime_tis.policy.config import COVARIANCE_RULES, PolicyConfig
-from slime_tis.policy.custom_tis import CustomTis
+from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig, needs_global_batch
+from slime_tis.policy.custom_loss import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss, without_correction
-from slime_tis.policy.proximal_policy import needs_global_batch
 from slime_tis.policy.step_sums import step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 
@@ -150,7 +149,7 @@ def what_if(
 
 
 def _needs_steps(config: RolloutCorrectionConfig) -> bool:
-    return needs_global_batch(config) or config.policy_loss in COVARIANCE_RULES
+    return needs_global_batch(config) or config.policy_loss in COVARIANCE_LOSSES
 
 
 def _name_of(choice: CorrectionChoice) -> str:

@@ -13,9 +13,8 @@ from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.reporting.run_directory import OWN_NAMES, foreign_file
 from slime_tis.trainer.storage import exports
-from slime_tis.trainer.storage.checkpoints import Damaged, checkpoints, read_state
+from slime_tis.trainer.storage.checkpoints import Damaged, check_options, checkpoints, read_state
 from slime_tis.trainer.storage.directories import LOCK, held, same_path, unwritable
-from slime_tis.trainer.storage.resumption import check_options
 
 
 def check_outputs(

@@ -11,7 +11,6 @@ import queue
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -39,72 +38,62 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message is for the user."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedCheckpoint:
-    """A checkpoint whose files are all written, but which no run resumes until it is finished."""
-
-    path: Path
-    final: Path
-    run: str
-    is_main: bool
-
-    def finish(self, retain: int) -> Path:
-        """Renames the checkpoint, and removes all but the run's `retain` newest checkpoints."""
-        with self.discarded_on_error():
-            self.on_main(lambda: files.finish(self.path, self.final, self.run))
-        if self.is_main:
-            remove_older(self.final, self.run, retain)
-        return self.final
-
-    def discard(self) -> None:
-        """Removes its files."""
-        if self.is_main:
-            files.discard(self.path)
-
-    def on_main(self, action: Callable[[], object]) -> None:
-        """Runs `action` on the main process; raises on every rank if it fails."""
-        on_every_rank(action if self.is_main else lambda: None)
-
-    @contextmanager
-    def discarded_on_error(self) -> Iterator[None]:
-        """Removes its files and raises a CheckpointError if the block raises."""
-        try:
-            yield
-        except (Exception, CheckpointException) as error:
-            self.discard()
-            raise CheckpointError(
-                f"could not write checkpoint {self.final}: {_reason(error)}; earlier checkpoints are intact, "
-                "free space (or fix the path) and resume with --load"
-            ) from error
-
-
-def write(
+def save(
     directory: str | Path,
     step: int,
     engine: TrainingEngine,
     trainer_state: dict[str, Any],
+    *,
+    retain: int,
     write_extra: Callable[[Path], object] = lambda directory: None,
-) -> UnfinishedCheckpoint:
-    """Writes all files of the checkpoint `directory/iter_STEP`."""
+    before_it_counts: Callable[[], object] = lambda: None,
+) -> None:
+    """Writes the checkpoint `directory/iter_STEP`, and removes all but the run's `retain` newest checkpoints.
+
+    `before_it_counts` is called when all files are written, before the checkpoint gets the name under which a run
+    resumes it.
+    """
     final = files.checkpoint_path(directory, step)
     path = final.with_name(f".{final.name}.unfinished")
-    is_main = engine.parallel.is_main
-    unfinished = UnfinishedCheckpoint(path=path, final=final, run=trainer_state["run"], is_main=is_main)
+    is_main, run = engine.parallel.is_main, trainer_state["run"]
+
+    def on_main(action: Callable[[], object]) -> None:
+        on_every_rank(action if is_main else lambda: None)
 
     def write_state() -> None:
         write_extra(path)
         (path / files.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8")
 
-    with unfinished.discarded_on_error():
-        unfinished.on_main(lambda: files.begin(final))
-        _save_sharded(_sharded_state(engine, is_loading=False), path)
-        unfinished.on_main(write_state)
-        names = files.files_of(path)
-        assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # others would never be removed
-        shares = on_every_rank(lambda: files.checksums(path, _share(names)))
-        sums = {name: value for share in shares for name, value in share.items()}
-        unfinished.on_main(lambda: files.write_manifest(path, sums))
-    return unfinished
+    try:
+        with engine.timer("save"), _naming_the_checkpoint(final):
+            on_main(lambda: files.begin(final))
+            _save_sharded(_sharded_state(engine, is_loading=False), path)
+            on_main(write_state)
+            names = files.files_of(path)
+            assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # others would never be removed
+            shares = on_every_rank(lambda: files.checksums(path, _share(names)))
+            sums = {name: value for share in shares for name, value in share.items()}
+            on_main(lambda: files.write_manifest(path, sums))
+        before_it_counts()
+        with _naming_the_checkpoint(final):
+            on_main(lambda: files.finish(path, final, run))
+    except BaseException:
+        if is_main:
+            files.discard(path)
+        raise
+    if is_main:
+        remove_older(final, run, retain)
+
+
+@contextmanager
+def _naming_the_checkpoint(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact, "
+            "free space (or fix the path) and resume with --load"
+        ) from error
 
 
 def latest_complete_checkpoint(directory: str | Path) -> tuple[Path, list[str]] | None:

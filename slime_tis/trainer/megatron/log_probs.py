@@ -5,15 +5,18 @@ Shapes: suffix _L rows, that is response tokens; V this tensor-parallel rank's p
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from slime_tis.integrations.slime import context_parallel
 from slime_tis.trainer.data.sampling_mask import SamplingMask
 
 LOWEST = -1e4
@@ -247,3 +250,32 @@ def leave_out_(logits_LV: Tensor, sampling_mask: SamplingMask, start: int) -> No
     logit_M = torch.where(is_here_M, flat[index_M], -torch.inf)
     logits_LV.add_(torch.where(sampling_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
     flat.scatter_reduce_(0, index_M, logit_M, "amax")
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Namespace,
+    unconcat_tokens: Sequence[Tensor],
+    response_lengths: Sequence[int],
+    with_entropy: bool = False,
+    **others: Any,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Log-probs and entropies of this rank's response tokens, with gradient: slime's helper for loss functions."""
+    slices = context_parallel({}).slices([len(tokens) for tokens in unconcat_tokens], response_lengths, None)
+    responses = [
+        tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, response_lengths, strict=True)
+    ]
+    log_probs_L, entropy_L = vocab_parallel_log_probs(
+        logits[0].clone(),  # overwritten, and the function may use them again
+        slices.slice_flat(torch.cat(responses)),
+        TokenDistribution(
+            temperature=args.rollout_temperature,
+            group=mpu.get_tensor_model_parallel_group(),
+            vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
+            chunk_size=args.log_probs_chunk_size,
+            entropy_gradient=with_entropy,
+        ),
+    )
+    values = {"log_probs": log_probs_L} | ({"entropy": entropy_L} if with_entropy else {})
+    return logits.new_empty(0), {name: list(value.split(slices.local_lengths)) for name, value in values.items()}

@@ -1,12 +1,13 @@
 """Options of the rollouts: the sampling engine, prompts, sampling, rewards and evaluation."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, option
-from slime_tis.trainer.options.rm_types import REMOTE, RM_TYPES, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.options.sglang import normalized_url
 
 data_option = partial(option, group="model and data")
@@ -22,6 +23,22 @@ Rounding = Literal["nearest", "stochastic"]
 REDUCED = ("fp16", "bf16", "fp8", "int8", "int4")
 """Precisions of the local engine to which weights are rounded."""
 GREEDY = "greedy samples of a group are identical and have no gradient"
+
+RM_TYPES: Mapping[str, tuple[str, ...]] = {
+    "exact_match": (),
+    "math": (),
+    "deepscaler": (),
+    "dapo": ("score", "acc"),
+    "f1": (),
+    "gpqa": (),
+    "random": (),
+    "remote_rm": (),
+}
+"""Built-in rewards by name, and the keys of their dictionaries; () for a number."""
+
+REMOTE = "remote_rm"
+BOXED = "boxed_"
+"""Prefix of a name: scores the content of the response's last \\boxed{}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,3 +289,35 @@ def _check_partial_rollout(config: RolloutConfig) -> None:
         raise ValueError(f"--over-sampling-batch-size is {size}; with --partial-rollout make it more than {batch}.")
     if config.rollout_lookahead:
         raise ValueError("--rollout-lookahead and --partial-rollout are both given; remove one of them.")
+
+
+def check_rm_type(source: str, name: str) -> None:
+    """Refuses an unknown reward, with or without `boxed_`; the message begins with `source`."""
+    if base_name(name) not in RM_TYPES:
+        raise ValueError(
+            f"{source} is {quoted(name)} but must be one of {', '.join(RM_TYPES)}, each also as {BOXED}NAME; "
+            "for another reward write a function for --custom-rm-path."
+        )
+
+
+def base_name(name: str) -> str:
+    """Returns the name of a reward without `boxed_`."""
+    return name.removeprefix(BOXED)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Returns the weights of --reward-weights by key."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = (word.strip() for word in part.rpartition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not equals or not math.isfinite(weight) or name in weights:
+            raise ValueError(
+                f"--reward-weights is {quoted(text)} but must be KEY=WEIGHT,KEY=WEIGHT with finite weights and "
+                "different keys."
+            )
+        weights[name] = weight
+    return weights

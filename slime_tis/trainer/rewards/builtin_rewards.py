@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.options.rm_types import BOXED, REMOTE, base_name
+from slime_tis.trainer.options.rollout import BOXED, REMOTE, base_name
 from slime_tis.trainer.rewards.answers import (
     last_boxed,
     last_number,

@@ -15,8 +15,7 @@ from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, snapshot
 from slime_tis.trainer.engines.tasks import run
-from slime_tis.trainer.options.rm_types import REMOTE, base_name, check_rm_type, parse_weights
-from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.options.rollout import REMOTE, RolloutConfig, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
 from slime_tis.trainer.rewards.remote_reward import RewardServer, reward_request
 from slime_tis.user_functions import calling, describe, load_user_function
