@@ -156,12 +156,15 @@ def test_a_suggestion_is_made_where_it_is_plausible(word, found):
     assert similar(word, KNOWN) == found
 
 
-def test_no_table_names_a_flag_of_this_program_or_one_flag_twice():
+def test_no_table_names_a_flag_of_this_program_or_one_flag_twice_and_advice_names_existing_flags():
     advised = [name for flags in ADVICE for name in flags.split()]
     names = [*RESTATED, *FIXED, *RENAMED, *(name for name in advised if not name.endswith("*"))]
     assert not FLAGS.intersection(names)
     assert len(set(names)) == len(names)
     assert not [name for name in FLAGS if advice_for(name)]
+    servers = {"--nnodes", "--nproc-per-node", "--sglang-tp-size", "--sglang-base-gpu-id", "--sglang-quantization"}
+    recommended = {word.strip(",;:.") for text in ADVICE.values() for word in text.split() if word.startswith("--")}
+    assert recommended <= FLAGS | servers | {"--eval-", "--help"}
 
 
 def test_restated_flags_and_flags_of_servers_are_checked_by_the_command_line(base, tmp_path):

@@ -26,7 +26,7 @@ OPEN, CLOSE, BREAK, QUOTE = "\ue000", "\ue001", "\ue002", "\ue003"
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 UNBRACED = re.compile(rf"\\.|'[^']*'|\$({NAME})", re.DOTALL)
 PARAMETER = re.compile(rf"\$\{{({NAME})(\[[@*]\])?(:-.*)?\}}", re.DOTALL)
-OWN_DIRECTORY = re.compile(r"\$\(dirname [^)]*(?:BASH_SOURCE|\$0|\$\{0\}).*\)", re.DOTALL)
+OWN_DIRECTORY = re.compile(r"\$\(dirname [^)]*(?:BASH_SOURCE|\$0|\$\{0\})")
 CHANGED_DIRECTORY = re.compile(r"\$\(cd (?:-- )?([^&]*)(?:&>/dev/null *)?&& pwd\)")
 PYTHON_PATH = re.compile(r"""^[^#\n]*PYTHONPATH[\\"' ]*[:=][\\"' ]*([^\s"'\\]+)""", re.MULTILINE)
 WHOLE_ARRAY = re.compile(rf'"\$\{{{NAME}\[@\]\}}"')
@@ -197,13 +197,11 @@ class LaunchScript:
                 values = values if index else values[:1]
                 self.expanded += sum(map(len, values)) + len(values)
                 if self.expanded > MAX_EXPANDED_CHARACTERS:
-                    raise ValueError(
-                        f"the script's variables expand to more than {MAX_EXPANDED_CHARACTERS} characters."
-                    )
+                    raise ValueError(f"its variables expand to more than {MAX_EXPANDED_CHARACTERS} characters.")
                 return values
         if directory := CHANGED_DIRECTORY.fullmatch(text):
             return [self._value(_in_quotes(directory[1].strip()))]
-        return [str(self.directory) if OWN_DIRECTORY.fullmatch(text) else f"{OPEN}{text}{CLOSE}"]
+        return [str(self.directory) if OWN_DIRECTORY.match(text) else f"{OPEN}{text}{CLOSE}"]
 
 
 def read_launch(path: str | Path) -> LaunchScript:

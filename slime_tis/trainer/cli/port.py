@@ -92,7 +92,7 @@ def port_script(path: str) -> str:
     launch = read_launch(path)
     ported = _port(launch)
     ported.notes[REFUSED] = _drop_no_ops(ported).splitlines()
-    lines = _comment(f"{Path(path).name} for train.py; nothing of it was executed.", "")
+    lines = [f"# {Path(path).name!r} for train.py; nothing of it was executed."]
     python_path = [f"PYTHONPATH={_quoted(':'.join(launch.python_path))}"] if launch.python_path else []
     command = [" ".join([*python_path, *ported.launcher, "train.py"])]
     command += [" ".join([name, *map(_quoted, values)]) for name, values in ported.flags.items()]
@@ -117,7 +117,7 @@ def _port(launch: LaunchScript) -> Ported:
     given.pop("train.py", None)
     try:
         model = read_model_config(" ".join(given["--hf-checkpoint"].values))
-    except (KeyError, ValueError):  # on another machine
+    except (KeyError, ValueError, OSError):  # on another machine
         model = None
     for flag in given.values():
         _port_flag(flag, given, model, ported)
@@ -237,9 +237,9 @@ def _quoted(word: str) -> str:
     return '"' + "".join(f"${{{part}}}" if index % 2 else part for index, part in enumerate(escaped)) + '"'
 
 
-def _comment(text: str, indent: str = "  ") -> list[str]:
+def _comment(text: str) -> list[str]:
     """The text as comment lines; control characters are escaped."""
     printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-    wrapper = textwrap.TextWrapper(COMMENT_WIDTH, f"# {indent}", f"# {indent}  ")
+    wrapper = textwrap.TextWrapper(COMMENT_WIDTH, "#   ", "#     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     return wrapper.wrap(printable)
