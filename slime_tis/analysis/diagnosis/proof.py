@@ -221,10 +221,9 @@ class _Case:
         other = error + torch.cat(search.second).nan_to_num(0.0)
         ratio = float(other.abs().sum() / error.abs().sum().clamp_min(1e-30))
         correlation = float(torch.corrcoef(torch.stack([error, other]))[0, 1])
-        if not SECOND_RANGE[0] <= ratio <= SECOND_RANGE[1] or not correlation <= MAX_CORRELATION:
-            return ""
         size = float(torch.cat(search.second).nan_to_num(0.0).abs().mean())
-        if size < NEGLIGIBLE_ERROR:
+        are_alike = SECOND_RANGE[0] <= ratio <= SECOND_RANGE[1] and size >= NEGLIGIBLE_ERROR
+        if not (are_alike and correlation <= MAX_CORRELATION):
             return ""
         return (
             f"Training's two scorings of the same weights differ by {size:.2g} nats on average, and the errors of both "

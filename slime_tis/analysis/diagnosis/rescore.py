@@ -69,11 +69,11 @@ Scorer = Callable[[Tensor, int], Tensor]
 """(token ids [S] of prompt and response, response length T) → logits [T, V] of the response, before the temperature."""
 
 
+@dataclass(frozen=True)
 class HfScorer:
     """Scores with a causal language model of transformers, one sample at a time."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    model: Any
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, response: int, **inputs: Any) -> Tensor:

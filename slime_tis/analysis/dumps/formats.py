@@ -25,7 +25,7 @@ class RowFormat:
 
     source: str
     """Name of the project in the metadata."""
-    identifying_keys: frozenset[str]
+    identifying_keys: frozenset[str] = frozenset()
     """Keys that only rows of this form have."""
     columns: Mapping[str, str]
     """Key of the row for each column."""
@@ -194,7 +194,6 @@ FORMATS = (
 """Forms of rows; the first whose keys a row has is used."""
 SLIME = RowFormat(
     source="slime",
-    identifying_keys=frozenset({"rollout_log_probs", "log_probs", "response_lengths"}),
     columns={"train_log_prob": "train_log_prob"}
     | {name: SLIME_NAMES.get(name, name) for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS, *TEXT_COLUMNS)}
     | {"prompt": "prompt_ids"},

@@ -22,7 +22,6 @@ from slime_tis.correction import (
     LEVELS,
     LOG_RATIO_BOUND,
     PRESETS,
-    Criterion,
     GlobalBatch,
     Ranks,
     RolloutCorrectionConfig,
@@ -344,9 +343,8 @@ def annotated(
     bits = np.zeros(table.tokens, np.int32)
     for bit, mask in enumerate(rejected.values()):
         bits |= mask.astype(np.int32) << bit
-    level, nonfinite = config.tis_level, config.nonfinite_policy
     unbounded = RolloutCorrectionConfig(
-        use_tis=True, tis_level=level, tis_upper_bound=UNBOUNDED, nonfinite_policy=nonfinite
+        use_tis=True, tis_level=config.tis_level, tis_upper_bound=UNBOUNDED, nonfinite_policy=config.nonfinite_policy
     )
     return replace(
         table,
@@ -364,7 +362,16 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
     in mode mask, "second_moment" and "veto".
     """
     base = replace(without_correction(config), use_rollout_logprobs=False, old_logprobs="recompute")
-    single = {criterion.name: replace(base, **_options(criterion, config)) for criterion in config.rejections}
+    single = {}
+    for criterion in config.rejections:
+        if criterion.anchor is not None:
+            options: dict[str, Any] = {"divergence_mask": config.divergence_mask}
+        elif criterion.name in LEVELS:
+            options = {"use_rs": True, "rs_z_score": config.rs_z_score, "rs_target_fraction": config.rs_target_fraction}
+        else:
+            bounds = [criterion.upper] if criterion.lower is None else [criterion.lower, criterion.upper]
+            options = {"rollout_rs": criterion.name, "rollout_rs_threshold": "_".join(map(repr, bounds))}
+        single[criterion.name] = replace(base, **options)
     if config.rejects_weights:
         single["tis_mask"] = replace(base, use_tis=True, tis_batch_normalize=False)
     if config.rs_second_moment_bound is not None:
@@ -373,16 +380,6 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
         lower, upper = config.rs_veto_threshold, config.rs_veto_upper_threshold
         single["veto"] = replace(base, rs_veto_threshold=lower, rs_veto_upper_threshold=upper)
     return single
-
-
-def _options(criterion: Criterion, config: RolloutCorrectionConfig) -> Mapping[str, Any]:
-    if criterion.anchor is not None:
-        return {"divergence_mask": config.divergence_mask}
-    if criterion.name not in LEVELS:
-        low, high = criterion.lower, criterion.upper
-        threshold = f"{high!r}" if low is None else f"{low!r}_{high!r}"
-        return {"rollout_rs": criterion.name, "rollout_rs_threshold": threshold}
-    return {"use_rs": True, "rs_z_score": config.rs_z_score, "rs_target_fraction": config.rs_target_fraction}
 
 
 def _corrected(table: TokenTable, config: RolloutCorrectionConfig, global_batch: GlobalBatch) -> Any:

@@ -201,21 +201,17 @@ def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
 def render(data: dict[str, Any]) -> str:
     """The page as self-contained HTML."""
     shown = data["samples"]
-    files = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in resources("slime_tis.analysis.report").iterdir()
-        if path.name.endswith((".css", ".html", ".js"))
-    }
+    files = resources("slime_tis.analysis.report")
     parts = {
-        "STYLE": files["page.css"],
+        "STYLE": (files / "page.css").read_text("utf-8"),
         "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
-        "SCRIPT": files["page.js"],
+        "SCRIPT": (files / "page.js").read_text("utf-8"),
         "TOKENS": "" if shown is None else _deflated(samples.packed(_finite(shown))),
-        "SAMPLES": files["samples.js"],
+        "SAMPLES": (files / "samples.js").read_text("utf-8"),
         "PLOTLY": _deflated(get_plotlyjs().encode()),
-        "PLOTS": files["plots.js"],
+        "PLOTS": (files / "plots.js").read_text("utf-8"),
     }
-    pieces = re.split(r"/\*([A-Z]+)\*/", files["page.html"])
+    pieces = re.split(r"/\*([A-Z]+)\*/", (files / "page.html").read_text("utf-8"))
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
