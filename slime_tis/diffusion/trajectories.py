@@ -6,8 +6,6 @@ is not finite.
 Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] for one step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,7 +39,7 @@ class StepStatistics:
     by_timestep: Tensor
     """[n, 3] float64: a timestep, Σ|Δ| and the number of finite Δ; one row per distinct timestep of each batch."""
 
-    def merge(self, other: StepStatistics) -> StepStatistics:
+    def merge(self, other: "StepStatistics") -> "StepStatistics":
         """The statistics of both together: micro-batches, steps of one trajectory, or ranks."""
         weights = None if self.weights is None or other.weights is None else self.weights.merge(other.weights)
         return StepStatistics(

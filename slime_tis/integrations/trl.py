@@ -5,8 +5,6 @@ weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo,
 in the advantage, so this weights the policy loss exactly. The KL term with `beta` stays unweighted, as in TRL.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +169,7 @@ class RolloutCorrectionMixin:
 
     def _table(
         self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]
-    ) -> TokenTable:
+    ) -> "TokenTable":
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
         from slime_tis.analysis.dumps.what_if import annotated
 

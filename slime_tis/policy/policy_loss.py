@@ -8,8 +8,6 @@ micro-batches and ranks and divides once, so the mean is the global batch's for 
 Shapes: suffix _L the response tokens this rank holds, packed; _S the sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -69,7 +67,7 @@ class LossOutputs:
     """Scalar: tokens with a gradient, the accepted ones, or all of the mask with a pull to the rollout policy."""
     sums: StepSums
     """What metrics are computed from."""
-    record: TokenRecord
+    record: "TokenRecord"
     """What the loss made of each token, which dumps are written of."""
 
 
@@ -92,7 +90,7 @@ class TokenRecord:
         return torch.stack([getattr(self, field.name).detach().float() for field in fields(self)], 1)
 
     @classmethod
-    def unstack(cls, values: Tensor) -> TokenRecord:
+    def unstack(cls, values: Tensor) -> "TokenRecord":
         """The inverse of `stack`, but for the types."""
         return cls(**{field.name: column for field, column in zip(fields(cls), values.unbind(1), strict=True)})
 

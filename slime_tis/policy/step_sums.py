@@ -3,8 +3,6 @@
 Shapes: suffix _L the response tokens a rank holds, packed; _S the sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -52,7 +50,7 @@ class LossTerms:
         return torch.stack([getattr(self, field.name) for field in fields(self)])
 
     @classmethod
-    def unstack(cls, values: Tensor) -> LossTerms:
+    def unstack(cls, values: Tensor) -> "LossTerms":
         """The inverse of `stack`."""
         return cls(**{field.name: value for field, value in zip(fields(cls), values.unbind(), strict=True)})
 
@@ -89,7 +87,7 @@ class StepSums:
     """Numerators of the metrics that a custom function returned: over `original_denominator` of a custom correction,
     over `loss_denominator` of a custom loss."""
 
-    def merge(self, other: StepSums) -> StepSums:
+    def merge(self, other: "StepSums") -> "StepSums":
         """The sums of two micro-batches together."""
         added = [a + b for a, b in zip(self._tensors(), other._tensors(), strict=True)]
         return replace(
@@ -98,7 +96,7 @@ class StepSums:
             old_policy_statistics=self.old_policy_statistics.merge(other.old_policy_statistics),
         )
 
-    def all_reduce(self, ranks: Ranks) -> StepSums:
+    def all_reduce(self, ranks: Ranks) -> "StepSums":
         """The sums of all context- and data-parallel ranks; a collective of the last pipeline stage."""
         tensors = self._tensors()
         flat = ranks.all_reduce(torch.cat([x.reshape(-1) for x in tensors]))
@@ -114,7 +112,7 @@ class StepSums:
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
         return [*own, *vars(self.terms).values(), *(self.custom[name] for name in sorted(self.custom))]
 
-    def _with_tensors(self, values: Sequence[Tensor]) -> StepSums:
+    def _with_tensors(self, values: Sequence[Tensor]) -> "StepSums":
         rest = iter(values)
         own: dict[str, Any] = {name: next(rest) for name, value in vars(self).items() if isinstance(value, Tensor)}
         terms = LossTerms(**{name: next(rest) for name in vars(self.terms)})
@@ -184,7 +182,7 @@ class LossReduction:
     @classmethod
     def build(
         cls, mask_L: Tensor, counts_S: Tensor, lengths: Sequence[int], rollouts: Sequence[int], *, per_token: bool
-    ) -> LossReduction:
+    ) -> "LossReduction":
         """The reduction over the tokens of a mask on this rank.
 
         Args:

@@ -9,8 +9,6 @@ At one position of an answer to each prompt the likeliest next tokens of both en
 (`analysis.diagnosis.top_tokens`), which needs no reference and shows settings of the sampler.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

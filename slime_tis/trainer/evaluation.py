@@ -1,12 +1,12 @@
 """Held-out accuracy while a run trains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerBase
+
+from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_failed_samples
 from slime_tis.trainer.data.prompts import load_prompts, prompt_options
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
@@ -16,11 +16,6 @@ from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.metrics import has_status, mean_parts, rollout_reward
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from slime_tis.hf_directory import ModelSizes
 
 EVALUATION_OPTIONS = (
     "eval_prompt_data",

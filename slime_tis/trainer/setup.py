@@ -3,8 +3,6 @@
 user functions → checkpoint to resume → data → learner → rollout engine → samples → evaluation → reporters
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -12,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
@@ -50,9 +50,6 @@ from slime_tis.trainer.samples import SampleSource
 from slime_tis.trainer.train_dump import DumpSettings, TrainDump, changed_fields
 from slime_tis.trainer.weight_sync import PolicyWeights
 from slime_tis.user_functions import load_custom_tis, load_user_function
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RewardFunction = Callable[[list[Sample]], list[float]]
 

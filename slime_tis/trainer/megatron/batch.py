@@ -1,7 +1,5 @@
 """The samples of one data-parallel rank, and how samples are sharded over the ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -37,7 +35,7 @@ class TrainingBatch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def select(self, samples: Sequence[int]) -> TrainingBatch:
+    def select(self, samples: Sequence[int]) -> "TrainingBatch":
         """The samples at these indices, in that order."""
         masks, experts, weights = self.sampling_masks, self.routed_experts, self.routing_weights
         return TrainingBatch(
@@ -50,15 +48,15 @@ class TrainingBatch:
 
     def with_routing(
         self, experts: Sequence[Tensor | None] | None, weights: Sequence[Tensor | None] | None
-    ) -> TrainingBatch:
+    ) -> "TrainingBatch":
         """The same samples with the experts to replay, and their weights."""
         return replace(self, routed_experts=experts, routing_weights=weights)
 
-    def with_token_values(self, **values_L: Tensor) -> TrainingBatch:
+    def with_token_values(self, **values_L: Tensor) -> "TrainingBatch":
         """The same samples with these fields [L] of `ResponseTokens`."""
         return replace(self, responses=replace(self.responses, **values_L))  # type: ignore[arg-type]
 
-    def with_advantages(self, per_sample: Sequence[float]) -> TrainingBatch:
+    def with_advantages(self, per_sample: Sequence[float]) -> "TrainingBatch":
         """The same samples with every sample's advantage at each of its tokens."""
         return replace(self, responses=self.responses.with_advantages(per_sample))
 

@@ -4,8 +4,6 @@ Shapes: suffix _L rows, that is response tokens; _LI the hidden states that pred
 rank's rows of the output layer; _R the rows of a chunk and _RV a tile of its logits, in a block of the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +67,7 @@ class _Plan:
     blocks: Sequence[slice]
 
     @classmethod
-    def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> _Plan:
+    def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> "_Plan":
         width, chunk_size = distribution.width(width), distribution.chunk_size
         if chunk_size == -1:
             chunk_size = entries // max(min(width, MIN_COLUMNS), 1)
@@ -78,7 +76,7 @@ class _Plan:
         blocks = [slice(start, min(start + columns, width)) for start in range(0, width, columns)]
         return cls(distribution=distribution, chunk_rows=chunk_rows, blocks=blocks)
 
-    def chunks(self, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor) -> list[_Chunk]:
+    def chunks(self, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor) -> list["_Chunk"]:
         hidden_LI, mask = hidden_LI.to(weight_OI.dtype), self.distribution.sampling_mask
         slices = row_chunks(len(target_L), self.chunk_rows)
         masks: Sequence[SamplingMask | None] = [mask] * len(slices)

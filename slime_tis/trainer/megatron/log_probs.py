@@ -3,8 +3,6 @@
 Shapes: suffix _L rows, that is response tokens; V this tensor-parallel rank's part of the vocabulary.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -116,7 +114,7 @@ class LogitSums:
     """Σ e^{2(z−m)}; 0 unless asked for."""
 
     @classmethod
-    def none(cls, like_L: Tensor) -> LogitSums:
+    def none(cls, like_L: Tensor) -> "LogitSums":
         """Sums over no logits."""
         zero_L = torch.zeros_like(like_L, dtype=precision(like_L))
         return cls(torch.full_like(zero_L, torch.finfo(zero_L.dtype).min), zero_L, zero_L, zero_L, zero_L)
@@ -124,7 +122,7 @@ class LogitSums:
     @classmethod
     def of_(
         cls, z_LV: Tensor, column_L: Tensor, distribution: TokenDistribution, *, has_minus_infinity: bool
-    ) -> LogitSums:
+    ) -> "LogitSums":
         """Sums over z, which is overwritten by z − m; `column_L` is each target's column, possibly out of range."""
         max_L = z_LV.amax(1).clamp_min_(torch.finfo(z_LV.dtype).min)
         is_here_L, column_L1 = columns(column_L, z_LV.shape[1])
@@ -139,16 +137,16 @@ class LogitSums:
         return cls(max_L, normalizer_L, exp_LV.mul_(z_LV).sum(1), target_L, squares_L)
 
     @classmethod
-    def cat(cls, chunks: Sequence[LogitSums]) -> LogitSums:
+    def cat(cls, chunks: Sequence["LogitSums"]) -> "LogitSums":
         """The sums of the rows of all chunks."""
         return cls(*(torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(cls)))
 
-    def merge(self, other: LogitSums) -> LogitSums:
+    def merge(self, other: "LogitSums") -> "LogitSums":
         """Sums over the logits of both."""
         max_L = torch.maximum(self.max, other.max)
         return LogitSums(max_L, *(self._relative_to(max_L) + other._relative_to(max_L)))
 
-    def over_ranks(self, group: ProcessGroup | None) -> LogitSums:
+    def over_ranks(self, group: ProcessGroup | None) -> "LogitSums":
         """Sums over the whole vocabulary; a collective of the group."""
         if group is None or group.size() == 1:
             return self
@@ -193,7 +191,7 @@ class LogitGradient:
         grad_entropy_L: Tensor,
         log_normalizer_L: Tensor,
         entropy_L: Tensor,
-    ) -> LogitGradient:
+    ) -> "LogitGradient":
         """The gradient, given the gradients of log-probs and entropies."""
         scale_L = (-log_normalizer_L).exp() / -distribution.temperature
         return cls(
@@ -202,7 +200,7 @@ class LogitGradient:
             target=grad_log_prob_L / distribution.temperature,
         )
 
-    def select(self, rows: Tensor) -> LogitGradient:
+    def select(self, rows: Tensor) -> "LogitGradient":
         """The gradient of these rows."""
         slope = None if self.slope is None else self.slope[rows]
         return LogitGradient(self.constant[rows], slope, self.target[rows])

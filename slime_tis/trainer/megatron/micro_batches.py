@@ -3,8 +3,6 @@
 Rollouts whose sequences share a beginning are a family, which is kept together if it fits.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +54,7 @@ class _Planned:
     def load(self) -> int:
         return max(self.tokens, self.responses)
 
-    def add(self, rollouts: Sequence[Rollout]) -> _Planned:
+    def add(self, rollouts: Sequence[Rollout]) -> "_Planned":
         """Adds rollouts and returns the micro-batch."""
         self.tokens, self.responses = self._sizes_with(rollouts)
         self.rollouts += rollouts

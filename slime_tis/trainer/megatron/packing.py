@@ -6,8 +6,6 @@ Shapes: suffix _T the packed tokens of this context-parallel rank, _L the respon
 sequences of the micro-batch, _J its segments; a filler is the last of both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,7 +96,7 @@ class MicroBatch:
     logits: Tensor | None = None
     """[1, L, V] that predict the L targets, with gradient; None if the loss does not get them."""
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> "MicroBatch":
         """The micro-batch on a device, except `sequences`."""
         return self if device.type == "cpu" else _moved(self, device)
 
@@ -132,7 +130,7 @@ class _Row:
     position_T: Tensor
 
     @classmethod
-    def of(cls, tree: PrefixTree, filler: int, split: RowSplit) -> _Row:
+    def of(cls, tree: PrefixTree, filler: int, split: RowSplit) -> "_Row":
         segments = [(segment.sequence, segment.start, segment.length) for segment in tree.segments]
         sequence_J, begin_J, length_J = torch.tensor([*segments, *[(len(tree), 0, filler)] * (filler > 0)]).T
         chunk_J = (length_J + 2 * split.context_size - 1) // (2 * split.context_size)
@@ -148,7 +146,7 @@ def pack(
     batch: TrainingBatch,
     split: RowSplit | None = None,
     *,
-    rotary: RotaryAngles | None = None,
+    rotary: "RotaryAngles | None" = None,
     share_prompts: bool = False,
 ) -> MicroBatch:
     """Packs whole sequences into one row, cut for this context-parallel rank.

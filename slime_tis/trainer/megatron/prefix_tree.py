@@ -3,8 +3,6 @@
 Hidden states of a causal model depend only on earlier tokens, so that equal beginnings have equal hidden states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,7 +37,7 @@ class PrefixTree:
     response_lengths: tuple[int, ...]
 
     @classmethod
-    def apart(cls, total_lengths: Iterable[int], response_lengths: Sequence[int]) -> PrefixTree:
+    def apart(cls, total_lengths: Iterable[int], response_lengths: Sequence[int]) -> "PrefixTree":
         """Sequences that share nothing: one segment each."""
         totals = tuple(total_lengths)
         return cls(
@@ -52,7 +50,7 @@ class PrefixTree:
         )
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]) -> PrefixTree:
+    def of(cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]) -> "PrefixTree":
         """Shares beginnings that are whole prompts, or long enough."""
         ids = [np.asarray(sequence, dtype=">i8") for sequence in tokens]  # big endian: bytes sort as numbers
         order = sorted(range(len(ids)), key=[sequence.tobytes() for sequence in ids].__getitem__)

@@ -18,8 +18,6 @@ Shapes: suffix _T the tokens of a micro-batch that this rank's routers see, _TK 
 them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ class LayerReplay:
     pass, in the same order of micro-batches. megatron-core's class does not support every recomputation.
     """
 
-    def __init__(self, routing: RoutingReplay, index: int) -> None:
+    def __init__(self, routing: "RoutingReplay", index: int) -> None:
         self._routing, self._index = routing, index
         self._current: MicroBatchRouting | None = None
         self.to_recompute: deque[MicroBatchRouting | None] = deque()
