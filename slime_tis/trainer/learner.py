@@ -134,7 +134,7 @@ class Learner:
         functions = self.functions
         if functions.advantage is None or not self.parallel.is_last_stage:
             return steps
-        tokens = [step.batch.responses.to(self.parallel.backend.device) for step in steps]
+        tokens = [step.batch.responses.to(self.parallel.device) for step in steps]
         data: dict[str, list[Any]] = {}
         for step, step_tokens, values in zip(steps, tokens, advantages, strict=True):
             for key, column in user_batch(step, step_tokens, values).items():
@@ -154,7 +154,7 @@ class Learner:
 
     def _mask_and_weights(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Returns the tokens that have advantages, and the weights of π_old that their loss is multiplied by, [L]."""
-        mask_L, config = batch.responses.loss_mask_L.to(self.parallel.backend.device), self.correction
+        mask_L, config = batch.responses.loss_mask_L.to(self.parallel.device), self.correction
         weights_L = torch.ones_like(mask_L)
         if config.use_tis or self.policy.reject_before_advantage:
             assert batch.responses.old_log_probs_L is not None
@@ -265,7 +265,7 @@ class Learner:
         return unshard(gathered, step.assigned_together)
 
     def _correct(self, batch: TrainingBatch, train_log_probs_L: Tensor) -> Correction[Tensor]:
-        tokens = batch.responses.to(self.parallel.backend.device)
+        tokens = batch.responses.to(self.parallel.device)
         return correct(
             self.correction,
             train_log_probs_L,
@@ -382,7 +382,7 @@ class Learner:
             log_probs_L = self.engine.log_probs(step.recorded, step.partition, replays_routing=replays)
             statistics = None
             if self.parallel.is_last_stage:
-                tokens = step.recorded.responses.to(self.parallel.backend.device)
+                tokens = step.recorded.responses.to(self.parallel.device)
                 statistics = mismatch(tokens, log_probs_L, self.parallel.ranks)
             metrics = self._mismatch(name, statistics)
             routing = self.engine.routing.metrics()
@@ -417,10 +417,10 @@ class Learner:
         name = self.correction.policy_loss
         if name not in COVARIANCE_LOSSES or not self.parallel.is_last_stage:
             return None
-        tokens = batch.responses.to(self.parallel.backend.device)
+        tokens = batch.responses.to(self.parallel.device)
         old_L = tokens.rollout_log_probs_L if self.correction.use_rollout_logprobs else tokens.old_log_probs_L
         assert old_L is not None and tokens.advantages_L is not None
-        inputs = old_L.to(self.parallel.backend.device), tokens.advantages_L, tokens.loss_mask_L
+        inputs = old_L.to(self.parallel.device), tokens.advantages_L, tokens.loss_mask_L
         return covariance_limit(*inputs, self.policy, name, self.parallel.ranks)
 
     def _step_metrics(self, result: StepResult, custom: CustomTis | CustomLoss | None) -> dict[str, float]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -196,14 +196,6 @@ def _experts(config: MegatronConfig) -> MoeSizes | None:
     return moe_sizes(read_hf_config(config.hf_checkpoint))
 
 
-def _problems(config: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int) -> list[str]:
-    problems = [*layout_problems(config, model, moe, world_size)]
-    if world_size % config.model_parallel_size:
-        sizes = f"tensor × pipeline × context, {config.model_parallel_size}"
-        problems.append(f"--world-size is {world_size}, which is not a multiple of {sizes}.")
-    return problems
-
-
 def smallest_layout(
     config: MegatronConfig, whole: Census, world_size: int, memory: float
 ) -> tuple[int, MegatronConfig] | None:
@@ -227,7 +219,7 @@ def smallest_layout(
                 sequence_parallel=tensor > 1,
                 use_distributed_optimizer=True,
             )
-            if _problems(layout, model, moe, ranks):
+            if any(layout_problems(layout, model, moe, ranks)):
                 continue
             if min(stage.tokens(memory) for stage in whole.stages(layout, ranks)) >= MIN_TOKENS:
                 return ranks, layout
@@ -257,7 +249,7 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
         raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf, moe = read_hf_config(config.hf_checkpoint), _experts(config)
-    if problems := _problems(config, read_model_config(config.hf_checkpoint), moe, world_size):
+    if problems := [*layout_problems(config, read_model_config(config.hf_checkpoint), moe, world_size)]:
         raise ValueError(" ".join(problems))
     whole = census(config)
     ranks = whole.stages(config, world_size)

@@ -313,7 +313,7 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
         weights=weights.tensors,
         weights_version=weights.version,
         output_dir=Path(arguments.reporting.output_dir),
-        device=process.parallel.backend.device,
+        device=process.parallel.device,
         check_interrupts=process.interrupts.check,
     )
     sampler = build_engine(arguments.rollout, arguments.sglang, data.tokenizer, host)
@@ -404,7 +404,7 @@ def build_evaluation(
         megatron.hf_checkpoint,
         data.tokenizer,
         precision=megatron.precision,
-        device=process.parallel.backend.device,
+        device=process.parallel.device,
         check_interrupts=process.interrupts.check,
     )
     return Evaluation(

@@ -57,7 +57,7 @@ REFUSED = {
     "experts over ranks": ({}, "--expert-model-parallel-size 4", 4, "number of experts is 6"),
     "an expert over ranks": ({}, f"{TENSOR_2} --expert-tensor-parallel-size 4", 4, "moe_intermediate_size is 18"),
     "a shared expert over ranks": (QWEN2 | {"shared_expert_intermediate_size": 25}, TENSOR_2, 2, "shared expert is 25"),
-    "ranks": ({}, f"{TENSOR_2} --expert-model-parallel-size 2", 2, "WORLD_SIZE is 2"),
+    "ranks": ({}, f"{TENSOR_2} --expert-model-parallel-size 2", 2, "world size is 2"),
     "sglang, tied": ({"tie_word_embeddings": True}, ENGINE, 1, "ties embeddings"),
     "sglang, first layer dense": ({"mlp_only_layers": [0]}, ENGINE, 1, "dense layers"),
     "one expert per token, normalized": ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "", 1, "norm_topk_prob"),

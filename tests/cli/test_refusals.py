@@ -112,7 +112,7 @@ def test_refusal_names_flag_and_problem(base, flags, part):
 
 
 RANKS = [
-    ("--tensor-model-parallel-size 2", 1, "WORLD_SIZE is 1"),
+    ("--tensor-model-parallel-size 2", 1, "world size is 1"),
     ("--rollout-batch-size 5 --n-samples-per-prompt 3", 2, "a multiple of 2"),
     ("--micro-batch-size 32", 2, "a divisor of 16"),
     ("--tensor-model-parallel-size 4", 4, "num_key_value_heads is 2"),

@@ -165,6 +165,6 @@ def test_sizes_and_layers_follow_the_configuration(glm, tmp_path, model, paralle
         layers=(3, 5), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=40
     )
     assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
-    gpu = dataclasses.replace(parallel, backend=dataclasses.replace(parallel.backend, transformer_engine=True))
+    gpu = dataclasses.replace(parallel, transformer_engine=True)
     assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [True, False]
     assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [False, False]

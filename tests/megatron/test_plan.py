@@ -138,7 +138,7 @@ def test_every_size_that_does_not_divide_is_named(tmp_path, capsys):
     assert main(["plan", "--world-size", "8", "--hf-checkpoint", str(checkpoint), *layout]) == 2
     message = capsys.readouterr().err
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
-    assert [name for name in (*sizes, "--world-size is 8") if name not in message] == []
+    assert [name for name in (*sizes, "world size is 8") if name not in message] == []
 
 
 def test_the_command_needs_config_json_alone(tmp_path, capsys):

@@ -123,7 +123,7 @@ def compare_families(parallel, directory, layout):
     ids=["a CPU", "turned off", "a GPU", "refused"],
 )
 def test_why_prompts_are_not_shared(device, requested, reason, model, parallel):
-    on_device = replace(parallel, backend=replace(parallel.backend, device=torch.device(device)))
+    on_device = replace(parallel, device=torch.device(device))
     with pytest.raises(ValueError, match="--share-prompts is on") if requested else nullcontext():
         assert (why_not_shared(requested, on_device, read_hf_config(model)) or "").endswith(reason or "")
 

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils as 
 
 from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
-from slime_tis.trainer.megatron.parallel import Backend, initialize, shut_down, trains_with_transformer_engine
+from slime_tis.trainer.megatron.parallel import initialize, shut_down, trains_with_transformer_engine
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 
@@ -21,11 +21,10 @@ from tests.checkpoints import make_checkpoint
 def on_cpu(tmp_path_factory):
     """One process whose layers come from transformer-engine, on the CPU."""
     parallel = initialize(MegatronConfig(hf_checkpoint=str(tmp_path_factory.mktemp("none"))))
-    backend = Backend(device=torch.device("cpu"), collectives="gloo", transformer_engine=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        yield replace(parallel, backend=backend)
+        yield replace(parallel, device=torch.device("cpu"), transformer_engine=True)
     shut_down()
 
 

@@ -13,7 +13,7 @@ from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_directory import read_model_config
 from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, warnings_of
+from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, check_ranks, warnings_of
 from slime_tis.trainer.cli.command_line import (
     CodeConfig,
     Flags,
@@ -79,10 +79,11 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
             arguments.sglang.check_has_servers()
         check_correction(arguments)
     world_size = read_environment(environ).world_size
-    check_arguments(arguments, world_size)
+    check_arguments(arguments)
     check_files(arguments.rollout, arguments.megatron)
     check_dump(arguments)
     model = check_model(arguments.megatron, arguments.rollout, world_size)
+    check_ranks(arguments, world_size)
     _refuse_unknown(restated, model)
     patterns = {name: getattr(arguments.loop, name) for name in ("save_debug_rollout_data", "save_debug_train_data")}
     dumps = {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}

@@ -12,11 +12,10 @@ from slime_tis.trainer.cli.command_line import CORRECTION_SWITCHES
 from slime_tis.trainer.cli.run_options import OPTIONS, Arguments
 
 
-def check_arguments(arguments: Arguments, world_size: int) -> None:
+def check_arguments(arguments: Arguments) -> None:
     """Checks combinations of options, before files and the model are read."""
     _check_hooks(arguments)
     _check_routing_record(arguments)
-    _check_ranks(arguments, world_size)
     rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
     precision = arguments.megatron.precision
     if rounding != "nearest" and precision != "fp32" and rollout.rollout_precision not in ("fp8", "int8", "int4"):
@@ -140,16 +139,10 @@ def _check_routing_record(arguments: Arguments) -> None:
         )
 
 
-def _check_ranks(arguments: Arguments, world_size: int) -> None:
-    """Whether the samples of a step divide over the data-parallel ranks and their micro-batches."""
+def check_ranks(arguments: Arguments, world_size: int) -> None:
+    """Checks whether the samples of a step divide over the data-parallel ranks and their micro-batches."""
     megatron, size = arguments.megatron, arguments.loop.global_batch_size or 0
-    replica = megatron.model_parallel_size
-    if world_size % replica:
-        raise ValueError(
-            f"WORLD_SIZE is {world_size} but --tensor-model-parallel-size × --pipeline-model-parallel-size × "
-            f"--context-parallel-size is {replica}; start a multiple of that with torchrun --nproc-per-node."
-        )
-    data_parallel = world_size // replica
+    data_parallel = world_size // megatron.model_parallel_size
     if size % data_parallel:
         raise ValueError(
             f"--global-batch-size is {size} but {data_parallel} data-parallel ranks share it; "

@@ -80,21 +80,16 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
 
 
 def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
-    """Reads a value of an option from text."""
-    return Given(value=read_value(label, option, value), label=label, source=source, unset=is_unset(value))
-
-
-def read_value(label: str, option: Option, value: Any) -> Any:
     """Reads the value of an option from text, None, or a list or mapping of texts; none gives the default."""
     if is_unset(value):
         if option.default is MISSING:
             raise ValueError(f"{label} is unset but must be {option.type}.")
-        return option.default
+        return Given(value=option.default, label=label, source=source, unset=True)
     items = [value] if isinstance(value, str) else value
     if not items or any(isinstance(item, str) and not item.strip() for item in items):
         raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
     try:
-        return _read_kind(option.type, value)
+        return Given(value=_read_kind(option.type, value), label=label, source=source)
     except _UnfitText as error:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:

@@ -93,13 +93,19 @@ def layout_problems(
     chunk, of_stage = megatron.recompute_num_layers, model.get("num_hidden_layers", 0) // pipeline
     if megatron.recompute_method == "uniform" and chunk is not None and of_stage % chunk:
         yield f"--recompute-num-layers is {chunk} but must divide the {of_stage} layers of a stage."
+    if world_size % megatron.model_parallel_size:
+        yield (
+            f"the world size is {world_size} but --tensor-model-parallel-size × --pipeline-model-parallel-size × "
+            f"--context-parallel-size is {megatron.model_parallel_size}; start a multiple of that with torchrun "
+            "--nproc-per-node."
+        )
     if moe is None:
         return
     if tensor > 1 and not megatron.sequence_parallel:
         yield "--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts; add it."
     if world_size % megatron.expert_parallel_size:
         yield (
-            f"WORLD_SIZE is {world_size} but --expert-model-parallel-size × --expert-tensor-parallel-size (unset: "
+            f"the world size is {world_size} but --expert-model-parallel-size × --expert-tensor-parallel-size (unset: "
             "--tensor-model-parallel-size) × --pipeline-model-parallel-size is "
             f"{megatron.expert_parallel_size}; start a multiple of that, or lower one of them."
         )

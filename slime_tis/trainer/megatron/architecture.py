@@ -134,11 +134,11 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="rope" if engine else "none",
     )
-    if parallel.backend.device.type != "cpu":  # torch cannot move the fake parameters of a plan
-        module.to(parallel.backend.device)
+    if parallel.device.type != "cpu":  # torch cannot move the fake parameters of a plan
+        module.to(parallel.device)
     release_probabilities(module)
     if engine:
-        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.backend.device, copy=True)  # no longer a buffer
+        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.device, copy=True)  # no longer a buffer
         return Model(module, transformer, hf, None)
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 
@@ -148,7 +148,7 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
     family = FAMILIES[hf.architectures[0]]
     names = {field.name for field in fields(TransformerConfig)} & {field.name for field in fields(config)}
     dtype = DTYPES[config.precision]
-    on_cpu = parallel.backend.device.type == "cpu"
+    on_cpu = parallel.device.type == "cpu"
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -230,7 +230,7 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
 
 def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
     """Whether layers come from transformer-engine; `hf_weights` does not know its names of the weights of experts."""
-    return parallel.backend.transformer_engine and moe_sizes(hf) is None
+    return parallel.transformer_engine and moe_sizes(hf) is None
 
 
 def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

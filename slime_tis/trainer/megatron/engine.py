@@ -106,9 +106,9 @@ class TrainingEngine:
         if parallel.is_first_stage:
             self.model.module.embedding.register_forward_hook(partial(trim_before_gradient, self._token_bytes))
         self.loss_denominator = torch.zeros([], dtype=torch.int)
-        self.poison = torch.zeros([], device=parallel.backend.device)
+        self.poison = torch.zeros([], device=parallel.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
-        self.contributing = torch.zeros([], dtype=torch.float64, device=parallel.backend.device)
+        self.contributing = torch.zeros([], dtype=torch.float64, device=parallel.device)
         """Sum of `LossOutputs.contributing` over the micro-batches of this rank."""
         self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
         self.token_budget = self._token_budget()
@@ -141,7 +141,7 @@ class TrainingEngine:
         lengths = batch.responses.lengths
         if not self.parallel.is_last_stage:
             shape = (sum(lengths), *((2,) if sums_squares else ()))
-            return torch.full(shape, math.nan, device=self.parallel.backend.device)
+            return torch.full(shape, math.nan, device=self.parallel.device)
         order = [sample for samples in partition for sample in samples]
         per_sample = torch.cat(outputs).split([lengths[sample] for sample in order])
         return torch.cat([values for _, values in sorted(zip(order, per_sample, strict=True), key=itemgetter(0))])
@@ -281,7 +281,7 @@ class TrainingEngine:
         weights = list(self.model.module.parameters())
         moments = 8 * sum(weight.numel() for weight in weights)  # Adam allocates them in its first step
         gradient = max(weight.nbytes for weight in weights)  # autograd's, before it is added to main_grad
-        free = free_memory(parallel.backend.device, parallel.local_size) - moments - gradient
+        free = free_memory(parallel.device, parallel.local_size) - moments - gradient
         return TokenBudget.that_fits(max(-parallel.largest(-free), 0), self._token_bytes)
 
     def _run(
@@ -321,7 +321,7 @@ class TrainingEngine:
             tensor_size=parallel.tensor_size if self.config.sequence_parallel else 1,
         )
         micro = pack(batch, split, rotary=self.model.rotary, share_prompts=self.shares_prompts)
-        micro = micro.to(parallel.backend.device)
+        micro = micro.to(parallel.device)
         micro.packed_seq_params.gives_logits = self.gives_logits and self.ddp.training
         advantages_L = batch.responses.advantages_L
         if self._skips and advantages_L is not None and not advantages_L.any():
@@ -466,7 +466,7 @@ def why_not_shared(requested: bool | None, parallel: Parallel, hf_config: HfConf
         reason = "context parallelism cuts every sequence into slices"
     elif moe_sizes(hf_config) is not None:
         reason = "the routing of experts is recorded, replayed and counted for each sample"
-    elif parallel.backend.device.type != "cpu":
+    elif parallel.device.type != "cpu":
         reason = "attention to a shared prompt needs a CPU"
     if reason is not None and requested:
         raise ValueError(f"--share-prompts is on but {reason}; remove it.")

@@ -248,7 +248,7 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def _broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Parallel) -> list[Tensor]:
     described = parallel.broadcast_from_stage([(t.shape, t.dtype) for t in tensors or []], stage)
-    device = parallel.backend.device
+    device = parallel.device
     tensors = tensors or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:

@@ -26,19 +26,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backend:
-    """Device and libraries: CUDA, NCCL and, if installed, transformer-engine; without a GPU CPU, gloo, torch layers."""
-
-    device: torch.device
-    collectives: str
-    transformer_engine: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Parallel:
     """This process's ranks and groups, and collectives over them."""
 
-    backend: Backend
+    device: torch.device
+    transformer_engine: bool
+    """Whether its layers are used: on a GPU, if it is installed."""
     tensor_rank: int
     tensor_size: int
     pipeline_rank: int
@@ -91,7 +84,7 @@ class Parallel:
         """The largest value of all ranks; a collective with one host synchronization."""
         if self.size == 1:
             return value
-        largest = torch.tensor([value], device=self.backend.device)
+        largest = torch.tensor([value], device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
@@ -162,17 +155,16 @@ def initialize(config: MegatronConfig) -> Parallel:
     """Starts torch.distributed, with or without torchrun, and megatron-core's groups; seeds every rank."""
     environment = read_environment(os.environ)
     has_gpu = torch.cuda.is_available()
-    backend = Backend(
-        device=torch.device("cuda", environment.local_rank) if has_gpu else torch.device("cpu"),
-        collectives="nccl" if has_gpu else "gloo",
-        transformer_engine=trains_with_transformer_engine(config, has_gpu=has_gpu),
-    )
+    device = torch.device("cuda", environment.local_rank) if has_gpu else torch.device("cpu")
+    transformer_engine = trains_with_transformer_engine(config, has_gpu=has_gpu)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if has_gpu:
-        torch.cuda.set_device(backend.device)
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _start_process_group(backend, environment, timedelta(minutes=config.distributed_timeout_minutes))
+        _start_process_group(
+            "nccl" if has_gpu else "gloo", environment, timedelta(minutes=config.distributed_timeout_minutes)
+        )
     mpu.initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -198,22 +190,23 @@ def initialize(config: MegatronConfig) -> Parallel:
     for name, group in groups.items():
         fields |= {f"{name}_rank": group.rank(), f"{name}_size": group.size(), f"{name}_group": group}
     return Parallel(
-        backend=backend,
+        device=device,
+        transformer_engine=transformer_engine,
         local_size=environment.local_world_size,
         data_and_context_group=mpu.get_data_parallel_group(with_context_parallel=True),
         **fields,
     )
 
 
-def _start_process_group(backend: Backend, environment: Environment, timeout: timedelta) -> None:
+def _start_process_group(backend: str, environment: Environment, timeout: timedelta) -> None:
     if not environment.launched:
-        dist.init_process_group(backend.collectives, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     wanted, present = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
-    if backend.collectives == "gloo" and wanted and not {*wanted.split(",")} <= {*present}:
+    if backend == "gloo" and wanted and not {*wanted.split(",")} <= {*present}:
         raise ValueError(f"GLOO_SOCKET_IFNAME is {wanted!r}, but this host's interfaces are {', '.join(present)}.")
     try:
-        dist.init_process_group(backend.collectives, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch has a dozen error types here
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

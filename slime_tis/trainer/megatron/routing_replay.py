@@ -153,7 +153,7 @@ class RoutingReplay:
         for layer in self._layers:
             layer.to_recompute.clear()
         if self.sizes is not None:
-            shape, device = (len(self._layers), self.sizes.num_experts + 2), self._parallel.backend.device
+            shape, device = (len(self._layers), self.sizes.num_experts + 2), self._parallel.device
             self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def fill(self, micro: MicroBatch) -> None:
@@ -204,7 +204,7 @@ class RoutingReplay:
             layers[self._layer_indices] = counts.cpu()
             if parallel.is_last_stage:
                 in_any_layer = torch.stack([recorded_T.sum(), differs_T.sum()]).double().cpu()
-        summed = torch.cat([layers.flatten(), in_any_layer]).to(parallel.backend.device)
+        summed = torch.cat([layers.flatten(), in_any_layer]).to(parallel.device)
         if parallel.size > 1:
             dist.all_reduce(summed)
         layers, (any_recorded, any_differs) = summed[:-2].view_as(layers).cpu(), summed[-2:].tolist()
@@ -274,7 +274,7 @@ def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
     """
     if not data.numel():
         return data
-    data = data.to(parallel.backend.device)
+    data = data.to(parallel.device)
     is_first_stage, is_first_slice = parallel.is_first_stage, parallel.tensor_rank == 0
     if data_rank > 0 and is_first_stage and is_first_slice and parallel.context_rank == 0:
         if parallel.is_main:
