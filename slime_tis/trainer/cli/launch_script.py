@@ -143,9 +143,8 @@ class LaunchScript:
             if len(self.files) > MAX_FILES:
                 raise ValueError(f"the script sources more than {MAX_FILES} files.")
             self.files.add(path.resolve())
-            text, directory = _text_of(path), self.directory
-            self.directory = path.parent
-            self.read(text)
+            self.directory, directory = path.parent, self.directory
+            self.read(_text_of(path))
             self.directory = directory
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
@@ -216,9 +215,7 @@ def read_launch(path: str | Path) -> LaunchScript:
         raise ValueError(f"{str(path)!r} nests its commands too deeply to be read.") from None
     if not script.program:
         broken = "".join(f" ({note})" for note in script.notes if note.startswith("line "))
-        raise ValueError(
-            f"{str(path)!r} has no command that runs train.py or train_async.py{broken}; give one of slime."
-        )
+        raise ValueError(f"{str(path)!r} has no command that runs train.py{broken}; give a slime launch script.")
     return script
 
 

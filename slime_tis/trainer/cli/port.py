@@ -43,9 +43,7 @@ REPLACED = {
 """The program, and flags whose value means something else here; and the flags that replace them."""
 DROPPED = {
     "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": "--rollout-engine sglang generates",
-    "--rollout-function-path slime.rollout.sft_rollout.generate_rollout": (
-        "there is no supervised fine-tuning; use slime for this script"
-    ),
+    "--rollout-function-path slime.rollout.sft_rollout.generate_rollout": "use slime for supervised fine-tuning",
     "--ref-load": "it takes a Hugging Face directory, by default --hf-checkpoint",
     "--load": "slime's checkpoints are not read; give weights with --hf-checkpoint",
 }
@@ -60,9 +58,7 @@ SLIME_DEFAULTS = {
 """Options with another default in slime or Megatron-core, and that default."""
 OPTION_OF = {flag: option for flag, (option, _) in COMMAND_LINE.spellings.items()}
 SERVER_FLAG = re.compile("--sglang-[A-Za-z0-9-]+")
-NO_EFFECT = re.compile(
-    r"(--[a-z0-9-]+) is (?:.* but has no effect|on but --tensor-model-parallel-size is 1)", re.DOTALL
-)
+NO_EFFECT = re.compile(r"(?s)(--[a-z0-9-]+) is (?:.* but has no effect|on but --tensor-model-parallel-size is 1)")
 """Refusals of flags that change nothing, which port drops."""
 
 TODO, CHANGED, ADDED, NO_OPS, RESTATES, UNSUPPORTED, REFUSED = TITLES = (
