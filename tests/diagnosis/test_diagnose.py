@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.diagnose import _ranked, as_text
 from slime_tis.analysis.diagnosis.form_rules import reported_grid
-from slime_tis.analysis.diagnosis.metric_rules import findings
 from slime_tis.analysis.diagnosis.token_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.rules import Finding
+from slime_tis.rules import RUN_RULES, Finding, evaluate, run_statistics
 
 SAMPLES, TOKENS, VOCABULARY = 48, 32, 40
 
@@ -438,4 +437,4 @@ def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]
     )
 )
 def test_missing_metrics_are_no_error(row: dict[str, float | None]) -> None:
-    findings([{"step": 0, **row}] * 12)
+    evaluate(RUN_RULES, run_statistics([{"step": 0, **row}] * 12))

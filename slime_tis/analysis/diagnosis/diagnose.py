@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis import form_rules, metric_rules, token_rules
+from slime_tis.analysis.diagnosis import form_rules, token_rules
 from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, RUN_RULES, Finding, evaluate, run_statistics
 
 CAUSES: dict[str, tuple[str, str]] = {
     "shifted_tokens": (
@@ -155,7 +155,7 @@ class Diagnosis:
 
 def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()) -> Diagnosis:
     """Names the causes of a mismatch."""
-    from_metrics = metric_rules.findings(metrics)
+    from_metrics = [finding for finding in evaluate(RUN_RULES, run_statistics(metrics)).values() if finding is not None]
     if table is None or not (table.loss_mask > 0).any():
         ranked = _ranked(from_metrics, "the metrics show no cause; dumps of tokens show more")
         if not metrics:

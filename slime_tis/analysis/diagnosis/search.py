@@ -209,14 +209,13 @@ class Search:
         order = {name: i for i, name in enumerate(self.table)}
         ordered = [tuple(sorted(edits, key=lambda edit: order[edit[0]])) for edits in lists]
         result: dict[Edits, list[Tensor]] = {}
+        groups: dict[Edits, dict[Edits, None]] = {}
         for edits in ordered:
             if "exchanged" in dict(edits):  # needs other samples
                 rows = self.rows(tuple(edit for edit in edits if edit[0] != "exchanged"))
                 rows = self._reported(rows, [edit for edit in edits if edit[0] == "exchanged"])
                 result[edits] = [rows[i] for i in samples]
-        groups: dict[Edits, dict[Edits, None]] = {}
-        for edits in ordered:
-            if edits not in result:
+            else:
                 groups.setdefault(self._costly(edits), {})[edits] = None
         for network, group in groups.items():
             result |= dict(zip(group, self._pass(network, list(group), samples), strict=True))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens, ramp
+from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens
 from slime_tis.analysis.dumps.table import worker_name
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding, ramp
 
 MIN_RUN = 2.5
 """Smallest mean run length of segments such as tool output; shorter runs are single broken tokens."""
@@ -45,7 +45,6 @@ CONTROLS = 48
 """Samples that are also aligned with another sample."""
 MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 """Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
-
 MAX_CONVERTED = 0.02
 """Largest remaining share of the mismatch of log-probs in another unit."""
 MAX_SPREAD = 1e-3

@@ -174,8 +174,3 @@ def mean_of(values: NDArray[Any], sample: NDArray[Any]) -> tuple[float, float]:
     sums, counts = np.bincount(sample, values), np.bincount(sample)
     mean = sums.sum() / counts.sum()
     return float(mean), float(np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum())
-
-
-def ramp(value: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high`, linear in between; `low` may be the larger number."""
-    return float(np.clip((value - low) / (high - low), 0.0, 1.0))

@@ -10,9 +10,8 @@ import numpy as np
 from slime_tis.analysis.report.shape import COLORS, Plot, axis, line
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import one_line
-from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, evaluate
+from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, Rows, evaluate
 
-Rows = Sequence[Mapping[str, Any]]
 Points = tuple[list[int], list[float], list[float], list[float]]
 """Steps, and the median, lowest and highest value over the runs of a group."""
 PER_RUN_OPTIONS = (
@@ -27,7 +26,6 @@ MAX_POINTS = 2_000
 """Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2 stretches."""
 MAX_WARNINGS = 200
 """Listed warnings of a run, the earliest ones."""
-
 LOG_PANELS = ("mismatch",)
 """Panels with a logarithmic axis."""
 PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (

@@ -22,8 +22,6 @@ WORST_TOKENS = 25
 """Rows of the table of the worst token ids."""
 MIN_COUNT = 3
 """Smallest number of tokens of a bin or a token id."""
-
-
 VARIABLES: dict[str, tuple[str, str]] = {
     "position": (
         "position in the response, tokens",

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.analysis.diagnosis.metric_rules import SERIES, series_of
 from slime_tis.analysis.dumps.readers import files_of_run, options_of_run, read
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.report.logs import read_log
 from slime_tis.errors import quoted_path
 from slime_tis.files import METRICS, metrics_before
+from slime_tis.rules import SERIES, series_of
 
 MAX_METRICS = 2**29
 """Largest size of a metrics.jsonl, bytes."""
