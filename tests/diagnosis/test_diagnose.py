@@ -14,7 +14,7 @@ from slime_tis.analysis.diagnosis.diagnose import _ranked, as_text
 from slime_tis.analysis.diagnosis.form_rules import reported_grid
 from slime_tis.analysis.diagnosis.token_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.rules import RUN_RULES, Finding, evaluate, run_statistics
+from slime_tis.rules import Finding
 
 SAMPLES, TOKENS, VOCABULARY = 48, 32, 40
 
@@ -228,14 +228,6 @@ def test_routing_is_a_cause_if_experts_may_differ(metadata: dict, experts: bool,
     assert diagnose(table).cause == cause
 
 
-def test_two_causes_are_both_named() -> None:
-    model = Softmax()
-    rollout = model.of(log_softmax(model.logits / 0.7))
-    rollout[0, 5] = np.inf
-    causes = [finding.cause for finding in diagnose(model.table(rollout)).findings]
-    assert {"broken_tokens", "temperature"} <= set(causes)
-
-
 def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     model = Softmax()
     step = 1 + np.arange(SAMPLES) // 3
@@ -383,7 +375,8 @@ METRICS: dict[str, tuple[dict[str, float], str, float, str]] = {
 
 @pytest.mark.parametrize(("metrics", "cause", "confidence", "text"), METRICS.values(), ids=METRICS)
 def test_metrics_alone_name_the_cause(metrics: dict[str, float], cause: str, confidence: float, text: str) -> None:
-    result = diagnose(None, [{"step": step, **metrics} for step in range(12)])
+    rows = [{"step": step, **metrics} for step in range(12)]
+    result = diagnose(None, [*rows, dict.fromkeys(metrics)])  # a step may lack values
     assert (result.cause, result.tokens) == (cause, 0)
     assert result.findings[0].confidence == pytest.approx(confidence)
     assert text in result.findings[0].evidence[-1]
@@ -428,13 +421,3 @@ def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]
         )
     found: Diagnosis = diagnose(TokenTable.from_parts(parts))
     json.dumps(found.as_json(), allow_nan=False)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["train/mismatch_k3_kl", "rollout/update_received", "train/entropy_gap"]),
-        st.none() | st.floats(0, 9),
-    )
-)
-def test_missing_metrics_are_no_error(row: dict[str, float | None]) -> None:
-    evaluate(RUN_RULES, run_statistics([{"step": 0, **row}] * 12))

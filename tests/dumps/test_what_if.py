@@ -246,21 +246,12 @@ def test_the_packaged_study_has_the_flags_of_the_grid():
 
 def test_the_command_measures_a_dump(tmp_path, capsys):
     """Weights of age 0 to 15 with a log-ratio that grows with age, as in the column "stale 16"."""
-    chance = np.random.default_rng(0)
-    parts = []
-    for step in range(16, 48):
-        for _ in range(8):
-            age = step % 16
-            rollout = -chance.exponential(1.0, 11)
-            noise = 0.12 * math.sqrt(age) * chance.normal(size=11)
-            parts.append(
-                SampleParts(
-                    train_log_prob=np.minimum(rollout + noise, 0),
-                    rollout_log_prob=rollout,
-                    weight_version=np.full(11, step - age),
-                    step=step,
-                )
-            )
+    chance, step = np.random.default_rng(0), np.repeat(np.arange(16, 48), 8)
+    version = step - step % 16
+    rollout = -chance.exponential(1.0, (len(step), 11))
+    train = np.minimum(rollout + 0.12 * np.sqrt(step - version)[:, None] * chance.normal(size=rollout.shape), 0)
+    rows = zip(train, rollout, version[:, None].repeat(11, 1), step, strict=True)
+    parts = [SampleParts(train_log_prob=a, rollout_log_prob=b, weight_version=v, step=s) for a, b, v, s in rows]
     write(tmp_path / "dump.pt", TokenTable.from_parts(parts, {"source": "slime_tis", "old_policy": "current"}))
     assert main(["recommend", str(tmp_path / "dump.pt")]) == 0
     text = capsys.readouterr().out

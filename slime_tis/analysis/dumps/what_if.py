@@ -41,8 +41,6 @@ MAX_STEPS = 64
 """Default number of optimizer steps, a random part of more, for corrections that depend on a whole batch."""
 UNBOUNDED = 2 * float(np.exp(LOG_RATIO_BOUND))
 """An upper bound that no weight reaches: weights are at most e^20."""
-UNEXPLAINED_CRITERION = "other"
-"""Criterion of masked tokens that the correction accepts: off-policy sequence masking, or a user-defined function."""
 CURRENT_VERSION = 1 << 30
 """Version of each step's weights; negative versions are unknown ones."""
 CUSTOM_FUNCTION_CONFIG = RolloutCorrectionConfig(use_tis=True)
@@ -339,7 +337,7 @@ def annotated(
         rejected = {name: mask & table.valid for name, mask in rejected.items()}  # they ignore tokens without log-probs
         rejected["nonfinite"] = trained & ~table.valid
     explained = np.any([*rejected.values(), np.zeros(table.tokens, np.bool_)], axis=0)
-    rejected[UNEXPLAINED_CRITERION] = trained & ~accepted & ~explained
+    rejected["other"] = trained & ~accepted & ~explained  # by off-policy sequence masking, or a user-defined function
     bits = np.zeros(table.tokens, np.int32)
     for bit, mask in enumerate(rejected.values()):
         bits |= mask.astype(np.int32) << bit

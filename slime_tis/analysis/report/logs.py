@@ -36,8 +36,8 @@ CONSOLE_LINE = re.compile(r"\bstep:(\d+)((?: - [^\s:]+:\S+)+)")
 """verl's console line: step:3 - actor/grad_norm:0.5 - rollout_corr/k3_kl:np.float64(0.001)."""
 CONSOLE_VALUE = re.compile(r" - ([^\s:]+):(?:[\w.]+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))", re.IGNORECASE)
 LEVELDB_BLOCK = 32_768
-MAX_BYTES = 2**29
-"""Largest size of a log."""
+MAX_LOG_SIZE = 2**29
+"""Largest size of a log or a metrics.jsonl, bytes."""
 
 
 def read_log(path: Path) -> tuple[dict[str, float], ...] | None:
@@ -51,8 +51,8 @@ def read_log(path: Path) -> tuple[dict[str, float], ...] | None:
         if not files:
             continue
         newest = max(files, key=lambda file: file.stat().st_mtime)
-        if newest.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{quoted_path(newest)} has more than {MAX_BYTES >> 20} MiB; give a dump of tokens.")
+        if newest.stat().st_size > MAX_LOG_SIZE:
+            raise ValueError(f"{quoted_path(newest)} has more than {MAX_LOG_SIZE >> 20} MiB; give a dump of tokens.")
         try:
             rows = _rows(read(newest))
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, csv.Error) as error:

@@ -21,7 +21,6 @@ PER_RUN_OPTIONS = (
 )
 """Options that differ between runs of one configuration."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-HEALTH = "health/"
 MAX_POINTS = 2_000
 """Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2 stretches."""
 MAX_WARNINGS = 200
@@ -177,8 +176,8 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any]] = {}
     for row in rows:
-        for name in (name for name in row if name.startswith(HEALTH)):
-            rule = name.removeprefix(HEALTH)
+        for name in (name for name in row if name.startswith("health/")):
+            rule = name.removeprefix("health/")
             if not row[name]:
                 latest.pop(rule, None)
             elif rule in latest:

@@ -24,10 +24,8 @@ from slime_tis.analysis.report.shape import COLORS, Plot, axis, plain
 from slime_tis.analysis.report.source import Source
 from slime_tis.errors import quoted_path
 
-MARK = '<meta name="generator" content="slime-tis report">'
-"""Marks a page of this program, which another report may replace."""
-MARK_WITHIN = 400
-"""The mark is within this number of bytes from the start."""
+MARK, MARK_WITHIN = '<meta name="generator" content="slime-tis report">', 400
+"""Marks a page of this program, which another report may replace; within this number of bytes from the start."""
 FACTS = {
     "trained_tokens": ("trained tokens", "{:,}"),
     "samples": ("samples", "{:,}"),

@@ -21,7 +21,6 @@ NOISE = ("rounding", "healthy")
 TOLERANCE = 2.0
 """A column covers mismatches up to this factor outside its range."""
 STANDARD = "standard PPO"
-STUDY_PAGE = "examples/comparison_study/README.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +149,7 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
             "these tokens; docs/choosing.md has rules."
         )
     first = best_cell(column, columns)
-    limits = f"{first.seeds} seeds of one small task: {STUDY_PAGE}"
+    limits = f"{first.seeds} seeds of one small task: examples/comparison_study/README.md"
     if first.method == STANDARD:
         return (
             f"No correction is needed: {size} is in the study's column {column.name!r}, where standard PPO cannot be "

@@ -8,13 +8,11 @@ from typing import Any
 
 from slime_tis.analysis.dumps.readers import files_of_run, options_of_run, read
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.analysis.report.logs import read_log
+from slime_tis.analysis.report.logs import MAX_LOG_SIZE, read_log
 from slime_tis.errors import quoted_path
 from slime_tis.files import METRICS, metrics_before
 from slime_tis.rules import SERIES, series_of
 
-MAX_METRICS = 2**29
-"""Largest size of a metrics.jsonl, bytes."""
 MAX_TOKENS = 2_000_000
 """Largest number of tokens in memory, a random part of the samples of a larger dump."""
 MAX_BYTES = 1 << 28
@@ -83,8 +81,8 @@ def open_source(path: str, part: int = 1) -> Source:
 
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
-    if path.stat().st_size > MAX_METRICS:
-        raise ValueError(f"{quoted_path(path)} has more than {MAX_METRICS >> 20} MiB; give a dump instead of the run.")
+    if path.stat().st_size > MAX_LOG_SIZE:
+        raise ValueError(f"{quoted_path(path)} has more than {MAX_LOG_SIZE >> 20} MiB; give a dump instead of the run.")
     rows = []
     for number, line in enumerate(metrics_before(path, 2**62), start=1):
         row = json.loads(line)
