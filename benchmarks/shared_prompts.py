@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import provenance
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron.architecture import ResponseModel
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine

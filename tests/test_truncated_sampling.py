@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.main import train
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 
 EXACT = 1e-5
 """Nats between the two engines at equal float32 weights."""

@@ -21,8 +21,7 @@ from slime_tis.trainer.agents.custom_generate import mark_failed_samples
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.data.dump import load_samples, save_samples
-from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Sample, SamplingMask
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.megatron.routing_replay import drop_routing
 from slime_tis.trainer.reporting.timing import Timer

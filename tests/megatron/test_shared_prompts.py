@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.shared_prompts import EveryRow
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron import fused_log_probs
 from slime_tis.trainer.megatron.architecture import read_hf_config
 from slime_tis.trainer.megatron.batch import make_batch

@@ -13,8 +13,7 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
 from slime_tis.trainer.agents.sampled_tokens import Sampled, copy_engine_records, provenance
-from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, by_rollout
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, SamplingMask, by_rollout
 from slime_tis.trainer.engines.generation import (
     Generation,
     RequestOptions,

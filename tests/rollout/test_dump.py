@@ -8,8 +8,7 @@ import torch
 
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.dump import from_dict, load_samples, save_samples, to_dict
-from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Prompt, Sample, SamplingMask
 from slime_tis.trainer.evaluation import accuracy_metrics
 from slime_tis.trainer.samples import check_sampling_masks, mask_earlier_tokens, mask_stale_samples
 from tests.samples import make_sample

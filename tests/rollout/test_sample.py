@@ -6,8 +6,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Prompt, Sample, SamplingMask
 from slime_tis.user_functions import load_function
 from tests.samples import make_sample
 

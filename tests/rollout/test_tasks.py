@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.engines.sglang.bridge import LoopThread
-from slime_tis.trainer.engines.tasks import run
+from slime_tis.trainer.engines.tasks import LoopThread, run
 
 STUBBORN = """
 import asyncio, time

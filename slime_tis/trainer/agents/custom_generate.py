@@ -44,11 +44,7 @@ LOG_PROB_TOLERANCE = 1e-4
 
 
 class NoSample(Exception):
-    """A call gave no sample that can be trained on."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    """A call gave no sample that can be trained on; the arguments are a reason and a message."""
 
 
 class ReturnedSample(BaseModel):
@@ -94,9 +90,8 @@ class GenerateFunction:
                 returned = await self._call(sample, recorded, dict(params), evaluation)
                 return self.checked(returned, fresh, recorded.sampled)
             except NoSample as error:
-                if recorded.lost is not None:
-                    raise recorded.lost from error
-                make_failed(fresh, error.reason, str(error), self.version())
+                reason, message = error.args
+                make_failed(fresh, reason, message, self.version())
                 return [fresh]
 
         return call
@@ -130,7 +125,7 @@ class GenerateFunction:
             return task.result()
         except CustomFunctionError as error:
             if isinstance(error.__cause__, RolloutUnavailable | Interrupted):
-                engine.lost = error.__cause__
+                raise error.__cause__ from None
             raise NoSample("raised", str(error)) from error
         except asyncio.CancelledError:
             raise NoSample("raised", f"{describe(self.function)} cancelled itself.") from None
@@ -150,13 +145,13 @@ class GenerateFunction:
         except CustomFunctionError:
             raise
         except (Exception, SystemExit) as error:
-            reason, text = getattr(error, "reason", "returned"), str(error)
-            if isinstance(error, ValidationError):
+            reason, text = "returned", f"gave a sample that cannot be read: {type(error).__name__}: {error}"
+            if isinstance(error, NoSample):
+                reason, text = error.args
+            elif isinstance(error, ValidationError):
                 (first, *_) = error.errors(include_url=False)
                 reason = str(first["loc"][0])
                 text = f"gave {quoted(first['input'])} in {reason}: {first['msg']}"
-            elif not isinstance(error, NoSample):
-                text = f"gave a sample that cannot be read: {type(error).__name__}: {error}"
             raise NoSample(reason, f"{describe(self.function)} {text} (prompt {fresh.prompt_index}).") from error
 
     def _checked(self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]) -> Sample:

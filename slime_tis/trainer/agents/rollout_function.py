@@ -117,5 +117,5 @@ class CustomRollout:
         try:
             (checked,) = self.checks.checked(sample, fresh, ())  # the engine recorded no requests
         except NoSample as error:
-            raise CustomFunctionError(str(error)) from None
+            raise CustomFunctionError(error.args[1]) from None
         return replace(checked, rollout_id=sample.rollout_id)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Sample, SamplingMask
 from slime_tis.trainer.engines.generation import Generation
 
 

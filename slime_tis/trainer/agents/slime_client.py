@@ -41,8 +41,6 @@ class RecordedEngine:
             self.sampled.append(
                 Sampled(input_ids=list(sample.prompt_ids), generation=earlier, is_trained=sample.loss_mask[:])
             )
-        self.lost: Exception | None = None
-        """The error that ended the engine, and therefore ends the run."""
         self.is_closed = False
         """Whether requests are refused because the function ran out of time."""
 

@@ -41,7 +41,7 @@ class CustomDataSource:
         args: Namespace,
         tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig,
-        sizes: ModelSizes | None = None,
+        sizes: ModelSizes,
     ) -> None:
         self._config, self._tokenizer, self._sizes = config, tokenizer, sizes
         self._class = load_user_function(OPTION, path)
@@ -137,8 +137,7 @@ class CustomDataSource:
             longest = self._config.rollout_max_prompt_len
             if longest is not None and len(prompt.token_ids) > longest:
                 raise ValueError(f"{place} of {len(prompt.token_ids)} tokens; --rollout-max-prompt-len is {longest}.")
-            if self._sizes is not None:
-                check_fits(prompt, place, self._sizes)
+            check_fits(prompt, place, self._sizes)
         except ValueError as error:
             raise CustomFunctionError(str(error)) from None
         return prompt

@@ -17,8 +17,7 @@ from slime_tis.errors import first_line, quoted, quoted_path
 from slime_tis.files import FOREIGN, atomic_path, json_lines
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
-from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample, SampleStatus, by_rollout
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample, SampleStatus, SamplingMask, by_rollout
 from slime_tis.trainer.data.user_values import json_object
 
 TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}

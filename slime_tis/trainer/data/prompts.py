@@ -136,7 +136,15 @@ def load_prompts(
         )
         for index, ids in zip(places, encoded, strict=True)
     ]
-    prompts = _drop_long(prompts, len(rows), max_prompt_len, path)
+    if max_prompt_len is not None:
+        prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len]
+        if not prompts:
+            raise ValueError(
+                f"--rollout-max-prompt-len is {max_prompt_len}, but all prompts of {path} are longer; raise it."
+            )
+        if len(prompts) < len(rows):
+            omitted = f"{len(rows) - len(prompts)} of {len(rows)} prompts of {path}"
+            logger.warning("%s are longer than --rollout-max-prompt-len %d and are omitted.", omitted, max_prompt_len)
     if sizes is not None:
         for prompt in prompts:
             check_fits(prompt, rows[prompt.index][0], sizes)
@@ -162,20 +170,6 @@ def _does_not_fit(place: str, length: str, context_len: int | None) -> str:
         f"{place} has a prompt of {length}, which leaves no tokens for a response in a context of {context_len}; "
         "set --rollout-max-prompt-len to skip such prompts."
     )
-
-
-def _drop_long(prompts: list[Prompt], rows: int, max_prompt_len: int | None, path: Path) -> list[Prompt]:
-    if max_prompt_len is None:
-        return prompts
-    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len]
-    if not kept:
-        raise ValueError(
-            f"--rollout-max-prompt-len is {max_prompt_len}, but all prompts of {path} are longer; raise it."
-        )
-    if len(kept) < rows:
-        omitted = f"{rows - len(kept)} of {rows} prompts of {path}"
-        logger.warning("%s are longer than --rollout-max-prompt-len %d and are omitted.", omitted, max_prompt_len)
-    return kept
 
 
 def _value(row: dict[str, Any], key: str, place: str) -> Any:

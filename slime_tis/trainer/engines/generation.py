@@ -15,8 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import quoted
-from slime_tis.trainer.data.sample import STATUS, FinishReason, Floats, Ints, Numbers, Prompt, Sample, Sampling
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import (
+    STATUS,
+    FinishReason,
+    Floats,
+    Ints,
+    Numbers,
+    Prompt,
+    Sample,
+    Sampling,
+    SamplingMask,
+)
 
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""

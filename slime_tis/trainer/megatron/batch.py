@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slime_tis.correction import response_slices
 from slime_tis.policy.tokens import ResponseTokens, numbered, turns_of
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import all_reduce
 
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron.log_probs import LogitGradient, LogitSums, TokenDistribution, precision, row_chunks
 
 TILE_BYTES = 8 * 2**20

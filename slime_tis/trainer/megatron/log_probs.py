@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from slime_tis.integrations.slime import context_parallel
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 
 LOWEST = -1e4
 """Replaces −inf in z − m, so that e^{z−m}·(z−m) is 0."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slime_tis.policy.tokens import ResponseTokens
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 

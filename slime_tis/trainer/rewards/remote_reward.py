@@ -15,11 +15,9 @@ from typing import Any
 import httpx
 
 from slime_tis.errors import one_line, quoted
-from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.rewards.builtin_rewards import scored_text
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +31,6 @@ BUSY = (408, 425, 429)
 
 class Busy(Exception):
     """The server asked for a later request."""
-
-
-def reward_request(name: str, sample: Sample) -> dict[str, Any]:
-    """Returns the body of a request for the reward of that name."""
-    return {"prompt": sample.prompt_text, "response": scored_text(name, sample), "label": sample.label}
 
 
 @dataclass(frozen=True, kw_only=True)

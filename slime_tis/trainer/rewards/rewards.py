@@ -16,8 +16,8 @@ from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, snapshot
 from slime_tis.trainer.engines.tasks import run
 from slime_tis.trainer.options.rollout import REMOTE, RolloutConfig, base_name, check_rm_type, parse_weights
-from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward
-from slime_tis.trainer.rewards.remote_reward import RewardServer, reward_request
+from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward, scored_text
+from slime_tis.trainer.rewards.remote_reward import RewardServer
 from slime_tis.user_functions import calling, describe, load_user_function
 
 OPTION = "custom_rm_path"
@@ -157,7 +157,11 @@ def _builtin_reward(
 
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         named = [(name_of(sample), sample) for group in groups for sample in group]
-        requests = [reward_request(name, sample) for name, sample in named if base_name(name) == REMOTE]
+        requests = [
+            {"prompt": sample.prompt_text, "response": scored_text(name, sample), "label": sample.label}
+            for name, sample in named
+            if base_name(name) == REMOTE
+        ]
         answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
 
         def score(sample: Sample) -> Score:

@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Sample, Sampling
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Sample, Sampling, SamplingMask
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest, InvalidAnswer, max_answer_bytes, parse_generation
 from tests.rollout.sglang.fake_sglang import log_prob, recorded, sampled_from
 from tests.rollout.sglang.rollouts import LATE, PROMPTS

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from slime_tis.trainer.data.sample import FinishReason
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import FinishReason, SamplingMask
 from slime_tis.trainer.engines.generation import Generation, Request, StopStrings, request_uniforms, response_text
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import sample_tokens

@@ -136,19 +136,15 @@ class LocalEngine:
 
             answering = asyncio.create_task(batching.run())
             answering.add_done_callback(ended)
+            self._is_asked = True
             try:
                 await batch.run()
             finally:
+                self._is_asked = False
                 await cancel_and_wait([answering])
 
-        def make(calls: Sequence[Sequence[FunctionCall]]) -> None:
-            self._is_asked = True
-            try:
-                run(make_rollouts(calls))
-            finally:
-                self._is_asked = False
-
-        return CompletedRollout(calls_over_ranks(make, resumed_groups([], prompts, sampling.n_samples, seed)))
+        calls = resumed_groups([], prompts, sampling.n_samples, seed)
+        return CompletedRollout(calls_over_ranks(lambda share: run(make_rollouts(share)), calls))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
         """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""

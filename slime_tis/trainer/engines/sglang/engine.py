@@ -19,16 +19,16 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import model_sizes, read_model_config
+from slime_tis.trainer.collectives import RankZero
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, is_complete, numbered, resumed_groups
 from slime_tis.trainer.engines.generation import Generation, RolloutFunction
-from slime_tis.trainer.engines.sglang.bridge import LoopThread, RankZero
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
 from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, RolloutTask, seed_of
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
-from slime_tis.trainer.engines.tasks import CANCELLED
+from slime_tis.trainer.engines.tasks import CANCELLED, LoopThread
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 Groups = list[list[Sample]]

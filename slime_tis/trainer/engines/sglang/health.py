@@ -357,14 +357,6 @@ def _message(text: str, states: Sequence[ServerState]) -> str:
     return f"no SGLang server {text}: {down}. Start servers again, and resume with --load."
 
 
-@dataclass
-class Attempts:
-    """Consecutive failures of one request, and the server of the last one."""
-
-    failures: int = 0
-    failed_on: ServerState | None = None
-
-
 class Dispatcher:
     """Assigns servers to requests in order of arrival; with a router, requests go to the router."""
 
@@ -376,13 +368,14 @@ class Dispatcher:
         health.on_change = self._changed.set
 
     @asynccontextmanager
-    async def server(self, attempts: Attempts) -> AsyncIterator[ServerState]:
+    async def server(self, failed_on: list[ServerState]) -> AsyncIterator[ServerState]:
         """The least busy server, for one request; after a failure another one if possible.
 
-        A failure of the server within the block is recorded in `attempts` and ends the block silently, after a wait:
-        the caller retries. Raises RolloutUnavailable if the request failed too often, or no server is left.
+        A failure of the server within the block adds it to `failed_on`, the servers of consecutive failures, and ends
+        the block silently, after a wait: the caller retries. Raises RolloutUnavailable if the request failed too often,
+        or no server is left.
         """
-        state, scope = await self._acquire(attempts.failed_on), asyncio.timeout(None)
+        state, scope = await self._acquire(failed_on), asyncio.timeout(None)
         try:
             try:
                 async with scope:
@@ -398,34 +391,34 @@ class Dispatcher:
             if isinstance(error, RequestRefused) and error.status not in SERVER_REFUSALS:
                 raise
             self.health.note_failure(state, error)
-            attempts.failures, attempts.failed_on = attempts.failures + 1, state
-            if attempts.failures > self._max_retries:
+            failed_on.append(state)
+            if len(failed_on) > self._max_retries:
                 raise RolloutUnavailable(
-                    f"a request failed {attempts.failures} times; the last failure: {error} Read the servers' logs, "
+                    f"a request failed {len(failed_on)} times; the last failure: {error} Read the servers' logs, "
                     "and resume with --load."
                 ) from None
             self.retries += 1
             timeouts = self.health.timeouts
-            longest = min(timeouts.first_retry * 2 ** (attempts.failures - 1), timeouts.max_retry)
+            longest = min(timeouts.first_retry * 2 ** (len(failed_on) - 1), timeouts.max_retry)
             await asyncio.sleep(longest * random.uniform(0.5, 1.0))
         else:
             state.answered = True
-            attempts.failures, attempts.failed_on = 0, None
+            failed_on.clear()
 
-    async def _acquire(self, avoid: ServerState | None) -> ServerState:
+    async def _acquire(self, failed_on: Sequence[ServerState]) -> ServerState:
         """Waits for a server with room for one more request; the lock keeps the requests in order."""
         async with self._turn:
             while True:
                 if self.health.unavailable is not None:
                     raise RolloutUnavailable(str(self.health.unavailable))
-                state = self._least_busy(avoid)
+                state = self._least_busy(failed_on)
                 if state is not None:
                     state.in_flight += 1
                     return state
                 self._changed.clear()
                 await self._changed.wait()
 
-    def _least_busy(self, avoid: ServerState | None) -> ServerState | None:
+    def _least_busy(self, failed_on: Sequence[ServerState]) -> ServerState | None:
         """The least busy server; the last failed one only if there is no other."""
         health, available = self.health, self.health.available()
         if not health.not_updating.is_set():
@@ -434,6 +427,6 @@ class Dispatcher:
             complete = not health.needing_weights()  # the router would use those too
             free = router.in_flight < self._concurrency * len(available)
             return router if router.state == "live" and complete and free else None
-        others = [state for state in available if state is not avoid] or available
+        others = [state for state in available if state not in failed_on[-1:]] or available
         free_servers = [state for state in others if state.in_flight < self._concurrency]
         return min(free_servers, key=lambda state: state.in_flight, default=None)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from slime_tis.trainer.data.sample import Numbers, Prompt, Sample, Sampling, check_room
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import Numbers, Prompt, Sample, Sampling, SamplingMask, check_room
 from slime_tis.trainer.engines.functions import FunctionBatch
 from slime_tis.trainer.engines.generation import (
     Generation,
@@ -22,7 +21,7 @@ from slime_tis.trainer.engines.generation import (
     sample_of,
 )
 from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
-from slime_tis.trainer.engines.sglang.health import Attempts, Dispatcher, ServerState
+from slime_tis.trainer.engines.sglang.health import Dispatcher, ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from slime_tis.trainer.engines.tasks import cancel_and_wait
 
@@ -196,11 +195,6 @@ class RolloutTask:
         self.task = asyncio.current_task()
         await self.batch.run()
 
-    @property
-    def records_experts(self) -> bool:
-        """Whether requests are for experts."""
-        return self.batch.sampling.return_routed_experts
-
     async def complete(self, sample: Sample, _: object) -> list[Sample]:
         """Samples the response of a sample without a function."""
         assert sample.index is not None
@@ -258,7 +252,7 @@ class RolloutTask:
 
     async def end_before_update(self) -> None:
         """Aborts requests for experts before an update, after which tokens that are fed again get other experts."""
-        if not self.records_experts:
+        if not self.batch.sampling.return_routed_experts:
             return
         requests = [(response, response.request) for response in self._responses.values() if response.request]
         self._interrupted.update(response for response, _ in requests)
@@ -266,11 +260,11 @@ class RolloutTask:
         await _abort_all(lambda: [request for response, request in requests if response.request is request])
 
     async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
-        attempts = Attempts()
+        failed_on: list[ServerState] = []
         while not response.is_complete and not self.stopping:
             response.finish_if_full(self.limits.max_input_len)
             if not response.is_complete:
-                async with self.dispatcher.server(attempts) as state:
+                async with self.dispatcher.server(failed_on) as state:
                     number = response.num_requests % 1000
                     await self._request(response, options, state, f"{request_id}-t{number:03d}")
 
@@ -291,7 +285,7 @@ class RolloutTask:
                     request_id=request_id,
                     session=f"{self.name}-{response.session}" if response.session else request_id.rpartition("-")[0],
                     seed=response.seed if health.takes_seeds(state) else None,
-                    first_experts=response.first_experts if self.records_experts else None,
+                    first_experts=response.first_experts if options.sampling.return_routed_experts else None,
                     stop=options.stop,
                 )
             )

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import MoeSizes
-from slime_tis.trainer.data.sample import FinishReason, Numbers, Sampling
-from slime_tis.trainer.data.sampling_mask import SamplingMask
+from slime_tis.trainer.data.sample import FinishReason, Numbers, Sampling, SamplingMask
 from slime_tis.trainer.engines.generation import Generation
 
 BYTES_PER_TOKEN = 256
