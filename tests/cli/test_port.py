@@ -72,27 +72,22 @@ COMMENTS = (
 )
 
 
-@pytest.fixture
-def script(tmp_path):
+def write(folder, text):
     """Writes a script next to FILES and returns its path."""
-
-    def write(text):
-        for path, content in {**FILES, "run.sh": text}.items():
-            (tmp_path / path).parent.mkdir(exist_ok=True)
-            (tmp_path / path).write_text(content.replace("DIRECTORY", str(tmp_path)))
-        return tmp_path / "run.sh"
-
-    return write
+    for path, content in {**FILES, "run.sh": text}.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(content.replace("DIRECTORY", str(folder)))
+    return folder / "run.sh"
 
 
-def ported(path):
-    """The printed command in one line, and the comments after it in another."""
-    command, _, comments = port_script(str(path)).partition("\n#\n")
+def ported(folder, text):
+    """The command printed for a script in one line, and the comments after it in another."""
+    command, _, comments = port_script(str(write(folder, text))).partition("\n#\n")
     return command.replace(" \\\n  ", "").partition("\n")[2], " ".join(comments.replace("#", " ").split())
 
 
-def test_a_script_in_slimes_form_is_ported_and_explained(script, tmp_path):
-    command, comments = (text.replace(str(tmp_path), "DIRECTORY") for text in ported(script(RUN)))
+def test_a_script_in_slimes_form_is_ported_and_explained(tmp_path):
+    command, comments = (text.replace(str(tmp_path), "DIRECTORY") for text in ported(tmp_path, RUN))
     assert shlex.split(command) == ["torchrun", "--nproc-per-node", "4", "train.py", *shlex.split(PORTED)]
     assert [comment for comment in COMMENTS if comment not in comments] == []
     assert "train.py says" not in comments
@@ -110,8 +105,8 @@ ADDED = {
 
 
 @pytest.mark.parametrize(("flags", "part", "comment"), ADDED.values(), ids=ADDED)
-def test_train_py_answers_the_command(script, flags, part, comment):
-    command, comments = ported(script(f"{RUN.rstrip()} {flags}"))
+def test_train_py_answers_the_command(tmp_path, flags, part, comment):
+    command, comments = ported(tmp_path, f"{RUN.rstrip()} {flags}")
     assert part in command and comment in comments
     assert ("train.py says" in comments) == (flags == "--lr fast")
     assert "--eval-top-k" not in command and "--num-layers" not in command
@@ -149,8 +144,8 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("text", "printed"), COMMANDS.items(), ids=[text[:70] for text in COMMANDS])
-def test_printed_command(script, text, printed):
-    assert printed in ported(script(f"D=/x; {text}"))[0]
+def test_printed_command(tmp_path, text, printed):
+    assert printed in ported(tmp_path, f"D=/x; {text}")[0]
 
 
 TINY = "--swiglu --num-layers 36 --hidden-size 2560 --num-attention-heads 32 --num-query-groups 8 --rotary-base"
@@ -179,8 +174,9 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize(("text", "words"), SCRIPTS.values(), ids=SCRIPTS)
-def test_words_of_the_training_command(script, tmp_path, text, words):
-    found = [legible(word).replace(str(tmp_path), "DIRECTORY") for word in read_launch(script(text)).words]
+def test_words_of_the_training_command(tmp_path, text, words):
+    launch = read_launch(write(tmp_path, text))
+    found = [legible(word).replace(str(tmp_path), "DIRECTORY") for word in launch.words]
     assert found == (words.split(" ") if isinstance(words, str) else words)
 
 

@@ -4,13 +4,10 @@ import os
 import random
 import re
 
-import pytest
-
 from slime_tis.main import main
 from tests.faults.forked import check
 
 TRAIN = "python train.py --lr 1e-6 "
-
 LONG = 250_000
 """Characters, near the limit of a script: quadratic code would take minutes."""
 
@@ -46,14 +43,6 @@ GOOD_SCRIPTS = {
     "deep defaults of long values": TRAIN + "--save x" + "${A:-" * 19 + '"$x"' * (LONG // 5) + "}" * 19,
     "negative and zero counts": TRAIN + "--actor-num-gpus-per-node 0 --rollout-num-gpus-per-engine -1 --colocate",
 }
-
-
-@pytest.fixture
-def folder(tmp_path):
-    for number in range(30):
-        (tmp_path / f"s{number}.sh").write_text("X=1\n")
-    os.mkfifo(tmp_path / "pipe.sh")
-    return tmp_path
 
 
 def mutations(seed, count):
@@ -101,10 +90,13 @@ def harmful(printed):
     return None
 
 
-def test_scripts(folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
-    tried = {name: try_script(text, folder, capsys, (2,), message) for name, (text, message) in BAD_SCRIPTS.items()}
-    tried |= {name: try_script(text, folder, capsys, (0,)) for name, text in GOOD_SCRIPTS.items()}
+def test_scripts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.sh")
+    for number in range(30):
+        (tmp_path / f"s{number}.sh").write_text("X=1\n")
+    tried = {name: try_script(text, tmp_path, capsys, (2,), message) for name, (text, message) in BAD_SCRIPTS.items()}
+    tried |= {name: try_script(text, tmp_path, capsys, (0,)) for name, text in GOOD_SCRIPTS.items()}
     for number, text in enumerate(mutations(seed=7, count=300)):
-        tried[f"mutation {number}"] = try_script(text, folder, capsys, (0, 2))
+        tried[f"mutation {number}"] = try_script(text, tmp_path, capsys, (0, 2))
     check(tried, at_least=300)

@@ -175,12 +175,13 @@ class LaunchScript:
     def _between_quotes(self, node: Node) -> Iterator[str]:
         """The expanded text of a string; blanks before an expansion are part of its node, or of none."""
         text, start = _text(node).encode(), 1
-        for child in [child for child in node.children if child.type.endswith(SUBSTITUTIONS)]:
-            end = child.end_byte - node.start_byte
-            yield _unescaped(text[start : end - len(_text(child).lstrip().encode())])
-            yield " ".join(self._substitute(child))
-            start = end
-        yield _unescaped(text[start:-1])
+        for child in node.children[1:]:  # the last is the closing quote
+            if child.type == '"' or child.type.endswith(SUBSTITUTIONS):
+                end = child.end_byte - node.start_byte
+                between = text[start : end - len(_text(child).lstrip().encode())].decode()
+                yield re.sub(r'\\(?:\n|([\\$`"]))', r"\1", between)
+                yield "" if child.type == '"' else " ".join(self._substitute(child))
+                start = end
 
     def _substitute(self, node: Node) -> list[str]:
         """The words of a variable or of its default, the directory for an idiom of the script's own, or a mark."""
@@ -241,7 +242,3 @@ def _in_quotes(text: str) -> Node:
 
 def _text(node: Node | None) -> str:
     return (node.text if node and node.text else b"").decode()
-
-
-def _unescaped(quoted: bytes) -> str:
-    return re.sub(r'\\(?:\n|([\\$`"]))', r"\1", quoted.decode())

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ def _drop_no_ops(ported: Ported) -> str:
             ported.notes[NO_OPS].append(str(error))
 
 
-def _port_flag(flag: Flag, given: dict[str, Flag], model: Mapping[str, Any] | None, ported: Ported) -> None:
+def _port_flag(flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None, ported: Ported) -> None:
     """Keeps, changes or drops a flag, and adds the comment."""
     name, values, value, shown = flag.name, flag.values, " ".join(flag.values), _shown(flag)
     advice, reason = advice_for(name), DROPPED.get(shown, DROPPED.get(name))
