@@ -24,6 +24,7 @@ from tests.rollout.sglang.rollouts import LATE, Weights, assert_exact, make_engi
 QUICK = Timeouts(recovery=0.3, first_retry=0.002, max_retry=0.01, health_interval=0.01)
 SAMPLING = Sampling(max_response_len=12, n_samples=2)
 PROMPTS = LATE[:2]
+SPOILED = {**GENERATE, **PROTOCOL, **ERRORS}
 LONGEST_MESSAGE = 1500
 MEMORY = 300 << 20
 SECONDS = 10.0
@@ -127,7 +128,7 @@ def test_hostile_answers_are_asked_for_elsewhere(checkpoint, caplog):
             done = retries >= 1 and malformed == counted[name]  # a busy machine may take the server for a dead one, too
             return None if done else f"{retries} retries, {malformed} malformed"
 
-        for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
+        for name, spoil in SPOILED.items():
             tried[name] = judged(lambda n=name, s=spoil: ask(n, s), caplog)
     check(tried)
 
@@ -142,7 +143,7 @@ def test_a_hostile_server_alone_ends_in_a_message(checkpoint, caplog):
             server.faults.append(spoil)
             return lost(engine, server.url, lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0))
 
-        for name, spoil in {**GENERATE, **PROTOCOL, **ERRORS}.items():
+        for name, spoil in SPOILED.items():
             tried[name] = judged(lambda s=spoil: ask(s), caplog)
     check(tried)
 

@@ -90,19 +90,6 @@ def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filt
         assert sample.reward is None
 
 
-def test_responses_end_with_their_stop_token_or_at_their_limit(checkpoints):
-    path = checkpoints["qwen3", 0]
-    sampling = Sampling(max_response_len=30, n_samples=8, stop_token_ids=(7, 9))
-    samples = flat(make_engine(path).generate(make_prompts(path, TEXTS), sampling, seed=0))
-    ends = {EOS, 7, 9}
-    for sample in samples:
-        assert not ends & set(sample.response_ids[:-1])
-        stopped = sample.response_ids[-1] in ends
-        assert sample.status is STATUS["stop" if stopped else "length"]
-        assert stopped or len(sample.response_ids) == 30
-    assert {sample.response_ids[-1] for sample in samples} >= ends
-
-
 def test_a_sample_does_not_depend_on_its_batch(checkpoints, monkeypatch):
     path = checkpoints["qwen3", 0]
     prompts, sampling = make_prompts(path, TEXTS), Sampling(max_response_len=12, n_samples=4)
@@ -164,17 +151,6 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints):
         with pytest.raises(ValueError, match=message):
             engine.update_weights(tensors.items, version=3)
         assert engine.weight_version == 0
-
-
-def test_the_context_bounds_responses(checkpoints):
-    path = checkpoints["llama", 0]
-    engine, prompts = make_engine(path), make_prompts(path, TEXTS)
-    sampling = Sampling(max_response_len=50, max_context_len=16, stop_token_ids=())
-    groups = engine.generate(prompts, sampling, seed=2)
-    assert {len(s.tokens) for s in flat(groups) if s.status is Sample.Status.TRUNCATED} == {16}
-    whole = engine.generate(prompts, Sampling(max_response_len=50), seed=2)
-    for cut, sample in zip(flat(groups), flat(whole), strict=True):
-        assert cut.response_ids == sample.response_ids[: len(cut.response_ids)]
 
 
 def test_checkpoints_have_a_config_and_their_eos(tmp_path):

@@ -1,12 +1,14 @@
 """The sample of slime's functions: constructed, read and written under slime's names, and appended to."""
 
+import copy
 import math
+import pickle
 from argparse import Namespace
 
 import pytest
 import torch
 
-from slime_tis.trainer.data.sample import Prompt, Sample, SamplingMask
+from slime_tis.trainer.data.sample import NUMBER_TYPES, Numbers, Prompt, Sample, SamplingMask
 from slime_tis.user_functions import load_function
 from tests.samples import make_sample
 
@@ -44,14 +46,14 @@ def fill(args, sample):
 def test_turns_are_appended_with_masks_log_probs_versions_and_status(tmp_path) -> None:
     (tmp_path / "turns.py").write_text(TURNS)
     sample = Sample(prompt_row=PROMPT)
-    copy = load_function(f"{tmp_path / 'turns.py'}:fill")(Namespace(), sample)
+    copied = load_function(f"{tmp_path / 'turns.py'}:fill")(Namespace(), sample)
     assert sample.tokens == [5, 6, 10, 11, 20, 12] and sample.response_length == 4
     assert (sample.prompt_ids, sample.response_ids) == ([5, 6], [10, 11, 20, 12])
     assert sample.loss_mask == [1, 1, 0, 1] and sample.rollout_log_probs == [-0.5, -1.0, 0.0, -2.0]
     assert sample.weight_versions == [7, 7, 7, 8] and sample.trained_versions == [7, 7, 8]
     assert sample.status is Sample.Status.TRUNCATED and sample.response == " tool"
     assert sample.effective_response_length == 3
-    assert (copy.tokens, copy.loss_mask, copy.prompt_index) == (sample.tokens, [1, 1, 0, 1], 3)
+    assert (copied.tokens, copied.loss_mask, copied.prompt_index) == (sample.tokens, [1, 1, 0, 1], 3)
 
 
 def test_weights_that_change_within_a_request_are_taken_token_by_token() -> None:
@@ -107,3 +109,28 @@ def test_a_reward_that_is_a_dict_is_read_by_its_key() -> None:
     sample = make_sample(PROMPT, [8], reward={"score": 2, "acc": 1})
     assert sample.get_reward_value(Namespace(reward_key="score")) == 2.0
     assert make_sample(PROMPT, [8], reward=0.5).get_reward_value(Namespace(reward_key=None)) == 0.5
+
+
+def test_numbers_are_a_list_for_its_readers_and_writers():
+    numbers = Numbers("q", [1, 2, 3])
+    assert numbers == [1, 2, 3] and numbers != [1, 2]
+    assert numbers == Numbers("b", [1, 2, 3]) and numbers != Numbers("q", [1, 2, 4])
+    assert numbers.__add__([4]) == [1, 2, 3, 4] and numbers.__radd__([0]) == [0, 1, 2, 3]
+    for same in (numbers[:], copy.copy(numbers), copy.deepcopy(numbers), pickle.loads(pickle.dumps(numbers))):
+        assert type(same) is Numbers and same == numbers and same is not numbers
+    assert type(numbers.copy()) is list
+    joined = numbers[1:] + numbers[:1]
+    assert type(joined) is Numbers and joined == [2, 3, 1]
+    numbers += [4, 5]
+    numbers[0], numbers[1:3] = 7, [0, 0, 0]
+    numbers.append(9)
+    assert numbers == [7, 0, 0, 0, 4, 5, 9] and numbers
+
+
+@pytest.mark.parametrize("field", NUMBER_TYPES)
+def test_samples_are_compact_in_any_order_of_edits(field):
+    values = {"loss_mask": [1, 0], "rollout_log_probs": [-0.5, 0.0], "weight_versions": [3, 3]}
+    sample = Sample(tokens=[5, 6, 7], response_length=2, rollout_workers=[0, 1], **values)
+    before = list(getattr(sample, field))
+    sample.compact()
+    assert type(getattr(sample, field)) is Numbers and getattr(sample.compact(), field) == before

@@ -29,7 +29,6 @@ from slime_tis.trainer.data.sample import (
 
 DISTRIBUTION = ("temperature", "top_p", "top_k")
 """Names of `sampling_params` that the log-probs depend on."""
-UNIFORMS_AT_A_TIME = 64
 Text = Annotated[str, Field(min_length=1)]
 RequestParams = Mapping[str, Any] | None
 
@@ -215,7 +214,7 @@ def request_uniforms(key: bytes) -> Iterator[float]:
     """An endless stream of the uniforms in [0, 1) that draw the tokens of a request."""
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype="<u8")))
     while True:
-        yield from generator.random(UNIFORMS_AT_A_TIME).tolist()
+        yield from generator.random(64).tolist()
 
 
 class StopStrings:

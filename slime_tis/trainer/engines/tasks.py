@@ -14,6 +14,9 @@ CANCEL_INTERVAL = 0.5
 CANCEL_ATTEMPTS = 6
 """Cancellations after which a task is abandoned."""
 
+POLL = 1.0
+"""Seconds between two checks for interrupts."""
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -158,6 +161,18 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
         raise CustomFunctionError(CANCELLED) from None
     finally:
         _run_until_done(loop, loop.create_task(cancel_and_wait(asyncio.all_tasks(loop))))
+
+
+async def results_of(works: Iterable[Coroutine[Any, Any, Result]], check: Callable[[], None]) -> list[Result]:
+    """Returns the results of concurrent coroutines; raises the first exception, and those of `check` every second."""
+    results = asyncio.gather(*works)
+    try:
+        while not results.done():
+            await asyncio.wait([results], timeout=POLL)
+            check()
+        return results.result()
+    finally:
+        results.cancel()
 
 
 CANCELLED = "a user's function cancelled tasks that it did not create; let it cancel its own tasks only."

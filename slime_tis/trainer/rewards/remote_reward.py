@@ -16,7 +16,7 @@ import httpx
 
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.tasks import run
+from slime_tis.trainer.engines.tasks import results_of, run
 from slime_tis.trainer.options.rollout import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 65_536
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 """Seconds before a request is repeated; each pause is twice the last."""
-POLL = 1.0
 BUSY = (408, 425, 429)
 """Statuses below 500 after which a request is repeated."""
 
@@ -56,14 +55,7 @@ class RewardServer:
                 async with turns:
                     return await self._answer(client, request)
 
-            answers = asyncio.gather(*map(answer, requests))
-            try:
-                while not answers.done():
-                    await asyncio.wait([answers], timeout=POLL)
-                    check_interrupts()
-                return list(answers.result())
-            finally:
-                answers.cancel()
+            return await results_of(map(answer, requests), check_interrupts)
 
     async def _answer(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
         timeout, max_retries = self.config.rm_timeout, self.config.rm_max_retries

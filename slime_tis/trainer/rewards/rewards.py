@@ -14,7 +14,7 @@ from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, snapshot
-from slime_tis.trainer.engines.tasks import run
+from slime_tis.trainer.engines.tasks import results_of, run
 from slime_tis.trainer.options.rollout import REMOTE, RolloutConfig, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward, scored_text
 from slime_tis.trainer.rewards.remote_reward import RewardServer
@@ -22,7 +22,6 @@ from slime_tis.user_functions import calling, describe, load_user_function
 
 OPTION = "custom_rm_path"
 RewardFunction = Callable[[list[Sample]], list[float]]
-POLL = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +32,6 @@ class Score:
     parts: dict[str, float]
     """The other numbers of a dictionary reward."""
     edits: SampleEdits | None = None
-
-    def apply(self, sample: Sample) -> None:
-        """Writes everything but the value into the sample."""
-        sample.reward_parts = self.parts
-        if self.edits is not None:
-            self.edits.apply(sample)
 
 
 ScoreGroups = Callable[[Sequence[list[Sample]]], list[list[Score]]]
@@ -100,7 +93,9 @@ def build_reward(
         groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
         scores = [score for group in map_over_ranks(score_groups, groups) for score in group]
         for sample, score in zip(samples, scores, strict=True):
-            score.apply(sample)
+            sample.reward_parts = score.parts
+            if score.edits is not None:
+                score.edits.apply(sample)
         return [score.value for score in scores]
 
     return reward
@@ -210,14 +205,7 @@ def _custom_reward(
                 scores.append(Score(value=value, parts=parts, edits=edits))
         return scores
 
-    async def score_all(groups: Sequence[list[Sample]]) -> list[list[Score]]:
-        scores = asyncio.gather(*(score(group) for group in groups))
-        while not scores.done():
-            await asyncio.wait([scores], timeout=POLL)
-            check_interrupts()
-        return list(await scores)
-
-    return lambda groups: run(score_all(groups))
+    return lambda groups: run(results_of(map(score, groups), check_interrupts))
 
 
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:

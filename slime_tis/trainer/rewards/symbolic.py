@@ -12,7 +12,6 @@ import select
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -91,10 +90,7 @@ class _Worker:
         if process is None:
             return
         process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with suppress(BrokenPipeError):  # unwritten data has no reader
-                pipe.close()  # type: ignore[union-attr]  # both are pipes
+        process.communicate()  # closes the pipes, too
 
 
 _worker = _Worker()

@@ -34,8 +34,6 @@ REFUSED = {
         {"sglang_router_ip": "10.0.0.1"},
         "--sglang-router-ip is 10.0.0.1 and --sglang-router-port None; give both",
     ),
-    "base port 0": ({"sglang_base_port": 0}, "--sglang-base-port is 0 but must be 1 to 65535"),
-    "unknown weight sync": ({"sglang_weight_sync": "tensor"}, "is 'tensor' but must be one of distributed, disk"),
     "sync address of all": (
         {"sglang_sync_address": "0.0.0.0"},
         "is '0.0.0.0' but must be an address that servers reach",

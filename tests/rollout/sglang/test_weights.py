@@ -128,19 +128,12 @@ def test_tensors_that_did_not_change_with_the_update_are_named(start):
     assert run.engine.wrong_weights(sent) == {first.url: []}
 
 
-STALE = {
-    "all ranks": (["1", "2"], False, True),
-    "one rank that may not change": (["1", "5"], False, False),
-    "one rank": (["1", "5"], True, True),
-    "none": (["5", "6"], True, False),
-    "another layout": (["1"], True, False),
-    "unknown": ([], True, False),
-}
-
-
-@pytest.mark.parametrize(("now", "on_every_rank", "stale"), STALE.values(), ids=STALE)
-def test_checksums_of_ranks(now, on_every_rank, stale):
-    assert is_stale(now, ["1", "2"], on_every_rank=on_every_rank) is stale
+def test_checksums_of_ranks():
+    assert is_stale(["1", "2"], ["1", "2"], on_every_rank=False)
+    assert is_stale(["1", "5"], ["1", "2"], on_every_rank=True)
+    assert not is_stale(["1", "5"], ["1", "2"], on_every_rank=False)  # a rank may have nothing that changes
+    for others in (["5", "6"], ["1"], []):
+        assert not is_stale(others, ["1", "2"], on_every_rank=True)
     assert not is_stale(["0"] + ["5"] * 16, ["0"] * 17, on_every_rank=True)
 
 

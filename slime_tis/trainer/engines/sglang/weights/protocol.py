@@ -151,8 +151,8 @@ async def try_post(server: Server, endpoint: str, body: dict[str, object]) -> bo
     """Posts, ignoring a refusal; returns whether the server answers at all."""
     try:
         await server.post(endpoint, body, timeout=RELEASE_TIMEOUT)
-    except RequestRefused:
-        return True
     except ServerError:
         return False
+    except RequestRefused:
+        pass
     return True
