@@ -49,10 +49,9 @@ from slime_tis.trainer.engines.generation import Generation, Request, TokenEngin
 from slime_tis.trainer.engines.local.engine import LocalEngine
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.megatron.micro_batches import token_budget_partitions
+from slime_tis.trainer.megatron.micro_batches import PrefixTree, token_budget_partitions
 from slime_tis.trainer.megatron.packing import pack
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
-from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import build_reward

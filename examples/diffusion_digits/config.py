@@ -20,7 +20,7 @@ from slime_tis.trainer.cli.command_line import (
     unmet_needs,
 )
 from slime_tis.trainer.cli.options import declare_options
-from slime_tis.trainer.options.reporting import ReportingConfig
+from slime_tis.trainer.options.loop import ReportingConfig
 
 PIXELS = 64
 """Latent dimensions of a step: the digits are 8×8 and no autoencoder is in between."""

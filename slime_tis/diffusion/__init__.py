@@ -1,9 +1,9 @@
 """Rollout correction for diffusion and flow models: trajectories of SDE steps, log-probs of shape [B, steps]."""
 
-from slime_tis.diffusion.diagnostics import Diagnostics
 from slime_tis.diffusion.losses import DiffusionLoss, diffusion_loss, flow_grpo, policy_gradient
 from slime_tis.diffusion.sde import gaussian_log_prob, sde_step
 from slime_tis.diffusion.trajectories import (
+    Diagnostics,
     StepStatistics,
     TrajectoryCorrection,
     apply_bypass_mode,

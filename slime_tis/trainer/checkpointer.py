@@ -36,20 +36,14 @@ class Position:
     unfinished: list[list[Sample]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """The checkpoint that a run resumes."""
-
-    checkpoint: Path
-    state: TrainerState
-
-
 def model_hash(config: MegatronConfig) -> str:
     """Returns the SHA-256 of the model's config.json."""
     return hashlib.sha256((Path(config.hf_checkpoint) / "config.json").read_bytes()).hexdigest()
 
 
-def find_resume_point(config: MegatronConfig, options: dict[str, Any], *, is_main: bool) -> ResumePoint | None:
+def find_resume_point(
+    config: MegatronConfig, options: dict[str, Any], *, is_main: bool
+) -> tuple[Path, TrainerState] | None:
     """Returns the latest complete checkpoint under --load and its state, or None; a collective."""
     latest = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
     if latest is None:
@@ -64,7 +58,7 @@ def find_resume_point(config: MegatronConfig, options: dict[str, Any], *, is_mai
             f"--hf-checkpoint is {config.hf_checkpoint!r}, but {newest} trains "
             f"{state.options.get('hf_checkpoint')!r}, whose config.json differs; pass that model."
         )
-    return ResumePoint(checkpoint=newest, state=state)
+    return newest, state
 
 
 @dataclass(kw_only=True)
@@ -83,31 +77,31 @@ class Checkpointer:
     saved_step: int | None = None
     """The step of the latest checkpoint under --save; None if this run has not saved one."""
 
-    def resume(self, point: ResumePoint) -> None:
+    def resume(self, path: Path, state: TrainerState) -> None:
         """Restores the policy, the rollout engine and the evaluation."""
-        state, options = point.state, self.options
+        options = self.options
         learner, sampler, updates = self.weights.learner, self.weights.sampler, self.weights.updates
-        checkpoint.load(point.checkpoint, learner.engine)
+        checkpoint.load(path, learner.engine)
         learner.step = state.step
         learner.engine.keep_token_budget(state.token_budget)
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
         save = self.config.save
-        resumes_there = save is not None and same_path(point.checkpoint.parent, save)
+        resumes_there = save is not None and same_path(path.parent, save)
         if resumes_there and not self.evaluation.is_overdue:
             self.saved_step = state.step
         sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
         if state.sampler_weight_version != state.step and same_engine and sampler.can_checkpoint_weights:
-            sampler.load_weights(point.checkpoint, state.sampler_weight_version)
-            updates.load_samples(point.checkpoint, state.sampler_weight_version)
+            sampler.load_weights(path, state.sampler_weight_version)
+            updates.load_samples(path, state.sampler_weight_version)
         else:
             self.weights.send()
         if learner.parallel.is_main:
             if resumes_there:  # a killed run may have skipped this, and this run may have nothing to save
-                checkpoint.remove_older(point.checkpoint, self.run_id, self.config.save_retain)
-            print(f"resumed from {point.checkpoint}, after step {state.step}", flush=True)
+                checkpoint.remove_older(path, self.run_id, self.config.save_retain)
+            print(f"resumed from {path}, after step {state.step}", flush=True)
             difference = changed_options(state.options, options)
             if difference:
                 print(f"options changed since then: {difference}", flush=True)

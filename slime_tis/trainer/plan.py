@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from slime_tis.hf_directory import MoeSizes, moe_sizes, read_model_config
+from slime_tis.hf_directory import moe_sizes, read_model_config
 from slime_tis.trainer.cli.preflight import layout_problems
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
 from slime_tis.trainer.megatron.memory import bytes_per_token
@@ -163,7 +163,7 @@ def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterato
 
 def census(config: MegatronConfig) -> Census:
     """Builds the model on one rank, with one expert per layer."""
-    moe = _experts(config)
+    moe = moe_sizes(read_hf_config(config.hf_checkpoint))
     experts = 1 if moe is None else moe.num_experts
     alone = replace(
         config,
@@ -192,10 +192,6 @@ def census(config: MegatronConfig) -> Census:
         return Census(weights=tuple(weights), transformer=model.config, tied=bool(model.hf_config.tie_word_embeddings))
 
 
-def _experts(config: MegatronConfig) -> MoeSizes | None:
-    return moe_sizes(read_hf_config(config.hf_checkpoint))
-
-
 def smallest_layout(
     config: MegatronConfig, whole: Census, world_size: int, memory: float
 ) -> tuple[int, MegatronConfig] | None:
@@ -204,7 +200,7 @@ def smallest_layout(
     Layouts of powers of two without context parallelism, with the distributed optimizer; of equal numbers of ranks the
     one with the smallest pipeline, then the smallest tensor size, then the smallest expert size.
     """
-    model, moe = read_model_config(config.hf_checkpoint), _experts(config)
+    model, moe = read_model_config(config.hf_checkpoint), moe_sizes(read_hf_config(config.hf_checkpoint))
     for ranks in _powers(world_size):
         for pipeline, tensor, expert in product(_powers(ranks), _powers(min(ranks, MAX_TENSOR_SIZE)), _powers(ranks)):
             if expert > 1 and moe is None:
@@ -248,7 +244,8 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     if not 0 < bandwidth < math.inf:
         raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    hf, moe = read_hf_config(config.hf_checkpoint), _experts(config)
+    hf = read_hf_config(config.hf_checkpoint)
+    moe = moe_sizes(hf)
     if problems := [*layout_problems(config, read_model_config(config.hf_checkpoint), moe, world_size)]:
         raise ValueError(" ".join(problems))
     whole = census(config)

@@ -24,7 +24,7 @@ from slime_tis.trainer.data.dump import load_samples, save_samples
 from slime_tis.trainer.data.sample import Sample, SamplingMask
 from slime_tis.trainer.engines.engine import RolloutEngine
 from slime_tis.trainer.megatron.routing_replay import drop_routing
-from slime_tis.trainer.reporting.timing import Timer
+from slime_tis.trainer.reporting.reporters import Timer
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.filter_hub import collect
 from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks

@@ -22,7 +22,7 @@ from slime_tis.rules import Health
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
-from slime_tis.trainer.checkpointer import Checkpointer, ResumePoint, find_resume_point, model_hash
+from slime_tis.trainer.checkpointer import Checkpointer, find_resume_point, model_hash
 from slime_tis.trainer.cli.arguments import effective_config, options_in_force
 from slime_tis.trainer.cli.preflight import prompt_sizes
 from slime_tis.trainer.cli.run_options import Arguments
@@ -40,13 +40,13 @@ from slime_tis.trainer.interrupt import Interrupts
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.reporting.reporters import Reporter, Reporters, open_reporters
+from slime_tis.trainer.reporting.reporters import Reporter, Reporters, Timer, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
-from slime_tis.trainer.reporting.timing import Timer
 from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
 from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher, Unfinished
 from slime_tis.trainer.samples import SampleSource
+from slime_tis.trainer.storage.checkpoints import TrainerState
 from slime_tis.trainer.train_dump import DumpSettings, TrainDump, changed_fields
 from slime_tis.trainer.weight_sync import PolicyWeights
 from slime_tis.user_functions import load_custom_tis, load_user_function
@@ -121,8 +121,9 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
     process = Process(arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened)
     functions = load_functions(process)
     options = effective_config(arguments)
-    resumed = find_resume_point(arguments.megatron, options, is_main=parallel.is_main)
-    run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.state.run
+    checkpoint = find_resume_point(arguments.megatron, options, is_main=parallel.is_main)
+    resumed = None if checkpoint is None else checkpoint[1]
+    run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.run
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
     learner = build_learner(process, functions, data)
@@ -149,8 +150,8 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         options=options,
         model=model_hash(arguments.megatron),
     )
-    if resumed is not None:
-        checkpointer.resume(resumed)
+    if checkpoint is not None:
+        checkpointer.resume(*checkpoint)
     elif weights.check is not None or not weights.are_loaded_by_the_engine:
         weights.send()
     engine_check = build_engine_check(process, data, weights, resumed)
@@ -168,7 +169,7 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         health=Health(arguments.correction),
         reporters=build_reporters(process, data, learner, evaluation, run_id),
         num_rollout=data.num_rollout,
-        rollout_id=0 if resumed is None else resumed.state.rollout_id,
+        rollout_id=0 if resumed is None else resumed.rollout_id,
     )
 
 
@@ -191,7 +192,7 @@ def load_functions(process: Process) -> UserFunctions:
     )
 
 
-def load_data(process: Process, resumed: ResumePoint | None) -> Data:
+def load_data(process: Process, resumed: TrainerState | None) -> Data:
     """Loads the tokenizer and the prompts, and checks that every prompt can be scored."""
     arguments = process.arguments
     rollout, tokenizer = arguments.rollout, load_tokenizer(arguments.megatron.hf_checkpoint)
@@ -202,8 +203,8 @@ def load_data(process: Process, resumed: ResumePoint | None) -> Data:
         else CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
     )
     if resumed is not None:
-        dataset.load_state_dict(resumed.state.dataset)
-    first_batch = 0 if resumed is None else resumed.state.dataset[BATCH]
+        dataset.load_state_dict(resumed.dataset)
+    first_batch = 0 if resumed is None else resumed.dataset[BATCH]
     eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
     check_rewards(arguments, dataset, eval_prompts)
     num_rollout = arguments.loop.num_rollout
@@ -322,7 +323,7 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
 
 
 def build_engine_check(
-    process: Process, data: Data, weights: PolicyWeights, resumed: ResumePoint | None
+    process: Process, data: Data, weights: PolicyWeights, resumed: TrainerState | None
 ) -> EngineCheck:
     """Builds the comparison of both engines; a resumed run and one that only samples, or does not, make none."""
     arguments = process.arguments

@@ -30,7 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from slime_tis.errors import CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.cli.arguments import describe
-from slime_tis.trainer.cli.output_paths import held_outputs
+from slime_tis.trainer.cli.preflight import held_outputs
 from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.engine_check import show
 from slime_tis.trainer.engines.engine import RolloutUnavailable

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.output_paths import held_outputs
+from slime_tis.trainer.cli.preflight import held_outputs
 from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE
 
 FLAGS = """

@@ -9,9 +9,8 @@ import torch
 
 import slime_tis.trainer.megatron.parallel  # and with it megatron.core
 from slime_tis.trainer.megatron.cpu_support import rewrite
-from slime_tis.trainer.megatron.environment import LAUNCH, Environment, read_environment
 from slime_tis.trainer.megatron.parallel import trains_with_transformer_engine
-from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.options.megatron import LAUNCH, Environment, MegatronConfig, read_environment
 
 REWRITTEN = [
     ("x = torch.zeros(1, device='cuda')", "x = torch.zeros(1, device='cpu')"),

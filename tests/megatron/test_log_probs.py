@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_tis.trainer.data.sample import SamplingMask
-from slime_tis.trainer.megatron import fused_log_probs
-from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
-from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
+from slime_tis.trainer.megatron import log_probs
+from slime_tis.trainer.megatron.log_probs import TokenDistribution, fused_linear_log_probs, vocab_parallel_log_probs
 
 ROWS, INPUTS, VOCABULARY, PADDED = 9, 6, 13, 15
 SETS = [[0, 5, 2], [3], [12, 1], [], [7, 8, 9], [4], [6, 0], [2, 11], []]
@@ -29,8 +28,8 @@ def small_tiles(request, monkeypatch):
     """Tiles of the test's `entries`."""
     callspec = getattr(request.node, "callspec", None)
     entries = callspec.params.get("entries", 20) if callspec else 20
-    monkeypatch.setattr(fused_log_probs, "TILE_BYTES", 4 * entries)
-    monkeypatch.setattr(fused_log_probs, "MIN_COLUMNS", 4)
+    monkeypatch.setattr(log_probs, "TILE_BYTES", 4 * entries)
+    monkeypatch.setattr(log_probs, "MIN_COLUMNS", 4)
 
 
 def over_sets(sets):

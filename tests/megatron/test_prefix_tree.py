@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from slime_tis.trainer.megatron.prefix_tree import MIN_SHARED, PrefixTree
+from slime_tis.trainer.megatron.micro_batches import MIN_SHARED, PrefixTree
 
 
 def tree_of(samples):

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.shared_prompts import EveryRow
 from slime_tis.trainer.data.sample import SamplingMask
-from slime_tis.trainer.megatron import fused_log_probs
+from slime_tis.trainer.megatron import log_probs
 from slime_tis.trainer.megatron.architecture import read_hf_config
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.engine import TrainingEngine, why_not_shared
@@ -57,8 +57,8 @@ def batch_of(parallel):
 
 def make_tiles_small(assign):
     """Tiles of four rows, or of sixteen tokens of the vocabulary: several, although vocabularies are tiny."""
-    assign(fused_log_probs, "TILE_BYTES", 4 * 64)
-    assign(fused_log_probs, "MIN_COLUMNS", 16)
+    assign(log_probs, "TILE_BYTES", 4 * 64)
+    assign(log_probs, "MIN_COLUMNS", 16)
 
 
 @pytest.fixture(autouse=True)

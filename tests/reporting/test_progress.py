@@ -6,7 +6,7 @@ import time
 import pytest
 
 from slime_tis.trainer import samples
-from slime_tis.trainer.reporting.timing import Timer
+from slime_tis.trainer.reporting.reporters import Timer
 
 
 class Terminal(io.StringIO):

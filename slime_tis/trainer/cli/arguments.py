@@ -26,14 +26,11 @@ from slime_tis.trainer.cli.command_line import (
     unmet_needs,
 )
 from slime_tis.trainer.cli.options import Given, Source
-from slime_tis.trainer.cli.output_paths import check_outputs, check_resumption
-from slime_tis.trainer.cli.preflight import check_files, check_model, check_weights
+from slime_tis.trainer.cli.preflight import check_files, check_model, check_outputs, check_resumption, check_weights
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
 from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
-from slime_tis.trainer.megatron.environment import read_environment
-from slime_tis.trainer.options.loop import MOST_SAMPLES, LoopConfig
-from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.options.reporting import ReportingConfig
+from slime_tis.trainer.options.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
+from slime_tis.trainer.options.megatron import MegatronConfig, read_environment
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import PREFIX, SGLangConfig, check_server_args
 from slime_tis.trainer.options.words import Flag

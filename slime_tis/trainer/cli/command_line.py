@@ -17,8 +17,7 @@ from slime_tis import limits
 from slime_tis.correction.config import PRESETS, preset_values
 from slime_tis.errors import quoted
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.options import Given, Option, Source, nearest, read_given
-from slime_tis.trainer.cli.verl_options import CORRECTION, split_overrides
+from slime_tis.trainer.cli.options import CORRECTION, Given, Option, Source, nearest, read_given, split_overrides
 from slime_tis.trainer.options.words import Flag, flags_of
 
 correction_option = partial(limits.option, group="rollout correction")

@@ -23,6 +23,14 @@ NULLS = ("~", "null", "none")
 MAX_TEXT, MAX_NUMBER = 4096, 400
 """Characters of a text (the longest path of Linux) and of a number."""
 
+BLOCKS = ("algorithm", "actor_rollout_ref")
+"""Top-level keys of a verl configuration that are read."""
+
+OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.DOTALL)
+"""A Hydra override of a verl command line: `algorithm.rollout_correction.bypass_mode=True`."""
+
+CORRECTION = "algorithm.rollout_correction"
+
 
 class Source(IntEnum):
     """Where a value is given; a larger one overrides a smaller one."""
@@ -108,6 +116,13 @@ def read_switch(text: str) -> bool:
     if text.strip().lower() not in SWITCHES:
         raise ValueError(text)
     return SWITCHES[text.strip().lower()]
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns a command line without Hydra overrides of verl's blocks, and their text by dotted key."""
+    matches = [(word, OVERRIDE.fullmatch(word)) for word in argv]
+    overrides = {match[1]: match[2].strip("'\"") for _, match in matches if match}
+    return [word for word, match in matches if not match], overrides
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

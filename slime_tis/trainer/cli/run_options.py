@@ -11,9 +11,8 @@ from slime_tis.integrations.arguments import CORRECTION_ALIASES
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.command_line import CodeConfig, CommandLine, SourceConfig
 from slime_tis.trainer.cli.options import declare_options
-from slime_tis.trainer.options.loop import LoopConfig
+from slime_tis.trainer.options.loop import LoopConfig, ReportingConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.options.reporting import ReportingConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import SGLangConfig
 

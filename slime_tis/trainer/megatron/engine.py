@@ -24,9 +24,8 @@ from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
 from slime_tis.trainer.megatron.batch import TrainingBatch
-from slime_tis.trainer.megatron.fused_log_probs import fused_linear_log_probs
 from slime_tis.trainer.megatron.hf_weights import copied_weights, load_hf_weights, named_hf_tensors, replaced_weights
-from slime_tis.trainer.megatron.log_probs import TokenDistribution, vocab_parallel_log_probs
+from slime_tis.trainer.megatron.log_probs import TokenDistribution, fused_linear_log_probs, vocab_parallel_log_probs
 from slime_tis.trainer.megatron.memory import (
     TokenBudget,
     bytes_per_token,
@@ -34,10 +33,9 @@ from slime_tis.trainer.megatron.memory import (
     trim_before_gradient,
     trim_heap,
 )
-from slime_tis.trainer.megatron.micro_batches import load_of, token_budget_partitions
+from slime_tis.trainer.megatron.micro_batches import PrefixTree, load_of, token_budget_partitions
 from slime_tis.trainer.megatron.packing import MicroBatch, RowSplit, pack
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.megatron.prefix_tree import PrefixTree
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, RoutingReplay
 from slime_tis.trainer.options.megatron import MegatronConfig
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from slime_tis.policy.tokens import ResponseTokens
 from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron.batch import TrainingBatch
-from slime_tis.trainer.megatron.prefix_tree import PrefixTree
+from slime_tis.trainer.megatron.micro_batches import PrefixTree
 
 
 @dataclass(frozen=True, kw_only=True)

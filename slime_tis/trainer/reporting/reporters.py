@@ -1,10 +1,12 @@
-"""Reporters of metrics: one `log(metrics, step)` for the console, JSONL, TensorBoard, W&B and Prometheus."""
+"""Wall times of a step, and reporters of metrics: console, JSONL, TensorBoard, W&B and Prometheus."""
 
 import json
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +14,7 @@ from tqdm import tqdm
 
 from slime_tis.files import METRICS, metrics_before, write_atomically
 from slime_tis.rules import METRIC_PREFIXES
-from slime_tis.trainer.options.reporting import ReportingConfig
+from slime_tis.trainer.options.loop import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
 
 
@@ -221,3 +223,34 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
             parts.append(f"{label} {show(metrics[name])}")
     evaluations = (name for name in metrics if name.startswith("eval/") and name.count("/") == 1)
     return "  ".join([*parts, *(f"{name} {_decimal(metrics[name])}" for name in evaluations)])
+
+
+class Timer:
+    """Adds up the wall time of named parts of a step.
+
+    `with timer("generate"): …` may be entered any number of times per step. Parts may nest; each counts its whole
+    time. A step lasts from one `take` to the next, the first step from its first part on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._step_start: float | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Adds the time inside the block to `name`, also where the block raises."""
+        start = self._clock()
+        if self._step_start is None:
+            self._step_start = start
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds since the last call, `perf/NAME_time` of each part and `perf/step_time`; resets them."""
+        now = self._clock()
+        seconds = self._seconds | {"step": now - (now if self._step_start is None else self._step_start)}
+        self._seconds, self._step_start = {}, now
+        return {f"perf/{name}_time": value for name, value in seconds.items()}
