@@ -12,7 +12,7 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.generation import SampleEngine, SampleKey, request_uniforms
 from slime_tis.trainer.engines.local import continuous_batching
 from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
-from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, common_prefix, whole_blocks
+from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, whole_blocks
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import check_config
@@ -301,10 +301,3 @@ def test_models_that_cannot_be_batched_are_refused():
         check_config(Gemma2Config())
     with pytest.raises(ValueError, match="dynamic rotary embeddings"):
         check_config(LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
-
-
-def test_common_prefixes():
-    assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert common_prefix([1, 2], [1, 2, 4]) == 2
-    assert common_prefix([7], [8]) == common_prefix([], [8]) == 0
-    assert [whole_blocks(length) for length in (1, 32, 33, 255, 257)] == [32, 32, 64, 256, 320]

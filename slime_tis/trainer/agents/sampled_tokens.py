@@ -6,6 +6,7 @@ exactly the tokens before it. Tokens that were decoded and tokenized again diffe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -79,9 +80,7 @@ def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sa
 
 def _sampling_mask(sources: Sequence[tuple[int, int]], generations: Sequence[Generation]) -> SamplingMask:
     masks = [one.candidates for one in generations]
-    starts = [0]
-    for mask in masks:
-        starts.append(starts[-1] + len(mask))
+    starts = list(accumulate(map(len, masks), initial=0))
     rows = [starts[number] + place if number >= 0 else starts[-1] for number, place in sources]
     return SamplingMask.cat([*masks, SamplingMask.unrecorded(1)]).select(torch.tensor(rows, dtype=torch.int64))
 

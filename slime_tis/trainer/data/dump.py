@@ -22,7 +22,6 @@ from slime_tis.trainer.data.user_values import json_object
 
 TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
 """Fields of a sample that are tensors, and the types that each may have."""
-MAX_LINE_CHARACTERS = 1 << 28
 WRONG_MODEL = "give --load-debug-rollout-data samples of this model."
 
 
@@ -46,7 +45,7 @@ def check_replaceable(path: Path) -> None:
     try:
         if path.is_file():  # reading a pipe or a device would block
             with path.open(encoding="utf-8") as lines:
-                from_dict(json.loads(lines.readline(MAX_LINE_CHARACTERS)))
+                from_dict(json.loads(lines.readline(1 << 28)))
             return
     except (ValueError, RecursionError):
         pass

@@ -14,8 +14,6 @@ Groups = list[list[Sample]]
 PREFIX = "rollout/dynamic_filter/"
 MAX_REASONS = 64
 """Distinct reasons with a separate metric; further reasons count as `other`."""
-OTHER = "other"
-MIN_DEVIATION = 1e-6
 
 
 @dataclass
@@ -42,7 +40,7 @@ def check_reward_nonzero_std(args: Namespace, samples: Sequence[Sample], **kwarg
     (https://arxiv.org/abs/2503.14476), section 3.2.
     """
     rewards = [float(sample.get_reward_value(args) or 0.0) for sample in samples]
-    keep = len(rewards) > 1 and stdev(rewards) > MIN_DEVIATION
+    keep = len(rewards) > 1 and stdev(rewards) > 1e-6
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
@@ -121,5 +119,5 @@ def accepted_groups(
         remaining -= 1
         if output.reason:
             known = output.reason in reasons or len(reasons) < MAX_REASONS
-            reasons[output.reason if known else OTHER] += 1
+            reasons[output.reason if known else "other"] += 1
     return kept

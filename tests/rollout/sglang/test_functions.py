@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 
-import httpx
 import pytest
 
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
@@ -56,6 +55,7 @@ def test_functions_ask_servers_over_several_turns(start):
     future = run.engine.submit(PROMPTS, RUN, 3, function=two_turns, concurrency=5)
     groups = future.result()
     assert future.progress == (24, 24)
+    assert run.engine.http_address == ("127.0.0.1", run.servers[0].port)
     assert [[sample.row for sample in group] for group in groups] == [[prompt] * 2 for prompt in PROMPTS]
     assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [(n // 2, n, n) for n in range(24)]
     for sample in flat(groups):
@@ -178,27 +178,6 @@ def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start):
     assert [answer.finish_reason for answer in answers[:2]] == ["length", "length"]
     run.engine.submit(PROMPTS[:1], sampling, function=long, concurrency=1).result()
     assert run.requests[3]["sampling_params"]["max_new_tokens"] == 17
-
-
-def test_functions_may_post_to_the_address_themselves(start):
-    run = start(1)
-
-    async def posts(sample, engine):
-        host, port = run.engine.http_address
-        body = {"input_ids": sample.tokens, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
-        async with httpx.AsyncClient(trust_env=False) as client:
-            found = (await client.post(f"http://{host}:{port}/generate", json={**body, "rid": "own"})).json()
-        sample.append_response_tokens(
-            tokens=found["output_ids"],
-            log_probs=[value for value, *_ in found["meta_info"]["output_token_logprobs"]],
-            meta_info=found["meta_info"],
-        )
-        return [sample]
-
-    assert run.engine.http_address == ("127.0.0.1", run.servers[0].port)
-    ((sample,),) = run.engine.submit(LATE[:1], Sampling(max_response_len=9), function=posts, concurrency=1).result()
-    assert sample.response_ids == continuation(list(LATE[0].token_ids), 4)
-    assert sample.status is Sample.Status.TRUNCATED
 
 
 def test_closing_the_engine_ends_functions(start):

@@ -44,11 +44,8 @@ class LaunchedServers:
             log = directory / f"sglang_{index}.log"
             command = server_command(config, hf_checkpoint, index, port, log)
             self.servers.append(LaunchedServer(port, command, environment, log))
-
-    @property
-    def urls(self) -> tuple[str, ...]:
+        self.urls = tuple(server.url for server in self.servers)
         """The servers' URLs; restarts keep them."""
-        return tuple(server.url for server in self.servers)
 
     def start(self) -> tuple[str, ...]:
         """Starts all servers and waits until they answer; returns their URLs."""
