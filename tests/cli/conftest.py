@@ -54,4 +54,6 @@ def configured(line, world_size=1):
 def refusal(line, world_size=1):
     with pytest.raises(ValueError) as error:
         configured(line, world_size)
-    return str(error.value)
+    message = str(error.value)
+    assert message.isprintable() and len(message) <= 600, message[:300]
+    return message

@@ -139,7 +139,6 @@ def test_the_namespace_has_slimes_names_and_the_bounds_that_nobody_set(base):
 # (flags, option without effect, part of the message)
 IDLE = [
     ("--custom-loss-function-path a.f", "--custom-loss-function-path", "--loss-type custom_loss"),
-    ("--rs-upper-bound 1.1", "--rs-upper-bound", "--use-rs"),
     ("--tis-upper-bound 2", "--tis-upper-bound", "--use-tis or --use-rs"),
     ("--use-tis --reject-before-advantage", "--reject-before-advantage", "--divergence-mask or --tis-mode mask"),
     (
@@ -147,8 +146,6 @@ IDLE = [
         "--eps-clip",
         "--policy-loss ppo, --policy-loss cispo, --policy-loss gspo, ",
     ),
-    ("--lr-decay-style constant --lr-decay-iters 9", "--lr-decay-iters", "--lr-decay-style linear"),
-    ("--eval-temperature 1 --eval-top-p 1", "--eval-temperature", "--eval-prompt-data"),
 ]
 
 

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from slime_tis.trainer.cli.arguments import parse_args
-from tests.cli.conftest import configured, refusal
+from tests.cli.conftest import refusal
 
 SGLANG = "--rollout-engine sglang --sglang-launch 1 "
 # (flags, part of the message)
@@ -111,7 +111,9 @@ def test_refusal_names_flag_and_problem(base, flags, part):
     assert any(word.split("=")[0] in message for word in flags.split())
 
 
+UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 RANKS = [
+    (f"{UNIFORM} 3", 1, "must divide the 2 layers"),
     ("--tensor-model-parallel-size 2", 1, "world size is 1"),
     ("--rollout-batch-size 5 --n-samples-per-prompt 3", 2, "a multiple of 2"),
     ("--micro-batch-size 32", 2, "a divisor of 16"),
@@ -147,54 +149,31 @@ def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsy
     assert bound.startswith("warning: --tis-lower-bound is 0.5") and "--use-tis" in measures
 
 
-def test_functions_that_loaded_samples_have_no_use_for_are_warned_about(whole, capsys, tmp_path):
-    (tmp_path / "0.jsonl").touch()
-    loads = f"--load-debug-rollout-data {tmp_path}/0.jsonl "
-    functions = "--dynamic-sampling-filter-path a.f --custom-generate-function-path a.g "
-    parse_args(shlex.split(whole + functions))
-    parse_args(shlex.split(whole + loads))
-    assert capsys.readouterr().err == ""
-    parse_args(shlex.split(whole + loads + functions))
-    warning = capsys.readouterr().err
-    assert "--dynamic-sampling-filter-path and --custom-generate-function-path will not be called" in warning
-
-
-@pytest.mark.parametrize(
-    ("flags", "warns"), [("2", False), ("3", True), ("2999", True)], ids=["shorter", "as long", "longer"]
-)
-def test_a_warm_up_longer_than_the_run_is_warned_about(whole, capsys, flags, warns):
-    parse_args(shlex.split(whole + "--lr-warmup-iters " + flags))
-    assert capsys.readouterr().err.startswith("warning: --lr-warmup-iters") == warns
-
-
-GEOMETRIC_BOUNDS = [
-    ("--rollout-correction-preset decoupled_geo_rs", "geometric", "1.001"),
-    ("--use-rs --rs-level geometric --rs-upper-bound 1.0001", "geometric", "1.0001"),
-    ("--use-rs --rs-level geometric --rs-lower-bound 0 --rs-upper-bound 1.001", "geometric", "1.001"),
-    ("--use-rs --rs-level geometric --rs-lower-bound 0 --rs-upper-bound 2", None, None),
-    ("--rollout-rs seq_mean_k1 --rollout-rs-threshold 0.999_1.001", "seq_mean_k1", "1.001"),
-    ("--use-rs --rs-level geometric --rs-upper-bound 1.01", None, None),
-    ("--rollout-correction-preset decoupled_geo_rs --rs-z-score 3", None, None),
-    ("--rollout-rs seq_mean_k3 --rollout-rs-threshold 0.001", None, None),
-]
-
-
-@pytest.mark.parametrize(("flags", "criterion", "upper"), GEOMETRIC_BOUNDS, ids=[row[0] for row in GEOMETRIC_BOUNDS])
-def test_geometric_bounds_that_no_precision_fits_are_warned_about(whole, capsys, flags, criterion, upper):
-    parse_args(shlex.split(whole + flags))
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == (criterion is not None)
-    assert all(f" to {upper} of {criterion} " in warning for warning in warnings)
-
-
-MISMATCHED = [
+FUNCTIONS = "--dynamic-sampling-filter-path a.f --custom-generate-function-path a.g"
+GEOMETRIC = "--use-rs --rs-level geometric"
+STALE = "--update-weights-interval 3"
+# (flags, part of the only warning; None for no warning)
+WARNINGS = [
+    (f"--load-debug-rollout-data d/0.pt {FUNCTIONS}", "-filter-path and --custom-generate-function-path will not be"),
+    ("--load-debug-rollout-data d/0.pt", None),
+    (FUNCTIONS, None),
+    ("--lr-warmup-iters 2", None),
+    ("--lr-warmup-iters 3", "--lr-warmup-iters is 3"),
+    ("--rollout-correction-preset decoupled_geo_rs", " to 1.001 of geometric "),
+    (f"{GEOMETRIC} --rs-upper-bound 1.0001", " to 1.0001 of geometric "),
+    (f"{GEOMETRIC} --rs-lower-bound 0 --rs-upper-bound 1.001", " to 1.001 of geometric "),
+    (f"{GEOMETRIC} --rs-lower-bound 0 --rs-upper-bound 2", None),
+    ("--rollout-rs seq_mean_k1 --rollout-rs-threshold 0.999_1.001", " to 1.001 of seq_mean_k1 "),
+    (f"{GEOMETRIC} --rs-upper-bound 1.01", None),
+    ("--rollout-correction-preset decoupled_geo_rs --rs-z-score 3", None),
+    ("--rollout-rs seq_mean_k3 --rollout-rs-threshold 0.001", None),
     ("--rollout-lookahead 2", "--rollout-lookahead is 2, so samples"),
-    ("--update-weights-interval 3 --get-mismatch-metrics", "--update-weights-interval is 3, so samples"),
-    ("--update-weights-interval 3 --use-tis", None),
-    ("--update-weights-interval 3 --use-opsm", None),
-    ("--update-weights-interval 3 --rollout-pull-coef 0.1", None),
-    ("--update-weights-interval 3 --use-rollout-logprobs", None),
-    ("--update-weights-interval 3 --old-logprobs interpolate", None),
+    (f"{STALE} --get-mismatch-metrics", "--update-weights-interval is 3, so samples"),
+    (f"{STALE} --use-tis", None),
+    (f"{STALE} --use-opsm", None),
+    (f"{STALE} --rollout-pull-coef 0.1", None),
+    (f"{STALE} --use-rollout-logprobs", None),
+    (f"{STALE} --old-logprobs interpolate", None),
     ("--eps-clip-high 0.28", "--eps-clip-high is 0.28, but with one optimizer step"),
     ("--use-tis --eps-clip 0.1 --eps-clip-c 3", "--eps-clip is 0.1 and --eps-clip-c is 3, but"),
     ("--eps-clip-high 0.28 --num-steps-per-rollout 2", None),
@@ -203,18 +182,9 @@ MISMATCHED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "words"), MISMATCHED, ids=[row[0] for row in MISMATCHED])
-def test_uncorrected_staleness_and_idle_clip_ranges_are_warned_about(whole, capsys, flags, words):
+@pytest.mark.parametrize(("flags", "words"), WARNINGS, ids=[row[0] for row in WARNINGS])
+def test_a_combination_that_is_probably_not_intended_is_warned_about(whole, capsys, flags, words):
     parse_args(shlex.split(whole + flags))
-    warning = capsys.readouterr().err
-    assert words in warning if words else not warning
-
-
-@pytest.mark.parametrize(("layers", "message"), [(2, None), (3, "must divide the 2 layers"), (99, "must divide the 2")])
-def test_recomputation_in_chunks_that_do_not_divide_the_layers_is_refused(base, layers, message):
-    line = f"{base}--recompute-granularity full --recompute-num-layers {layers} --recompute-method "
-    assert configured(line + "block").megatron.recompute_num_layers == layers
-    if message is None:
-        configured(line + "uniform")
-    else:
-        assert message in refusal(line + "uniform")
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == (words is not None)
+    assert all(warning.startswith("warning: ") and words in warning for warning in warnings)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import time
@@ -15,12 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
-from slime_tis.trainer.megatron import checkpoint
-from slime_tis.trainer.megatron.parallel import initialize, shut_down
-from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE, checksums, files_of, write_manifest
+from slime_tis.trainer.storage.checkpoints import TRAINER_STATE, checksums, files_of, write_manifest
 from tests.faults.forked import ForkedRun, run_forked
-from tests.runs import largest_file, make_task, read_metrics, spawn, training_metrics
+from tests.runs import largest_file, make_task, read_metrics, training_metrics
 
 TIMEOUT = 120.0
 
@@ -54,52 +50,6 @@ def refusal(outcome, status, *words):
     if outcome.status == status and len(lines) == 1 and all(word in lines[0] for word in words):
         return None
     return f"status {outcome.status}, {len(lines)} lines: {outcome.error[-600:]}"
-
-
-def damages(chance):
-    """Damages of a file of a checkpoint, by name."""
-
-    def flip(file):
-        data = bytearray(file.read_bytes())
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        file.write_bytes(data)
-
-    return {
-        "flipped bit": flip,
-        "cut": lambda file: os.truncate(file, chance.randrange(file.stat().st_size)),
-        "removed": lambda file: file.unlink(),
-        "longer": lambda file: file.write_bytes(file.read_bytes() + b"x\n"),
-        "a directory": lambda file: (file.unlink(), file.mkdir()),
-    }
-
-
-def test_every_damaged_checkpoint_is_found(stale, trained, tmp_path):
-    results = tmp_path / "results.json"
-    # in a separate process: one that has started gloo cannot fork runs any more
-    spawn(damage_and_look, (stale[stale.index("--hf-checkpoint") + 1], str(trained / "save"), str(results)), 1)
-    tried = json.loads(results.read_text())
-    assert [attempt for attempt, is_found in tried.items() if not is_found] == []
-    assert len(tried) >= 35
-
-
-def damage_and_look(rank, model, trained, results):
-    """Damages every file of the newest checkpoint in every way; writes which damages were found."""
-    initialize(MegatronConfig(hf_checkpoint=model))
-    tried, save = {}, Path(results).parent / "save"
-    for file in [*files_of(Path(trained) / "iter_0000003"), MANIFEST]:
-        for name, damage in damages(random.Random(0)).items():
-            shutil.copytree(trained, save)
-            shutil.rmtree(save / "iter_0000004")
-            damage(save / "iter_0000003" / file)
-            latest = checkpoint.latest_complete_checkpoint(save)
-            tried[f"{file}: {name}"] = latest is not None and (
-                latest[0].name == "iter_0000002"
-                and len(latest[1]) == 1
-                and (file == MANIFEST or file in latest[1][0])  # a damaged sum is that of any file
-            )
-            shutil.rmtree(save)
-    shut_down()
-    Path(results).write_text(json.dumps(tried))
 
 
 DAMAGED = {

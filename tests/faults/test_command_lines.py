@@ -193,48 +193,37 @@ WORDS = [
     [""],
     ["--"],
     ["--use-tis", "word"],
-    ["--lr"],
     ["--eval-prompt-data"],
-    ["--no-use-tis=1"],
     ["--\x1b[2J"],
     ["--" + "x" * 100_000],
     ["--lr=" + "1" * 1_000_000],
-    ["--tis-clip", "2", "--tis-upper-bound", "3"],
     ["--sglang-launch", "1", "--sglang-tp-size", "2"],
     ["--rollout-correction-preset", "decoupled_geo_rs", "--use-rollout-logprobs", "--use-tis"],
     ["--custom-config-path", "none", "--custom-config-path", "."],
     ["--custom-config-path", "/dev/zero"],
     ["--prompt-data", "/dev/zero"],
-    ["--output-dir", "train.jsonl"],
     ["--eval-prompt-data", "a" * 4000, "eval.jsonl", "a" * 4000, "eval.jsonl"],
     ["--rollout-rs", ",".join(["token_k1"] * 1000) + ",x" * 500],
     ["--rollout-rs", "token_k1", "--rollout-rs-threshold", "2_1"],
     ["--rm-type", "x" * 4000],
-    ["--rollout-batch-size", "65536", "--n-samples-per-prompt", "4096"],
     ["--save-debug-rollout-data", "{rollout_id.__class__}"],
     ["--save-debug-rollout-data", "{rollout_id:999999999}"],
     ["--context-parallel-size", "4096"],
     ["--use-rs", "--rs-upper-bound", "0.5", "--rs-lower-bound", "0.6"],
     ["--rollout-engine", "sglang", "--sglang-url", "http://" + "a" * 4000],
     ["--rollout-engine", "sglang", "--sglang-router-ip", "a b", "--sglang-router-port", "1"],
-    ["algorithm.rollout_correction.x=1"],
     ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=-1"],
     ["algorithm.gamma=1"],
-    ["--use-tis", "algorithm.rollout_correction.rollout_is=null"],
 ]
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "9" * 5000}], ids=["alone", "none", "many"]
-)
-def test_malformed_command_lines(base, environ, monkeypatch):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_malformed_command_lines(base):
+    """tests/cli/test_refusals.py has more, with their messages."""
     tries = {}
     for words in WORDS:
         tries[f"{words!r:.80}"] = fault([*base, *words])
         tries[f"{words!r:.80} first"] = fault([*words, *base], refused=None)
-    check(tries, at_least=50)
+    check(tries, at_least=40)
 
 
 def bomb(levels, width=9):
@@ -252,13 +241,10 @@ YAML = [
     "\tlr: 1",
     "? lr\n? lr",
     "lr: 1\n---\nlr: 2",
-    "lr: 1\nlr: 2",
-    "a: &a [*a]\nlr: *a",
     bomb(9) + "\nlr: *a8",
     "<<: {lr: 1}",
     "lr: !!python/object/apply:os.system ['true']",
     "lr: !!binary /w==\nx: 1",
-    "lr: " + "[" * 20_000,
     "a:\n" + "".join(" " * n + f"k{n}:\n" for n in range(1, 200)),
     "\n" * 66_000,
     "lr: \x00",
@@ -267,12 +253,10 @@ YAML = [
     "rollout_batch_size: 1_000",
     "save: [a, b]",
     "eval_prompt_data: [null, x]",
-    "custom_config_path: run.yaml",
     "use_tis: 1",
     "algorithm: {rollout_correction: 1}",
     verl("rollout_is: [token]"),
     verl("rollout_is: token, rollout_is_threshold: 5_0.5"),
-    verl("rollout_rs: token_k1, rollout_rs_threshold: 2, rollout_rs_threshold_lower: 0.5"),
     verl("bypass_mode: [true]"),
     verl("bypass_mode: true, loss_type: nonsense"),
     verl("rollout_is: token, rollout_is_threshold: 3") + "\ntis_clip: 2",
@@ -282,6 +266,7 @@ BYTES = [b"\xff\xfe", b"lr: \xff", "lr: 1".encode("utf-16"), b"\x00" * 100, os.u
 
 
 def test_malformed_yaml(base):
+    """tests/cli/test_yaml.py has more, with their messages."""
     tries = {}
     for number, text in enumerate([*(text.encode("utf-8") for text in YAML), *BYTES]):
         Path("run.yaml").write_bytes(text)
@@ -291,7 +276,7 @@ def test_malformed_yaml(base):
     Path("cut.yaml").symlink_to("gone")
     for path in ("pipe.yaml", "loop.yaml", "cut.yaml", ".", "/proc/self/mem", "run.yaml/x", "\udc80"):
         tries[path] = fault([*base, "--custom-config-path", path])
-    check(tries, at_least=40)
+    check(tries, at_least=30)
 
 
 ABSURD = [

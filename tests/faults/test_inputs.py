@@ -80,21 +80,18 @@ LINES = {
 """Second lines of files whose first is good."""
 
 
-@pytest.mark.parametrize(("content", "words"), FILES.values(), ids=FILES)
-def test_data_sets_that_are_no_jsonl(content, words, tmp_path):
-    (tmp_path / "p.jsonl").write_bytes(content)
-    refused(lambda: load(tmp_path / "p.jsonl"), tmp_path / "p.jsonl", words)
-
-
 def load(path, **options):
     return load_prompts(path, TOKENIZER, **{"input_key": "prompt", "label_key": "label", "sizes": SIZES, **options})
 
 
-@pytest.mark.parametrize(("line", "words"), LINES.values(), ids=LINES)
-def test_malformed_lines(line, words, tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(GOOD + line)
-    refused(lambda: load(path), f"{path}, line 2", words)
+CONTENTS = {name: (content, [words]) for name, (content, words) in FILES.items()}
+CONTENTS |= {name: (GOOD + line, ["p.jsonl, line 2", words]) for name, (line, words) in LINES.items()}
+
+
+@pytest.mark.parametrize(("content", "words"), CONTENTS.values(), ids=CONTENTS)
+def test_malformed_data_sets(content, words, tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(content)
+    refused(lambda: load(tmp_path / "p.jsonl"), tmp_path / "p.jsonl", *words)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Checkpoint directories and the trainer's state in them: which is complete, damaged, kept or refused."""
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
@@ -54,6 +55,31 @@ def test_a_damaged_manifest_is_named(text, message, tmp_path):
     (checkpoint / files.MANIFEST).write_text(text)
     with pytest.raises(files.Damaged, match=message):
         files.read_manifest(checkpoint)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 8
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped bit": flip,
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "removed": lambda file: file.unlink(),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x\n"),
+    "a directory": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", files.TRAINER_STATE, files.MANIFEST])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_every_damaged_file_is_named(name, damage, tmp_path):
+    checkpoint = write(tmp_path, 1, "a")
+    damage(checkpoint / name)
+    with pytest.raises(files.Damaged) as error:
+        files.check(checkpoint, files.read_manifest(checkpoint))
+    assert name == files.MANIFEST or name in str(error.value)  # a damaged sum is that of any file
 
 
 def test_only_earlier_checkpoints_of_the_run_are_removed(tmp_path):
