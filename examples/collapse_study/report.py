@@ -39,6 +39,8 @@ LOOKS = {
     "bypass PPO": ("tab:purple", "-"),
     "bypass PPO + RS": ("tab:purple", "--"),
     "policy gradient + sequence IS": ("tab:red", ":"),
+    "OPSM": ("tab:red", "-"),
+    "quadratic pull 0.1": ("tab:brown", "-"),
     "engine in fp32": ("grey", ":"),
     "nearest": ("black", "-"),
     "stochastic": ("tab:blue", "-"),

@@ -46,10 +46,12 @@ RESAMPLES = 10_000
 SWEEP = Study(STUDY.directory / "sweep")
 SORTING = ""
 """The task of columns without a task in their name."""
-SEEN = ("stale 16", "stale 64", "fp8", "fp8 and stale 16", "int4")
-"""The columns that `recommend` sees; the others test its answers."""
-STALE_SERVER, DIAGNOSED = "stale_server", ("wrong_log_probs", "top_p")
-"""Faults with old weights, and faults whose cause `recommend` asks to fix first."""
+MAIN = ("stale 16", "stale 64", "fp8", "fp8 and stale 16", "int4")
+"""The columns of the first table."""
+COVERED = (*MAIN, "stale 2", "stale 8", "int4 and stale 16")
+"""The columns in which `recommend` places a mismatch: old weights or precision, one step per rollout."""
+STALE_SERVER = "stale_server"
+"""The fault with old weights."""
 TOKENS = {SORTING: 11, "lr 2e-4": 11, "experts": 11, "agent": 17}
 """Mean number of trained tokens of a response, by task (`rollout/response_len`)."""
 
@@ -61,17 +63,16 @@ def main() -> None:
     rows = read_table(STUDY.results)
     grid = Grid.load(STUDY)
     compared = columns(rows.values(), grid)
-    seen = [column for column in compared if column.name in SEEN]
-    others = [column for column in compared if column not in seen]
+    seen = [column for column in compared if task_of(column.name) == SORTING]
+    held_out = [column for column in compared if column not in seen]
+    first = [column for column in seen if column.name in MAIN]
     write_atomically(EVIDENCE, json.dumps([*map(asdict, seen)], indent=1, ensure_ascii=False) + "\n")
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
-    print(replace_table(STUDY.page, "results", table(seen)))
-    tasks = [column for column in others if task_of(column.name) != SORTING]
-    print(replace_table(STUDY.page, "results of other tasks", table(tasks)))
-    print(replace_table(STUDY.page, "other mismatches", table([column for column in others if column not in tasks])))
-    tests = [column for column in others if grid.faults.get(column.name) not in DIAGNOSED]
-    print(replace_table(STUDY.page, "held-out columns", answers(tests, study())))
+    print(replace_table(STUDY.page, "results", table(first)))
+    print(replace_table(STUDY.page, "results of other tasks", table(held_out)))
+    print(replace_table(STUDY.page, "other mismatches", table([column for column in seen if column not in first])))
+    print(replace_table(STUDY.page, "held-out columns", answers(held_out, study())))
     print(replace_table(STUDY.page, "predictors", predictors(rows.values(), compared)))
     swept = read_table(SWEEP.results)
     print(replace_table(STUDY.page, "sweep", sweep(swept.values())))
@@ -135,6 +136,7 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
     standard = next((cell.relative for cell in cells if cell.method == STANDARD), math.nan)
     return Column(
         name=name,
+        covers=name in COVERED,
         stale="--update-weights-interval" in grid.scenarios[name] or grid.faults.get(name) == STALE_SERVER,
         sigma=(math.sqrt(2 * min(k3) * tokens), math.sqrt(2 * max(k3) * tokens)),
         standard=standard,

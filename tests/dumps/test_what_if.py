@@ -180,7 +180,14 @@ def cell(method, relative):
     return Cell(method=method, flags="--use-tis", relative=relative, low=0.9, high=1.0, seeds=5, tied=True, collapsed=0)
 
 
-STALE = Column(name="stale 16", stale=True, sigma=(0.6, 2.0), standard=0.4, cells=(cell("B", 0.98), cell("C", 0.97)))
+STALE = Column(
+    name="stale 16",
+    covers=True,
+    stale=True,
+    sigma=(0.6, 2.0),
+    standard=0.4,
+    cells=(cell("B", 0.98), cell("C", 0.97)),
+)
 NOISE = replace(STALE, name="fp8", stale=False, sigma=(0.1, 0.2))
 HARMLESS = replace(NOISE, cells=(*NOISE.cells, cell("standard PPO", 0.98)))
 
@@ -215,6 +222,9 @@ def test_a_mismatch_has_the_column_of_its_kind_and_size(case, column):
         pytest.param(mismatch("rounding", 0.15), [HARMLESS], "No correction is needed", id="standard PPO is tied"),
         pytest.param(mismatch("healthy", 0.01), [NOISE], "No correction is needed", id="less than the study"),
         pytest.param(mismatch("healthy", 0.01, age=15), [NOISE], "No correction is needed", id="old but equal weights"),
+        pytest.param(
+            mismatch("stale_weights", 1.0), [replace(STALE, covers=False)], "does not cover", id="a record alone"
+        ),
     ],
 )
 def test_without_evidence_the_answer_has_no_flags(case, columns, words):

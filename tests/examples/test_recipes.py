@@ -178,7 +178,7 @@ STUDIES = {
     "comparison_study": (None, {}),
     "comparison_study/sweep": (None, {("stale 16", "bypass PPO, 0.1"): {"use_rollout_logprobs": True}}),
     "real_model_study": (
-        28,  # five corrections in five scenarios, three in int4
+        32,  # seven corrections in two scenarios, five in three, three in int4
         {
             ("both", "sequence TIS"): {"tis_level": "sequence"},
             ("both", "geometric RS by z-score"): {"rs_z_score": 3},

@@ -46,6 +46,8 @@ class Column:
     """One mismatch of the study."""
 
     name: str
+    covers: bool
+    """Whether a user's mismatch is placed here; every column counts in the record of a method."""
     stale: bool
     sigma: tuple[float, float]
     """Smallest and largest `Mismatch.sigma` of the methods."""
@@ -102,14 +104,14 @@ def column_for(mismatch: Mismatch, columns: Sequence[Column]) -> Column | None:
         low, high = column.sigma
         return max(low / mismatch.sigma, mismatch.sigma / high, 1.0) if mismatch.sigma else math.inf
 
-    same_kind = [column for column in columns if column.stale == mismatch.stale]
+    same_kind = [column for column in columns if column.covers and column.stale == mismatch.stale]
     nearest = min(same_kind, key=factor, default=None)
     return nearest if nearest is not None and factor(nearest) <= TOLERANCE else None
 
 
 def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
     """Whether the engines differ by less than in any column without old weights."""
-    lows = [column.sigma[0] for column in columns if not column.stale]
+    lows = [column.sigma[0] for column in columns if column.covers and not column.stale]
     return not mismatch.stale and mismatch.sigma < min(lows, default=0.0)
 
 
