@@ -36,13 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train(argv[1:], prog="slime-tis train", owns_process=owns_process)
     protect_output(keep_running=False)
     parser = _parser()
-    chosen, flags = parser.parse_known_args(argv)
-    if chosen.command == "plan":
-        chosen.flags = flags
-    elif flags:
-        parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    if chosen.command == "what-if" and {"-h", "--help"} & set(chosen.flags):  # after DUMP, argparse keeps them as flags
-        parser.parse_args(["what-if", "--help"])
+    chosen = _parsed(parser, argv)
     if chosen.command is None:
         parser.print_help()
         return 0
@@ -65,6 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; unfinished files are removed.", file=sys.stderr)
         return 128 + signal.SIGINT
     return status
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    chosen, flags = parser.parse_known_args(argv)
+    if chosen.command == "plan":
+        chosen.flags = flags
+    elif flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if chosen.command == "what-if" and {"-h", "--help"} & set(chosen.flags):  # after DUMP, argparse keeps them as flags
+        parser.parse_args(["what-if", "--help"])
+    return chosen
 
 
 def _run(chosen: argparse.Namespace) -> int:
