@@ -42,7 +42,9 @@ OTHER_ARGS=(
    --attention-dropout 0.0 --attention-backend flash --frobnicate 3
    --use-tensorboard --wandb-key ${WANDB_KEY} --tb-experiment-name "a 'b'"
 )
-ray job submit --address="http://127.0.0.1:8265" -- python3 train.py \
+if [ "$FOUND" -gt 0 ]; then HAS_NVLINK=1; else HAS_NVLINK=0; fi
+RUNTIME="{\"env_vars\": {\"NCCL_NVLS_ENABLE\": \"${HAS_NVLINK}\"}}"
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="$RUNTIME" -- python3 train.py \
    --actor-num-nodes 1 --actor-num-gpus-per-node ${GPUS} --colocate ${EVAL_ARGS} \
    ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} "${OTHER_ARGS[@]}"
 """
@@ -90,6 +92,7 @@ def test_a_script_in_slimes_form_is_ported_and_explained(tmp_path):
     command, comments = (text.replace(str(tmp_path), "DIRECTORY") for text in ported(tmp_path, RUN))
     assert shlex.split(command) == ["torchrun", "--nproc-per-node", "4", "train.py", *shlex.split(PORTED)]
     assert [comment for comment in COMMENTS if comment not in comments] == []
+    assert "HAS_NVLINK" not in comments  # only ray gets it
     assert "train.py says" not in comments
 
 

@@ -2,7 +2,7 @@
 
 tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `source`, `$X`, `${X}`, `${X[@]}`,
 `${X:-default}`, and the script's own directory. Other expansions become marks that carry their source text. An
-assignment in a block counts if the variable has no other value, and a note names it.
+assignment in a block counts if the variable has no other value; a note names it if the command depends on it.
 """
 
 import os
@@ -58,6 +58,10 @@ class LaunchScript:
     """Known entries of the script's PYTHONPATH, without Megatron-LM."""
     variables: dict[str, list[str]] = field(default_factory=dict)
     """Words by variable; one word for a variable that is not an array."""
+    uncertain: dict[str, set[str]] = field(default_factory=dict)
+    """Notes on the assignments under a condition that the words of a variable depend on."""
+    met: set[str] = field(default_factory=set)
+    """Such notes on the words that were expanded last."""
     expanded: int = 0
 
     def read(self, text: str) -> None:
@@ -96,15 +100,21 @@ class LaunchScript:
         if is_source:
             self._source(self._value(words[1]) if words[1:] else "")
         elif "train" in _text(command).lower():
-            self._read_command(self._words(words))
+            expanded: list[str] = []
+            for each in words:
+                if not any(_program(word) for word in expanded):
+                    self.met = set()
+                expanded += self._words([each])
+            self._read_command(expanded)
 
     def _read_command(self, words: list[str]) -> None:
         """Keeps the words after train.py; reads a command inside a word, as in `bash -c`."""
+        met = dict.fromkeys(sorted(self.met))
         for index, word in enumerate(words):
-            name = word.rpartition("/")[2]
-            if name in PROGRAMS:
+            if name := _program(word):
                 if self.program:
                     self.notes["the script runs training more than once; this is the last command"] = None
+                self.notes |= met
                 self.program, self.words = name, []
                 for each in words[index + 1 :]:
                     if array := UNSET_ARRAY.fullmatch(each):
@@ -113,21 +123,24 @@ class LaunchScript:
                         self.words.append(each)
                 return
             if any(f"{each} " in UNKNOWN.sub("", word) for each in PROGRAMS):
+                self.notes |= met
                 self.read(legible(word))
                 return
 
     def _assign(self, node: Node, conditional: bool) -> None:
         name, value = _text(node.child_by_field_name("name")), node.child_by_field_name("value")
+        self.met = set()
         append, is_array = node.children[1].type == "+=", value is not None and value.type == "array"
         words = self._words(value.named_children) if value and is_array else [self._value(value) if value else ""]
         known = self.variables.get(name)
         if conditional:
             if known is not None and (OPEN in "".join(words) or not (append or OPEN in "".join(known))):
                 return
-            self.notes[f"{name} is set under a condition; {legible(' '.join(words))[:80]!r} is taken"] = None
+            self.met.add(f"{name} is set under a condition; {legible(' '.join(words))[:80]!r} is taken")
         if append and known is not None:
             words = [*known, *words] if is_array else ["".join(known + words)]
-        self.variables[name] = words
+            self.met |= self.uncertain[name]
+        self.variables[name], self.uncertain[name] = words, {*self.met}
 
     def _source(self, name: str) -> None:
         """Reads a file from where the script says, or from slime's scripts/models next to or above the script."""
@@ -194,6 +207,7 @@ class LaunchScript:
             if default and values in (None, [], [""]):
                 return ["".join(map(self._value, node.named_children[1:]))]
             if values is not None:
+                self.met |= self.uncertain[name]
                 values = values if index else values[:1]
                 self.expanded += sum(map(len, values)) + len(values)
                 if self.expanded > MAX_EXPANDED_CHARACTERS:
@@ -218,6 +232,12 @@ def read_launch(path: str | Path) -> LaunchScript:
         broken = "".join(f" ({note})" for note in script.notes if note.startswith("line "))
         raise ValueError(f"{str(path)!r} has no command that runs train.py{broken}; give a slime launch script.")
     return script
+
+
+def _program(word: str) -> str:
+    """The name of a training program that a word runs, or an empty text."""
+    name = word.rpartition("/")[2]
+    return name if name in PROGRAMS else ""
 
 
 def legible(word: str) -> str:
