@@ -12,6 +12,7 @@ from torch import Tensor
 
 from examples.curves import COLORS, Series, read_series, running_mean
 from slime_tis.files import METRICS, atomic_path
+from slime_tis.torch_files import load_tensors
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"
 PICTURE_ROWS = 4
@@ -106,7 +107,7 @@ def _draw_weights(axis: Any, name: str, found: dict[str, Series]) -> None:
 
 
 def _draw_images(figure: Any, runs: dict[str, Path]) -> None:
-    samples = {name: torch.load(path / SAMPLES, weights_only=True) for name, path in runs.items()}
+    samples = {name: load_tensors(path / SAMPLES) for name, path in runs.items()}
     first = next(iter(samples.values()))
     grids = {"before": first["before"], **{f"after, {name}": found["after"] for name, found in samples.items()}}
     axes = figure.subplots(1, len(grids), squeeze=False)[0]

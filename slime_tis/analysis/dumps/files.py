@@ -31,6 +31,7 @@ from slime_tis.analysis.dumps.table import (
 )
 from slime_tis.errors import first_line, quoted
 from slime_tis.files import FOREIGN, atomic_path
+from slime_tis.torch_files import UnsafeTorch, load_tensors
 
 SCHEMA_VERSION = 1
 """Version of the columns and their meaning; a file of a later version is refused."""
@@ -86,7 +87,9 @@ def _is_own(path: Path) -> bool:
     try:
         if path.suffix != ".pt":
             return is_own_parquet(path)
-        content = torch.load(path, weights_only=True, mmap=True)
+        content = load_tensors(path, mmap=True)
+    except UnsafeTorch:
+        raise
     except Exception:  # unpickling another file may raise anything
         return False
     keys = {"format_version", "samples", "dp_shards", "metadata"}

@@ -4,7 +4,6 @@ file or directory → files → tables of some samples each → one table, or a 
 """
 
 import json
-import pickle
 import re
 import sys
 import zipfile
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 import yaml
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
 from slime_tis.errors import first_line, quoted_path
 from slime_tis.files import CONFIG, json_lines
+from slime_tis.torch_files import UnsafeFile, load_tensors
 
 CHUNK_TOKENS = 1 << 18
 """Response tokens and characters of text per table of a JSON or parquet file."""
@@ -218,9 +217,9 @@ def slime_table(path: Path) -> TokenTable:
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > file_bytes:
                 raise ValueError("entries larger than the file")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # torch's message recommends weights_only=False, which would run the file's code
-        raise ValueError(f"{path} is damaged, or holds objects other than tensors, which are never loaded.") from None
+        content = load_tensors(path)
+    except UnsafeFile as error:
+        raise ValueError(f"{error}.") from None
     except Exception as error:  # unpickling a damaged file may raise anything
         raise ValueError(f"{path} cannot be read as a dump of slime's form: {first_line(error)}.") from error
     if not isinstance(content, dict):

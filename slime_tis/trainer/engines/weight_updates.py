@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slime_tis.errors import first_line
+from slime_tis.torch_files import load_tensors
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder, coarser, round_nearest, rounds
 from slime_tis.trainer.storage.checkpoints import UPDATE_SAMPLES
@@ -138,12 +140,21 @@ class WeightUpdates:
         torch.save({name: vars(rows) for name, rows in self.sampled.items()}, directory / UPDATE_SAMPLES)
 
     def load_samples(self, directory: Path, version: int) -> None:
-        """Restores the samples of this version; without the file the next update has no metrics."""
+        """Restores the samples of this version; without the file the next update has no metrics.
+
+        Raises:
+            ValueError: The file has other content.
+        """
         path = directory / UPDATE_SAMPLES
         if not path.exists():
             return
-        fields = torch.load(path, map_location="cpu", weights_only=True)
-        self.sampled = {name: SampledRows(**rows) for name, rows in fields.items()}
+        fields = load_tensors(path)
+        try:
+            self.sampled = {name: SampledRows(**rows) for name, rows in fields.items()}
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} does not hold sampled rows: {first_line(error)}; restore the checkpoint."
+            ) from error
         self._version = version
 
 

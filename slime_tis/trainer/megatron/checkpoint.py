@@ -24,7 +24,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from slime_tis.torch_files import UnsafeFile
 from slime_tis.trainer.collectives import on_every_rank
+from slime_tis.trainer.megatron.checkpoint_reader import SafeCommonStrategy, SafeShardedStrategy, check_extra_state
 from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.storage import checkpoints as files
 from slime_tis.trainer.storage import exports
@@ -121,7 +123,13 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
     ]
     try:
         with torch.no_grad():
-            state = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(checkpoint))
+            state = dist_checkpointing.load(
+                _sharded_state(engine, is_loading=True),
+                str(checkpoint),
+                sharded_strategy=SafeShardedStrategy(),
+                common_strategy=SafeCommonStrategy(),
+            )
+            check_extra_state(state["model"], checkpoint)
             engine.model.module.load_state_dict(state["model"])
             optimizer = state["optimizer"]  # megatron-core does not save the step count, but expects it
             optimizer.get("optimizer", optimizer).get("state", {}).setdefault("common_step", torch.tensor(0.0))
@@ -132,9 +140,11 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         engine.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random_state"])
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(
-            f"could not load checkpoint {checkpoint}: {_reason(error)}; was it saved with another model or layout?"
-        ) from error
+        cause = _innermost(error)
+        advice = "restore it from a copy that you trust, or start without --load"
+        if not isinstance(cause, UnsafeFile):
+            advice = "was it saved with another model or layout?"
+        raise CheckpointError(f"could not load checkpoint {checkpoint}: {_reason(cause)}; {advice}") from error
 
 
 def remove_older(newest: Path, run: str, retain: int) -> None:
@@ -180,11 +190,21 @@ def _share(names: list[str]) -> list[str]:
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
+def _innermost(error: BaseException) -> BaseException:
+    """Returns the innermost cause of an error, on the first rank that has one."""
+    while True:
+        if isinstance(error, CheckpointException) and error.failures:
+            _, (error, _traceback) = min(error.failures.items())
+        elif error.__cause__ is not None:
+            error = error.__cause__
+        else:
+            return error
+
+
 def _reason(error: BaseException) -> str:
-    """The last line of an error's innermost cause: torch's CheckpointException has tracebacks in its text."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    """Returns the last line of the innermost cause's text, or its type if it has no text."""
+    cause = _innermost(error)
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
 def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:

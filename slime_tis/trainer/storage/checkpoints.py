@@ -21,11 +21,13 @@ from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange,
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
 ROLLOUT_WEIGHTS, UPDATE_SAMPLES = "rollout_weights.safetensors", "weight_update_samples.pt"
 """Files of a checkpoint in addition to megatron-core's."""
+COMMON, METADATA, SHARD_FILE = "common.pt", ".metadata", r"__[0-9]+_[0-9]+\.distcp"
+"""Megatron-core's files: the state that all ranks share, the list of tensors, and the pattern of their files."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a killed run may leave."""
 OWN_FILE = re.compile(
-    r"__[0-9]+_[0-9]+\.distcp|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
+    rf"{SHARD_FILE}|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
     rf"{SAFETENSORS_PARTIAL}|" + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES)))
 )
 """Names of files in unfinished checkpoints, which later runs remove."""

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from slime_tis.errors import CustomFunctionError
+from slime_tis.errors import CustomFunctionError, first_line
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, check_room
 from slime_tis.trainer.engines.engine import SentRows, WeightSource
@@ -231,10 +231,14 @@ class LocalEngine:
         save_file({name: weight.cpu() for name, weight in self._tensors()}, directory / ROLLOUT_WEIGHTS)
 
     def load_weights(self, directory: Path, version: int) -> None:
-        """Loads the weights that `save_weights` wrote, without rounding them again."""
-        with safe_open(str(directory / ROLLOUT_WEIGHTS), "pt") as file, torch.no_grad():
-            for name, weight in self._tensors():
-                weight.copy_(file.get_tensor(name))
+        """Loads the weights that `save_weights` wrote, without rounding them again; ValueError if they do not fit."""
+        path = directory / ROLLOUT_WEIGHTS
+        try:
+            with safe_open(str(path), "pt") as file, torch.no_grad():
+                for name, weight in self._tensors():
+                    weight.copy_(file.get_tensor(name))
+        except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: a tensor of another shape
+            raise ValueError(f"{path} was not loaded: {first_line(error)}; restore the checkpoint.") from error
         self.weight_version = version
 
     def close(self) -> None:
