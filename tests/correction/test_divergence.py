@@ -121,6 +121,13 @@ def test_float32_probabilities_make_the_divergence_negative(noise, mean, negativ
     assert (binary_kl(log_p, log_q) >= 0).all()
 
 
+def test_direction_away_accepts_tokens_without_an_advantage():
+    config = RolloutCorrectionConfig(divergence_mask="binary_tv", divergence_mask_bound=0.1)
+    policy, anchor = torch.tensor([[-0.1, -0.1, -3.0]]), torch.tensor([[-3.0, -3.0, -0.1]])
+    advantages = torch.tensor([[1.0, 0.0, 0.0]])
+    assert correct(config, policy, anchor, torch.ones(1, 3), advantages=advantages).mask.tolist() == [[False, True, True]]
+
+
 def roll_filter(case):
     """ROLL's filter of one level in our options; None for several filters and the levels with another definition."""
     (first, *more) = case.params["filters"]

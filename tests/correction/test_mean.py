@@ -56,6 +56,17 @@ def test_everything_rejected_is_zero_with_a_gradient_of_zero(is_masked, aggregat
     assert value.item() == 0.0 and logits.grad is not None and logits.grad.tolist() == [[0, 0], [0, 0]]
 
 
+@pytest.mark.parametrize(("normalizer", "sequences"), [("kept", 1), ("original", 2)])
+def test_seq_mean_counts_rejected_sequences_as_original(normalizer, sequences):
+    config = RolloutCorrectionConfig(**WEIGHTED, rejection_normalizer=normalizer)
+    delta = torch.tensor([[1.0, 2.0], [9.0, 9.0], [1.0, 1.0]]).log()  # all of the second is rejected
+    mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
+    corrected = correct(config, delta, torch.zeros(3, 2), mask)
+    assert corrected.loss_denominator("seq-mean-token-mean").item() == sequences
+    mean = corrected.mean(torch.ones(3, 2), aggregation="seq-mean-token-mean")
+    assert mean.item() == pytest.approx(1.5 / sequences)
+
+
 def test_the_gradient_is_that_of_the_kept_tokens_over_all():
     config = RolloutCorrectionConfig(**WEIGHTED)
     leaf = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], requires_grad=True)

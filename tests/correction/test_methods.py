@@ -20,6 +20,12 @@ def test_interpolation_by_hand_without_a_gradient():
         interpolate_old_log_probs(current, torch.ones(3), 3, torch.tensor([1, 1]))
 
 
+def test_interpolation_takes_version_0_as_a_version():
+    rollout, versions = torch.tensor([-2.0]), torch.tensor([0])  # the initial weights sampled the token
+    old = interpolate_old_log_probs(torch.tensor([-1.0]), rollout, 5, versions)
+    assert old.tolist() == pytest.approx([-2.0 + 4 / 5])
+
+
 def test_off_policy_sequence_mask():
     """Mean log-ratios old − current: 0.2, 0.2, 0.05, and a sequence without valid tokens."""
     old = [torch.tensor([0.1, 0.3]), torch.tensor([0.2, 9.0]), torch.tensor([0.05]), torch.tensor([5.0])]
@@ -69,6 +75,23 @@ def test_non_finite_advantages_leave_weights_and_metrics_finite(level, advantage
     delta, mask = torch.tensor([[0.3, -0.9, 0.1]]), torch.ones(1, 3)
     found = correct(config, delta, torch.zeros(1, 3), mask, advantages=torch.full((1, 3), advantage))
     assert found.weights.isfinite().all() and all(map(math.isfinite, found.statistics.metrics().values()))
+
+
+@pytest.mark.parametrize(
+    ("advantages", "weight"),
+    [([math.nan, -1.0], math.exp(-0.5)), ([math.nan, 1.0], 1.0), ([math.nan, math.nan], 1.0)],
+    ids=["negative", "positive", "missing"],
+)
+def test_finite_advantages_decide_the_sign_of_a_sequence(advantages, weight):
+    delta = torch.tensor([[-0.2, -0.8]])
+    corrected = correct(
+        RolloutCorrectionConfig.preset("topr"),
+        delta,
+        torch.zeros(1, 2),
+        torch.ones(1, 2),
+        advantages=torch.tensor([advantages]),
+    )
+    assert corrected.weights.tolist()[0] == pytest.approx([weight, weight])
 
 
 @pytest.mark.parametrize("name", ["topr", "dppo_tv"])

@@ -12,7 +12,7 @@ from slime_tis.correction import GlobalBatch, Ranks, RolloutCorrectionConfig, re
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomTis
-from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss
+from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, rollout_pull
 from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, metrics_by, step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
 from slime_tis.trainer.megatron.batch import make_batch
@@ -204,6 +204,19 @@ def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad, bypass):
     metrics = step_metrics(sums, RolloutCorrectionConfig(**options), PolicyConfig())
     assert metrics["nonfinite_token_fraction"] == pytest.approx(1 / 5)
     assert all(value == value for value in metrics.values())
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("side", ["train", "rollout"])
+def test_the_pull_is_0_where_a_log_prob_is_not_finite(bad, side):
+    train, rollout = [-1.0, -1.0], [-1.0, -3.0]
+    (train if side == "train" else rollout)[0] = bad
+    leaf = torch.tensor(train, requires_grad=True)
+    tokens = make([[1, 1]], rollout_log_probs=[rollout], advantages=[[0.0, 0.0]])
+    pull = rollout_pull(LossInputs(tokens=tokens, log_probs_L=leaf, entropy_L=torch.zeros(2)))
+    pull.sum().backward()
+    assert pull.tolist() == [0.0, 4.0]
+    assert leaf.grad is not None and leaf.grad.tolist() == [0.0, 4.0]
 
 
 def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit():

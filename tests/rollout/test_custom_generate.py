@@ -178,6 +178,11 @@ BROKEN = {
         "rollout_log_probs",
         "gave the log-prob -3.1250 for response token 0, which was sampled with -3.0000",
     ),
+    "a log-prob that is off by a thousandth": (
+        f"{TURN}    sample.rollout_log_probs[1] -= 0.001\n    return sample",
+        "rollout_log_probs",
+        "gave the log-prob -3.1260 for response token 1, which was sampled with -3.1250",
+    ),
     "a megabyte of metadata": (
         f"{TURN}    sample.metadata['x'] = 'x' * (1 << 21)\n    return sample",
         "metadata",

@@ -196,6 +196,12 @@ def test_the_oldest_token_decides_and_earlier_tokens_are_masked_one_by_one():
     assert [each.loss_mask for each in samples] == [[1, 1], [0, 0, 1, 1], [1, 1], []]
 
 
+def test_a_token_one_version_older_is_masked():
+    sample = of_versions([3, 4, 4])
+    assert mask_earlier_tokens([[sample]]) == 1 / 3
+    assert sample.loss_mask == [0, 1, 1]
+
+
 def test_metrics_are_means_over_the_answers():
     prompt, done, cut = Prompt(index=0, text="12>", token_ids=(1, 2)), Sample.Status.COMPLETED, Sample.Status.TRUNCATED
     statuses = (done, done, done, cut, done, cut)

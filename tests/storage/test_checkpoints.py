@@ -119,6 +119,16 @@ def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path
     assert (tmp_path / ".iter_0000005.unfinished" / "thesis.txt").read_text() == "mine"
 
 
+def test_a_link_with_the_name_of_a_left_over_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "common.pt").write_text("mine")
+    (tmp_path / "save").mkdir()
+    link = tmp_path / "save" / ".iter_0000003.unfinished"
+    link.symlink_to(tmp_path / "elsewhere")
+    write(tmp_path / "save", 4, "a")
+    assert (tmp_path / "elsewhere" / "common.pt").read_text() == "mine" and link.is_symlink()
+
+
 def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_next_save_tidies_up(tmp_path):
     for step in (1, 2):
         write(tmp_path, step, "a")
