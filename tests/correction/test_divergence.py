@@ -125,7 +125,9 @@ def test_direction_away_accepts_tokens_without_an_advantage():
     config = RolloutCorrectionConfig(divergence_mask="binary_tv", divergence_mask_bound=0.1)
     policy, anchor = torch.tensor([[-0.1, -0.1, -3.0]]), torch.tensor([[-3.0, -3.0, -0.1]])
     advantages = torch.tensor([[1.0, 0.0, 0.0]])
-    assert correct(config, policy, anchor, torch.ones(1, 3), advantages=advantages).mask.tolist() == [[False, True, True]]
+    assert correct(config, policy, anchor, torch.ones(1, 3), advantages=advantages).mask.tolist() == [
+        [False, True, True]
+    ]
 
 
 def roll_filter(case):
