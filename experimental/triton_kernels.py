@@ -137,7 +137,7 @@ def token_pass_kernel(
     valid = valid_RK.to(DTYPE)
     ratio_minus_1, ratio = _exponentials(_clamp(log_ratio, 20.0), DOUBLE)
 
-    CRITERIA: tl.constexpr = 15 if WEIGHTS else 10
+    CRITERIA: tl.constexpr = 17 if WEIGHTS else 10
     rs_accepted_RK = valid_RK
     for i in tl.static_range(len(KINDS)):
         accepted_RK_i, summed = _judge(KINDS, STATISTICS, LOWERS, UPPERS, i, valid_RK, log_ratio, ratio_minus_1, DTYPE)
@@ -182,7 +182,9 @@ def token_pass_kernel(
     column = _put(table_CR, column, rows, row_R, exists_R, accepted.to(DTYPE))
     if WEIGHTS:
         minus_1 = weight - valid
+        column = _put(table_CR, column, rows, row_R, exists_R, before_mode)
         column = _put(table_CR, column, rows, row_R, exists_R, weight)
+        column = _put(table_CR, column, rows, row_R, exists_R, weight * weight)
         column = _put(table_CR, column, rows, row_R, exists_R, minus_1)
         column = _put(table_CR, column, rows, row_R, exists_R, minus_1 * minus_1)
         column = _put(table_CR, column, rows, row_R, exists_R, high_RK.to(DTYPE))

@@ -36,8 +36,9 @@ def usable_mean(mean: Tensor) -> Tensor:
 class Statistics:
     """The mergeable table of some sequences under one configuration: sums, minima and maxima, no averages.
 
-    Micro-batches and ranks merge by adding and by min and max. The columns depend on the options alone, so that a
-    rank with no sequence merges with the others.
+    Micro-batches and ranks merge by adding and by min and max. The ratios of sequences are summed relative to their
+    maximum, so their two sums are first brought to the common maximum. The columns depend on the options alone, so
+    that a rank with no sequence merges with the others.
     """
 
     config: RolloutCorrectionConfig
@@ -71,21 +72,35 @@ class Statistics:
                 f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(other.config, f.name)
             ]
             raise ValueError(f"the statistics to merge differ in {', '.join(names)}; merge statistics of one config.")
+        maxs = torch.maximum(self.maxs, other.maxs)
         return replace(
             self,
-            sums=self.sums + other.sums,
+            sums=self._sums_relative_to(maxs) + other._sums_relative_to(maxs),
             mins=torch.minimum(self.mins, other.mins),
-            maxs=torch.maximum(self.maxs, other.maxs),
+            maxs=maxs,
         )
 
     def all_reduce(self, ranks: Ranks) -> "Statistics":
         """The statistics of all ranks, as new tensors: sums over data-parallel ranks, extremes over all ranks."""
+        maxs = ranks.all_reduce(self.maxs.clone(), "max")
         return replace(
             self,
-            sums=ranks.over_data(self.sums.clone()),
+            sums=ranks.over_data(self._sums_relative_to(maxs)),
             mins=ranks.all_reduce(self.mins.clone(), "min"),
-            maxs=ranks.all_reduce(self.maxs.clone(), "max"),
+            maxs=maxs,
         )
+
+    def _sums_relative_to(self, maxs: Tensor) -> Tensor:
+        """The sums, in new memory, with the ratios of sequences relative to the largest one of a larger batch."""
+        sums = self.sums.clone()
+        columns: BatchSums[Tensor] = named(batch_columns(self.config), sums.unbind())
+        own = named(EXTREMES, self.maxs.unbind()).sequence_log_ratio
+        largest = named(EXTREMES, maxs.unbind()).sequence_log_ratio
+        # The maximum of no sequence is −inf, and −inf − (−inf) is NaN; the sums are 0 then.
+        shift = torch.where(own == largest, 0.0, own - largest)
+        columns.sequence_weight.mul_(shift.exp())
+        columns.sequence_weight_squared.mul_((2 * shift).exp())
+        return sums
 
     def batch_norm_factor(self, ranks: Ranks = ONE_RANK) -> Tensor:
         """Mean of the bounded weights, over valid tokens, or over sequences where weights are sequence-wide.
@@ -98,7 +113,7 @@ class Statistics:
             normalise.
         """
         sums: BatchSums[Tensor] = named(batch_columns(self.config), self.sums.unbind())
-        if sums.weights is None or sums.weights.total is None or not self.config.tis_batch_normalize:
+        if sums.weights is None or not self.config.tis_batch_normalize:
             return torch.ones_like(self.sums[0])
         count = sums.tokens if self.config.has_token_weights else sums.sequences
         total, count = ranks.over_data(torch.stack([sums.weights.total, count])).unbind()
@@ -169,7 +184,7 @@ def _weight_metrics(
     maxs: Extremes[float],
 ) -> dict[str, float]:
     """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
-    assert weights.total is not None and weights.before_minus_1 is not None
+    assert weights.before is not None and weights.before_minus_1 is not None
     mean = weights.total / count
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
     if config.mode.rejects:
@@ -183,7 +198,7 @@ def _weight_metrics(
     deviation = _deviation(weights, count, highest - lowest)
     mean_square = deviation * deviation + mean * mean
     metrics = {
-        "mis_mean_is_weight_before_clip": 1 + weights.before_minus_1 / count,
+        "mis_mean_is_weight_before_clip": _mean(weights.before, weights.before_minus_1, count),
         "mis_weight_max_before_clip": maxs.ratio,
         "mis_weight_min_before_clip": mins.ratio,
         "mis_ratio_mean_after_mis": mean,
@@ -205,7 +220,7 @@ def _mean_weight_metrics(
     """The mean weight of each sequence, after the mode and before batch normalisation."""
     lowest, highest = mins.sequence_weight, maxs.sequence_weight
     return {
-        "mis_seq_weight_mean": 1 + weights.minus_1 / sequences,
+        "mis_seq_weight_mean": _mean(weights.total, weights.minus_1, sequences),
         "mis_seq_weight_std": _deviation(weights, sequences, highest - lowest),
         "mis_seq_weight_min": lowest,
         "mis_seq_weight_max": highest,
@@ -227,13 +242,24 @@ def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, floa
     }
 
 
-def _deviation(weights: WeightSums[float], count: float, spread: float) -> float:
-    """Standard deviation of w from Σ(w − 1), Σ(w − 1)² and max w − min w.
+def _mean(total: float, minus_1: float, count: float) -> float:
+    """Σw/n below 1/2, else 1 + Σ(w − 1)/n: w − 1 loses the digits of small weights, and w those of w − 1."""
+    mean = total / count
+    return mean if mean < 0.5 else 1 + minus_1 / count
 
-    The sums may be float32's: no deviation is above half the spread (Popoviciu), so equal weights have exactly 0.
+
+def _deviation(weights: WeightSums[float], count: float, spread: float) -> float:
+    """Standard deviation of w from Σw and Σw², or from Σ(w − 1) and Σ(w − 1)², and from max w − min w.
+
+    Both pairs have the same variance; the error is that of the larger term, and Σw² < Σ(w − 1)² if the mean is below
+    1/2. The sums may be float32's: no deviation is above half the spread (Popoviciu), so equal weights have exactly 0.
     """
-    mean_square = weights.minus_1_squared / count
-    variance = mean_square - (weights.minus_1 / count) ** 2
+    mean = weights.total / count
+    mean_square = weights.total_squared / count
+    if mean >= 0.5:
+        mean = weights.minus_1 / count
+        mean_square = weights.minus_1_squared / count
+    variance = mean_square - mean**2
     if variance <= 4 * sys.float_info.epsilon * mean_square:
         return 0.0
     return min(math.sqrt(variance), max(spread, 0.0) / 2)

@@ -292,14 +292,14 @@ def mismatch_metrics(x: Steps) -> dict[str, float]:
     if not valid_BT.any():
         return metrics
     delta_N, sum_N = delta_BT[valid_BT], delta_BT.sum(1)[valid_BT.any(1)]
-    capped_N, weight_N = delta_N.clamp(-20, 20), sum_N.clamp(-340, 340).double()
+    capped_N = delta_N.clamp(-20, 20)
+    ratio_N = (sum_N.double() - sum_N.double().max()).exp()  # of whole sequences, relative to the largest
     metrics |= {
         "mismatch_kl": -delta_N.mean().item(),
         "mismatch_k3_kl": (capped_N.expm1() - delta_N).mean().item(),
         "mismatch_chi2_token": (2 * capped_N).expm1().mean().item(),
         "mismatch_chi2_seq": (2 * sum_N.clamp(-20, 20)).expm1().mean().item(),
-        "effective_sequence_share": (2 * weight_N.logsumexp(0) - (2 * weight_N).logsumexp(0)).exp().item()
-        / len(weight_N),
+        "effective_sequence_share": ratio_N.sum().square().item() / (len(ratio_N) * ratio_N.square().sum().item()),
         "train_rollout_logprob_abs_diff": delta_N.abs().mean().item(),
     }
     measured_B = finite_BT.any(1)

@@ -15,6 +15,7 @@ from slime_tis.correction.ratio import LOG_RATIO_BOUND, indicator, safe_exp, seq
 from slime_tis.correction.rules import AdaptiveBounds, sequence_accepted
 from slime_tis.correction.sums import (
     BOUNDS,
+    EXTREMES,
     BatchSums,
     Counts,
     Extremes,
@@ -27,8 +28,6 @@ from slime_tis.correction.sums import (
 
 LARGEST_EXPONENT = 700.0
 """The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at e^20."""
-SQUARED_EXPONENT = 340.0
-"""The effective sample size takes ratios up to e^340: the square of a sum of a million of them is finite."""
 LOG_PPL_BOUND = 80.0
 """exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
 
@@ -76,7 +75,23 @@ def sequence_pass(
     if bounds is not None:
         values = (bounds.k3, bounds.z_score, *bounds.log_bounds(config.rs_level))
         bound_terms = named(BOUNDS, [value * nonempty_S for value in values])
-    ratio_of_sequence_S = _ratio(sums_S.log_ratio, SQUARED_EXPONENT) * nonempty_S
+    ratio_S = None if log_weight_S is None else _ratio(log_weight_S, LARGEST_EXPONENT)
+    mean_weight_S = None
+    if mean_weights is not None:
+        mean_weight_S = mean_weights.total
+    extremes = Extremes(
+        log_ppl_diff=_present(perplexity.log_ppl_diff, measured_S),
+        ratio=_present(ratio_S, nonempty_S),
+        sequence_weight=_present(mean_weight_S, nonempty_S),
+        weight=_present(weight_S, nonempty_S),
+        sequence_log_ratio=_present(sums_S.log_ratio, nonempty_S),
+    )
+    table = torch.nn.functional.pad(stacked(extremes), (0, 0, 0, 1), value=torch.nan)  # amin needs a row
+    mins = table.masked_fill(table.isnan(), torch.inf).amin(0)
+    maxs = table.masked_fill(table.isnan(), -torch.inf).amax(0)
+    # Relative to the largest: a sum of exp(Σ Δ) would overflow, or be 0 in a batch whose Σ Δ are all below −700.
+    largest_log_ratio = named(EXTREMES, maxs.unbind()).sequence_log_ratio
+    relative_S = torch.where(nonempty_S > 0, sums_S.log_ratio - largest_log_ratio, -torch.inf).exp_()
     terms_S = BatchSums(
         sequences=nonempty_S,
         measured_sequences=measured_S,
@@ -87,8 +102,8 @@ def sequence_pass(
         ratio_squared_minus_1=sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1,
         sequence_ratio_squared_minus_1=torch.expm1(2 * sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
         accepted_tokens=accepted_S,
-        sequence_weight=ratio_of_sequence_S,
-        sequence_weight_squared=ratio_of_sequence_S.square(),
+        sequence_weight=relative_S,
+        sequence_weight_squared=relative_S.square(),
         perplexity=perplexity,
         weights=weights,
         mean_weights=mean_weights,
@@ -97,15 +112,6 @@ def sequence_pass(
         veto=None if sums_S.catastrophic is None else _counts(sums_S.catastrophic),
         trimmed_tokens=sums_S.trimmed,
     )
-    ratio_S = None if log_weight_S is None else _ratio(log_weight_S, LARGEST_EXPONENT)
-    mean_weight_S = None if mean_weights is None else 1 + mean_weights.minus_1
-    extremes = Extremes(
-        log_ppl_diff=_present(perplexity.log_ppl_diff, measured_S),
-        ratio=_present(ratio_S, nonempty_S),
-        sequence_weight=_present(mean_weight_S, nonempty_S),
-        weight=_present(weight_S, nonempty_S),
-    )
-    table = torch.nn.functional.pad(stacked(extremes), (0, 0, 0, 1), value=torch.nan)  # amin needs a row
     return SequencePass(
         weight_S=weight_S,
         accept_S=accept_S,
@@ -113,8 +119,8 @@ def sequence_pass(
         statistics=Statistics(
             config=config,
             sums=stacked(terms_S).sum(0),
-            mins=table.masked_fill(table.isnan(), torch.inf).amin(0),
-            maxs=table.masked_fill(table.isnan(), -torch.inf).amax(0),
+            mins=mins,
+            maxs=maxs,
         ),
     )
 
@@ -145,8 +151,10 @@ def _sequence_weights(
     weight_S = config.mode.bound(raw_S, lower, upper)
     minus_1_S = (weight_S - 1) * nonempty_S
     return weight_S, WeightSums(
+        before=raw_S * nonempty_S,
         before_minus_1=(raw_S - 1) * nonempty_S,
         total=weight_S * nonempty_S,
+        total_squared=weight_S.square() * nonempty_S,
         minus_1=minus_1_S,
         minus_1_squared=minus_1_S.square(),
         high=(raw_S > upper) * nonempty_S,
@@ -160,17 +168,28 @@ def _token_weights(
     """The sums over tokens, and over sequences of the mean weight of their tokens."""
     lower, upper = weight_bounds(config, sums_S.advantage)
     before_S = sums_S.ratio_minus_1 if weights.before_minus_1 is None else weights.before_minus_1
+    assert weights.before is not None
     n_S = sums_S.valid.clamp_min(1)
-    minus_1_S, raw_S = weights.minus_1 / n_S, 1 + before_S / n_S
+    raw_S = _mean_weight(weights.before, before_S, n_S)
+    mean_S = _mean_weight(weights.total, weights.minus_1, n_S) * nonempty_S
+    minus_1_S = torch.where(mean_S < 0.5, mean_S - nonempty_S, weights.minus_1 / n_S)
     means = WeightSums(
+        before=None,
         before_minus_1=None,
-        total=None,
+        total=mean_S,
+        total_squared=mean_S.square(),
         minus_1=minus_1_S,
         minus_1_squared=minus_1_S.square(),
         high=(raw_S > upper) * nonempty_S,
         low=(raw_S < lower) * nonempty_S,
     )
     return replace(weights, before_minus_1=before_S), means
+
+
+def _mean_weight(total_S: Tensor, minus_1_S: Tensor, n_S: Tensor) -> Tensor:
+    """Σw/n of each sequence below 1/2, else 1 + Σ(w − 1)/n: whichever of the two sums has more digits of it."""
+    mean_S = total_S / n_S
+    return torch.where(mean_S < 0.5, mean_S, 1 + minus_1_S / n_S)
 
 
 def _rejection(

@@ -20,12 +20,20 @@ SumsT = TypeVar("SumsT")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSums(Generic[V]):
-    """Σ of weights w: of the tokens of a sequence, of all tokens or sequences, or of the mean weights of sequences."""
+    """Σ of weights w: of the tokens of a sequence, of all tokens or sequences, or of the mean weights of sequences.
 
+    Sums of w and of w − 1 are both needed. In float32, w − 1 has no digit of a weight of e^−17 left, and w only a few
+    digits of the difference between 1 and 1.000001.
+    """
+
+    before: V | None
+    """w before the mode; None for mean weights."""
     before_minus_1: V | None
     """w − 1 before the mode; None at the token level, where it is `ratio_minus_1`, and for mean weights."""
-    total: V | None
-    """w after the mode; None for mean weights."""
+    total: V
+    """w after the mode."""
+    total_squared: V
+    """w² after the mode."""
     minus_1: V
     """w − 1 after the mode."""
     minus_1_squared: V
@@ -127,8 +135,9 @@ class BatchSums(Generic[V]):
     sequence_ratio_squared_minus_1: V
     """ρ² − 1 over sequences, with ρ = exp(clamp(Σ Δ, −20, 20))."""
     sequence_weight: V
-    """ρ over sequences, with ρ = exp(clamp(Σ Δ, −340, 340)), as the next."""
+    """exp(Σ Δ − m) over sequences, with m the batch's largest Σ Δ, so that nothing overflows and not all are 0."""
     sequence_weight_squared: V
+    """exp(Σ Δ − m)² over sequences."""
     perplexity: PerplexitySums[V]
     weights: WeightSums[V] | None
     """Under `use_tis`, over tokens if weights differ from token to token, else over sequences."""
@@ -155,6 +164,8 @@ class Extremes(Generic[V]):
     """The mean weight of a sequence, after the mode."""
     weight: V
     """The weight inside the bounds in mask mode; in the other modes the same as `ratio`."""
+    sequence_log_ratio: V
+    """Σ Δ of a sequence. `BatchSums.sequence_weight` and its square are relative to the maximum."""
 
 
 def stacked(sums: object) -> Tensor:
@@ -198,7 +209,7 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
         BatchSums,
         perplexity=_blank(PerplexitySums),
         weights=_blank(WeightSums) if config.use_tis else None,
-        mean_weights=_blank(WeightSums, before_minus_1=None, total=None) if config.has_token_weights else None,
+        mean_weights=_blank(WeightSums, before=None, before_minus_1=None) if config.has_token_weights else None,
         rejected=dict.fromkeys(["", *(criterion.name for criterion in rejections)] if rejections else [], counts),
         bounds=_blank(BoundSums) if config.adaptive else None,
         veto=counts if config.vetoes else None,

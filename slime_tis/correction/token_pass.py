@@ -141,10 +141,7 @@ def _apply_criteria(criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chun
 
 
 def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tuple[Tensor, Tensor, WeightSums[Tensor]]:
-    """Weight of every token, the extremes, and row sums.
-
-    The deviation is taken from Σ(w − 1)²: the float32 sum of w² loses it for weights near 1.
-    """
+    """Weight of every token, the extremes, and row sums."""
     valid, scratch = tokens.valid_RK, tokens.scratch_RK
     raw = safe_exp(TOKEN_LEVELS[LEVELS[config.tis_level].aggregation](tokens, chunk))
     lowest = torch.div(raw, valid, out=scratch).amin()  # x/0 is +inf: no minimum
@@ -162,10 +159,16 @@ def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tup
     lower = lower.clamp_min(LOWEST_BOUND) if isinstance(lower, Tensor) else max(lower, LOWEST_BOUND)
     low_R = indicator(torch.lt, raw, lower, scratch).sum(-1).sub_(invalid_R)
     minus_1 = torch.sub(weight, valid, out=scratch)
-    minus_1_R, minus_1_squared_R = minus_1.sum(-1), _sum_of_squares(minus_1)
+    minus_1_R = minus_1.sum(-1)
+    minus_1_squared_R = _sum_of_squares(minus_1)
+    before_minus_1_R = None
+    if config.tis_level != "token":
+        before_minus_1_R = torch.sub(raw, valid, out=scratch).sum(-1)
     sums_R = WeightSums(
-        before_minus_1=None if config.tis_level == "token" else torch.sub(raw, valid, out=scratch).sum(-1),
+        before=raw.sum(-1),
+        before_minus_1=before_minus_1_R,
         total=weight.sum(-1),
+        total_squared=_sum_of_squares(weight),
         minus_1=minus_1_R,
         minus_1_squared=minus_1_squared_R,
         high=high_R,

@@ -78,9 +78,8 @@ def exp(value, bound=20.0):
 
 
 def ess_share(log_weights):
-    """(Σ w)² / (n Σ w²), from the largest weight, so that nothing overflows."""
-    bounded = [min(max(x, -340.0), 340.0) for x in log_weights]
-    relative = [math.exp(x - max(bounded)) for x in bounded]
+    """(Σ w)² / (n Σ w²), relative to the largest weight, so that nothing overflows and not all are 0."""
+    relative = [math.exp(x - max(log_weights)) for x in log_weights]
     return math.fsum(relative) ** 2 / (len(relative) * math.fsum(x * x for x in relative))
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from slime_tis import GlobalBatch, Ranks, RolloutCorrectionConfig, context_parallel_slices, correct, response_slices
 from slime_tis.correction.sums import stacked
+from tests.correction.expected import expected_correction
 from tests.runs import free_port, spawn
 
 
@@ -128,9 +129,21 @@ def _sharded(rank, size):
     return results
 
 
+FAR_BELOW = [[-400.0], [-380.0, -17.0], [-390.0]]
+"""Δ of the tokens of sequences whose ratios are all 0 in float64."""
+
+
+def _far_below(rank, size):
+    """Metrics of sequences far below, dealt out over data-parallel ranks."""
+    deltas = [torch.tensor(row, dtype=torch.float64) for row in FAR_BELOW[rank::size]]
+    others = [[torch.zeros_like(row) for row in deltas], [torch.ones(len(row)) for row in deltas]]
+    statistics = correct(RolloutCorrectionConfig(use_tis=True), deltas, *others).statistics
+    return statistics.all_reduce(Ranks.from_groups(data=dist.group.WORLD)).metrics()
+
+
 def _rank(rank, size, port, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    found = {"sliced": _sliced(rank, size), "sharded": _sharded(rank, size)}
+    found = {"sliced": _sliced(rank, size), "sharded": _sharded(rank, size), "far below": _far_below(rank, size)}
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
@@ -170,6 +183,15 @@ def test_data_parallel_ranks_agree_with_one(ranks):
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
             assert [x.tolist() for x in mask] == [x.tolist() for x in whole.mask[rank :: size - 1]]
             assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
+
+
+def test_data_parallel_ranks_merge_ratios_far_below(ranks):
+    config = RolloutCorrectionConfig(use_tis=True)
+    rollout = [[0.0] * len(row) for row in FAR_BELOW]
+    mask = [[True] * len(row) for row in FAR_BELOW]
+    expected = expected_correction(config, FAR_BELOW, rollout, mask).metrics
+    for found in ranks:
+        assert found["far below"] == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize(("total", "response"), [(10, 7), (3, 2), (16, 16), (1, 1), (33, 1), (9, 0)])
@@ -283,10 +305,11 @@ def test_collectives_of_both_groups_and_of_joined_sequences():
     statistics = correction(Ranks()).statistics
     statistics.all_reduce(Ranks(context=context, data=data))
     # Sums are of whole sequences already; extremes are of this rank's tokens.
-    assert calls == [("data", "sum"), ("context", "min"), ("data", "min"), ("context", "max"), ("data", "max")]
+    # The maxima come first, because the ratios of sequences are summed relative to the largest one.
+    assert calls == [("context", "max"), ("data", "max"), ("data", "sum"), ("context", "min"), ("data", "min")]
     calls.clear()
     statistics.all_reduce(Ranks(context=context, data=data, data_and_context=both))
-    assert calls == [("data", "sum"), ("both", "min"), ("both", "max")]
+    assert calls == [("both", "max"), ("data", "sum"), ("both", "min")]
     # At the level prefix every context-parallel rank has the whole sequences, and would count them twice.
     calls = []
     context, data, both = (named(name, calls) for name in ("context", "data", "both"))
