@@ -1,12 +1,13 @@
 """Files: JSON objects and metrics are read, and files are replaced so that readers see the earlier or the new one."""
 
 import codecs
+import errno
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slime_tis.errors import first_line
 
@@ -25,18 +26,28 @@ def free_name(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yields the temporary path `.NAME.partial`, which is renamed to `path` at the end of the `with` block.
+def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """Yields a new binary file, which replaces the file `path` at the end of the `with` block.
 
-    After an exception the temporary file is removed and `path` is unchanged.
+    The file is `.NAME.partial` until then. After an exception it is removed and `path` is unchanged.
+
+    Whoever may write to the directory can replace `.NAME.partial` by a link to another file at any time. Therefore the
+    file is never opened again by its name: all bytes go to the descriptor of the file that was made here.
+
+    Raises:
+        OSError: The file cannot be written, or somebody else has replaced or removed it meanwhile.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name.removeprefix('.')}.partial")
     partial.unlink(missing_ok=True)  # from a killed run, or a link that another user made
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        yield partial
-        partial.replace(path)
+        with os.fdopen(descriptor, "w+b") as file:
+            yield file
+            file.flush()
+            if not os.path.samestat(os.fstat(descriptor), partial.lstat()):
+                raise OSError(errno.ESTALE, "another process replaced it while it was written", str(partial))
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -46,8 +57,8 @@ def write_atomically(path: str | Path, text: str) -> None:
 
     The directory is not flushed: a power failure just after the return may undo the replacement.
     """
-    with atomic_path(path) as partial, open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
+    with atomic_file(path) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
 

@@ -11,7 +11,7 @@ from typing import Any
 from examples.collapse_study.cases import ROOT, Curve, Grid, Study
 from examples.collapse_study.results import Row, read_table
 from slime_tis.analysis.report.overview import spread as spread_over_runs
-from slime_tis.files import atomic_path, write_atomically
+from slime_tis.files import atomic_file, write_atomically
 
 STUDIES = (
     Study(),
@@ -185,8 +185,8 @@ def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
     axes[0][0].set_ylabel(LABELS[curve])
     figure.legend(handles=lines.values(), loc="outside lower center", ncols=min(5, 2 * len(panels)), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
-        figure.savefig(partial, dpi=110, format="png")
+    with atomic_file(path) as file:
+        figure.savefig(file, dpi=110, format="png")
     pyplot.close(figure)
     return path
 

@@ -31,7 +31,7 @@ from slime_tis.analysis.report.recommend import (
     is_negligible,
     study,
 )
-from slime_tis.files import atomic_path, write_atomically
+from slime_tis.files import atomic_file, write_atomically
 
 STUDY = Study(ROOT / "examples" / "comparison_study")
 EVIDENCE = ROOT / "slime_tis" / "analysis" / "report" / "comparison_study.json"
@@ -274,8 +274,8 @@ def draw(compared: Sequence[Column], path: Path) -> Path:
     axes.tick_params(length=0)
     axes.set_xlabel("accuracy relative to on-policy training; ● not told apart from the best", fontsize=8)
     figure.tight_layout()
-    with atomic_path(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=130)
     pyplot.close(figure)
     return path
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.curves import COLORS, Series, read_series, running_mean
-from slime_tis.files import METRICS, atomic_path
+from slime_tis.files import METRICS, atomic_file
 from slime_tis.torch_files import load_tensors
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"
@@ -28,8 +28,8 @@ WEIGHTS = {
 
 def save_samples(directory: Path, before: Tensor, after: Tensor) -> None:
     """Images before and after, [rows, 10, 64], whole or not at all."""
-    with atomic_path(directory / SAMPLES) as partial:
-        torch.save({"before": before, "after": after}, partial)
+    with atomic_file(directory / SAMPLES) as file:
+        torch.save({"before": before, "after": after}, file)
 
 
 def draw(directory: Path, compare_with: Path | None = None) -> Path:
@@ -67,8 +67,8 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
     _draw_weights(axes[1, 1], directory.name, series[directory.name])
     _draw_images(images, runs)
     path = directory / PICTURE
-    with atomic_path(path) as partial:
-        figure.savefig(partial, dpi=110, format="png")
+    with atomic_file(path) as file:
+        figure.savefig(file, dpi=110, format="png")
     pyplot.close(figure)
     return path
 

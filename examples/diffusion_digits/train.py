@@ -38,7 +38,7 @@ from slime_tis.diffusion import (
     correct_trajectories,
     diffusion_loss,
 )
-from slime_tis.files import atomic_path
+from slime_tis.files import atomic_file
 from slime_tis.policy.advantages import grpo
 from slime_tis.trainer.reporting.reporters import open_reporters
 
@@ -216,8 +216,8 @@ def loss_metrics(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) ->
 
 def save_policy(directory: Path, model: VelocityModel) -> None:
     """The weights, whole or not at all."""
-    with atomic_path(directory / POLICY) as partial:
-        torch.save(model.state_dict(), partial)
+    with atomic_file(directory / POLICY) as file:
+        torch.save(model.state_dict(), file)
 
 
 if __name__ == "__main__":

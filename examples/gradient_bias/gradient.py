@@ -30,7 +30,7 @@ from examples.gradient_bias.estimators import (
 )
 from examples.tables import read_rows, write_rows
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.files import atomic_path
+from slime_tis.files import atomic_file
 
 TABLE = Path(__file__).with_name("gradient.csv")
 PAGE, PICTURE = Path(__file__).with_name("README.md"), Path(__file__).with_name("bias_variance.png")
@@ -243,8 +243,8 @@ def draw(found: Sequence[Point], path: Path) -> Path:
             axis.set_ylabel(f"{CORRELATIONS[correlation]} (κ = {correlation:g})\n{label}")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    with atomic_path(path) as partial:
-        figure.savefig(partial, dpi=90, format="png")
+    with atomic_file(path) as file:
+        figure.savefig(file, dpi=90, format="png")
     pyplot.close(figure)
     return path
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.curves import COLORS, Series, read_series, running_mean
-from slime_tis.files import METRICS, atomic_path
+from slime_tis.files import METRICS, atomic_file
 
 PICTURE = "replay.png"
 BLUE, RED = COLORS[:2]
@@ -51,8 +51,8 @@ def draw(without: Path, with_replay: Path) -> Path:
     _draw_largest(axes[1, 0], replayed)
     _draw_routing(axes[1, 1], replayed)
     path = with_replay / PICTURE
-    with atomic_path(path) as partial:
-        figure.savefig(partial, dpi=110, format="png")
+    with atomic_file(path) as file:
+        figure.savefig(file, dpi=110, format="png")
     pyplot.close(figure)
     return path
 

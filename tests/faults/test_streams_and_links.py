@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from slime_tis.analysis.dumps.files import write
+from slime_tis.files import write_atomically
 from slime_tis.main import main
+from slime_tis.trainer.data.dump import save_samples
+from slime_tis.trainer.reporting.reporters import JsonLines
 from slime_tis.trainer.storage.checkpoints import checkpoints
+from tests.dumps.tables import full_table
 from tests.faults.forked import run_forked
 from tests.runs import ROOT, make_task, read_metrics
 
@@ -83,6 +88,74 @@ def run(task, tmp_path_factory):
 @pytest.mark.parametrize("place", range(len(PARTIALS)), ids=PARTIALS)
 def test_a_link_at_a_partial_file_is_not_followed(place, run):
     assert (run.parent / "victims" / str(place)).read_text() == "thesis"
+
+
+SWAP = """
+import os, sys
+partial, victim = sys.argv[1:]
+print("ready", flush=True)
+while True:
+    try:
+        os.unlink(partial)
+        os.symlink(victim, partial)
+    except OSError:
+        pass
+"""
+
+
+def write_text(path):
+    write_atomically(path, "new\n")
+
+
+def write_table(path):
+    write(path, full_table())
+
+
+def write_samples(path):
+    save_samples(path, [[]])
+
+
+@pytest.mark.parametrize(
+    ("name", "writes", "write_file"),
+    [
+        ("config.yaml", 1000, write_text),
+        ("0.parquet", 200, write_table),
+        ("0.pt", 200, write_table),
+        ("0.jsonl", 200, write_samples),
+    ],
+)
+def test_a_link_swapped_in_during_a_write_is_not_followed(name, writes, write_file, tmp_path):
+    path = tmp_path / name
+    victim = tmp_path / "victim"
+    victim.write_text("thesis")
+    attacker = subprocess.Popen(
+        [sys.executable, "-c", SWAP, str(tmp_path / f".{name}.partial"), str(victim)], stdout=subprocess.PIPE
+    )
+    assert attacker.stdout is not None and attacker.stdout.readline() == b"ready\n"
+    overwritten = interrupted = 0
+    try:
+        for _ in range(writes):
+            try:
+                write_file(path)
+            except OSError:
+                interrupted += 1
+            overwritten += victim.read_bytes() != b"thesis"
+            path.unlink(missing_ok=True)
+    finally:
+        attacker.kill()
+        attacker.communicate()
+    print(f"{name}: {writes} writes, {interrupted} interrupted, {overwritten} overwritten")
+    assert overwritten == 0
+
+
+def test_a_link_at_the_metrics_is_replaced(tmp_path):
+    (tmp_path / "victim").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "victim")
+    reporter = JsonLines(tmp_path / "metrics.jsonl", resume_step=2)
+    reporter.log({"train/loss": 1.0}, 2)
+    reporter.close()
+    assert (tmp_path / "victim").read_text() == '{"step": 1}\n'
+    assert not (tmp_path / "metrics.jsonl").is_symlink()
 
 
 def test_a_link_at_the_lock_is_refused(task, tmp_path):

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,7 @@ from slime_tis.analysis.dumps.table import (
     offsets_of,
 )
 from slime_tis.errors import first_line, quoted
-from slime_tis.files import FOREIGN, atomic_path
+from slime_tis.files import FOREIGN, atomic_file
 from slime_tis.torch_files import UnsafeTorch, load_tensors
 
 SCHEMA_VERSION = 1
@@ -71,8 +71,9 @@ def write(path: str | Path, table: TokenTable) -> None:
     """Writes a table, in slime's layout if the name ends in .pt, else as parquet; the file appears when complete."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial:
-        (_write_pt if path.suffix == ".pt" else _write_parquet)(partial, table)
+    write_table = _write_pt if path.suffix == ".pt" else _write_parquet
+    with atomic_file(path) as file:
+        write_table(file, table)
 
 
 def check_replaceable(path: Path) -> None:
@@ -96,7 +97,7 @@ def _is_own(path: Path) -> bool:
     return isinstance(content, dict) and content.keys() >= keys and isinstance(content["metadata"], dict)
 
 
-def _write_pt(path: Path, table: TokenTable) -> None:
+def _write_pt(file: IO[bytes], table: TokenTable) -> None:
     content = {
         "format_version": 2,
         "rollout_id": table.metadata.get("rollout_id"),
@@ -105,7 +106,7 @@ def _write_pt(path: Path, table: TokenTable) -> None:
         "dp_shards": [],
         "metadata": dict(table.metadata),
     }
-    torch.save(content, path)
+    torch.save(content, file)
 
 
 def _sample(table: TokenTable, index: int) -> dict[str, Any]:
@@ -122,14 +123,14 @@ def _sample(table: TokenTable, index: int) -> dict[str, Any]:
     return sample
 
 
-def _write_parquet(path: Path, table: TokenTable) -> None:
+def _write_parquet(file: IO[bytes], table: TokenTable) -> None:
     shape = [0, 0] if table.experts is None else list(table.experts.shape[1:])
     header = {"schema_version": SCHEMA_VERSION, "metadata": dict(table.metadata), "experts_shape": shape}
     group_S = table.offsets[:-1] * (table.nbytes // max(table.tokens, 1)) // ROW_GROUP_BYTES
     parts = np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
     groups = [_to_arrow(table.select(samples)) for samples in parts]
     schema = groups[0].schema.with_metadata({KEY: json.dumps(header)})
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+    with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
         for group in groups:
             writer.write_table(group.replace_schema_metadata(schema.metadata))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.files import FOREIGN, atomic_path, json_lines
+from slime_tis.files import FOREIGN, atomic_file, json_lines
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample, SampleStatus, SamplingMask, by_rollout
@@ -33,9 +33,10 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
     except ValueError as error:
         raise ValueError(f"the samples were not saved to {quoted_path(path)}: {error}.") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as partial, partial.open("w", encoding="utf-8") as lines:
+    with atomic_file(path) as lines:
         for sample in (sample for group in groups for sample in group):
-            lines.write(json.dumps(to_dict(sample), allow_nan=False) + "\n")
+            row = json.dumps(to_dict(sample), allow_nan=False) + "\n"
+            lines.write(row.encode())
 
 
 def check_replaceable(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -66,10 +67,12 @@ class JsonLines:
     """metrics.jsonl: one JSON object per step, complete after every step. A value that is not finite becomes null."""
 
     def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
-        if path.exists():
+        if os.path.lexists(path):
             write_atomically(path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again)))
         self._path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+        # A link that appears here now is not the user's: the line above has replaced those by files.
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._file = os.fdopen(descriptor, "a", encoding="utf-8")  # open as long as the run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Appends a line and flushes it."""

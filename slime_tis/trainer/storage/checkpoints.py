@@ -16,7 +16,7 @@ from typing import Any
 from slime_tis.errors import quoted
 from slime_tis.files import free_name
 from slime_tis.limits import flag
-from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, remove_files
+from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, make_private, make_public, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
 ROLLOUT_WEIGHTS, UPDATE_SAMPLES = "rollout_weights.safetensors", "weight_update_samples.pt"
@@ -105,7 +105,7 @@ def begin(checkpoint: Path) -> Path:
     sweep(checkpoint.parent)
     if unfinished.exists():
         raise FileExistsError(errno.EEXIST, "holds files that this program did not write", str(unfinished))
-    unfinished.mkdir()
+    make_private(unfinished)
     return unfinished
 
 
@@ -127,6 +127,7 @@ def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
 
     An existing checkpoint of another or unknown run, or with other files, is renamed to `….replaced`.
     """
+    make_public(unfinished)
     if checkpoint.exists() and not _is_own(checkpoint, run):
         checkpoint.rename(free_name(checkpoint.with_name(f"{checkpoint.name}.replaced")))
     if not checkpoint.exists():

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -86,6 +87,32 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
             print(f"process id {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
             return file
         file.close()  # another run deleted the file before it was locked
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory that only this user can enter, for files that libraries write by their paths.
+
+    Users who may write to a directory could put a link in the place of a file in it, and a library that opens the file
+    by its name would overwrite what the link points to. `make_public` follows when all files are complete.
+
+    Raises:
+        FileExistsError: The directory exists; somebody else may have made it, with links in it.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700)
+
+
+def make_public(directory: Path) -> None:
+    """Gives a directory of `make_private` the permissions that this process gives to new directories."""
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    directory.chmod(mode | (0o777 & ~_umask()))  # keeps a group's bit that the directory has inherited
+
+
+def _umask() -> int:
+    """Returns the mask of this process; `os.umask` would change it for other threads."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("Umask:")]
+    return int(mask, 8)
 
 
 def exchange(one: Path, other: Path) -> None:

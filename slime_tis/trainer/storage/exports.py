@@ -7,10 +7,11 @@ An export lists its files in `.slime_tis_export.json`; other files are never rem
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from slime_tis.errors import quoted_path
-from slime_tis.trainer.storage.directories import exchange, remove_files
+from slime_tis.trainer.storage.directories import exchange, make_private, make_public, remove_files
 
 MARKER = ".slime_tis_export.json"
 """List of an export's files."""
@@ -51,7 +52,9 @@ def begin(directory: Path) -> Path:
     """Makes the directory of an unfinished export, replacing a killed run's."""
     unfinished = _unfinished(directory)
     discard(unfinished)
-    unfinished.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        unfinished.rmdir()  # a run that was killed before it wrote the marker leaves an empty directory
+    make_private(unfinished)
     _write_marker(unfinished, [])
     return unfinished
 
@@ -68,6 +71,7 @@ def finish(unfinished: Path, directory: Path) -> Path:
     The path has a number if `directory` meanwhile has files that this program did not write.
     """
     _write_marker(unfinished, [path.name for path in unfinished.iterdir() if path.name != MARKER])
+    make_public(unfinished)
     number, target = 1, directory
     while replaceable(target) is not None:
         number += 1

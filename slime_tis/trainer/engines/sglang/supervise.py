@@ -38,7 +38,7 @@ def main(log: str, flags: list[str]) -> int:
         return 0
     os.close(server_end)
     signal.signal(signal.SIGTERM, lambda *_: end(server))
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     return watch(server, output, Redacted(file, secrets))
 
 

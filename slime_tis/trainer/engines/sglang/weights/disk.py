@@ -14,7 +14,7 @@ from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, Wei
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
-from slime_tis.trainer.storage.directories import LOCK, held
+from slime_tis.trainer.storage.directories import LOCK, held, make_private, make_public
 from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
 
 FINISHED, UNFINISHED = "weights_", "unfinished_"
@@ -72,8 +72,9 @@ class DiskSync:
         unfinished, finished = self._directory / f"{UNFINISHED}{name}", self._directory / f"{FINISHED}{name}"
         weights = iter(source())
         try:
-            unfinished.mkdir()
+            make_private(unfinished)
             write_hf_checkpoint(unfinished, weights, like=self._hf_checkpoint, shard_bytes=self._config.bucket_bytes)
+            make_public(unfinished)
             unfinished.rename(finished)
         except OSError as error:
             for _ in weights:  # a collective: other ranks iterate too
