@@ -7,9 +7,11 @@ Options that need order statistics of the batch are refused.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.layout import check_precision
 from slime_tis.correction.reference import correction_steps
 
 
@@ -31,16 +33,28 @@ def correct(
 ) -> WeightsAndMask:
     """Importance weights and mask; see `slime_tis.correct` for the arguments, here tensors [..., T].
 
-    `tis_batch_normalize` divides by the mean weight of this call.
+    Computes in float32, or in float64 where log-probs are. `tis_batch_normalize` divides by the mean weight of this
+    call. Meta tensors give meta tensors.
 
     Raises:
-        ValueError: an option needs the values of the batch, or advantages are missing.
+        ValueError: an option needs the values of the batch, advantages are missing, or a tensor is float8.
     """
     wrong = config.batch_options + ["nonfinite_policy"] * (config.nonfinite_policy == "raise")
     if wrong:
         raise ValueError(f"{', '.join(wrong)} needs the values of the batch; call slime_tis.correct instead.")
     if config.needs_advantages and advantages is None:
         raise ValueError("the divergence mask or the bounds by sign need advantages; pass advantages=.")
-    train, current = train_log_probs.detach(), None if current_log_probs is None else current_log_probs.detach()
-    steps = correction_steps(config, (train, rollout_log_probs.detach()), loss_mask, current, advantages)
+    train = _working("train_log_probs", train_log_probs)
+    rollout = _working("rollout_log_probs", rollout_log_probs)
+    current = None if current_log_probs is None else _working("current_log_probs", current_log_probs)
+    advantages = None if advantages is None else _working("advantages", advantages)
+    steps = correction_steps(config, (train, rollout), loss_mask, current, advantages)
     return WeightsAndMask(steps.weights.float(), steps.mask)
+
+
+def _working(name: str, values: Tensor) -> Tensor:
+    """Detached values in float32 or float64."""
+    if isinstance(values, Tensor):  # a tracer's proxy has no dtype yet
+        check_precision(name, values)
+    # The product has the wider dtype of both, also for the tensors that a traced program is run with later.
+    return values.detach() * torch.ones(1, dtype=torch.float32, device=values.device)

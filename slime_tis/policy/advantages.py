@@ -12,6 +12,8 @@ from slime_tis.policy.config import PolicyConfig
 MAX_REWARD = 1e150
 """Largest magnitude of a reward: the squares of larger ones overflow in float64, and all advantages would be 0."""
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
+ROUNDING = 1e-12
+"""An advantage below this share of the return is the rounding of a weighted mean of equal returns."""
 
 
 def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None = None) -> Tensor:
@@ -29,13 +31,16 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None
         accepted: [G, n] bool, the samples that the mean and the deviation are of; the others get 0. None for all.
 
     Returns:
-        [G, n].
+        [G, n] in the dtype of the rewards, computed in float64; exactly 0 in a group of equal rewards.
+
+    Raises:
+        ValueError: if there are fewer than two samples, or the reward of an accepted one is not finite.
     """
     centred, count = _centred(rewards, accepted, "grpo")
     if not normalize_std:
-        return centred
+        return _as(rewards, centred)
     deviation = (centred.square().sum(1, keepdim=True) / (count - 1).clamp_min(1)).sqrt()
-    return centred / (deviation + EPSILON)
+    return _as(rewards, centred / (deviation + EPSILON))
 
 
 def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
@@ -46,10 +51,10 @@ def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
     Source: "Back to Basics: Revisiting REINFORCE Style Optimization", Ahmadian et al.
     (https://arxiv.org/abs/2402.14740), eq. 6.
 
-    Args and returns as `grpo`.
+    Args, returns and raises as `grpo`.
     """
     centred, count = _centred(rewards, accepted, "rloo")
-    return centred * (count / (count - 1).clamp_min(1))
+    return _as(rewards, centred * (count / (count - 1).clamp_min(1)))
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accepted: Tensor | None = None) -> Tensor:
@@ -60,11 +65,11 @@ def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accep
     Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization", Hu et al.
     (https://arxiv.org/abs/2501.03262), §3.
 
-    Args and returns as `grpo`; `valid_tokens` [G, n] are the trained tokens of each sample, the weights of the batch
-    statistics.
+    Args, returns and raises as `grpo`; `valid_tokens` [G, n] are the trained tokens of each sample, the weights of the
+    batch statistics.
     """
     centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
-    return whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted)
+    return _as(rewards, whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted))
 
 
 def optimal_token_baseline(
@@ -97,10 +102,16 @@ def optimal_token_baseline(
         ranks: data-parallel ranks, each with other samples of the prompts, also of another length T.
 
     Returns:
-        float64 [B, T], 0 where masked; without baseline for the only sample of a prompt.
+        float64 [B, T], 0 where masked and where all samples of a prompt have the same return; without baseline for the
+        only sample of a prompt.
+
+    Raises:
+        ValueError: if the reward of a token of the loss is not finite.
     """
+    _refuse_nonfinite(rewards_BT, mask_BT != 0, "optimal_token_baseline")
+    trained_BT = torch.where(mask_BT != 0, rewards_BT.double(), 0.0)
     mask_BT = (mask_BT != 0).double()
-    returns_BT = (rewards_BT.double() * mask_BT).flip(1).cumsum(1).flip(1)
+    returns_BT = trained_BT.flip(1).cumsum(1).flip(1)
     energy_BT = score_norm_squared(log_probs_BT, sum_pi_squared_BT)
     if weights_BT is not None:
         energy_BT = energy_BT * weights_BT.double().square()
@@ -117,7 +128,8 @@ def optimal_token_baseline(
     if zero_tail:  # of the longest sample, after the last token of the second longest
         is_longest_B1 = (is_longer_BT & (longer_BT == 1)).any(1, keepdim=True)
         baseline_BT = torch.where(is_longest_B1 & (longer_BT <= 1), 0.0, baseline_BT)
-    return (returns_BT - baseline_BT) * mask_BT
+    advantages_BT = (returns_BT - baseline_BT) * mask_BT
+    return torch.where(advantages_BT.abs() > ROUNDING * returns_BT.abs(), advantages_BT, 0.0)
 
 
 def score_norm_squared(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
@@ -148,8 +160,12 @@ def minimum_variance_baseline(
         log_weights_B: log w_i of the sample, for example Σ_t Δ_t; None for 0.
 
     Returns:
-        float64 [B]; without baseline where all gradients of a prompt are 0.
+        float64 [B]; exactly 0 for equal rewards of a prompt, without baseline where all its gradients are 0.
+
+    Raises:
+        ValueError: if a reward is not finite.
     """
+    _refuse_nonfinite(rewards_B, torch.ones_like(rewards_B, dtype=torch.bool), "minimum_variance_baseline")
     log_share_B = 2 * gradient_norms_B.double().log()
     if log_weights_B is not None:
         log_share_B = log_share_B + 2 * log_weights_B.double()
@@ -158,16 +174,27 @@ def minimum_variance_baseline(
         members = group_B == group
         logits = log_share_B[members]
         if not logits.isneginf().all():
-            advantages_B[members] -= logits.softmax(0) @ rewards_B[members].double()
+            rewards = rewards_B[members].double()
+            relative = rewards - rewards.min()  # 0 for equal rewards, whose weighted mean would be off by rounding
+            advantages_B[members] = relative - logits.softmax(0) @ relative
     return advantages_B
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
-    """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; 0 where the weight is."""
-    total = weights.sum().clamp_min(1)
-    mean = (values * weights).sum() / total
-    variance = ((values - mean).square() * weights).sum() / total
-    return torch.where(weights > 0, (values - mean) / (variance.sqrt() + EPSILON), 0.0)
+    """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; 0 where the weight is 0.
+
+    Computed in float64, returned in the dtype of the values; exactly 0 if all values with a weight are equal.
+    """
+    if not values.numel():
+        return values
+    counted = weights > 0
+    weight = weights.double()
+    lowest = torch.where(counted, values.double(), torch.inf).amin()
+    relative = torch.where(counted, values.double() - lowest, 0.0)
+    total = weight.sum().clamp_min(1)
+    centred = relative - (relative * weight).sum() / total
+    variance = (centred.square() * weight).sum() / total
+    return _as(values, torch.where(counted, centred / (variance.sqrt() + EPSILON), 0.0))
 
 
 def advantages(
@@ -200,11 +227,34 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
 
 
 def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    """(rewards less the mean of the accepted samples of their group, 0 where not accepted; their number [G, 1])."""
+    """Rewards less the mean of the accepted samples of their group, 0 where not accepted, and their number [G, 1].
+
+    In float64: in float32 the mean of eight rewards of 0.35 is off by 3e-8, which the division by ε makes 0.03. Rewards
+    are taken relative to the lowest one, so that equal ones give exactly 0.
+    """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         shape = tuple(rewards.shape)
         raise ValueError(f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {shape}")
-    weight = torch.ones_like(rewards) if accepted is None else accepted.to(rewards)
-    count = weight.sum(1, keepdim=True)
-    mean = (rewards * weight).sum(1, keepdim=True) / count.clamp_min(1)
-    return (rewards - mean) * weight, count
+    counted = torch.ones_like(rewards, dtype=torch.bool) if accepted is None else accepted.bool()
+    _refuse_nonfinite(rewards, counted, name)
+    count = counted.sum(1, keepdim=True).double()
+    lowest = torch.where(counted, rewards.double(), torch.inf).amin(1, keepdim=True)
+    relative = torch.where(counted, rewards.double() - lowest, 0.0)
+    mean = relative.sum(1, keepdim=True) / count.clamp_min(1)
+    return torch.where(counted, relative - mean, 0.0), count
+
+
+def _refuse_nonfinite(rewards: Tensor, counted: Tensor, name: str) -> None:
+    """Names the first reward that is NaN or infinite where it counts."""
+    wrong = counted & ~rewards.isfinite()
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name}: the reward at {place} is {rewards[place].item()}; pass finite rewards, or reject the sample."
+        )
+
+
+def _as(rewards: Tensor, advantages: Tensor) -> Tensor:
+    """Advantages in the dtype of the rewards, the default one for whole-number rewards."""
+    dtype = rewards.dtype if rewards.dtype.is_floating_point else torch.get_default_dtype()
+    return advantages.to(dtype)

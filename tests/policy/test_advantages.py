@@ -51,6 +51,95 @@ def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(esti
     assert advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+GROUP_ESTIMATORS = {
+    "grpo": grpo,
+    "grpo without deviation": lambda rewards, **options: grpo(rewards, normalize_std=False, **options),
+    "rloo": rloo,
+    "reinforce_plus_plus_baseline": lambda rewards, **options: reinforce_plus_plus_baseline(
+        rewards, torch.full_like(rewards, 3.0), **options
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_equal_rewards_have_an_advantage_of_exactly_0(name, dtype):
+    for reward in (0.35, 0.1, -1 / 3, 7.0, 1e-8, 60000.0):
+        for size in (2, 3, 8, 13):
+            rewards = torch.full((2, size), reward, dtype=dtype)
+            assert not GROUP_ESTIMATORS[name](rewards).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whitening_equal_values_gives_exactly_0(dtype):
+    assert not whiten(torch.full((3, 7), 0.35, dtype=dtype), torch.full((3, 7), 11.0)).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_advantages_have_the_dtype_of_the_rewards(name, dtype):
+    rewards = torch.tensor([[0.35, 0.5, -1.0], [2.0, 2.0, 3.0]], dtype=dtype)
+    found = GROUP_ESTIMATORS[name](rewards)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, GROUP_ESTIMATORS[name](rewards.double()).to(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_whole_number_rewards_are_ordinary_rewards(name):
+    rewards = torch.tensor([[1, 0, 0], [2, 2, 2]])
+    torch.testing.assert_close(GROUP_ESTIMATORS[name](rewards), GROUP_ESTIMATORS[name](rewards.float()))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_a_non_finite_reward_is_refused_with_its_place(name, value):
+    rewards = torch.tensor([[1.0, 0.0], [value, 1.0]])
+    function = name.removesuffix(" without deviation")
+    with pytest.raises(ValueError, match=rf"^{function}: the reward at \(1, 0\) is {value}; pass finite rewards"):
+        GROUP_ESTIMATORS[name](rewards)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_a_non_finite_reward_of_a_rejected_sample_is_ignored(name, value):
+    accepted = torch.tensor([[True, True, False]])
+    found = GROUP_ESTIMATORS[name](torch.tensor([[1.0, 0.0, value]]), accepted=accepted)
+    torch.testing.assert_close(found, GROUP_ESTIMATORS[name](torch.tensor([[1.0, 0.0, 5.0]]), accepted=accepted))
+
+
+@pytest.mark.parametrize("reward", [0.35, 0.1, -1 / 3, 1e-8, 1e30])
+def test_token_baselines_of_equal_rewards_are_exact(reward):
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 3, 7):
+        rewards = torch.full((size, 5), 0.0)
+        rewards[:, -1] = reward
+        log_probs = -torch.rand(size, 5, generator=generator)
+        group = torch.zeros(size, dtype=torch.int64)
+        found = optimal_token_baseline(rewards, torch.ones(size, 5), group, log_probs, (2 * log_probs).exp())
+        assert not found.any()
+        norms = torch.rand(size, generator=generator)
+        assert not minimum_variance_baseline(rewards[:, -1], group, norms).any()
+
+
+def test_token_baselines_refuse_a_non_finite_reward():
+    rewards = torch.tensor([[0.0, math.nan]])
+    group, log_probs = torch.zeros(1, dtype=torch.int64), torch.full((1, 2), -1.0)
+    with pytest.raises(ValueError, match=r"^optimal_token_baseline: the reward at \(0, 1\) is nan"):
+        optimal_token_baseline(rewards, torch.ones(1, 2), group, log_probs, log_probs.exp())
+    with pytest.raises(ValueError, match=r"^minimum_variance_baseline: the reward at \(1,\) is nan"):
+        minimum_variance_baseline(rewards[0], torch.zeros(2, dtype=torch.int64), torch.ones(2))
+
+
+def test_a_masked_reward_has_no_part_in_a_token_baseline():
+    rewards = torch.tensor([[1.0, math.nan], [0.0, 0.0]])
+    log_probs = torch.full((2, 2), -1.0)
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    group = torch.zeros(2, dtype=torch.int64)
+    found = optimal_token_baseline(rewards, mask, group, log_probs, (2 * log_probs).exp())
+    assert found.tolist() == [[0.5, 0.0], [-0.5, 0.0]]
+
+
 def test_options_choose_the_estimator_and_what_follows():
     torch.testing.assert_close(advantages(REWARDS, ONES, PolicyConfig(advantage_estimator="rloo")), rloo(REWARDS))
     torch.testing.assert_close(
