@@ -285,10 +285,10 @@ def _checked_lengths(lengths: Sequence[int], shape: torch.Size) -> list[int]:
 def _checked(name: str, x: Any, device: torch.device, dimensions: int | None = None) -> Tensor:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {type(x).__name__}; pass a tensor.")
-    if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, which has no values; pass it on a CPU or GPU.")
     if x.layout != torch.strided or x.device != device:
         raise ValueError(f"{name} is {x.layout} on {x.device}; pass dense tensors, all on {device}.")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, which has no values; pass it on a CPU or GPU.")
     if dimensions is not None and x.dim() != dimensions:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; pass one dimension per sequence, [T].")
     if x.dtype.is_complex if name.startswith("loss_mask") else not x.dtype.is_floating_point:

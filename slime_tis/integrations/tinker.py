@@ -30,14 +30,19 @@ def corrected_loss(
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
     """A loss for `TrainingClient.forward_backward_custom`, with all options and all metrics of `slime_tis.correct`.
 
-    Metrics are named custom/NAME:mean. The data of one call are the global batch.
+    Metrics are named custom/NAME:mean. The data of one call are the global batch; without data the loss is 0. A token
+    whose log π_θ is not finite has loss and gradient 0 under every `nonfinite_policy` but "raise".
     """
 
     def loss(data: Sequence[Any], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        rollout, advantages, masks = zip(*map(_columns, data), strict=True)
+        columns = [_columns(datum) for datum in data]
+        rollout = [column[0] for column in columns]
+        advantages = [column[1] for column in columns]
+        masks = [column[2] for column in columns]
         found = correct(config, [x.detach() for x in log_probs], rollout, masks, advantages=advantages)
         terms = zip(log_probs, rollout, advantages, found.weights, found.mask, strict=True)
-        total = torch.stack([_weighted(token_loss, *term) for term in terms]).sum()
+        losses = [_weighted(token_loss, *term) for term in terms]
+        total = torch.stack([torch.zeros((), requires_grad=True), *losses]).sum()
         metrics = found.statistics.metrics()
         return total, {f"custom/{name.lower()}:mean": value for name, value in metrics.items()}
 
@@ -82,8 +87,14 @@ def _columns(datum: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _weighted(
     token_loss: TokenLoss, log_probs: Tensor, rollout: Tensor, advantages: Tensor, *factors: Tensor
 ) -> Tensor:
-    """Σ of the weighted losses of the accepted tokens; the others are left out, whatever their log-probs are."""
+    """Σ of the weighted losses of the accepted tokens; the others are left out, whatever their log-probs are.
+
+    The neutral policy accepts tokens whose log-probs are not finite. One of π_θ has no loss and no gradient; one of the
+    sampler is taken as equal to π_θ, whose ratio is 1.
+    """
     weights, accepted = factors
-    finite = torch.where(accepted > 0, rollout, 0.0)
-    losses = token_loss(log_probs, finite, advantages)
-    return torch.where(accepted > 0, losses * weights, 0.0).sum()
+    trained = (accepted > 0) & log_probs.isfinite()
+    current = torch.where(trained, log_probs, 0.0)
+    sampled = torch.where(trained & rollout.isfinite(), rollout, current.detach())
+    losses = token_loss(current, sampled, advantages)
+    return torch.where(trained, losses * weights, 0.0).sum()

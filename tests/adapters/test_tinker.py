@@ -122,6 +122,53 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained():
         assert metrics["custom/nonfinite_token_fraction:mean"] == pytest.approx(3 / (sum(LENGTHS) - 3))
 
 
+TOKEN_LOSSES = {"policy gradient": policy_gradient, "ppo": lambda *x: ppo_clip(*x)[0]}
+
+
+@pytest.mark.parametrize("policy", ["reject", "neutral"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("of", ["current policy", "sampler", "both"])
+@pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
+@pytest.mark.parametrize("traced", [False, True], ids=["custom", "traced"])
+def test_loss_and_gradient_are_finite_for_any_log_prob(traced, token_loss, of, value, policy):
+    data, log_probs = batch(last=None if of == "current policy" else value)
+    if of != "sampler":
+        log_probs[1][-1] = value
+    leaves = [values.clone().requires_grad_() for values in log_probs]
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy=policy)
+    if traced:
+        loss, _ = traced_loss(config, TOKEN_LOSSES[token_loss])
+        rows = zip(leaves, *(columns(data, name) for name in ("sampling_logprobs", "advantages", "mask")), strict=True)
+        total = torch.stack([loss(*row)[0] for row in rows]).sum()
+    else:
+        total, _ = corrected_loss(config, TOKEN_LOSSES[token_loss])(data, leaves)
+    gradients = torch.autograd.grad(total, leaves)
+    assert total.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_the_neutral_policy_trains_a_token_without_sampler_log_prob():
+    """As behavior cloning weighted by the advantage: weight 1, gradient −A."""
+    data, log_probs = batch(last=math.nan)
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
+    weights, _ = sent(data, log_probs, corrected_loss(config))
+    assert weights[LENGTHS[0] - 1] == columns(data, "advantages")[0][-1]
+
+
+def test_the_raise_policy_names_the_token():
+    data, log_probs = batch(last=math.nan)
+    config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
+    with pytest.raises(ValueError, match="sequence 0, position 4: train log-prob"):
+        corrected_loss(config)(data, log_probs)
+
+
+def test_no_data_have_a_loss_of_0():
+    total, metrics = corrected_loss(CONFIGS["tis"])([], [])
+    total.backward()
+    assert total.item() == 0.0
+    assert metrics == {}
+
+
 def test_a_datum_without_log_probs_is_refused():
     data, log_probs = batch()
     del data[2].loss_fn_inputs["logprobs"]
