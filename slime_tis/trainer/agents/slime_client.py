@@ -5,6 +5,7 @@ tokens can be compared with the sampled tokens. Requests to other addresses are 
 """
 
 import asyncio
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -16,15 +17,19 @@ from urllib.parse import urlsplit
 import httpx
 from transformers import PreTrainedTokenizerBase
 
+from slime_tis.errors import first_line
 from slime_tis.trainer.agents.sampled_tokens import Sampled
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.generation import Generation, TokenEngine
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.plain_body import PLAIN, read_plain
 
 LOCAL_ADDRESS = ("127.0.0.1", 0)
 """Address of an engine without a server; nobody can connect to port 0."""
 TIMEOUT = 600.0
 """Longest wait for another server's answer, in seconds."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Longest answer of another server, such as a tool."""
 CLOSED_PAUSE = 0.5
 """Seconds before a late request is refused: a function that retries forever must not occupy the loop."""
 
@@ -97,7 +102,14 @@ current_engine: ContextVar[RecordedEngine | None] = ContextVar("current_engine",
 async def post(
     url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address."""
+    """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address.
+
+    As in slime, the request is repeated after an error, up to `max_retries` times. An answer that is not JSON,
+    compressed or larger than `MAX_ANSWER_BYTES` is an error, too.
+
+    Raises:
+        httpx.HTTPError: The last error.
+    """
     engine, parts = current_engine.get(), urlsplit(url)
     if engine is not None and parts.netloc == engine.address and parts.path.rstrip("/") == "/generate":
         return await engine.post(payload)
@@ -113,14 +125,25 @@ async def _request(method: str, url: str, retries: int, **options: Any) -> Any:
     async with httpx.AsyncClient(timeout=TIMEOUT) as client:
         while True:
             try:
-                response = await client.request(method, url, **options)
-                response.raise_for_status()
-                return response.json()
+                return await _answer(client, method, url, options)
             except httpx.HTTPError:
                 if retries < 1:
                     raise
             retries -= 1
             await asyncio.sleep(1)
+
+
+async def _answer(client: httpx.AsyncClient, method: str, url: str, options: Mapping[str, Any]) -> Any:
+    headers = {**(options.get("headers") or {}), **PLAIN}
+    async with client.stream(method, url, **{**options, "headers": headers}) as response:
+        response.raise_for_status()
+        body = await read_plain(response, MAX_ANSWER_BYTES)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise httpx.DecodingError(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes.")
+    try:
+        return json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise httpx.DecodingError(f"{url} answered with what is not JSON: {first_line(error)}.") from error
 
 
 class GenerateState:

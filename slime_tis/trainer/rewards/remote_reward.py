@@ -16,6 +16,7 @@ import httpx
 
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.plain_body import PLAIN, read_plain
 from slime_tis.trainer.engines.tasks import results_of, run
 from slime_tis.trainer.options.rollout import RolloutConfig
 
@@ -76,16 +77,19 @@ class RewardServer:
         )
 
     async def _attempt(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
-        async with client.stream("POST", self.url, json=request) as response:
-            body = bytearray()
-            async for part in response.aiter_bytes():
-                body += part
-                if len(body) > MAX_ANSWER_BYTES:
-                    break
-        if response.status_code >= 500 or response.status_code in BUSY:
-            raise Busy(f"HTTP status {response.status_code}")
-        said, problem = quoted(bytes(body[:200])), f"answered with HTTP status {response.status_code}"
-        if response.status_code == 200:
+        body = b""
+        problem = ""
+        async with client.stream("POST", self.url, json=request, headers=PLAIN) as response:
+            if response.status_code >= 500 or response.status_code in BUSY:
+                raise Busy(f"HTTP status {response.status_code}")
+            try:
+                body = await read_plain(response, MAX_ANSWER_BYTES)
+            except httpx.DecodingError:
+                problem = f"answered with Content-Encoding {response.headers['Content-Encoding'][:80]!r}"
+        said = quoted(body[:200])
+        if response.status_code != 200:
+            problem = f"answered with HTTP status {response.status_code}"
+        elif not problem:
             problem = "answered with what is not JSON"
             if len(body) > MAX_ANSWER_BYTES:
                 problem = f"answered with more than {MAX_ANSWER_BYTES} bytes"
@@ -94,5 +98,5 @@ class RewardServer:
                     return json.loads(body.decode())
         raise RolloutUnavailable(
             f"the reward server {self.url} (--rm-url) {problem}: {said}; it must answer with a number, or an object of "
-            "numbers, as JSON."
+            "numbers, as JSON without compression."
         )

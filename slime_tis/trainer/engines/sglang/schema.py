@@ -248,7 +248,7 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
         raise InvalidAnswer(str(error)) from None
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: a text that is not UTF-8
         raise InvalidAnswer("it is not JSON") from None
 
 
