@@ -406,7 +406,7 @@ def dump_of_tokens(size: Size) -> Callable[[], object]:
     metadata = {"source": "slime_tis", "old_policy": "current"}
     settings = DumpSettings(pattern="", correction=CORRECTION, has_custom_function=False, metadata=metadata)
     batch = training_batch(samples, parallel())
-    record = batch.responses.rollout_log_probs_L[:, None].expand(-1, 5).contiguous()
+    record = batch.responses.rollout_log_probs_L[:, None].expand(-1, 6).contiguous()
     from slime_tis.correction import GlobalBatch
 
     step = StepDump(

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
+from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.what_if import what_if
-from slime_tis.correction import RolloutCorrectionConfig
+from slime_tis.analysis.report.recommend import measured
+from slime_tis.analysis.report.shape import summary
+from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.trainer.data.dump import load_samples, save_samples
 from tests.runs import make_task, run_apart, run_here
 
@@ -62,6 +66,77 @@ def test_the_columns_are_those_of_the_metrics(dumped):
             row["train/mismatch_k3_kl"], rel=1e-3
         )
         assert (table.bounded_weight == np.minimum(table.weight, np.float32(1.01))).all()
+
+
+MEASURED = {
+    "bypass": ["--use-rollout-logprobs"],
+    "bypass with one step": ["--use-rollout-logprobs", "--num-steps-per-rollout", "1"],
+    "bypass with weights": ["--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis"],
+    "interpolated": ["--old-logprobs", "interpolate", "--use-tis"],
+    "interpolated with one step": ["--old-logprobs", "interpolate", "--use-tis", "--num-steps-per-rollout", "1"],
+    "decoupled": ["--use-tis"],
+    "decoupled with one step": ["--use-tis", "--num-steps-per-rollout", "1"],
+}
+"""Flags of runs with stale weights and --get-mismatch-metrics, whose metrics are of the training engine's π_old."""
+
+
+@pytest.fixture(scope="module", params=MEASURED)
+def mismatch_run(request, tmp_path_factory):
+    """The flags of a run with mismatch metrics, its rows, and its dump."""
+    directory = tmp_path_factory.mktemp("measured")
+    flags = [*make_task(directory), "--num-rollout", "2", "--update-weights-interval", "2"]
+    flags += ["--num-steps-per-rollout", "2", "--get-mismatch-metrics", *MEASURED[request.param]]
+    rows = run_here([*flags, "--dump-details", str(directory / "dump")], directory / "out")
+    return request.param, rows, read(directory / "dump")
+
+
+def test_mismatch_metrics_follow_from_the_dump(mismatch_run):
+    _, rows, dump = mismatch_run
+    assert rows[-1]["train/mismatch_k3_kl"] > 1e-4  # stale weights, unlike in the first step
+    for step, row in enumerate(rows):
+        table = dump.select(np.flatnonzero(dump.step == step))
+        columns = (table.policy_log_prob, table.rollout_log_prob, table.loss_mask)
+        inputs = [torch.from_numpy(np.array(column)) for column in columns]
+        lengths = table.response_length.tolist()
+        found = correct(RolloutCorrectionConfig(), *inputs, lengths=lengths).statistics.metrics()
+        expected = {name: row[f"train/{name}"] for name in found}
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+def test_mismatch_by_staleness_adds_up_to_the_mismatch(mismatch_run):
+    _, rows, _ = mismatch_run
+    for row in rows:
+        shares = {name: value for name, value in row.items() if name.startswith("train/token_fraction_staleness_")}
+        kl = {name: row[name.replace("token_fraction", "mismatch_kl")] for name in shares}
+        total = sum(share * kl[name] for name, share in shares.items())
+        assert not shares or total == pytest.approx(row["train/mismatch_kl"], rel=1e-5, abs=1e-9)
+
+
+def test_report_and_recommend_see_the_mismatch_of_the_metrics(mismatch_run):
+    _, rows, dump = mismatch_run
+    table = dump.select(np.flatnonzero(dump.step == len(rows) - 1))
+    expected = rows[-1]["train/mismatch_k3_kl"]
+    assert summary(table)["k3"] == pytest.approx(expected, rel=1e-4)
+    assert measured(table, diagnose(table)).k3 == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_if_without_correction_has_the_mismatch_of_the_metrics(mismatch_run):
+    _, rows, dump = mismatch_run
+    table = dump.select(np.flatnonzero(dump.step == len(rows) - 1))
+    found = what_if(table, [RolloutCorrectionConfig(get_mismatch_metrics=True)])[0].metrics
+    for name in ("mismatch_kl", "mismatch_k3_kl", "mismatch_log_ppl_diff", "effective_sequence_share"):
+        assert found[name] == pytest.approx(rows[-1][f"train/{name}"], rel=1e-5, abs=1e-9)
+
+
+def test_weights_of_the_dump_are_those_of_the_loss(mismatch_run):
+    name, rows, dump = mismatch_run
+    for step, row in enumerate(rows):
+        table = dump.select(np.flatnonzero(dump.step == step))
+        expected = row["train/mis_ratio_mean_after_mis"]
+        if name in ("bypass", "bypass with one step"):  # weights are measured and not applied
+            expected = 1.0
+        assert table.bounded_weight.mean() == pytest.approx(expected, rel=1e-5)
+        assert table.weight.max() == pytest.approx(row["train/mis_weight_max_before_clip"], rel=1e-5)
 
 
 PRESETS = ("decoupled_geo_rs_token_tis_adaptive", "bypass_pg_geo_rs_seq_tis")

@@ -84,9 +84,11 @@ class TokenRecord:
     """What multiplied the loss, 1 without importance weights and 0 where masked; NaN where a user's function did it."""
     accepted_L: Tensor
     """bool, the tokens that count in the loss."""
+    measured_log_probs_L: Tensor
+    """log π_train of the mismatch metrics, as `measured_log_probs` has it."""
 
     def stack(self) -> Tensor:
-        """float32 [L, 5], in the order of the fields."""
+        """float32 [L, 6], in the order of the fields."""
         return torch.stack([getattr(self, field.name).detach().float() for field in fields(self)], 1)
 
     @classmethod
@@ -144,6 +146,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
             entropy_L=inputs.entropy_L.detach(),
             weights_L=weights_L,
             accepted_L=losses.mask_L,
+            measured_log_probs_L=measured_log_probs(inputs, corrected, step),
         ),
     )
 
@@ -397,7 +400,8 @@ def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenL
     measured = {name: value.double() for name, value in losses.custom_metrics.items()}
     custom = original.sum_each(torch.stack(list(measured.values()))).unbind() if measured else ()
     counted = float(step.counts)
-    compared = corrected.train_log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
+    measured_L = measured_log_probs(inputs, corrected, step)
+    compared = (measured_L, tokens.rollout_log_probs_L, tokens.loss_mask_L)
     return StepSums(
         terms=LossTerms.unstack(losses.reduction.sum_each(losses.terms.stack())),
         loss_denominator=losses.reduction.denominator * counted,
@@ -415,12 +419,29 @@ def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenL
     )
 
 
+def training_old_log_probs(inputs: LossInputs) -> Tensor:
+    """log π_old of the training engine [L]: of this forward pass if no pass was made before the first step."""
+    recomputed_L = inputs.tokens.old_log_probs_L
+    return inputs.log_probs_L.detach() if recomputed_L is None else recomputed_L
+
+
+def measured_log_probs(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossStep) -> Tensor:
+    """log π_train [L] that the mismatch metrics compare with the rollout.
+
+    It is that of the weights, or π_old of the training engine with --get-mismatch-metrics: in bypass mode the weights
+    have π_θ, which moves away from the rollout with every step.
+    """
+    if step.correction.get_mismatch_metrics:
+        return training_old_log_probs(inputs)
+    return corrected.train_log_probs_L.detach()
+
+
 def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
-    """The mismatch of π_old itself: of the policy of this forward pass if no other pass was made."""
+    """The mismatch of the training engine's π_old, under --get-mismatch-metrics."""
     config, tokens = without_correction(step.correction), inputs.tokens
     if not step.correction.get_mismatch_metrics:
         return Statistics.empty(config, tokens.loss_mask_L.device)
-    old_L = inputs.log_probs_L.detach() if tokens.old_log_probs_L is None else tokens.old_log_probs_L
+    old_L = training_old_log_probs(inputs)
     known, ranks = (tokens.rollout_log_probs_L, tokens.loss_mask_L), GlobalBatch(ranks=step.global_batch.ranks)
     token_pass = step.functions.token_pass
     return correct(config, old_L, *known, lengths=tokens.lengths, global_batch=ranks, token_pass=token_pass).statistics

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
-from slime_tis.policy.config import old_policy_name
+from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.rules import Health
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
@@ -270,15 +270,17 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
     if pattern is None:
         return None
     rollout, moe = arguments.rollout, moe_sizes(load_config(arguments.megatron.hf_checkpoint))
+    steps = steps_per_rollout(arguments)
     settings = DumpSettings(
         pattern=pattern,
         correction=arguments.correction,
         has_custom_function=arguments.custom_tis_function_path is not None,
+        recomputes_old_policy=needs_old_log_probs(arguments.correction, steps, arguments.policy),
         metadata={
             "source": "slime_tis",
             "run": run_id,
             "workers": list(workers),
-            "old_policy": old_policy_name(arguments.correction, steps_per_rollout(arguments)),
+            "old_policy": old_policy_name(arguments.correction, steps),
             "flags": changed_fields(arguments.correction),
             "policy": changed_fields(arguments.policy),
             "precision": arguments.megatron.precision,

@@ -30,7 +30,7 @@ MAX_QUEUED_ROLLOUTS = 2
 
 
 def in_order(records: Sequence[TokenRecord], partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
-    """Returns the records of all micro-batches in the order of the batch, float32 [L, 5]."""
+    """Returns the records of all micro-batches in the order of the batch, float32 [L, 6]."""
     order = [sample for samples in partition for sample in samples]
     parts = torch.cat([record.stack() for record in records]).split([lengths[sample] for sample in order])
     sample_records = dict(zip(order, parts, strict=True))
@@ -44,20 +44,24 @@ class StepDump:
     samples: Sequence[Sample]
     advantages: Sequence[float]
     record_N: Tensor
-    """float32 [N, 5] on the CPU, `TokenRecord.stack` of the whole responses."""
+    """float32 [N, 6] on the CPU, `TokenRecord.stack` of the whole responses."""
     step: int
     global_batch: GlobalBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class DumpSettings:
-    """Settings of all dumps of a run: files by {rollout_id} and {rank}, and whether a user function corrects."""
+    """Settings of all dumps of a run."""
 
     pattern: str
+    """Name of the files, with {rollout_id} and {rank}."""
     correction: RolloutCorrectionConfig
     has_custom_function: bool
+    """Whether a user function corrects."""
     metadata: Mapping[str, Any]
-    """As in `TokenTable.metadata`."""
+    """As in `TokenTable.metadata`; `old_policy` is that of the loss."""
+    recomputes_old_policy: bool = False
+    """Whether a forward pass before the first step computes π_old of the training engine."""
 
     def path(self, rollout_id: int, rank: int) -> Path:
         """Returns the file of a rollout and a rank."""
@@ -117,11 +121,29 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     turns = turns_of(torch.from_numpy(table.loss_mask), lengths) - 1
     table = replace(table, turn=turns.numpy().astype(np.int32))
     accepted = record.accepted_L.numpy() > 0
-    if not settings.has_custom_function:
-        return annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)
-    rejected = ((table.loss_mask > 0) & ~accepted).astype(np.int32)
-    metadata = {**table.metadata, "criteria": ["custom"]}
-    return replace(table, rejected=rejected, bounded_weight=None, metadata=metadata)
+    if settings.has_custom_function:
+        rejected = ((table.loss_mask > 0) & ~accepted).astype(np.int32)
+        metadata = {**table.metadata, "criteria": ["custom"]}
+        table = replace(table, rejected=rejected, bounded_weight=None, metadata=metadata)
+    else:
+        table = annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)
+    if settings.correction.get_mismatch_metrics:
+        table = _with_measured_policy(table, record, settings)
+    return table
+
+
+def _with_measured_policy(table: TokenTable, record: TokenRecord, settings: DumpSettings) -> TokenTable:
+    """Returns the table with the training engine's π_old, which the mismatch metrics are of, as old policy.
+
+    The loss of bypass mode has the rollout's π_old, which is a column anyway, and an interpolated one follows from
+    other columns. The weights and criteria of these losses are annotated before.
+    """
+    old_policy = "recomputed" if settings.recomputes_old_policy else "current"
+    return replace(
+        table,
+        old_log_prob=record.measured_log_probs_L.numpy(),
+        metadata={**table.metadata, "old_policy": old_policy},
+    )
 
 
 def sample_parts(sample: Sample, train_log_prob: Any, **columns: Any) -> SampleParts:

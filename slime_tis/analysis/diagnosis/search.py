@@ -374,6 +374,8 @@ def _samples(table: TokenTable, step: int | None, limit: int) -> tuple[list[Inpu
         starts = np.linspace(0, len(chosen) - BLOCK, MAX_SAMPLES // BLOCK).astype(int)
         chosen = chosen[np.unique((starts[:, None] + np.arange(BLOCK)).ravel())]
     second = table.train_log_prob if table.policy_log_prob is table.old_log_prob else table.old_log_prob
+    if table.metadata.get("old_policy") in ("rollout", "interpolated"):  # not a scoring by training
+        second = table.policy_log_prob
     inputs, deltas, differences = [], [], []
     for i in chosen.tolist():
         length = min(int(table.response_length[i]), max(limit // 16 - len(table.prompt[i]), MIN_RESPONSE))

@@ -112,8 +112,9 @@ class TokenTable:
     train_log_prob: Float32
     """[N] log π_θ of the training engine in the forward pass of the step."""
     old_log_prob: Float32
-    """[N] log π_old of the loss. Its source is `metadata["old_policy"]`: "recomputed" by the training engine before the
-    rollout's first step, "current" (π_θ itself), "rollout" (bypass) or "interpolated"."""
+    """[N] log π_old of the loss, or of the training engine with --get-mismatch-metrics. Its source is
+    `metadata["old_policy"]`: "recomputed" by the training engine before the rollout's first step, "current" (π_θ
+    itself), "rollout" (bypass) or "interpolated"."""
     rollout_log_prob: Float32
     """[N] log π_rollout of the engine that sampled."""
     loss_mask: UInt8
@@ -214,7 +215,7 @@ class TokenTable:
 
     @property
     def policy_log_prob(self) -> Float32:
-        """[N] log π_train, the numerator of weights: a recomputed or interpolated π_old, else π_θ."""
+        """[N] log π_train that is compared with the rollout: a recomputed or interpolated π_old, else π_θ."""
         uses_old = self.metadata.get("old_policy") in ("recomputed", "interpolated")
         return self.old_log_prob if uses_old else self.train_log_prob
 

@@ -124,8 +124,8 @@ def _exceeded(limits: dict[str, float], result: Diagnosis, source: Source) -> li
     """The exceeded limits in words; a limit that cannot be measured counts as exceeded."""
     measured = {}
     if source.table is not None and source.table.valid.any():
-        delta = source.table.log_ratio[source.table.valid].astype(np.float64).clip(-20, 20)
-        measured = {"k3": float((np.expm1(delta) - delta).mean()), "abs": float(np.abs(delta).mean())}
+        numbers = shape.summary(source.table)
+        measured = {"k3": numbers["k3"], "abs": numbers["mean_abs_log_ratio"]}
     words = ["the cause is " + result.cause] if "cause" in limits and result.cause != "healthy" else []
     for name in limits.keys() - {"cause"}:
         if not measured.get(name, np.inf) <= limits[name]:
