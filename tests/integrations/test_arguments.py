@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -58,7 +59,77 @@ def test_a_command_line_is_a_config(line, expected, parser):
 def test_every_option_has_a_flag_and_help(parser):
     text = parser.format_help()
     assert all(flag(name) in text for name in field_types(RolloutCorrectionConfig))
-    assert rollout_correction_config(argparse.Namespace()) == RolloutCorrectionConfig()
+
+
+def test_a_parser_with_only_these_flags_may_get_none_of_them():
+    parser = argparse.ArgumentParser()
+    add_rollout_correction_arguments(parser)
+    assert rollout_correction_config(parser.parse_args([])) == RolloutCorrectionConfig()
+
+
+OPTIONS = {"use_tis": True, "tis_clip": 3.0, "mis_level": "sequence", "lr": 1e-6}
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType, argparse.Namespace, SimpleNamespace])
+def test_namespaces_or_mappings_of_options_are_read(kind):
+    args = kind(OPTIONS) if kind in (dict, MappingProxyType) else kind(**OPTIONS)
+    expected = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=3.0, tis_level="sequence")
+    assert rollout_correction_config(args) == expected
+
+
+def test_the_variables_of_parsed_arguments_are_read(parser):
+    args = parser.parse_args(["--use-tis", "--tis-clip", "3"])
+    assert rollout_correction_config(vars(args)) == rollout_correction_config(args)
+
+
+def test_an_omegaconf_node_is_read():
+    omegaconf = pytest.importorskip("omegaconf")
+    node = omegaconf.OmegaConf.create(OPTIONS)
+    omegaconf.OmegaConf.set_struct(node, True)
+    assert rollout_correction_config(node) == rollout_correction_config(OPTIONS)
+
+
+@pytest.mark.parametrize("args", [None, "--use-tis", ["--use-tis"], 3, (argparse.Namespace(use_tis=True), [])])
+def test_what_has_no_names_is_refused(args):
+    with pytest.raises(TypeError, match=rf"got {type(args).__name__}; pass the result of parser.parse_args\(\)"):
+        rollout_correction_config(args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param({}, id="no keys"),
+        pytest.param({"use-tis": True}, id="flags instead of names"),
+        pytest.param({"algorithm": {"use_tis": True}}, id="nested"),
+        pytest.param(argparse.Namespace(lr=1e-6), id="another parser"),
+        pytest.param(argparse.ArgumentParser(), id="the parser itself"),
+    ],
+)
+def test_names_without_an_option_are_refused(args):
+    with pytest.raises(ValueError, match=r"found none of the correction's options in the .* for example use_tis; call"):
+        rollout_correction_config(args)
+
+
+HOST_FLAGS = {"--tis-clip": 2.0, "--mis-upper-bound": 9.0, "--tis-upper-bound": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param("", 7.0, id="defaults"),
+        pytest.param("--tis-clip 4", 4.0, id="slime's name"),
+        pytest.param("--mis-upper-bound 5", 5.0, id="the older name"),
+        pytest.param("--tis-clip 4 --mis-upper-bound 5", 5.0, id="two names"),
+        pytest.param("--tis-clip 4 --tis-upper-bound 6", 6.0, id="the name here"),
+    ],
+)
+def test_a_given_flag_beats_defaults_of_the_host(line, expected):
+    parser = argparse.ArgumentParser()
+    for name, default in HOST_FLAGS.items():
+        parser.add_argument(name, type=float, default=default)
+    add_rollout_correction_arguments(parser)
+    config = rollout_correction_config(parser.parse_args(["--tis-level", "sequence", *line.split()]))
+    assert config.tis_upper_bound == expected
 
 
 @pytest.mark.parametrize(
