@@ -24,6 +24,10 @@ from typing import Any
 import slime_tis
 from slime_tis.terminal import protect_output
 
+WHAT_IF_ORDER = (
+    "Ordered by cosine, the closest to the exact gradient first. This is no recommendation: a dump cannot show a\n"
+    "later collapse. `slime-tis recommend` prints the recommended correction."
+)
 TRAINING_COMMANDS = ("demo", "port", "plan")
 """Commands that need the extra `train`; the others need `analysis`."""
 
@@ -170,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     bandwidth = "GB/s from training to rollout, for the time of a weight update (default %(default)g)"
     add("--bandwidth", type=float, default=25.0, metavar="GB/S", help=bandwidth)
 
-    dumps = "directory of a run, or dumps of tokens: a file or a directory"
+    dumps = "directory of a run, dumps of tokens (a file or a directory), or for report and diagnose a log of metrics"
     add = command("report", "write one HTML file on a run or on dumps of its tokens")
     add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
     several = "several in one file; runs that differ in seeds form a group"
@@ -191,7 +195,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     two = "name the differences between two: options, precisions, size and cause of the mismatch"
     add("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
-    limits = "exit with status 1 above a limit on the dump: k3=X, abs=X (mean abs(Δ)), cause (any but healthy)"
+    limits = (
+        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X, abs=X (mean abs(Δ)), cause (any but "
+    )
+    limits += "healthy)"
     add("--fail-on", default="", metavar="LIMITS", help=limits)
 
     add = command("recommend", "print the correction that the comparison study supports for a mismatch")
@@ -255,7 +262,7 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
 
     table = open_source(path).tokens()
     if not flags:
-        return as_text(what_if(table))
+        return f"{as_text(what_if(table))}\n{WHAT_IF_ORDER}"
     correction, policy, function, args = read_correction(flags, policy_of(table))
     chosen = load_custom_tis(function, args) if function else correction
     changed = replace(table, metadata=dict(table.metadata) | {"policy": asdict(policy)})

@@ -32,6 +32,7 @@ LAYERS = (
     ("slime_tis.analysis.dumps",),  # the file format of dumps, which training writes
     ("slime_tis.integrations.trl", "slime_tis.integrations.verl_plugin"),
     ("slime_tis.analysis.diagnosis",),
+    ("slime_tis.analysis.logs",),
     ("slime_tis.analysis.report",),
     ("slime_tis.trainer.options",),
     ("slime_tis.trainer.reporting",),

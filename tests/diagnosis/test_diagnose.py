@@ -353,53 +353,18 @@ def test_16_bit_log_probs_are_recognized() -> None:
         assert reported_grid(log_probs.astype(np.float64)) == grid
 
 
-METRICS: dict[str, tuple[dict[str, float], str, float, str]] = {
-    "broken": ({"train/nonfinite_token_fraction": 0.02}, "broken_tokens", 0.9, "2.000%"),
-    "received": ({"rollout/update_received": 0.3}, "weights_not_updated", 0.7, "30% of the weight updates"),
-    "stale": (
-        {"train/mismatch_k3_kl": 0.02, "train/mismatch_k3_kl_staleness_0": 0.001, "rollout/weight_staleness": 2.0},
-        *("stale_weights", 0.9, "20.0 times"),
-    ),
-    "stale without ages": (
-        {"train/mismatch_k3_kl": 0.02, "rollout/weight_staleness": 2.0},
-        *("stale_weights", 0.7, "2.0 optimizer steps"),
-    ),
-    "truncated": ({"train/entropy_gap": 0.1}, "truncated_sampling", 0.7, "+0.100 on average"),
-    "routing": (
-        {"train/without_replay/mismatch_k3_kl": 0.3, "train/with_replay/mismatch_k3_kl": 0.1},
-        *("moe_routing", 0.7, "3.0 times"),
-    ),
-    "rounding": ({"train/train_rollout_logprob_abs_diff": 0.01}, "unexplained", 0.35, "precision of the engines"),
-}
-
-
-@pytest.mark.parametrize(("metrics", "cause", "confidence", "text"), METRICS.values(), ids=METRICS)
-def test_metrics_alone_name_the_cause(metrics: dict[str, float], cause: str, confidence: float, text: str) -> None:
-    rows = [{"step": step, **metrics} for step in range(12)]
-    result = diagnose(None, [*rows, dict.fromkeys(metrics)])  # a step may lack values
-    assert (result.cause, result.tokens) == (cause, 0)
-    assert result.findings[0].confidence == pytest.approx(confidence)
-    assert text in result.findings[0].evidence[-1]
-
-
-def test_a_mismatch_that_grows_over_a_run_is_a_missing_update() -> None:
-    result = diagnose(
-        None, [{"step": i, "train/train_rollout_logprob_abs_diff": 2 ** (i // 4) / 100} for i in range(24)]
-    )
-    assert (result.cause, result.findings[0].confidence) == ("weights_not_updated", pytest.approx(0.7))
-
-
 def test_empty_input_is_not_judged() -> None:
-    assert diagnose(None).cause == "unexplained"
+    assert diagnose(None).cause == "not_measured"
     empty = TokenTable.from_parts([SampleParts(train_log_prob=[], rollout_log_prob=[])])
-    assert diagnose(empty).cause == "unexplained"
+    assert diagnose(empty).cause == "not_measured"
     masked = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])])
-    assert diagnose(masked).cause == "unexplained"
+    assert diagnose(masked).cause == "not_measured"
 
 
 @pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"])
 def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, names: bool) -> None:
-    (finding,) = _ranked([Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")], "")
+    rounding = Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")
+    (finding,) = _ranked([rounding], Finding("healthy", ()))
     assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names and finding.title.endswith("(int8)")
     assert all(title and fix for title, fix in CAUSES.values())
 

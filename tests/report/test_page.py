@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime_tis.analysis.diagnosis import CAUSES
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.report import overview, samples, shape
@@ -113,6 +114,23 @@ def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page):
     assert len(data["samples"]["samples"]) == SAMPLES and data["diagnoses"][0]["findings"]
     assert data["recommendation"].startswith("No correction")
     assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
+
+
+def test_what_if_is_ordered_by_cosine(page):
+    data = Parsed(page).data
+    cosines = [row["cosine"] for row in data["what_if"]["rows"]]
+    assert cosines == sorted(cosines, reverse=True)
+    assert "closest to the exact gradient first" in data["notes"]["what_if"]
+
+
+def test_one_recommendation_is_on_the_page(page):
+    data = Parsed(page).data
+    elsewhere = json.dumps([data["diagnoses"], data["what_if"], data["notes"], data["verdict"]])
+    assert data["recommendation"]
+    assert "Recommended" not in elsewhere
+    flags = ("--use-opsm", "--rollout-pull-coef", "--use-rollout-logprobs", "--use-tis")
+    advice = " ".join(fix for _, fix in CAUSES.values())
+    assert not any(flag in advice for flag in flags)
 
 
 def test_only_reports_are_overwritten(run, page, tmp_path, capsys):

@@ -8,11 +8,19 @@ from typing import Any
 import numpy as np
 
 from slime_tis.analysis.diagnosis import form_rules, token_rules
+from slime_tis.analysis.diagnosis.metric_rules import (
+    CERTAIN,
+    MIN_NAMED_CONFIDENCE,
+    RUN_RULES,
+    health,
+    metric_findings,
+    run_statistics,
+)
 from slime_tis.analysis.diagnosis.proof import Proof
 from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, RUN_RULES, Finding, evaluate, run_statistics
+from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
 
 CAUSES: dict[str, tuple[str, str]] = {
     "shifted_tokens": (
@@ -36,8 +44,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "stale_weights": (
         "stale weights",
-        "Correct for staleness (--use-opsm, --rollout-pull-coef 0.1 or --use-rollout-logprobs), or sample with newer "
-        "weights: --update-weights-interval 1, a smaller --rollout-lookahead, --max-weight-staleness.",
+        "Sample with newer weights (--update-weights-interval 1, a smaller --rollout-lookahead, "
+        "--max-weight-staleness), or correct for the age: `slime-tis recommend` names the correction for a dump.",
     ),
     "weights_not_updated": (
         "weights not updated or only partly updated",
@@ -51,8 +59,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "rounding": (
         "precision of the engines",
-        "Low precision makes noise of this size; correct for it with --use-tis. To remove it, raise the rollout's "
-        "precision, or train in fp16 or in the rollout's precision.",
+        "Low precision makes noise of this size; `slime-tis recommend` says for a dump whether and how to correct it. "
+        "To remove it, raise the rollout's precision, or train in fp16 or in the rollout's precision.",
     ),
     "broken_tokens": (
         "a few broken tokens",
@@ -104,12 +112,19 @@ CAUSES: dict[str, tuple[str, str]] = {
         "a mismatch without a pattern of one cause",
         "Compare the two engines on one prompt, with --hf-checkpoint as the reference: model, tokenizer, weights.",
     ),
+    "broken_metrics": (
+        "metrics that are not finite or impossible",
+        "Look at the first such step: log-probs of one engine are NaN or infinite there, or the log is damaged or has "
+        "another metric under this name. These values are left out of everything else.",
+    ),
+    "not_measured": (
+        "the mismatch was not measured",
+        "Log a mismatch metric in every step, or write a dump of both engines' log-probs (docs/dumps.md).",
+    ),
     "healthy": ("healthy", "Nothing to change."),
 }
 """Title and fix of each cause."""
 
-MIN_NAMED_CONFIDENCE = 0.7
-"""Below this confidence several causes share the pattern: the answer is `unexplained`, with them as candidates."""
 MIN_NAMED_SHARE = 0.8
 """The same for the share that scoring again explains without a proof: on the first generator of the study right causes
 explain 86 % or more, wrong ones 78 % or less."""
@@ -117,9 +132,10 @@ MIN_CERTAIN_CONFIDENCE = 0.9
 """Below this confidence a finding names the command that proves it."""
 PROOF = " To prove it, run `slime-tis diagnose --hf-checkpoint DIR` on the dump: it scores samples again."
 TERMINAL_WIDTH = 100
-MIN_SHARE, CERTAIN = 0.05, 0.95
-"""A finding that explains less of the mismatch is no cause, unless its evidence is certain, as of a NaN. A share of 0
+MIN_SHARE = 0.05
+"""A finding that explains less of the mismatch is no cause, unless its confidence is CERTAIN, as of a NaN. A share of 0
 marks findings that explain no Δ, such as a metric's."""
+OVERLAP = "The shares add up to more than 100%: these causes cover the same tokens, so some are alternatives."
 MIN_SCORE = 0.05
 """Findings with a lower score are dropped."""
 
@@ -142,6 +158,12 @@ class Diagnosis:
         return self.findings[0].cause
 
     @property
+    def overlaps(self) -> bool:
+        """Whether several causes cover the same tokens, so that their shares add up to more than 1."""
+        named = [finding.share for finding in self.findings if finding.cause != "unexplained"]
+        return self.tokens > 0 and sum(named) > 1.005
+
+    @property
     def server(self) -> str:
         """The rollout server that differs from the others; empty if none does."""
         return next((finding.detail for finding in self.findings if finding.cause == "worker"), "")
@@ -155,20 +177,22 @@ class Diagnosis:
 
 def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()) -> Diagnosis:
     """Names the causes of a mismatch."""
-    from_metrics = [finding for finding in evaluate(RUN_RULES, run_statistics(metrics)).values() if finding is not None]
     if table is None or not (table.loss_mask > 0).any():
-        ranked = _ranked(from_metrics, "the metrics show no cause; dumps of tokens show more")
-        if not metrics:
-            ranked = (_described(Finding("unexplained", ("there are no metrics and no trained tokens",), 0.0)),)
+        if metrics:
+            ranked = _ranked(metric_findings(metrics), health(metrics))
+        else:
+            nothing = Finding("not_measured", ("there are no metrics and no trained tokens",), 0.0, 0.0)
+            ranked = (_described(nothing),)
         return Diagnosis(findings=ranked, tokens=0, samples=0, mean_abs_log_ratio=float("nan"))
+    from_metrics = [finding for finding in evaluate(RUN_RULES, run_statistics(metrics)).values() if finding is not None]
     tokens = tokens_of(table)
     findings = findings_of(tokens)
     causes = {finding.cause for finding in findings}
     findings += [replace(finding, share=0.0) for finding in from_metrics if finding.cause not in causes]
     finite = tokens.only(tokens.finite)
     mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
-    healthy = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
-    ranked = _ranked(findings, healthy)
+    fact = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
+    ranked = _ranked(findings, Finding("healthy", (fact,), 0.9))
     if ranked[0].cause == "unexplained" and (fact := form_rules.sampling(tokens)):
         ranked = (replace(ranked[0], evidence=(fact, *ranked[0].evidence)), *ranked[1:])
     return Diagnosis(findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
@@ -220,15 +244,14 @@ def findings_of(tokens: Tokens) -> list[Finding]:
     return findings + [replace(each, share=each.share * remaining) for each in patterns if each and each.confidence]
 
 
-def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding, ...]:
-    """The findings with title and fix, the highest score first."""
+def _ranked(findings: Sequence[Finding], otherwise: Finding) -> tuple[Finding, ...]:
+    """The findings with title and fix, the highest score first; `otherwise` if there are none."""
     large = [
         finding
         for finding in findings
         if finding.score >= MIN_SCORE and (finding.confidence >= CERTAIN or not 0 < finding.share < MIN_SHARE)
     ]
-    total = max(1.0, sum(finding.share for finding in large))  # several findings may explain the same tokens
-    ranked = [replace(each, share=each.share / total) for each in sorted(large, key=lambda each: -each.score)]
+    ranked = sorted(large, key=lambda each: -each.score)
     sure = [each for each in ranked if each.confidence >= MIN_NAMED_CONFIDENCE]
     candidates = [each for each in ranked if each not in sure]
     if candidates and not sure and ranked[0].cause != "unexplained":
@@ -236,26 +259,44 @@ def _ranked(findings: Sequence[Finding], healthy_evidence: str) -> tuple[Finding
         evidence = (f"other causes make the same pattern, so these are candidates only: {names}",)
         sure = [Finding("unexplained", evidence, candidates[0].confidence, min(sum(c.share for c in candidates), 1.0))]
     ranked = [*sure, *candidates]
-    return tuple(map(_described, ranked or [Finding(cause="healthy", confidence=0.9, evidence=(healthy_evidence,))]))
+    return tuple(map(_described, ranked or [otherwise]))
 
 
 def _described(finding: Finding) -> Finding:
     title, fix = CAUSES[finding.cause]
     title += f" ({finding.detail})" if finding.detail else ""
-    proof = PROOF if finding.confidence < MIN_CERTAIN_CONFIDENCE else ""
+    is_cause = finding.cause not in ("not_measured", "broken_metrics")
+    proof = PROOF if is_cause and finding.confidence < MIN_CERTAIN_CONFIDENCE else ""
     return replace(finding, title=title, fix=fix + proof)
+
+
+def certainty(finding: Finding, *, has_tokens: bool) -> str:
+    """Confidence and share of a finding in words; empty for `not_measured`, which has none."""
+    if finding.cause == "not_measured":
+        return ""
+    confidence = f"confidence {finding.confidence:.0%}"
+    if finding.confidence < MIN_NAMED_CONFIDENCE and finding.cause != "unexplained":
+        confidence = f"only a candidate: {confidence}"
+    if not has_tokens or finding.cause == "healthy":
+        return confidence
+    if finding.share == 0:
+        return f"{confidence}, from the run's metrics"
+    return f"{confidence}; its pattern covers {min(finding.share, 1.0):.0%} of the mismatch"
 
 
 def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
     """Each finding with cause, confidence, evidence and fix, then the note."""
-    tokens = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples" if diagnosis.tokens else "metrics alone"
+    tokens = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples" if diagnosis.tokens else "only metrics"
     lines = [f"{one_line(name, 200)}: {tokens}"]
     for number, finding in enumerate(diagnosis.findings, start=1):
         lines += ["", f"{number}. {finding.title}"]
-        lines.append(f"   confidence {finding.confidence:.0%}, {finding.share:.0%} of the mismatch")
+        if words := certainty(finding, has_tokens=diagnosis.tokens > 0):
+            lines.append(f"   {words}")
         for statement in finding.evidence:
             lines += textwrap.wrap(f"- {statement}", TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     ")
         lines += textwrap.wrap(f"→ {finding.fix}", TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     ")
+    if diagnosis.overlaps:
+        lines += ["", *textwrap.wrap(OVERLAP, TERMINAL_WIDTH)]
     if note:
         lines += ["", *textwrap.wrap(note, TERMINAL_WIDTH)]
     return "\n".join(lines)

@@ -211,6 +211,8 @@ def format_of(row: Row) -> RowFormat:
     hint = "plain rows have train_log_probs, rollout_log_probs and loss_mask."
     if "rollout_log_probs" in row and row.keys() & {"response_ids", "response_length"}:
         hint = "--save-debug-rollout-data has no training log-probs; --save-debug-train-data has them."
+    elif row.keys() >= {"head_version", "tail_version"}:
+        hint = f"AReaL's rollout files have no log-probs of training; convert its batches: {hint}"
     raise ValueError(f"has an unknown form, with the keys {quoted(sorted(map(str, row)))}; {hint}")
 
 

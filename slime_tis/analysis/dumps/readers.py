@@ -39,7 +39,13 @@ PATTERNS = (
     "*.jsonl",
 )
 """Dumps in a directory; the first pattern with files is used."""
-NOT_DUMPS = ("metrics.jsonl",)
+NOT_DUMPS = ("metrics.jsonl", "optimizer.pt", "scheduler.pt")
+"""Files of a run or of transformers' checkpoints that have a dump's suffix."""
+PICKLES = (".pkl", ".pickle")
+NO_PICKLES = (
+    "pickles run code and are never loaded. SkyRL's trainer.dump_data_batch writes them; in a script of your own, load "
+    "them and write JSONL with train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md)."
+)
 
 
 def read(path: str | Path, *, max_tokens: int | None = None, max_bytes: int | None = None) -> TokenTable:
@@ -124,18 +130,41 @@ def _thinned(
     return [table.select(chosen)], [priority[chosen]], np.delete(priority, chosen).min(initial=np.inf)
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files of a dump, in the order of the numbers in their names."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"there is no file or directory {quoted_path(path)}.")
+def dump_files(path: Path) -> list[Path]:
+    """The dumps in a directory, in the order of the numbers in their names; empty if it has none."""
     for candidates in (files_of_run(path), *(path.glob(pattern) for pattern in PATTERNS)):
         files = [file for file in candidates if file.is_file() and file.name not in NOT_DUMPS]
         if files:
             return sorted(files, key=lambda file: (list(map(int, re.findall(r"\d+", file.name))), str(file)))
+    return []
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a dump, which is a file or a directory.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if path.is_file():
+        if path.suffix in PICKLES:
+            raise ValueError(f"{quoted_path(path)} is a pickle: {NO_PICKLES}")
+        return [path]
+    if not path.is_dir():
+        if path.exists():
+            raise ValueError(f"{quoted_path(path)} is not a regular file; give a file or directory.")
+        raise ValueError(f"there is no file or directory {quoted_path(path)}.")
+    if files := dump_files(path):
+        return files
+    if any(file.suffix in PICKLES for folder in (path, path / "dumped_data") for file in folder.glob("*.p*")):
+        raise ValueError(f"{quoted_path(path)} has no dumps, but pickles: {NO_PICKLES}")
+    if any(path.glob("rollout/*/*.jsonl")):
+        raise ValueError(
+            f"{quoted_path(path)} has no dumps. AReaL's rollout files have no log-probs of training; write JSONL with "
+            "train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md)."
+        )
     raise ValueError(
-        f"{quoted_path(path)} has no dumps; --save-debug-train-data or --dump-details writes them (docs/dumps.md)."
+        f"{quoted_path(path)} has no dumps of tokens; docs/dumps.md shows how train.py (--dump-details), slime, miles, "
+        "verl, TRL, NeMo-RL and prime-rl write them."
     )
 
 

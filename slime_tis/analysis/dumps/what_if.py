@@ -179,10 +179,15 @@ def _row_of_function(
     return replace(row, ess=ess, weight_mean=float(weights.mean()), weight_max=float(weights.max()))
 
 
+def by_cosine(rows: Sequence[WhatIf]) -> list[WhatIf]:
+    """The rows, the closest to the exact gradient first; rows without a cosine last."""
+    return sorted(rows, key=lambda row: -2.0 if row.cosine is None else row.cosine, reverse=True)
+
+
 def as_text(rows: Sequence[WhatIf]) -> str:
     """A text table, sorted by cosine."""
     lines = ["  kept    ESS  mean w   max w  cosine  norm ratio  flags"]
-    for row in sorted(rows, key=lambda row: -2.0 if row.cosine is None else row.cosine, reverse=True):
+    for row in by_cosine(rows):
         cosine, norm = ("-" if value is None else f"{value:.4f}" for value in (row.cosine, row.norm_ratio))
         numbers = f"{row.kept:6.1%} {row.ess:6.3f} {row.weight_mean:7.4g} {row.weight_max:7.4g}"
         lines.append(f"{numbers} {cosine:>7} {norm:>11}  {row.flags or 'no correction'}")

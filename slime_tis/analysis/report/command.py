@@ -1,14 +1,17 @@
 """The commands `slime-tis report` and `slime-tis diagnose`, also of two runs."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
+from slime_tis.analysis.diagnosis.metric_rules import ABS, K3, invalid_values, series_of
 from slime_tis.analysis.diagnosis.proof import prove
 from slime_tis.analysis.diagnosis.tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
@@ -107,31 +110,52 @@ def diagnosis(
 
 
 def _limits(fail_on: str) -> dict[str, float]:
-    """Limits by name; `cause` has none and fails for every cause."""
-    limits = {}
-    for part in filter(None, fail_on.split(",")):
-        name, _, value = part.strip().partition("=")
+    """Limits by name; `cause` has none and fails for every cause but `healthy`."""
+    limits: dict[str, float] = {}
+    for part in fail_on.split(",") if fail_on else ():
+        name, has_value, value = part.strip().partition("=")
+        if name == "cause" and not has_value:
+            limits[name] = 0.0
+            continue
         try:
-            limits[name] = 0.0 if name == "cause" and not value else float(value)
+            limits[name] = float(value)
         except ValueError:
-            name = ""
-        if name not in ("k3", "abs", "cause"):
+            limits[name] = math.nan
+        if name not in MEASURES or not math.isfinite(limits[name]):
             raise ValueError(f"--fail-on has {part.strip()!r}; give a list of k3=X, abs=X (nats per token) and cause.")
     return limits
 
 
+MEASURES = {"k3": K3, "abs": ABS}
+"""The metric of each limit of --fail-on."""
+
+
 def _exceeded(limits: dict[str, float], result: Diagnosis, source: Source) -> list[str]:
-    """The exceeded limits in words; a limit that cannot be measured counts as exceeded."""
-    measured = {}
+    """The exceeded limits in words; a limit that cannot be checked counts as exceeded."""
+    words = []
+    if "cause" in limits and result.cause != "healthy":
+        words.append(f"the cause is {result.cause}")
+    for name in limits.keys() - {"cause"}:
+        value, reason = _measured(name, source)
+        if reason:
+            words.append(f"{name} {reason}, so its limit {limits[name]:g} cannot be checked")
+        elif not value <= limits[name]:  # NaN, too
+            words.append(f"{name} is {value:.3g}, the limit {limits[name]:g}")
+    return words
+
+
+def _measured(name: str, source: Source) -> tuple[float, str]:
+    """Mean k3 or abs(Δ) over the tokens of a dump, else over the steps of a log, and why it is unknown."""
     if source.table is not None and source.table.valid.any():
         numbers = shape.summary(source.table)
-        measured = {"k3": numbers["k3"], "abs": numbers["mean_abs_log_ratio"]}
-    words = ["the cause is " + result.cause] if "cause" in limits and result.cause != "healthy" else []
-    for name in limits.keys() - {"cause"}:
-        if not measured.get(name, np.inf) <= limits[name]:
-            value = f"{measured[name]:.3g}" if name in measured else "not measured without a dump"
-            words.append(f"{name} is {value}, the limit {limits[name]:g}")
-    return words
+        return numbers["k3"] if name == "k3" else numbers["mean_abs_log_ratio"], ""
+    metric = MEASURES[name]
+    if facts := invalid_values(source.metrics, (metric,)):
+        return math.nan, f"is not known: {facts[0]}"
+    values = series_of(source.metrics, metric)
+    if not values:
+        return math.nan, "is neither in a dump nor in the log"
+    return fmean(values), ""
 
 
 def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:

@@ -90,9 +90,10 @@ for (const run of data.diagnoses) {
   run.findings.forEach((finding, index) => byId("findings").append(element("div", {
     class: "finding" + (finding.cause === "healthy" ? " healthy" : index === 0 ? " first" : ""), "data-cause": finding.cause },
     element("h3", {}, `${index + 1}. ${visible(finding.title)}`),
-    element("p", {}, `confidence ${Math.round(100 * finding.confidence)}%, ${Math.round(100 * finding.share)}% of the mismatch`),
+    ...(finding.certainty ? [element("p", {}, visible(finding.certainty))] : []),
     element("ul", {}, ...finding.evidence.map((text) => element("li", {}, visible(text)))),
     element("p", {}, visible(finding.fix)))));
+  note(byId("findings"), run.note);
 }
 for (const [name, id] of [["overview", "overview"], ["shape", "shape"]]) {
   note(byId(id + "-plots").parentNode, data.notes[name]);

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from slime_tis.analysis.diagnosis import diagnose
+from slime_tis.analysis.diagnosis.diagnose import OVERLAP, Diagnosis, certainty, diagnose
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, what_if
+from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, by_cosine, what_if
 from slime_tis.analysis.report import overview, samples, shape
 from slime_tis.analysis.report.recommend import measured, recommendation, study
 from slime_tis.analysis.report.shape import COLORS, Plot, axis, plain
@@ -58,9 +58,10 @@ PICTURES = {
     "weights_not_updated": "run-mismatch",
 }
 """The plot that shows a cause; the density shows the others."""
-RECOMMENDATION = (
-    "This is the progress of a step that is mostly noise, relative to the exact gradient on all tokens; rows are in "
-    "this order. Equal values keep no correction, then the earlier preset. A dump cannot show a later collapse."
+ORDER = (
+    "Rows are ordered by cosine, the closest to the exact gradient first. This order is no recommendation: the tokens "
+    "of a dump cannot show which correction prevents a later collapse. A report on one run has the recommended "
+    "correction in its first section."
 )
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
 """Corrections that are applied to each step separately."""
@@ -82,7 +83,7 @@ def page_data(
         omitted = f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random others."
     has_metrics = any(source.metrics for source in sources)
     results = [diagnose(source.table, source.metrics) for source in sources]
-    diagnoses = [{"name": source.name, **result.as_json()} for source, result in zip(sources, results, strict=True)]
+    diagnoses = [_diagnosis(source, result) for source, result in zip(sources, results, strict=True)]
     advice = None
     if len(sources) == 1 and first.table is not None and first.table.valid.any():
         advice = recommendation(measured(first.table, results[0]), study())
@@ -113,12 +114,25 @@ def page_data(
     }
 
 
+def _diagnosis(source: Source, result: Diagnosis) -> dict[str, Any]:
+    """The findings of a source, each with its confidence and share in words."""
+    data = {"name": source.name, **result.as_json()}
+    for shown, finding in zip(data["findings"], result.findings, strict=True):
+        shown["certainty"] = certainty(finding, has_tokens=result.tokens > 0)
+    data["note"] = OVERLAP if result.overlaps else ""
+    return data
+
+
 def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The first finding in a sentence, and the plot that shows it."""
     finding, *others = findings
     sentence = f"Likeliest cause: {finding['title']} (confidence {finding['confidence']:.0%})."
     if finding["cause"] == "healthy":
         sentence = "The engines agree."
+    elif finding["cause"] == "not_measured":
+        sentence = "The mismatch was not measured."
+    elif finding["cause"] == "broken_metrics":
+        sentence = "Metrics of the mismatch are not finite or impossible."
     elif finding["cause"] == "unexplained":
         candidates = ", ".join(dict.fromkeys(other["title"] for other in others))
         sentence = f"The tokens do not show the cause{candidates and f'; candidates: {candidates}'}."
@@ -136,14 +150,12 @@ def _what_if(table: TokenTable | None) -> dict[str, Any]:
     if table is None or not table.valid.any():
         return empty
     try:
-        results = sorted(what_if(table), key=lambda row: (-round(_progress(row), 2), row.name != "disabled"))
+        results = by_cosine(what_if(table))
     except ValueError as error:
         return {**empty, "note": str(error)}
     rows = [{key: getattr(result, key) for key in COLUMNS} for result in results]
     plots = [asdict(plot) for plot in _pareto(results)]
-    best = "no correction" if results[0].name == "disabled" else results[0].name
-    advice = f"Recommended: {best}, whose cosine² · kept · ESS is {_progress(results[0]):.2f}. {RECOMMENDATION}"
-    notes = [advice if plots else "The dump has no advantages, so gradients cannot be compared."]
+    notes = [ORDER if plots else "The dump has no advantages, so gradients cannot be compared."]
     if table.tokens > MAX_TOKENS:
         notes.append(f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens.")
     used = max(result.steps or 0 for result in results)
@@ -151,11 +163,6 @@ def _what_if(table: TokenTable | None) -> dict[str, Any]:
     if used < steps:
         notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps.")
     return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
-
-
-def _progress(result: WhatIf) -> float:
-    """Progress of a step whose gradient is mostly noise, relative to the exact gradient of all tokens."""
-    return 0.0 if result.cosine is None else max(result.cosine, 0.0) ** 2 * result.kept * result.ess
 
 
 def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
@@ -265,8 +272,12 @@ def _facts(table: TokenTable | None) -> list[dict[str, str]]:
 
 
 def _subtitle(source: Source) -> str:
-    """Path, optimizer steps (rows with more than an evaluation) and tokens."""
-    steps = sum(any(not name.startswith(("eval/", "step")) for name in row) for row in source.metrics)
+    """Path, optimizer steps (rows that are not only an evaluation) and tokens."""
+    steps = 0
+    for row in source.metrics:
+        names = [name for name in row if name != "step"]
+        is_evaluation = bool(names) and all(name.startswith("eval/") for name in names)
+        steps += not is_evaluation
     parts = [f"{steps:,} steps"] if source.metrics else []
     if source.table is not None:
         parts.append(f"{source.table.tokens:,} tokens of {len(source.table):,} samples")

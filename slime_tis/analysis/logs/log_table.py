@@ -1,0 +1,162 @@
+"""The metrics of a log by step, in arrays: 9 bytes per value instead of 70 in dicts."""
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import overload
+
+from slime_tis.analysis.logs.peer_metrics import OWN_PREFIXES, PEER_METRICS
+from slime_tis.rules import METRIC_PREFIXES
+
+MAX_STEPS = 200_000
+"""Steps of a log."""
+MAX_STEP = 2**53
+"""Largest number of a step, exact as a float."""
+MAX_METRICS = 100
+"""Metrics of a log that are kept, apart from MISMATCH_NAMES."""
+MISMATCH_NAMES = frozenset(
+    [
+        *(peer.metric for peer in PEER_METRICS.values()),
+        *(prefix + name for prefix in METRIC_PREFIXES for name in ("mismatch_k3_kl", "mismatch_kl")),
+        *(prefix + "train_rollout_logprob_abs_diff" for prefix in METRIC_PREFIXES),
+    ]
+) - {"rollout/weight_staleness"}
+"""Names of the metrics that compare the engines."""
+KEPT_NAMES = MISMATCH_NAMES | {
+    "rollout/weight_staleness",
+    "rollout/update_received",
+    "rollout/raw_reward",
+    "train/entropy_gap",
+    "train/entropy_loss",
+    "train/grad_norm",
+    "train/without_replay/mismatch_k3_kl",
+    "train/with_replay/mismatch_k3_kl",
+    *(
+        prefix + name
+        for prefix in METRIC_PREFIXES
+        for name in (
+            "nonfinite_token_fraction",
+            "mismatch_k3_kl_staleness_0",
+            "mismatch_chi2_token",
+            "mismatch_ppl_ratio",
+            "mis_eff_sample_size",
+            "mis_mean_is_weight_before_clip",
+            "mis_ratio_mean_after_mis",
+            "mis_rs_masked_fraction",
+            "mis_catastrophic_seq_fraction",
+            "mis_mask_fraction_high",
+        )
+    ),
+}
+"""Metrics that the diagnosis or the report reads; of the others only their step is kept."""
+KEPT_PREFIXES = ("eval/", "health/")
+
+
+class LogTable(Sequence[Mapping[str, float]]):
+    """Rows of metrics, one per step in ascending order, each with "step"; of equal steps the first value counts."""
+
+    def __init__(self) -> None:
+        self._row_of_step: dict[int, int] = {}
+        self._columns: dict[str, array[float]] = {}
+        self._is_present: dict[str, bytearray] = {}
+        self._order: list[tuple[int, int]] = []
+        self.framework = ""
+        """Framework whose mismatch metrics the log has; empty if unknown."""
+
+    def add(self, step: float, name: str, value: float) -> None:
+        """Adds a value under our name of the metric.
+
+        Raises:
+            ValueError: The step is not finite or too large, or there are too many steps.
+        """
+        if not abs(step) <= MAX_STEP:  # NaN, too
+            raise ValueError(f"it has the step {step:g}, which is no number of steps")
+        row = self._row_of_step.setdefault(int(step), len(self._row_of_step))
+        if row >= MAX_STEPS:
+            raise ValueError(f"it has more than {MAX_STEPS:,} steps; give a part of it")
+        framework, metric = self._own_name(name)
+        self.framework = self.framework or framework
+        if not self._is_kept(metric):
+            return
+        if name in PEER_METRICS and math.isfinite(value):
+            value = PEER_METRICS[name].convert(value)
+        column = self._columns.setdefault(metric, array("d"))
+        is_present = self._is_present.setdefault(metric, bytearray())
+        missing = row + 1 - len(column)
+        if missing > 0:
+            column.frombytes(bytes(8 * missing))
+            is_present.extend(bytes(missing))
+        if not is_present[row]:
+            column[row] = value
+            is_present[row] = 1
+
+    def _own_name(self, name: str) -> tuple[str, str]:
+        """Framework (empty if unknown) and our name of a metric."""
+        peer = PEER_METRICS.get(name)
+        if peer is not None:
+            return peer.framework, peer.metric
+        framework = next((OWN_PREFIXES[prefix] for prefix in OWN_PREFIXES if name.startswith(prefix)), "")
+        return framework, name
+
+    def _is_kept(self, name: str) -> bool:
+        if name in KEPT_NAMES or name in self._columns:
+            return True
+        return name.startswith(KEPT_PREFIXES) and len(self._columns) < MAX_METRICS
+
+    @property
+    def has_mismatch(self) -> bool:
+        """Whether a metric compares the engines."""
+        return not MISMATCH_NAMES.isdisjoint(self._columns)
+
+    def _rows(self) -> list[tuple[int, int]]:
+        """Step and number of each row, in the order of the steps."""
+        if len(self._order) != len(self._row_of_step):
+            self._order = sorted(self._row_of_step.items())
+        return self._order
+
+    def __len__(self) -> int:
+        return len(self._row_of_step)
+
+    @overload
+    def __getitem__(self, index: int) -> "LogRow": ...
+    @overload
+    def __getitem__(self, index: slice) -> list["LogRow"]: ...
+    def __getitem__(self, index: int | slice) -> "LogRow | list[LogRow]":
+        if isinstance(index, slice):
+            return [LogRow(self, *place) for place in self._rows()[index]]
+        return LogRow(self, *self._rows()[index])
+
+    def value(self, row: int, name: str) -> float | None:
+        """The value of a metric in the row with this number; None if it was not logged."""
+        is_present = self._is_present.get(name)
+        if is_present is None or row >= len(is_present) or not is_present[row]:
+            return None
+        return self._columns[name][row]
+
+    def names(self, row: int) -> list[str]:
+        """Names of the metrics that the row with this number has."""
+        return [name for name in self._columns if self.value(row, name) is not None]
+
+
+class LogRow(Mapping[str, float]):
+    """One row of a `LogTable`."""
+
+    __slots__ = ("_row", "_step", "_table")
+
+    def __init__(self, table: LogTable, step: int, row: int) -> None:
+        self._table = table
+        self._step = step
+        self._row = row
+
+    def __getitem__(self, name: str) -> float:
+        value = float(self._step) if name == "step" else self._table.value(self._row, name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        yield "step"
+        yield from self._table.names(self._row)
+
+    def __len__(self) -> int:
+        return 1 + len(self._table.names(self._row))
