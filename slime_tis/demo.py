@@ -83,9 +83,18 @@ def diagnosis_demo(out: str) -> str:
 
 
 def _new_directory(out: str, option: str) -> Path:
+    """Returns a path at which a directory can be made; raises ValueError before any work is done for it."""
     if os.path.lexists(out):
         raise ValueError(f"error: {quoted_path(out)} exists already; remove it, or give another {option}.")
-    return Path(out)
+    directory = Path(out)
+    try:
+        # permissions alone do not tell: root may write to /proc, where nothing can be made
+        directory.mkdir(parents=True)
+        directory.rmdir()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"error: {quoted_path(out)} cannot be made ({reason}); give another {option}.") from None
+    return directory
 
 
 @contextmanager

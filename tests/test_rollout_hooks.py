@@ -115,3 +115,86 @@ def test_filters_shaped_rewards_and_logs_have_their_effect(run, tmp_path):
     assert (tmp_path / "seen").read_text() == "[4, 16]\n[4, 16]\n"
     assert rows[0]["rollout/raw_reward"] == 7.0 and rows[0]["train/pg_loss"] != plain[0]["train/pg_loss"]
     assert "rollout/response_len" in rows[0] and "rollout/response_len" not in rows[1]
+
+
+LISTS = """
+import copy, json
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+
+FIELDS = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "rollout_workers")
+
+def check(place, samples):
+    for sample in samples:
+        for name in FIELDS:
+            values = getattr(sample, name)
+            assert type(values) is list and json.loads(json.dumps(values)) == values, (place, name)
+            for copied in (values * 2, sorted(values), copy.deepcopy(values), [0] < values):
+                assert isinstance(copied, (list, bool)), (place, name)
+        assert isinstance(sample.prompt_ids, list) and isinstance(sample.response_ids, list)
+    open(__file__ + "." + place, "w").close()
+
+def reward(args, sample):
+    check("reward", [sample])
+    return float(sample.index % 3)
+
+def judge(args, samples, **kwargs):
+    check("judge", samples)
+    return DynamicFilterOutput(keep=True)
+
+def choose(args, samples):
+    check("choose", sum(samples, []))
+    samples[0][0].loss_mask[0] = True
+
+def process(args, samples, data_source):
+    check("process", sum(samples, []))
+
+def shape(args, samples):
+    check("shape", samples)
+    return [sample.reward for sample in samples], [sample.reward - 1 for sample in samples]
+
+def log(rollout_id, args, samples, metrics, seconds):
+    check("log", samples)
+    return False
+
+def log_eval(rollout_id, args, data, metrics):
+    check("log_eval", data["held"]["samples"])
+    return False
+"""
+OPTION_OF = {
+    "reward": "--custom-rm-path",
+    "judge": "--dynamic-sampling-filter-path",
+    "choose": "--rollout-sample-filter-path",
+    "process": "--rollout-all-samples-process-path",
+    "shape": "--custom-reward-post-process-path",
+    "log": "--custom-rollout-log-function-path",
+    "log_eval": "--custom-eval-rollout-log-function-path",
+}
+
+
+def test_user_functions_get_lists(task, tmp_path):
+    file = tmp_path / "user.py"
+    file.write_text(LISTS)
+    place = task.index("--custom-rm-path")
+    flags = task[:place] + task[place + 2 :]
+    for function, option in OPTION_OF.items():
+        flags += [option, f"{file}:{function}"]
+    held_out = ["--eval-prompt-data", "held", task[task.index("--prompt-data") + 1]]
+    run_here([*flags, *held_out, "--num-rollout", "1"], tmp_path / "run")
+    assert {path.suffix[1:] for path in tmp_path.glob("user.py.*")} == set(OPTION_OF)
+
+
+def test_a_function_may_see_missing_log_probs(task, tmp_path):
+    """NaN differs from itself, and is not an edit."""
+    (tmp_path / "user.py").write_text("def keep(args, samples):\n    pass\n")
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "async def generate(args, sample, sampling_params, engine):\n"
+        "    out = await engine.generate(sample.tokens, sampling_params)\n"
+        "    sample.tokens += [*out.token_ids, 4]\n"
+        "    sample.response_length = len(out.token_ids) + 1\n"
+        "    return sample\n"
+    )
+    flags = [*task, "--custom-generate-function-path", f"{agent}:generate", "--retokenization", "keep-mask"]
+    flags += ["--rollout-sample-filter-path", f"{tmp_path / 'user.py'}:keep", "--num-rollout", "1"]
+    (row,) = run_here(flags, tmp_path / "run")
+    assert row["train/loss_denominator"] > 0

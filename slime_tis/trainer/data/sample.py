@@ -31,8 +31,8 @@ NUMBER_TYPES = {
 class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
     """A list of numbers of one type: `Numbers("d", [0.5])`, with a type code of the module `array`.
 
-    It takes 1 to 8 bytes per number; a list takes 8, and 24 to 28 for the object. Functions that were written for
-    lists can use it: +, == and assignments to slices take lists.
+    It takes 1 to 8 bytes per number; a list takes 8, and 24 to 28 for the object. Samples hold their numbers in this
+    form between user functions, which get lists (`Sample.expand`).
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -266,6 +266,14 @@ class Sample:
         for name, code in NUMBER_TYPES.items():
             if not isinstance(values := getattr(self, name), Numbers):
                 setattr(self, name, Numbers(code, values))
+        return self
+
+    def expand(self) -> Sample:
+        """Replaces compact numbers with lists, for user functions, and returns the sample."""
+        for name in NUMBER_TYPES:
+            values = getattr(self, name)
+            if isinstance(values, Numbers):
+                setattr(self, name, values.tolist())
         return self
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from slime_tis.errors import CustomFunctionError, quoted
-from slime_tis.trainer.data.sample import Numbers, Sample
+from slime_tis.trainer.data.sample import Sample
 from slime_tis.user_functions import USER_FUNCTIONS, describe
 
 DEEPEST = 100
@@ -59,8 +59,9 @@ SampleSnapshot = tuple[tuple[Any, ...], list[int]]
 """Fields of a sample that a user function may not change, and its loss mask, before the function gets it."""
 
 
-def snapshot(sample: Sample) -> SampleSnapshot:
-    """Copies the fields."""
+def handed_out(sample: Sample) -> SampleSnapshot:
+    """Gives a sample the lists that a user function gets, and returns a copy of its fields."""
+    sample.expand()
     return _fixed(sample), list(sample.loss_mask)
 
 
@@ -74,18 +75,25 @@ class SampleEdits:
 
     @classmethod
     def since(cls, before: SampleSnapshot, sample: Sample, function: str) -> Self:
-        """Returns the edits since a snapshot; raises CustomFunctionError for an edit that is not allowed."""
+        """Returns the edits since `handed_out`, and makes the sample compact again.
+
+        Raises:
+            CustomFunctionError: An edit is not allowed.
+        """
         (fixed, old_mask), mask = before, sample.loss_mask
-        is_mask = isinstance(mask, list | Numbers) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
+        is_mask = isinstance(mask, list) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
         if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != fixed:
             raise CustomFunctionError(
                 f"{function} changed a sample of prompt {sample.prompt_index}; it may set metadata (a dict), loss_mask "
                 "(0 or 1 for each response token) and remove_sample, nothing else."
             )
         metadata = json_object(sample.metadata, "its metadata")
+        new_mask = [int(value) for value in mask]
+        sample.loss_mask = new_mask  # True and 1.0 are allowed, too
+        sample.compact()
         return cls(
             metadata=None if metadata == getattr(sample.prompt_row, "metadata", None) else metadata,
-            loss_mask=None if mask == old_mask else [int(value) for value in mask],
+            loss_mask=None if new_mask == old_mask else new_mask,
             remove_sample=bool(sample.remove_sample),
         )
 

@@ -13,7 +13,7 @@ from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.user_values import SampleEdits, snapshot
+from slime_tis.trainer.data.user_values import SampleEdits, handed_out
 from slime_tis.trainer.engines.tasks import results_of, run
 from slime_tis.trainer.options.rollout import REMOTE, RolloutConfig, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward, scored_text
@@ -189,7 +189,7 @@ def _custom_reward(
             return await returned if inspect.isawaitable(returned) else returned
 
     async def score(group: list[Sample]) -> list[Score]:
-        before = [snapshot(sample) for sample in group]
+        before = [handed_out(sample) for sample in group]
         rewards = await call(list(group)) if takes_groups else await asyncio.gather(*map(call, group))
         rewards, name = rewards.tolist() if hasattr(rewards, "tolist") else rewards, describe(function)
         if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
@@ -211,7 +211,7 @@ def _custom_reward(
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
     if groups:
         raise CustomFunctionError(
-            f"the generate function gave a sample of prompt {groups[0][0].prompt_index} without a reward, and neither "
+            f"the user function gave a sample of prompt {groups[0][0].prompt_index} without a reward, and neither "
             "--rm-type nor --custom-rm-path is given; set sample.reward, or add one of them."
         )
     return []

@@ -9,7 +9,7 @@ from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Sample, SampleStatus
-from slime_tis.trainer.data.user_values import SampleEdits, snapshot, typed_value
+from slime_tis.trainer.data.user_values import SampleEdits, handed_out, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.prefetch import Choose
@@ -127,7 +127,7 @@ class RolloutHooks:
         samples = [sample for group in groups for sample in group]
 
         def on_this_rank() -> tuple[Result, list[SampleEdits]]:
-            before = [(snapshot(sample), sample.reward) for sample in samples]
+            before = [(handed_out(sample), sample.reward) for sample in samples]
             edits = []
             with calling(function):
                 result = call(function)
