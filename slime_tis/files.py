@@ -4,6 +4,7 @@ import codecs
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from slime_tis.errors import first_line
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 """Files of a run directory that other programs read."""
+ROW_SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>-?[0-9]{1,18})?:(?P<stop>-?[0-9]{1,18})?\]", re.DOTALL)
 FOREIGN = "the file exists and is no dump of this program; move it, or give another name"
 
 
@@ -88,6 +90,15 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if content.strip():
                 place = f"{path}, line {number}"
                 yield place, parse_object(content, place)
+
+
+def split_row_slice(path: str | Path) -> tuple[Path, slice]:
+    """Returns the file and the rows of `FILE@[START:STOP]`, slime's notation; `FILE` without a slice has all rows."""
+    match = ROW_SLICE.fullmatch(str(path))
+    if match is None:
+        return Path(path), slice(None)
+    start, stop = (None if number is None else int(number) for number in match.group("start", "stop"))
+    return Path(match["file"]), slice(start, stop)
 
 
 def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from tokenizers import processors
 from transformers import (
     GenerationConfig,
     Glm4MoeConfig,
@@ -66,14 +67,14 @@ MOE_SIZES = {
 """Further sizes of mixtures of experts, by family."""
 
 
-def make_tokenizer():
-    """A byte-level BPE without merges: every character is a token, and each text begins with `<bos>`.
-
-    transformers loads byte-level BPE identically for every family, except that qwen2's post-processor adds no `<bos>`.
-    """
+def make_tokenizer(*, adds_bos=False):
+    """A byte-level BPE without merges: every character is a token; `adds_bos` puts `<bos>` before a text as Llama's."""
     characters = ["Ġ" if character == " " else character for character in CHARACTERS]  # byte-level space
     tokenizer = sort_digits.make_tokenizer(128, characters, ("<pad>", "<bos>", "<eos>"))
     tokenizer.chat_template = CHAT_TEMPLATE
+    if adds_bos:
+        template = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+        tokenizer.backend_tokenizer.post_processor = template
     return tokenizer
 
 

@@ -35,7 +35,7 @@ def make_task(directory, family="qwen3", prompts=16, **sizes):
     chance = random.Random(0)
     rows = ["".join(chance.choices("0123456789", k=chance.randint(3, 12))) for _ in range(prompts)]
     with open(directory / "train.jsonl", "w") as lines:
-        lines.writelines(json.dumps({"prompt": row + ">", "label": "".join(sorted(row))}) + "\n" for row in rows)
+        lines.writelines(json.dumps({"prompt": f"<bos>{row}>", "label": "".join(sorted(row))}) + "\n" for row in rows)
     (directory / "reward.py").write_text(REWARD)
     return [
         *("--hf-checkpoint", str(directory / "model")),

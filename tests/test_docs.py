@@ -64,6 +64,8 @@ def test_commands_on_the_quick_start_are_accepted_and_refused_as_shown(task):
     corrections = [configure(shlex.split(task + line), {}).correction for line in choices.splitlines()]
     assert [c.use_rollout_logprobs for c in corrections] == [False] * 4 + [True] * 3 + [False]
     assert [c.corrects for c in corrections] == [True] * 4 + [False] + [True] * 3
+    (chat,) = [block for block in blocks("quick_start.md", "") if block.startswith("--apply-chat-template")]
+    assert configure(shlex.split(task + chat), {}).rollout.chat_template_options == {"enable_thinking": False}
     (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
     command, message = block.splitlines()
     with pytest.raises(ValueError) as error:

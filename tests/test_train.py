@@ -203,7 +203,7 @@ def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(task, tmp_pa
 
 def test_a_finished_run_has_left_everything(task, tmp_path):
     prompts = tmp_path / "eval.jsonl"
-    prompts.write_text('{"prompt": "31>", "label": "13"}\n{"prompt": "52>", "label": "25"}\n')
+    prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n{"prompt": "<bos>52>", "label": "25"}\n')
     output = tmp_path / "run"
     flags = [*task, "--eval-prompt-data", str(prompts), "--use-tensorboard", "--eval-interval", "2"]
     flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf")]
@@ -220,7 +220,7 @@ def test_evaluation_is_of_the_training_policy(task, tmp_path):
     """With weights that never reach the sampler, evaluation still follows training."""
     flags = [*task, "--update-weights-interval", "99", "--lr", "3e-2", "--eval-interval", "1", "--num-rollout", "2"]
     prompts = tmp_path / "eval.jsonl"
-    prompts.write_text('{"prompt": "31>", "label": "13"}\n')
+    prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n')
     rows = run_here([*flags, "--eval-prompt-data", str(prompts)], tmp_path / "run")
     assert len({row["eval/accuracy"] for row in rows}) > 1  # the reward of the task grades any answer
 

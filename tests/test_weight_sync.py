@@ -80,7 +80,7 @@ def test_noise_of_both_engines_is_never_called_a_missed_update(seed, tokens, noi
 def long_prompts(tmp_path):
     chance = random.Random(0)
     texts = ["".join(chance.choices("0123456789abcdef", k=40)) + ">" for _ in range(8)]
-    rows = [json.dumps({"prompt": text, "label": "1"}) for text in texts]
+    rows = [json.dumps({"prompt": f"<bos>{text}", "label": "1"}) for text in texts]
     (tmp_path / "long.jsonl").write_text("\n".join(rows) + "\n")
     return "--prompt-data", str(tmp_path / "long.jsonl")
 

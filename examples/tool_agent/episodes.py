@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         calls = sum(sample.metadata["calls"] for sample in samples) / len(samples)
         print(f"{checkpoint}: accuracy {right:.2f}, {calls:.1f} calls per episode")
         for sample in samples[: options.each]:
-            print(f"  {sample.prompt_text}{sample.response}")
+            print(f"  {sample.prompt_text.removeprefix('<bos>')}{sample.response}")
 
 
 def episodes(checkpoint: Path, prompts: Path) -> list[Sample]:

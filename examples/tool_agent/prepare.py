@@ -129,7 +129,7 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
     count = example.train_prompts + example.eval_prompts
     rows: dict[str, dict[str, Any]] = {}
     for entry in create_dataset(DATASET, seed=seed, size=2 * count, **CONFIG):
-        prompt = entry["metadata"]["expression"].replace(" ", "") + ">"
+        prompt = "<bos>" + entry["metadata"]["expression"].replace(" ", "") + ">"
         metadata = {"dataset": DATASET, "config": CONFIG, "entry": encoded(entry), "answer": "text"}
         rows[prompt] = {"prompt": prompt, "label": entry["answer"], "metadata": metadata}
     found = list(rows.values())[:count]
@@ -157,7 +157,7 @@ def transcript(
         tokens.extend(ids)
         sampled.extend([by_policy] * len(ids))
 
-    value, operations = split_expression(row["prompt"].removesuffix(">"))
+    value, operations = split_expression(row["prompt"].removeprefix("<bos>").removesuffix(">"))
     for place, operation in enumerate(operations):
         if chance.random() >= call_probability[len(operations) - place - 1]:
             break

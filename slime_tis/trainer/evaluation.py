@@ -104,7 +104,11 @@ def load_evaluation_prompts(
     config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes | None = None
 ) -> dict[str, list[Prompt]]:
     """Returns the held-out prompt sets by name; see `load_prompts`."""
-    keys = {"input_key": config.eval_input_key, "label_key": config.eval_label_key}
+    keys = {
+        "input_key": config.eval_input_key,
+        "label_key": config.eval_label_key,
+        "tool_key": config.eval_tool_key,
+    }
     options = prompt_options(config) | {name: key for name, key in keys.items() if key is not None}
     return {name: load_prompts(path, tokenizer, sizes=sizes, **options) for name, path in config.eval_prompt_sets}
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.agents.custom_generate import mark_failed_samples
+from slime_tis.trainer.agents.custom_generate import mark_failed_samples, retokenized_message
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.cli.run_options import Arguments
 from slime_tis.trainer.data.dump import load_samples, save_samples
@@ -64,6 +64,8 @@ class SampleSource:
     hooks: RolloutHooks
     data_source: object
     num_rollout: int
+    has_warned: bool = False
+    """Whether the first retokenized sample of the run was shown."""
 
     def next(self, rollout_id: int, version: int) -> Rollout:
         """Returns the next rollout; a collective. `version` is the number of optimizer steps so far."""
@@ -130,9 +132,17 @@ class SampleSource:
                 failures = mark_failed_samples(groups)
                 if failures is not None and self.is_main:
                     tqdm.write(f"warning: rollout {rollout_id}: {failures}", file=sys.stderr)
+                self._warn_about_retokenized(rollout_id, groups)
             with self.timer("reward"):
                 assign_rewards(groups, self.reward)
             yield groups
+
+    def _warn_about_retokenized(self, rollout_id: int, groups: Groups) -> None:
+        """Prints once per run where a sample differs from the sampled tokens; metrics count the others."""
+        message = retokenized_message(groups)
+        if message is not None and self.is_main and not self.has_warned:
+            tqdm.write(f"warning: rollout {rollout_id}: {message}", file=sys.stderr)
+            self.has_warned = True
 
 
 def mask_removed_samples(groups: Sequence[Sequence[Sample]]) -> None:

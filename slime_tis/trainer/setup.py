@@ -197,11 +197,13 @@ def load_data(process: Process, resumed: TrainerState | None) -> Data:
     arguments = process.arguments
     rollout, tokenizer = arguments.rollout, load_tokenizer(arguments.megatron.hf_checkpoint)
     sizes = prompt_sizes(arguments.megatron, rollout)
-    dataset: PromptDataset | CustomDataSource = (
-        PromptDataset(rollout.prompt_data, tokenizer, rollout, sizes)
-        if rollout.data_source_path is None
-        else CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
-    )
+    dataset: PromptDataset | CustomDataSource
+    if rollout.data_source_path is not None:
+        dataset = CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
+    else:
+        # the rollout function may read a file of its own kind by args.prompt_data
+        file = None if rollout.disable_rollout_global_dataset else rollout.prompt_data
+        dataset = PromptDataset(file, tokenizer, rollout, sizes)
     if resumed is not None:
         dataset.load_state_dict(resumed.dataset)
     first_batch = 0 if resumed is None else resumed.dataset[BATCH]

@@ -1,5 +1,7 @@
 """A small policy and its prompts: sort digits, `3141592653>` → `1123345569`. `slime-tis demo` and examples use them.
 
+Each prompt begins with `<bos>`, since prompts are tokenized without special tokens, as slime does.
+
 The policy is trained on a few supervised answers until a third of its greedy answers to the held-out prompts are
 correct. Reinforcement learning starts from this policy.
 """
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -112,19 +114,18 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
     questions: dict[str, None] = {}
     while len(questions) < example.train_prompts + example.eval_prompts:
         questions["".join(generator.choices("0123456789", k=example.digits))] = None
-    rows = [{"prompt": f"{digits}>", "label": "".join(sorted(digits))} for digits in questions]
+    rows = [{"prompt": f"<bos>{digits}>", "label": "".join(sorted(digits))} for digits in questions]
     return rows[: example.train_prompts], rows[example.train_prompts :]
 
 
 def make_tokenizer(
     max_length: int, characters: Sequence[str] = CHARACTERS, special: Sequence[str] = SPECIAL_TOKENS
 ) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE without merges: every character is a token, and `<bos>` precedes each text."""
+    """Returns a byte-level BPE without merges: every character is a token, and none is added to a text."""
     vocab = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>" if "<unk>" in special else None))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
     names = {f"{token[1:-1]}_token": token for token in special}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, padding_side="left", model_max_length=max_length, **names
@@ -171,7 +172,7 @@ def make_qwen3(seed: int, *, hidden_size: int, experts: int = 0, **sizes: int) -
 
 
 def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Returns tokens [rows, tokens] of `<bos>`, prompt, label, `<eos>`: all rows are equally long."""
+    """Returns tokens [rows, tokens] of prompt, label, `<eos>`: all rows are equally long."""
     texts = [row["prompt"] + row["label"] + "<eos>" for row in rows]
     return torch.tensor(tokenizer(texts)["input_ids"])
 

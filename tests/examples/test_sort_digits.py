@@ -70,8 +70,8 @@ def test_rows_are_sorted_digits_and_follow_from_the_seed(made, tmp_path):
     }
     assert (len(rows["train"]), len(rows["eval"])) == (40, 30)
     for row in rows["train"] + rows["eval"]:
-        digits, end = row["prompt"][:-1], row["prompt"][-1]
-        assert end == ">" and len(digits) == 2
+        digits = row["prompt"].removeprefix("<bos>").removesuffix(">")
+        assert row["prompt"] == f"<bos>{digits}>" and len(digits) == 2
         assert row["label"] == "".join(sorted(digits))
     assert len({row["prompt"] for row in rows["train"] + rows["eval"]}) == 70
     directory, report = made

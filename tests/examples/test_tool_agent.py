@@ -25,7 +25,7 @@ SMALL = prepare.Example(
     accuracy=(0.0, 1.0),
     copied=0.0,
 )
-ROW = {"prompt": "47+38-62>", "label": "23"}
+ROW = {"prompt": "<bos>47+38-62>", "label": "23"}
 
 
 @pytest.mark.parametrize(

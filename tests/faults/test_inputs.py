@@ -74,7 +74,7 @@ LINES = {
     "half a pair in the prompt": (row(prompt="ab\ud800c"), "surrogate"),
     "metadata of a list": (row(metadata=[1]), "'metadata' that is not a mapping"),
     "metadata nested 200 deep": (row(metadata={"a": json.loads(deep(200))}), "nests deeper"),
-    "a prompt that fills the context": (row(prompt="1" * 127), "128 tokens"),
+    "a prompt that fills the context": (row(prompt="1" * 128), "128 tokens"),
     "a prompt of 10 MB": (row(prompt="1" * 10_000_000), "10000000 characters"),
 }
 """Second lines of files whose first is good."""

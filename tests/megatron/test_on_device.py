@@ -85,7 +85,7 @@ def sampled(engine, checkpoint, temperature):
     tokenizer = load_tokenizer(checkpoint)
     texts = ["31415>", "7>", "abc def + 12>"]
     prompts = [
-        Prompt(index=index, text=text, token_ids=tuple(tokenizer(text)["input_ids"]))
+        Prompt(index=index, text=text, token_ids=tuple(tokenizer(f"<bos>{text}")["input_ids"]))
         for index, text in enumerate(texts)
     ]
     sampling = Sampling(n_samples=4, temperature=temperature, max_response_len=10)

@@ -19,5 +19,5 @@ def tokenizer(checkpoint):
 
 def make_prompts(path, texts):
     tokenizer = load_tokenizer(path)
-    ids = [tuple(tokenizer(text)["input_ids"]) for text in texts]
+    ids = [tuple(tokenizer(f"<bos>{text}")["input_ids"]) for text in texts]
     return [Prompt(index=i, text=text, token_ids=ids[i]) for i, text in enumerate(texts)]

@@ -435,7 +435,7 @@ BROKEN = {
         "return [[Sample(prompt='a'), Sample(prompt='b')]] * 2": "with one prompt",
         "return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2": "without responses",
         "return [[Sample()] * 2] * 2": "returned group 0 has an empty prompt.",
-        "return [[Sample(prompt='a' * 500)] * 2] * 2": "returned group 0 of 501 tokens",
+        "return [[Sample(prompt='a' * 500)] * 2] * 2": "returned group 0 of 500 tokens",
     },
     "rollout": {
         "groups = groups[:1]": "returned 1 groups; return 2 (--rollout-batch-size).",

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from slime_tis.trainer.data.prompts import PromptDataset, load_prompts
+from slime_tis.trainer.evaluation import load_evaluation_prompts
 from slime_tis.trainer.options.rollout import RolloutConfig
-from tests.checkpoints import make_tokenizer
+from tests.checkpoints import CHAT_TEMPLATE, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 BOS = 1
@@ -32,7 +33,7 @@ def encode(text):
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def test_rows_become_prompts_with_or_without_the_chat_template(tmp_path):
+def test_rows_become_prompts(tmp_path):
     rows = [
         {"prompt": "31>", "label": "13", "metadata": {"level": 2}},
         {"prompt": "7>", "label": 7},
@@ -40,16 +41,158 @@ def test_rows_become_prompts_with_or_without_the_chat_template(tmp_path):
     ]
     first, second, third = load(write(tmp_path / "p.jsonl", rows))
     assert (first.index, first.text, first.label, first.metadata) == (0, "31>", "13", {"level": 2})
-    assert first.token_ids == (BOS, *encode("31>"))
     assert (second.index, second.label, second.metadata) == (1, 7, {})
     assert (third.label, third.metadata) == (["a"], {"tools": []})
     assert load(tmp_path / "p.jsonl", label_key=None)[0].label is None
-    messages = [{"role": "system", "content": "sort"}, {"role": "user", "content": "31"}]
-    path = write(tmp_path / "p.jsonl", [{"prompt": "31"}, {"prompt": messages}])
+
+
+MESSAGES = [{"role": "system", "content": "sort"}, {"role": "user", "content": "31"}]
+
+
+def test_the_chat_template_renders_texts_or_messages(tmp_path):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "31"}, {"prompt": MESSAGES}])
     string, chat = load(path, label_key=None, apply_chat_template=True)
     assert string.text == "user:31.assistant:"
     assert chat.text == "system:sort.user:31.assistant:"
     assert string.token_ids == encode("user:31.assistant:")
+
+
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain tokenizer", "tokenizer that adds BOS"])
+@pytest.mark.parametrize("apply_chat_template", [False, True], ids=["text", "chat template"])
+def test_no_special_token_is_added(tmp_path, adds_bos, apply_chat_template):
+    tokenizer = make_tokenizer(adds_bos=adds_bos)
+    path = write(tmp_path / "p.jsonl", [{"prompt": "31>"}, {"prompt": "<bos>7>"}])
+    prompts = load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=apply_chat_template)
+    # the line of slime's sglang_rollout.py, and of generate functions that were written for slime
+    assert [prompt.token_ids for prompt in prompts] == [encode(prompt.text) for prompt in prompts]
+    assert [prompt.token_ids.count(BOS) for prompt in prompts] == [0, 1]
+
+
+CALLS = "{{ bos_token }}" + CHAT_TEMPLATE
+BOS_WARNINGS = {
+    "two in a text": (["<bos><bos>1"], {}, "contain the start token '<bos>' twice"),
+    "one in a text": (["<bos>1"], {}, None),
+    "template and file": (["<bos>1"], {"chat_template": CALLS}, "the chat template renders it, and so does the file"),
+    "template and later message": (
+        [[{"role": "user", "content": "1"}, {"role": "user", "content": "<bos>2"}]],
+        {"chat_template": CALLS},
+        "twice",
+    ),
+    "template": (["1"], {"chat_template": CALLS}, None),
+    "file under a template without BOS": (["<bos>1"], {"chat_template": CHAT_TEMPLATE}, None),
+    "missing": (["1", "<bos>2"], {"adds_bos": True}, "1 of 2 prompts of"),
+    "not missing": (["<bos>1"], {"adds_bos": True}, None),
+}
+
+
+@pytest.mark.parametrize(("values", "options", "message"), BOS_WARNINGS.values(), ids=BOS_WARNINGS)
+def test_a_doubled_or_missing_bos_warns(tmp_path, caplog, values, options, message):
+    tokenizer = make_tokenizer(adds_bos=options.get("adds_bos", False))
+    tokenizer.chat_template = options.get("chat_template")
+    path = write(tmp_path / "p.jsonl", [{"prompt": value} for value in values])
+    is_rendered = "chat_template" in options
+    load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=is_rendered)
+    assert len(caplog.messages) == (message is not None)
+    assert message is None or message in caplog.messages[0]
+
+
+def test_evaluation_prompts_warn_too(tmp_path, caplog):
+    train = write(tmp_path / "train.jsonl", [{"prompt": "<bos>1"}])
+    held_out = write(tmp_path / "eval.jsonl", [{"prompt": "<bos><bos>1"}])
+    load_evaluation_prompts(make_config(prompt_data=str(train), eval_prompt_data=(str(held_out),)), TOKENIZER)
+    assert f"1 of 1 prompts of {held_out} contain the start token '<bos>' twice" in caplog.text
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}" + CHAT_TEMPLATE
+
+
+def load_with_tools(tmp_path, row, **options):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    path = write(tmp_path / "p.jsonl", [{"prompt": "1", **row}])
+    return load_prompts(path, tokenizer, **{"input_key": "prompt", "apply_chat_template": True, **options})[0]
+
+
+TOOL_COLUMNS = {
+    "a list": ({"tools": [TOOL]}, {}, "[add]"),
+    "JSON text": ({"tools": json.dumps([TOOL])}, {}, "[add]"),
+    "another key": ({"functions": [TOOL]}, {"tool_key": "functions"}, "[add]"),
+    "null": ({"tools": None}, {}, ""),
+    "no column": ({}, {}, ""),
+    "an empty list": ({"tools": []}, {}, ""),
+    "no key": ({"tools": [TOOL]}, {"tool_key": None}, ""),
+}
+
+
+@pytest.mark.parametrize(("row", "options", "text"), TOOL_COLUMNS.values(), ids=TOOL_COLUMNS)
+def test_tools_reach_the_chat_template(tmp_path, row, options, text):
+    assert load_with_tools(tmp_path, row, **options).text == f"{text}user:1.assistant:"
+
+
+@pytest.mark.parametrize("column", [[TOOL], json.dumps([TOOL])], ids=["a list", "JSON text"])
+@pytest.mark.parametrize("apply_chat_template", [True, False], ids=["template", "text"])
+def test_metadata_has_the_tools_as_slime_gives_them(tmp_path, column, apply_chat_template):
+    prompt = load_with_tools(tmp_path, {"tools": column}, apply_chat_template=apply_chat_template)
+    assert prompt.metadata == {"tools": [TOOL]}
+
+
+BAD_TOOLS = {"no JSON": "[{", "a word": "add", "an object": TOOL, "a list of words": ["add"], "a number": 3}
+
+
+@pytest.mark.parametrize("column", BAD_TOOLS.values(), ids=BAD_TOOLS)
+def test_malformed_tools_are_refused_in_one_message(tmp_path, column):
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 1 has 'tools' that is not a list of tools"):
+        load_with_tools(tmp_path, {"tools": column})
+    untouched = load_with_tools(tmp_path, {"tools": column}, apply_chat_template=False)
+    assert untouched.metadata == {"tools": column}
+
+
+def test_evaluation_prompts_have_their_own_tool_key(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    path = write(tmp_path / "eval.jsonl", [{"prompt": "1", "functions": [TOOL]}])
+    config = make_config(apply_chat_template=True, eval_prompt_data=(str(path),), eval_tool_key="functions")
+    assert load_evaluation_prompts(config, tokenizer)["accuracy"][0].text.startswith("[add]")
+
+
+def test_variables_reach_the_chat_template(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE + "{% if not enable_thinking %}no{% endif %}"
+    path = write(tmp_path / "p.jsonl", [{"prompt": "1"}])
+    config = make_config(apply_chat_template=True, apply_chat_template_kwargs='{"enable_thinking": true}')
+    assert PromptDataset(path, tokenizer, config).prompts[0].text == "user:1.assistant:"
+    config = make_config(apply_chat_template=True)
+    assert PromptDataset(path, tokenizer, config).prompts[0].text == "user:1.assistant:no"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "1", '{"tokenize": true}', '{"tools": []}', "{'a': 1}"])
+def test_wrong_variables_are_refused(text):
+    with pytest.raises(ValueError, match=r"--apply-chat-template-kwargs (is .* but must be|sets)"):
+        make_config(apply_chat_template=True, apply_chat_template_kwargs=text)
+
+
+SLICES = {
+    "[0:2]": "01",
+    "[:2]": "01",
+    "[3:]": "34",
+    "[-2:]": "34",
+    "[:-4]": "0",
+    "[1:-1]": "123",
+    "[:]": "01234",
+    "[2:99]": "234",
+}
+
+
+@pytest.mark.parametrize(("rows", "expected"), SLICES.items(), ids=SLICES)
+def test_rows_of_a_file_are_chosen_as_in_slime(digits, rows, expected):
+    assert "".join(prompt.text for prompt in load(f"{digits}@{rows}", label_key=None)) == expected
+
+
+@pytest.mark.parametrize("rows", ["[9:]", "[2:2]", "[3:1]"])
+def test_a_slice_without_rows_is_refused(digits, rows):
+    with pytest.raises(ValueError, match="has no such rows"):
+        load(f"{digits}@{rows}", label_key=None)
 
 
 CHAT = {"apply_chat_template": True, "label_key": None}

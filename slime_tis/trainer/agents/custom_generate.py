@@ -22,7 +22,13 @@ from transformers import PreTrainedTokenizerBase
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
-from slime_tis.trainer.agents.sampled_tokens import Provenance, Sampled, copy_engine_records, provenance
+from slime_tis.trainer.agents.sampled_tokens import (
+    Provenance,
+    Sampled,
+    copy_engine_records,
+    first_difference,
+    provenance,
+)
 from slime_tis.trainer.agents.slime_client import RecordedEngine, current_engine
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.data.user_values import json_object
@@ -39,6 +45,8 @@ MAX_TEXT = 1 << 20
 """Characters of a response, of a user-defined prompt, and of metadata as JSON."""
 MAX_LOG_PROB = 1e-3
 """In half precision the log-prob of a certain token can be slightly positive."""
+RETOKENIZED = "retokenized"
+"""Key of a sample's metadata: where its tokens differ from the sampled ones."""
 LOG_PROB_TOLERANCE = 1e-4
 """Difference in nats between a function's log-prob and the engine's."""
 
@@ -87,7 +95,7 @@ class GenerateFunction:
             recorded = RecordedEngine(engine, sample, self.tokenizer, address)
             fresh = Sample(prompt_row=sample.row, tokens=list(sample.row.token_ids))
             try:
-                returned = await self._call(sample, recorded, dict(params), evaluation)
+                returned = await self._call(sample.expand(), recorded, dict(params), evaluation)
                 return self.checked(returned, fresh, recorded.sampled)
             except NoSample as error:
                 reason, message = error.args
@@ -187,7 +195,7 @@ class GenerateFunction:
             prompt=_prompt(sample, fresh),
             prompt_row=fresh.prompt_row,
             tokens=tokens,
-            response=fields.response or str(self.tokenizer.decode(tokens[-length:], skip_special_tokens=True)),
+            response=self._response(fields.response, tokens[-length:]),
             response_length=length,
             label=fresh.label if sample.label is None else _json({"label": sample.label})["label"],
             loss_mask=mask,
@@ -207,8 +215,25 @@ class GenerateFunction:
             if given is not None:
                 _check_log_probs(log_probs, mask, where, requests)
             copy_engine_records(result, where, requests)
-            self._handle_retokenized(result, where)
+            self._handle_retokenized(result, where, requests)
         return result
+
+    def _response(self, text: str, response_ids: Sequence[int]) -> str:
+        """Returns the text of a response; built-in rewards get it without special tokens at its end, as from an engine.
+
+        The engine's answers to slime's functions contain them, since slime's `skip_special_tokens` is off.
+        """
+        if not text:
+            return str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
+        if self.config.rm_type is None:
+            return text
+        special_ids = set(self.tokenizer.all_special_ids)
+        for token in reversed(response_ids):
+            ending = str(self.tokenizer.decode([token]))
+            if token not in special_ids or not text.endswith(ending):
+                break
+            text = text.removesuffix(ending)
+        return text
 
     def _reward(self, reward: float | dict[Any, Any] | None) -> tuple[float | None, dict[str, float]]:
         if reward is None:
@@ -226,25 +251,46 @@ class GenerateFunction:
             )
         return value, parts
 
-    def _handle_retokenized(self, sample: Sample, where: Provenance) -> None:
+    def _handle_retokenized(self, sample: Sample, where: Provenance, requests: Sequence[Sampled]) -> None:
         trained = zip(where.request, sample.loss_mask, strict=True)
         wrong = [index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0]
         sample.retokenized = len(wrong)
         if not wrong:
             return
+        message = (
+            f"{describe(self.function)} gave {len(wrong)} trained tokens that differ from the sampled tokens, for "
+            f"prompt {sample.prompt_index}: {self._difference(sample, wrong[0], requests)}"
+        )
         if self.config.retokenization == "error":
-            token = sample.response_ids[wrong[0]]
-            text = quoted(self.tokenizer.decode([token]), 40)
-            raise CustomFunctionError(
-                f"{describe(self.function)} gave {len(wrong)} trained tokens that differ from the sampled tokens, for "
-                f"prompt {sample.prompt_index}; the first is response token {wrong[0]}, {token} ({text}). Append the "
-                "ids of the engine's answer; --retokenization keep-mask trains on the others."
-            )
+            raise CustomFunctionError(f"{message} --retokenization keep-mask trains on the others.")
+        sample.metadata = {**sample.metadata, RETOKENIZED: message}
         if self.config.retokenization == "reject":
             sample.remove_sample = True
         else:
             for index in wrong:
                 sample.loss_mask[index] = 0
+
+    def _difference(self, sample: Sample, first_wrong: int, requests: Sequence[Sampled]) -> str:
+        """Returns where a sample and the engine's tokens part first, both tokens, and what to do."""
+
+        def shown(token: int) -> str:
+            return f"{token} ({quoted(self.tokenizer.decode([token]), 40)})"
+
+        prompt_length = len(sample.tokens) - sample.response_length
+        position, expected = first_difference(sample.tokens, requests)
+        if position >= len(sample.tokens) or expected is None:
+            # the sampled tokens agree; tokens beyond them, such as tool output, are marked as trained
+            token = sample.response_ids[first_wrong]
+            return (
+                f"no request sampled response token {first_wrong}, {shown(token)}. Append the ids of the engine's "
+                "answer, and other tokens with a loss mask of 0."
+            )
+        place, advice = f"response token {position - prompt_length}", "Append the ids of the engine's answer."
+        if position < prompt_length:
+            place = f"prompt token {position}"
+            advice = "Send sample.tokens, or tokenize sample.prompt with add_special_tokens=False, and return the same."
+        given = shown(sample.tokens[position])
+        return f"they differ first at {place}, {given} in the sample and {shown(expected)} in the request. {advice}"
 
 
 def build_generate_function(
@@ -303,6 +349,15 @@ def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
     if len(messages) == len(rollouts):
         raise CustomFunctionError(f"none of the {len(rollouts)} samples of a rollout could be made: {message}")
     return f"{len(messages)} of {len(rollouts)} samples could not be made and train nothing: {message}"
+
+
+def retokenized_message(groups: Sequence[Sequence[Sample]]) -> str | None:
+    """Returns where the first retokenized sample differs from the sampled tokens; None without one."""
+    for group in groups:
+        for sample in group:
+            if sample.retokenized:
+                return str(sample.metadata[RETOKENIZED])
+    return None
 
 
 def make_failed(sample: Sample, reason: str, message: str, version: int = 0) -> None:

@@ -33,13 +33,15 @@ class RolloutFnTrainOutput:
 
 
 class PromptSource:
-    """The prompts of the file as slime's data source gives them, read-only."""
+    """The prompts of the file as slime's data source gives them, read-only; empty samples without a file."""
 
     def __init__(self, dataset: PromptDataset, n_samples: int) -> None:
         self._dataset, self._n_samples = dataset, n_samples
 
     def get_samples(self, num_samples: int) -> Groups:
         """Returns the next prompts as groups of samples without a response."""
+        if not self._dataset.prompts:
+            return [[Sample() for _ in range(self._n_samples)] for _ in range(num_samples)]
         return [
             [Sample(prompt_row=prompt, tokens=list(prompt.token_ids)) for _ in range(self._n_samples)]
             for prompt in self._dataset.next_batch(num_samples)

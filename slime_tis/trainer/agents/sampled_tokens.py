@@ -57,6 +57,24 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
     return Provenance(request=request, place=place, longest=longest[1], agreeing=longest[0])
 
 
+def first_difference(tokens: Sequence[int], requests: Sequence[Sampled]) -> tuple[int, int | None]:
+    """Returns the first position at which tokens differ from the request that they agree with longest.
+
+    Returns:
+        The position, and the token there of the request's input or answer; None after the end of the answer.
+    """
+    position, token = -1, None
+    for one in requests:
+        engine_ids = [*one.input_ids, *one.generation.token_ids]
+        pairs = enumerate(zip(tokens, engine_ids, strict=False))
+        end = min(len(tokens), len(engine_ids))
+        agreeing = next((index for index, (given, own) in pairs if given != own), end)
+        if agreeing > position:
+            position = agreeing
+            token = engine_ids[agreeing] if agreeing < len(engine_ids) else None
+    return position, token
+
+
 def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sampled]) -> None:
     """Copies log-probs, versions, servers, sampling masks and experts of sampled tokens; others get the last value."""
     sources = list(zip(found.request, found.place, strict=True))

@@ -264,6 +264,8 @@ def _slime_names(
         values["rs_lower_bound"], values["rs_upper_bound"] = correction.rs_bounds
     values |= {old: values[new] for old, new in ALIASES.items() if new in values}
     values["eps_clip_high"] = policy.clip_high
+    if "disable_rollout_global_dataset" in values:
+        values["rollout_global_dataset"] = not values["disable_rollout_global_dataset"]
     values["opsm_delta"] = policy.opsm_bound
     values["tis_clip_low"] = lowest or 0.0
     return argparse.Namespace(**values)

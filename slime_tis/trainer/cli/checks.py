@@ -15,6 +15,7 @@ from slime_tis.trainer.cli.run_options import OPTIONS, Arguments
 def check_arguments(arguments: Arguments) -> None:
     """Checks combinations of options, before files and the model are read."""
     _check_hooks(arguments)
+    _check_rewards(arguments)
     _check_routing_record(arguments)
     rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
     precision = arguments.megatron.precision
@@ -94,6 +95,7 @@ REPLACED = {
         "use_rollout_routing_replay",
         "load_debug_rollout_data",
     ),
+    "disable_rollout_global_dataset": ("check_weight_sync", "rollout_shuffle", "num_epoch"),
     "data_source_path": ("check_weight_sync", "rollout_shuffle", "load_debug_rollout_data"),
     "custom_loss_function_path": (
         "custom_tis_function_path",
@@ -115,10 +117,21 @@ def _check_hooks(arguments: Arguments) -> None:
     values = {name: getattr(config, name) for config in configs for name in OPTIONS if hasattr(config, name)}
     for function, options in REPLACED.items():
         for name in options:
-            if values[function] is not None and values[name] != OPTIONS[name].default:
+            if values[function] and values[name] != OPTIONS[name].default:
                 raise ValueError(f"{flag(name)} has no effect with {flag(function)}; remove one of them.")
     if arguments.policy.loss_type == "custom_loss" and arguments.policy.custom_loss_function_path is None:
         raise ValueError("--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.")
+
+
+def _check_rewards(arguments: Arguments) -> None:
+    """Refuses a run whose samples or held-out answers nothing can score."""
+    rollout = arguments.rollout
+    if rollout.rm_type is not None or rollout.custom_rm_path is not None:
+        return
+    # loaded samples have rewards, and so may samples of user functions; the engine's held-out answers have none
+    has_rewards = arguments.loop.load_debug_rollout_data is not None or rollout.rollout_function_path is not None
+    if rollout.custom_generate_function_path is None and (rollout.eval_prompt_data or not has_rewards):
+        raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
 
 
 def _check_routing_record(arguments: Arguments) -> None:

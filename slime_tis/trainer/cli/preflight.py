@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_tis import limits
 from slime_tis.errors import first_line, quoted_path
-from slime_tis.files import json_lines
+from slime_tis.files import json_lines, split_row_slice
 from slime_tis.hf_directory import (
     FAMILIES,
     ModelSizes,
@@ -40,18 +40,25 @@ EXPERT_OPTIONS = (
 
 def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
     """Refuses prompt files and a --load directory that are missing or empty."""
-    prompts = [("--prompt-data", rollout.prompt_data)]
-    prompts += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
-    for flag, path in prompts:
-        if not Path(path).is_file():
-            raise ValueError(f"{flag} is {quoted_path(path)} but there is no such file; give a JSONL or parquet file.")
-        if Path(path).stat().st_size == 0:
-            raise ValueError(f"{flag} is {quoted_path(path)} but the file is empty; give one prompt per row.")
-        if Path(path).suffix != ".parquet":
-            next(json_lines(Path(path)), None)  # a compressed file ends the run before anything is built
+    for flag, file in _prompt_files(rollout):
+        if not file.is_file():
+            raise ValueError(
+                f"{flag} is {quoted_path(str(file))} but there is no such file; give a JSONL or parquet file."
+            )
+        if file.stat().st_size == 0:
+            raise ValueError(f"{flag} is {quoted_path(str(file))} but the file is empty; give one prompt per row.")
+        if file.suffix != ".parquet":
+            next(json_lines(file), None)  # a compressed file ends the run before anything is built
     resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
         raise ValueError(f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load.")
+
+
+def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
+    """Returns the files of prompts with their flags, without the slices of rows."""
+    files = [] if rollout.prompt_data is None else [("--prompt-data", rollout.prompt_data)]
+    files += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
+    return [(flag, split_row_slice(path)[0]) for flag, path in files]
 
 
 def check_model(megatron: MegatronConfig, rollout: RolloutConfig, world_size: int) -> dict[str, Any]:
@@ -283,8 +290,7 @@ def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig
         ("--ref-load", megatron.ref_load),
         ("--save", megatron.save),
         ("--load", megatron.load),
-        ("--prompt-data", rollout.prompt_data),
-        *(("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets),
+        *((flag, str(file)) for flag, file in _prompt_files(rollout)),
         ("--output-dir", reporting.output_dir),
         *(("--output-dir (a name that the run itself uses)", str(output_dir / name)) for name in sorted(OWN_NAMES)),
         ("the working directory", os.getcwd()),

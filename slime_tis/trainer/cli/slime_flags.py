@@ -164,7 +164,7 @@ ADVICE: Mapping[str, str] = {
     "--group-rm": "name the reward function's second parameter samples: it then gets all samples of a prompt",
     "--eval-config": "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists",
     "--rollout-stop": "use --rollout-stop-token-ids",
-    "--apply-chat-template-kwargs --tool-key --multimodal-keys --loss-mask-type": (
+    "--multimodal-keys --loss-mask-type": (
         "the tokenizer's chat template renders prompts; render others into the prompt file"
     ),
     "--critic-*": "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline",

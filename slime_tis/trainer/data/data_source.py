@@ -1,6 +1,7 @@
 """Prompts from a user class (--data-source-path), in slime's contract, called on rank 0."""
 
 import dataclasses
+import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.collectives import on_rank_zero
-from slime_tis.trainer.data.prompts import check_fits, rendered
+from slime_tis.trainer.data.prompts import bos_warnings, check_fits, rendered, token_ids_of
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import json_object, typed_value
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.user_functions import call, calling, describe, load_user_function
+
+logger = logging.getLogger(__name__)
 
 OPTION = "data_source_path"
 TAKEN, PENDING, SAVED = "taken", "pending", "saved"
@@ -110,10 +113,27 @@ class CustomDataSource:
                 raise CustomFunctionError(
                     f"{describe(function)} returned {len(groups)} groups for num_samples={size}; return {size}."
                 )
-            return [
+            prompts = [
                 self._prompt(group, first + index, f"{describe(function)} returned group {index}")
                 for index, group in enumerate(groups)
             ]
+            if first == 0:  # a source makes its prompts alike
+                self._warn_about_bos(groups, prompts)
+            return prompts
+
+    def _warn_about_bos(self, groups: list[list[Any]], prompts: list[Prompt]) -> None:
+        contents = [group[0].prompt for group in groups]
+        for is_rendered in (False, True):
+            chosen = [index for index, content in enumerate(contents) if isinstance(content, list) == is_rendered]
+            warnings = bos_warnings(
+                [prompts[index] for index in chosen],
+                [contents[index] for index in chosen],
+                self._tokenizer,
+                describe(self._class),
+                is_rendered=is_rendered,
+            )
+            for warning in warnings:
+                logger.warning("%s", warning)
 
     def _prompt(self, group: list[Any], index: int, place: str) -> Prompt:
         count = self._config.n_samples_per_prompt
@@ -125,8 +145,9 @@ class CustomDataSource:
             )
         sample: Sample = group[0]
         try:
-            text, special = rendered(sample.prompt, place, self._tokenizer)
-            ids = sample.tokens or self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            tools = (sample.metadata or {}).get("tools")  # where slime's data sources put them
+            text = rendered(sample.prompt, place, self._tokenizer, tools, self._config.chat_template_options)
+            ids = sample.tokens or token_ids_of([text], self._tokenizer)[0]
             prompt = Prompt(
                 index=index,
                 text=text,

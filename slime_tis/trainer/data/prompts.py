@@ -4,8 +4,10 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import first_line, quoted
-from slime_tis.files import json_lines
+from slime_tis.files import json_lines, split_row_slice
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.data.user_values import json_object
@@ -29,16 +31,18 @@ Row = tuple[str, dict[str, Any]]
 
 
 class PromptDataset:
-    """The training prompts, in the file's order or in a new order every epoch."""
+    """The training prompts, in the file's order or in a new order every epoch; none without a file."""
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | None,
         tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig,
         sizes: ModelSizes | None = None,
     ) -> None:
-        self.prompts = load_prompts(path, tokenizer, sizes=sizes, **prompt_options(config))
+        self.prompts: list[Prompt] = []
+        if path is not None:
+            self.prompts = load_prompts(path, tokenizer, sizes=sizes, **prompt_options(config))
         self._digest = _digest(self.prompts)
         self._seed = config.rollout_seed if config.rollout_shuffle else None
         self._epoch = 0
@@ -48,7 +52,13 @@ class PromptDataset:
         return len(self.prompts)
 
     def next_batch(self, size: int) -> list[Prompt]:
-        """The next `size` prompts; a batch that reaches the end of an epoch continues into the next."""
+        """The next `size` prompts; a batch that reaches the end of an epoch continues into the next.
+
+        Raises:
+            ValueError: There is no prompt file.
+        """
+        if not self.prompts:
+            raise ValueError("there are no prompts (--disable-rollout-global-dataset); make the samples yourself.")
         batch: list[Prompt] = []
         while len(batch) < size:
             order: Sequence[int] = range(len(self.prompts))
@@ -71,9 +81,10 @@ class PromptDataset:
         if digest != self._digest:
             raise ValueError(
                 "the prompts of --prompt-data have changed since the start of the run; give the same file and options "
-                "(--input-key, --apply-chat-template, --rollout-max-prompt-len), or another --save for a new run."
+                "(--input-key, --tool-key, --apply-chat-template, --rollout-max-prompt-len), or another --save for a "
+                "new run."
             )
-        if not (isinstance(epoch, int) and isinstance(position, int) and 0 <= position < len(self.prompts)):
+        if not (isinstance(epoch, int) and isinstance(position, int) and 0 <= position < max(len(self.prompts), 1)):
             raise ValueError(f"the checkpoint stopped at {state!r}, which is not a place in --prompt-data.")
         self._epoch, self._position = epoch, position
 
@@ -91,7 +102,9 @@ def prompt_options(config: RolloutConfig) -> dict[str, Any]:
         "input_key": config.input_key,
         "label_key": config.label_key,
         "metadata_key": config.metadata_key,
+        "tool_key": config.tool_key,
         "apply_chat_template": config.apply_chat_template,
+        "template_options": config.chat_template_options,
         "max_prompt_len": config.rollout_max_prompt_len,
     }
 
@@ -103,39 +116,63 @@ def load_prompts(
     input_key: str,
     label_key: str | None = None,
     metadata_key: str = "metadata",
+    tool_key: str | None = "tools",
     apply_chat_template: bool = False,
+    template_options: Mapping[str, Any] | None = None,
     max_prompt_len: int | None = None,
     sizes: ModelSizes | None = None,
 ) -> list[Prompt]:
-    """Reads and tokenizes a prompt file."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"the prompt file {str(path)!r} does not exist.")
-    rows = list(rows_of(path))
+    """Reads and tokenizes a prompt file, or the rows of `FILE@[START:STOP]`.
+
+    As in slime, a text is tokenized as it stands: the tokenizer adds no special tokens, before or after it.
+
+    Args:
+        path: JSONL or parquet file, with or without a slice of rows.
+        tokenizer: Tokenizer of the model.
+        input_key: Column of the prompt.
+        label_key: Column of the label; None for prompts without labels.
+        metadata_key: Column of a mapping, which becomes the prompt's metadata together with the remaining columns.
+        tool_key: Column of the tools that the chat template describes: a list, or JSON text of a list.
+        apply_chat_template: Whether the chat template renders the prompts.
+        template_options: Further variables of the chat template.
+        max_prompt_len: Longest prompt, in tokens; longer prompts are omitted.
+        sizes: Sizes of the model that the prompts must fit.
+
+    Raises:
+        ValueError: A row cannot be read, with file and line.
+    """
+    file, wanted = split_row_slice(path)
+    if not file.is_file():
+        raise ValueError(f"the prompt file {str(file)!r} does not exist.")
+    rows = _slice_of(rows_of(file), wanted)
     if not rows:
-        raise ValueError(f"the prompt file {str(path)!r} is empty.")
+        raise ValueError(
+            f"the prompt file {str(path)!r} {'is empty' if wanted == slice(None) else 'has no such rows'}."
+        )
     if apply_chat_template and not tokenizer.chat_template:
         raise ValueError("--apply-chat-template is set, but the tokenizer has no chat template; remove it.")
-    texts = [_text(_value(row, input_key, place), place, tokenizer, apply_chat_template) for place, row in rows]
+    tools = [_tools(row, place, tool_key, is_needed=apply_chat_template) for place, row in rows]
+    texts = []
+    for (place, row), row_tools in zip(rows, tools, strict=True):
+        value = _value(row, input_key, place)
+        if apply_chat_template:
+            texts.append(_rendered(value, place, tokenizer, row_tools, template_options))
+        else:
+            texts.append(_text(value, place))
     context_len = None if sizes is None else sizes.context_len
     longest = CHARACTERS_PER_TOKEN * (max_prompt_len or context_len or math.inf)
     places = [index for index, text in enumerate(texts) if len(text) <= longest]
     if max_prompt_len is None and len(places) < len(texts):
         index = next(index for index, kept in enumerate([*places, -1]) if index != kept)
         raise ValueError(_does_not_fit(rows[index][0], f"{len(texts[index])} characters", context_len))
-    encoded = (
-        tokenizer([texts[i] for i in places], add_special_tokens=not apply_chat_template)["input_ids"] if places else []
-    )
-    prompts = [
-        Prompt(
-            index=index,
-            text=texts[index],
-            token_ids=tuple(ids),
-            label=_label(*rows[index], label_key),
-            metadata=_metadata(*rows[index], input_key, label_key, metadata_key),
-        )
-        for index, ids in zip(places, encoded, strict=True)
-    ]
+    prompts = []
+    for index, ids in zip(places, token_ids_of([texts[index] for index in places], tokenizer), strict=True):
+        place, row = rows[index]
+        metadata = _metadata(place, row, (input_key, label_key), metadata_key)
+        if tools[index] is not None:
+            metadata["tools"] = tools[index]
+        label = _label(place, row, label_key)
+        prompts.append(Prompt(index=index, text=texts[index], token_ids=ids, label=label, metadata=metadata))
     if max_prompt_len is not None:
         prompts = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_len]
         if not prompts:
@@ -148,7 +185,80 @@ def load_prompts(
     if sizes is not None:
         for prompt in prompts:
             check_fits(prompt, rows[prompt.index][0], sizes)
+    contents = [rows[prompt.index][1][input_key] for prompt in prompts]
+    for warning in bos_warnings(prompts, contents, tokenizer, str(path), is_rendered=apply_chat_template):
+        logger.warning("%s", warning)
     return prompts
+
+
+def token_ids_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:
+    """Returns the tokens of texts, without the special tokens that a tokenizer adds to a text on its own."""
+    if not texts:
+        return []
+    return [tuple(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+def bos_warnings(
+    prompts: Sequence[Prompt],
+    contents: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    *,
+    is_rendered: bool,
+) -> Iterator[str]:
+    """Yields a warning if prompts contain BOS twice, and one if texts lack the BOS that the tokenizer would add.
+
+    Args:
+        prompts: Tokenized prompts.
+        contents: What the chat template rendered, a text or messages; for texts without a template the text.
+        tokenizer: Their tokenizer.
+        source: Name of the prompts in messages.
+        is_rendered: Whether the chat template rendered the prompts.
+    """
+    bos_id, bos = tokenizer.bos_token_id, str(tokenizer.bos_token)
+    if bos_id is not None:
+        doubled = []
+        for prompt, content in zip(prompts, contents, strict=True):
+            begins_with_two = prompt.token_ids[:2] == (bos_id, bos_id)
+            # templates of several turns may render BOS once per turn, so only one from the file counts as doubled
+            is_in_content = is_rendered and _contains(content, bos) and prompt.token_ids.count(bos_id) > 1
+            if begins_with_two or is_in_content:
+                doubled.append(prompt.index)
+        if doubled:
+            origin = "the chat template renders it, and so does the file" if is_rendered else "the file has it twice"
+            yield (
+                f"{len(doubled)} of {len(prompts)} prompts of {source} contain the start token {bos!r} twice, the "
+                f"first is prompt {doubled[0]}: {origin}; remove one of the two."
+            )
+    prefix = () if is_rendered else added_prefix(tokenizer)
+    missing = [prompt for prompt in prompts if prompt.token_ids[: len(prefix)] != prefix]
+    if missing:
+        shown = tokenizer.decode(list(prefix))
+        yield (
+            f"{len(missing)} of {len(prompts)} prompts of {source} do not begin with {shown!r}, which the tokenizer "
+            "adds to texts by default. As in slime, prompts are tokenized without it; if the model was trained with "
+            f"it, write {shown} at the start of each prompt."
+        )
+
+
+def added_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the tokens that the tokenizer puts before a text by default."""
+    ids = tokenizer("a")["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    starts = [index for index in range(len(ids)) if ids[index : index + len(bare)] == bare]
+    return tuple(ids[: starts[0]]) if starts else ()
+
+
+def _contains(content: Any, text: str) -> bool:
+    messages = content if isinstance(content, list) else [{"content": content}]
+    return any(isinstance(message, Mapping) and text in str(message.get("content", "")) for message in messages)
+
+
+def _slice_of(rows: Iterable[Row], wanted: slice) -> list[Row]:
+    """Returns rows by Python's slices; later rows are not read if the numbers are not negative."""
+    if (wanted.start or 0) < 0 or (wanted.stop or 0) < 0:
+        return list(rows)[wanted]
+    return list(islice(rows, wanted.start, wanted.stop))
 
 
 def check_fits(prompt: Prompt, place: str, sizes: ModelSizes) -> None:
@@ -179,14 +289,7 @@ def _value(row: dict[str, Any], key: str, place: str) -> Any:
     return row[key]
 
 
-def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool) -> str:
-    if apply_chat_template:
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates may raise any exception
-            raise ValueError(f"{place} does not fit the chat template: {first_line(error)}.") from error
-        return _encodable(text, f"{place} has a prompt")
+def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
             f"{place} has a prompt of type {type(value).__name__} where a string is needed; a list of "
@@ -197,12 +300,57 @@ def _text(value: Any, place: str, tokenizer: PreTrainedTokenizerBase, apply_chat
     return _encodable(value, f"{place} has a prompt")
 
 
-def rendered(prompt: object, place: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """The text of a prompt, by the chat template for messages, and whether the tokenizer adds its special tokens."""
-    is_chat = isinstance(prompt, list)
-    if is_chat and not tokenizer.chat_template:
+def _rendered(
+    value: Any,
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[Any] | None,
+    options: Mapping[str, Any] | None,
+) -> str:
+    """Returns a prompt in the chat template; a text becomes a message of the user."""
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **(options or {})
+        )
+    except Exception as error:  # templates may raise any exception
+        raise ValueError(f"{place} does not fit the chat template: {first_line(error)}.") from error
+    return _encodable(text, f"{place} has a prompt")
+
+
+def rendered(
+    prompt: object,
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns the text of a prompt; the chat template renders messages."""
+    if not isinstance(prompt, list):
+        return _text(prompt, place)
+    if not tokenizer.chat_template:
         raise ValueError(f"{place} has a prompt of messages, but the tokenizer has no chat template; give a text.")
-    return _text(prompt, place, tokenizer, is_chat), not is_chat
+    return _rendered(prompt, place, tokenizer, tools, options)
+
+
+def _tools(row: Mapping[str, Any], place: str, key: str | None, *, is_needed: bool) -> list[Any] | None:
+    """Returns the tools of a row, None without any; a malformed column is refused if the chat template needs it."""
+    if key is None:
+        return None
+    value = row.get(key)
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):  # refused below
+            value = json.loads(value)
+    if value is None:
+        return None
+    if isinstance(value, list) and all(isinstance(tool, dict) for tool in value):
+        return value
+    if not is_needed:
+        return None  # the column stays in the metadata as it is
+    raise ValueError(
+        f"{place} has {key!r} that is not a list of tools, {quoted(row[key])}; give a list of objects or its JSON "
+        "text, or name another column with --tool-key."
+    )
 
 
 def _encodable(text: str, what: str) -> str:
@@ -232,9 +380,7 @@ def _label(place: str, row: dict[str, Any], label_key: str | None) -> Any:
     return value
 
 
-def _metadata(
-    place: str, row: dict[str, Any], input_key: str, label_key: str | None, metadata_key: str
-) -> dict[str, Any]:
+def _metadata(place: str, row: dict[str, Any], used_keys: Sequence[str | None], metadata_key: str) -> dict[str, Any]:
     """The row's other columns, and its mapping; a string is read as JSON, for formats without mappings."""
     mapping = row.get(metadata_key)
     if isinstance(mapping, str):
@@ -244,7 +390,7 @@ def _metadata(
             mapping = metadata_key  # which is not a mapping
     if mapping is not None and not isinstance(mapping, dict):
         raise ValueError(f"{place} has {metadata_key!r} that is not a mapping.")
-    others = {key: value for key, value in row.items() if key not in (input_key, label_key, metadata_key)}
+    others = {key: value for key, value in row.items() if key not in (*used_keys, metadata_key)}
     return json_object(others, place) | json_object(mapping or {}, f"{place}, {metadata_key!r}")
 
 

@@ -1,10 +1,11 @@
 """Options of the rollouts: the sampling engine, prompts, sampling, rewards and evaluation."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.limits import Limits, check_fields, option
@@ -35,6 +36,9 @@ RM_TYPES: Mapping[str, tuple[str, ...]] = {
     "remote_rm": (),
 }
 """Built-in rewards by name, and the keys of their dictionaries; () for a number."""
+
+TEMPLATE_ARGUMENTS = ("conversation", "tools", "tokenize", "add_generation_prompt", "return_tensors", "return_dict")
+"""Arguments of `apply_chat_template` that --apply-chat-template-kwargs may not set."""
 
 REMOTE = "remote_rm"
 BOXED = "boxed_"
@@ -122,18 +126,26 @@ class RolloutConfig:
     """Largest mean absolute difference of the probe's log-probs; unset: from the engines' precision."""
     rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that makes whole rollouts; the engine still answers held-out prompts."""
+    disable_rollout_global_dataset: bool = rollout_option(False, needs=("--rollout-function-path",))
+    """The rollout function brings its own prompts, so --prompt-data is not needed."""
     data_source_path: str | None = data_option(None, metavar="FUNCTION")
     """User class that provides training prompts."""
-    prompt_data: str = data_option(metavar="FILE")
-    """Training prompts, one per row of a JSONL or parquet file."""
+    prompt_data: str | None = data_option(None, metavar="FILE")
+    """Training prompts, one per row of a JSONL or parquet file; FILE@[0:3000] reads these rows."""
     input_key: str = data_option("input", metavar="KEY")
     """Key of the prompt in a row: a string or a list of chat messages."""
     label_key: str | None = data_option(None, metavar="KEY")
     """Key of the label for the reward; unset: no label."""
     metadata_key: str = data_option("metadata", metavar="KEY")
     """Key of a mapping for custom rewards."""
+    tool_key: str | None = data_option("tools", metavar="KEY", needs=("--apply-chat-template",))
+    """Key of the tools for the chat template: a list, or JSON text."""
     apply_chat_template: bool = data_option(False)
-    """Render prompts with the tokenizer's chat template."""
+    """Render prompts with the tokenizer's chat template; texts are tokenized without special tokens."""
+    apply_chat_template_kwargs: str | None = data_option(
+        None, metavar="JSON", needs=("--apply-chat-template",), suffices=("--data-source-path",)
+    )
+    """Variables of the chat template as a JSON object: '{"enable_thinking": false}'."""
     rollout_batch_size: Annotated[int, Limits(ge=1, le=65_536)] = rollout_option()
     """Prompts sampled per rollout."""
     n_samples_per_prompt: Annotated[int, Limits(ge=1, le=4_096)] = rollout_option(1)
@@ -194,6 +206,8 @@ class RolloutConfig:
     """input_key of held-out rows; unset: input_key."""
     eval_label_key: str | None = evaluation_option(None, metavar="KEY")
     """label_key of held-out rows; unset: label_key."""
+    eval_tool_key: str | None = evaluation_option(None, metavar="KEY", needs=("--apply-chat-template",))
+    """tool_key of held-out rows; unset: tool_key."""
     eval_engine: Literal["local", "rollout"] | None = evaluation_option(None)
     """Engine for held-out prompts: an unrounded copy in the training process, or the rollout engine."""
     skip_eval_before_train: bool = evaluation_option(False)
@@ -205,9 +219,23 @@ class RolloutConfig:
             raise ValueError("--allow-truncation-bias has no effect without --rollout-top-p or --rollout-top-k.")
         if self.routing_replay_weights and self.rollout_engine == "sglang":
             raise ValueError("--routing-replay-weights needs --rollout-engine local: SGLang returns no weights.")
+        if self.prompt_data is None and self.needs_prompt_data:
+            raise ValueError("--prompt-data is unset but required; add --prompt-data FILE.")
+        _ = self.chat_template_options
         _check_evaluation(self)
         _check_partial_rollout(self)
         _check_reward(self)
+
+    @property
+    def chat_template_options(self) -> dict[str, Any]:
+        """Returns the variables of --apply-chat-template-kwargs."""
+        text = self.apply_chat_template_kwargs
+        return {} if text is None else parse_template_options(text)
+
+    @property
+    def needs_prompt_data(self) -> bool:
+        """Whether training prompts come from a file, and not from a user's data source or rollout function."""
+        return self.data_source_path is None and not self.disable_rollout_global_dataset
 
     @property
     def evaluates_locally(self) -> bool:
@@ -235,9 +263,6 @@ class RolloutConfig:
 
 def _check_reward(config: RolloutConfig) -> None:
     name, weights = config.rm_type, parse_weights(config.reward_weights) if config.reward_weights else {}
-    scores = name or config.custom_rm_path or config.custom_generate_function_path
-    if scores is None:
-        raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
     if name is not None and config.custom_rm_path is not None:
         raise ValueError("--rm-type and --custom-rm-path are both given; remove one of the two.")
     if weights and config.reward_key is not None:
@@ -303,6 +328,23 @@ def check_rm_type(source: str, name: str) -> None:
 def base_name(name: str) -> str:
     """Returns the name of a reward without `boxed_`."""
     return name.removeprefix(BOXED)
+
+
+def parse_template_options(text: str) -> dict[str, Any]:
+    """Returns the variables of the chat template; raises ValueError if the text is not a JSON object of variables."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError):
+        options = None
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"--apply-chat-template-kwargs is {quoted(text)} but must be a JSON object, such as "
+            "'{\"enable_thinking\": false}'."
+        )
+    for name in options:
+        if name in TEMPLATE_ARGUMENTS:
+            raise ValueError(f"--apply-chat-template-kwargs sets {name!r}, which this program sets itself; remove it.")
+    return options
 
 
 def parse_weights(text: str) -> dict[str, float]:
