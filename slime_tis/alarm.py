@@ -6,12 +6,16 @@ class Alarm:
 
     def __init__(self, after: int, calm: int = 1) -> None:
         self.is_on = False
-        self._after, self._calm = after, calm
-        self._row = 0  # observations in a row that contradict `is_on`
+        self.count = 0
+        """Observations in a row that contradict `is_on`."""
+        self._after = after
+        self._calm = calm
 
     def observe(self, holds: bool) -> bool:
         """Takes one observation; returns whether the alarm is on."""
-        self._row = 0 if holds is self.is_on else self._row + 1
-        if self._row >= (self._calm if self.is_on else self._after):
-            self.is_on, self._row = not self.is_on, 0
+        self.count = 0 if holds is self.is_on else self.count + 1
+        limit = self._calm if self.is_on else self._after
+        if self.count >= limit:
+            self.is_on = not self.is_on
+            self.count = 0
         return self.is_on

@@ -6,7 +6,7 @@ optimizer step, and `Health` reports when one begins and ends. The rules of the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime_tis.alarm import Alarm
@@ -296,6 +296,16 @@ STEP_RULES = tuple(replace(rule, message=f"{rule.metric} is {{value:.3g}}: {rule
 """Health warnings. The cause is the name of the metric `health/CAUSE`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HealthState:
+    """What `Health` remembers between two steps, for a checkpoint."""
+
+    alarms: dict[str, tuple[bool, int]] = field(default_factory=dict)
+    """Whether the warning of each rule is on, and the steps in a row that contradict that."""
+    last_reward: float | None = None
+    equal_reward_rollouts: int = 0
+
+
 class Health:
     """Checks the metrics of each step. A finding whose metric is missing keeps its state."""
 
@@ -324,6 +334,21 @@ class Health:
             elif was_on and not is_on:
                 messages.append(f"health/{name} has ended: the finding is absent since {CALM_STEPS} steps.")
         return health, messages
+
+    def state(self) -> HealthState:
+        """Returns what a resumed run needs to go on counting."""
+        return HealthState(
+            alarms={name: (alarm.is_on, alarm.count) for name, alarm in self._alarms.items()},
+            last_reward=self._last_reward,
+            equal_reward_rollouts=self._equal_reward_rollouts,
+        )
+
+    def restore(self, state: HealthState) -> None:
+        """Takes over the state of an earlier process; rules that it does not name start anew."""
+        for name, alarm in self._alarms.items():
+            alarm.is_on, alarm.count = state.alarms.get(name, (False, 0))
+        self._last_reward = state.last_reward
+        self._equal_reward_rollouts = state.equal_reward_rollouts
 
     def _count_equal_rewards(self, metrics: Mapping[str, float]) -> int:
         """Consecutive rollouts, including this step's, in which every sample has the same reward."""

@@ -1,10 +1,15 @@
 """train.py with rollouts in flight: how stale they are, what is omitted, what resuming and the sync check do."""
 
+import json
+import shutil
+import signal
+
 import pytest
 
 from slime_tis.main import train
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.storage.checkpoints import checksums, files_of, write_manifest
 from tests.runs import read_metrics, run_here
 
 
@@ -25,23 +30,122 @@ def test_stale_samples_are_left_out_and_counted(run):
     assert [row["rollout/stale_samples"] for row in run(*flags, name="all")] == [0, 0, 0, 0]
 
 
-def test_a_resumed_run_takes_the_prompts_in_flight_again(task, tmp_path):
-    flags = [*task, "--rollout-lookahead", "1", "--save", str(tmp_path / "save"), "--save-interval", "2"]
-    data = str(tmp_path / "{rollout_id}.jsonl")
-    run_here([*flags, "--num-rollout", "4", "--save-debug-rollout-data", data], tmp_path / "whole")
-    again = str(tmp_path / "again_{rollout_id}.jsonl")
-    resumed = [*flags, "--num-rollout", "4", "--load", str(tmp_path / "copy"), "--save-debug-rollout-data", again]
-    resumed += ["--save", str(tmp_path / "resumed_save")]
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "iter_0000002").symlink_to(tmp_path / "save" / "iter_0000002")
-    rows = run_here(resumed, tmp_path / "resumed")
-    assert [row["step"] for row in rows] == [3, 4]
-    for rollout in (2, 3):
-        prompts = [
-            [line.split('"text"')[1][:40] for line in (tmp_path / name.format(rollout)).read_text().splitlines()]
-            for name in ("{}.jsonl", "again_{}.jsonl")
-        ]
-        assert prompts[0] == prompts[1]
+def resumable(task, directory, *flags):
+    """The flags of a run that saves after each rollout and keeps all checkpoints."""
+    return [*task, "--num-rollout", "5", "--save-interval", "1", "--save-retain", "9", *flags,
+            "--save", str(directory / "save")]  # fmt: skip
+
+
+def resume_at(step, flags, whole, directory):
+    """The metrics of a run that continues from a copy of one checkpoint of the whole run."""
+    name = f"iter_{step:07d}"
+    (directory / "load").mkdir(parents=True)
+    shutil.copytree(whole / "save" / name, directory / "load" / name)
+    return run_here([*flags, "--load", str(directory / "load")], directory / "run")
+
+
+def all_metrics(rows):
+    """Metrics that do not depend on the clock, with the health warnings."""
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+MUTATING = """
+def keep(args, samples):
+    for group in samples:
+        group[0].remove_sample = True
+        group[1].metadata["seen"] = True
+        group[1].loss_mask[0] = 0
+
+def raw(args, samples):
+    return [sample.reward for sample in samples], [1.0 - (sample.index % 2) * 2 for sample in samples]
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--rollout-lookahead", "1"),
+        ("--rollout-lookahead", "2", "--update-weights-interval", "2", "--rollout-shuffle"),
+        ("--rollout-lookahead", "1", "--rollout-top-p", "0.9"),
+        ("--rollout-lookahead", "1", "MUTATING"),
+    ],
+    ids=["one ahead", "two ahead of stale weights", "with token sets", "samples changed in place"],
+)
+def test_a_run_with_rollouts_in_flight_resumes_bitwise(task, tmp_path, flags):
+    if "MUTATING" in flags:
+        (tmp_path / "hooks.py").write_text(MUTATING)
+        hooks = f"{tmp_path / 'hooks.py'}"
+        flags = (*flags[:-1], "--rollout-sample-filter-path", f"{hooks}:keep")
+        flags = (*flags, "--custom-reward-post-process-path", f"{hooks}:raw")
+    whole = tmp_path / "whole"
+    expected = run_here(resumable(task, whole, *flags), whole / "run")
+    for step in (1, 3):
+        resumed = tmp_path / f"resumed_{step}"
+        rows = resume_at(step, resumable(task, resumed, *flags), whole, resumed)
+        assert all_metrics(rows) == all_metrics(expected)[step:]
+
+
+INTERRUPTING = """
+import os, signal
+
+def reward(args, sample):
+    if sample.index == 0 and sample.prompt_row.index == 8 and not os.path.exists(args.output_dir + "/stopped"):
+        open(args.output_dir + "/stopped", "w").close()
+        os.kill(os.getpid(), signal.SIGTERM)
+    sample.metadata["scored"] = True
+    return len(sample.response_ids) % 3 + sample.response_ids[0] / 50
+"""
+
+
+def test_a_signal_while_a_rollout_in_flight_is_scored(task, tmp_path):
+    (tmp_path / "reward.py").write_text(INTERRUPTING)
+    save, output = str(tmp_path / "save"), tmp_path / "run"
+    flags = [*task, "--rollout-lookahead", "1", "--num-rollout", "5"]
+    flags += ["--custom-rm-path", f"{tmp_path / 'reward.py'}:reward"]
+    output.mkdir()
+    (output / "stopped").touch()  # nothing interrupts this run
+    expected = run_here([*flags, "--save", str(tmp_path / "whole")], output)
+    interrupted = [*flags, "--save", save, "--load", save]
+    assert train([*interrupted, "--output-dir", str(tmp_path / "again")]) == 128 + signal.SIGTERM
+    rows = run_here(interrupted, tmp_path / "again")
+    assert all_metrics(rows) == all_metrics(expected) and len(rows) == 5
+
+
+def test_changed_sampling_options_sample_rollouts_in_flight_again(task, tmp_path, capsys):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_here(resumable(task, whole, "--rollout-lookahead", "1"), whole / "run")
+    flags = resumable(task, resumed, "--rollout-lookahead", "1", "--rollout-temperature", "0.9")
+    rows = resume_at(2, flags, whole, resumed)
+    assert rows[0]["rollout/weight_staleness"] == 0
+    assert "rollouts in flight are sampled again: --rollout-temperature changed" in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_rollouts_in_flight_is_resumed(task, tmp_path):
+    """As earlier versions wrote it: the rollouts in flight are sampled again, by newer weights."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_here(resumable(task, whole, "--rollout-lookahead", "1"), whole / "run")
+    checkpoint = whole / "save" / "iter_0000002"
+    (checkpoint / "rollouts_in_flight.jsonl").unlink()
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    del state["in_flight"], state["health"]
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    write_manifest(checkpoint, checksums(checkpoint, files_of(checkpoint)))
+    rows = resume_at(2, resumable(task, resumed, "--rollout-lookahead", "1"), whole, resumed)
+    assert [row["step"] for row in rows] == [3, 4, 5]
+    assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 1]
+
+
+def test_health_warnings_count_on_in_a_resumed_run(task, tmp_path):
+    """Warnings after several steps in a row begin and end at the same steps, also with a resumption at each step."""
+    (tmp_path / "same.py").write_text("def reward(args, sample):\n    return 1.0\n")
+    whole = tmp_path / "whole"
+    constant = ("--custom-rm-path", f"{tmp_path / 'same.py'}:reward", "--rollout-lookahead", "1")
+    expected = run_here(resumable(task, whole, *constant), whole / "run")
+    assert expected[0]["health/zero_gradient"] == 1.0 and "health/no_variance" not in expected[0]
+    for step in (1, 4):
+        resumed = tmp_path / f"resumed_{step}"
+        rows = resume_at(step, resumable(task, resumed, *constant), whole, resumed)
+        assert all_metrics(rows) == all_metrics(expected)[step:]
 
 
 def test_evaluation_by_the_rollout_engine_has_the_present_weights(run, task, tmp_path):

@@ -8,13 +8,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_tis.hf_directory import ModelSizes
+from slime_tis.limits import flag
+from slime_tis.rules import HealthState
 from slime_tis.trainer.data.data_source import CustomDataSource
-from slime_tis.trainer.data.dump import from_dict, to_dict
+from slime_tis.trainer.data.dump import from_dict, load_batches, save_batches, to_dict
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation, is_due
 from slime_tis.trainer.megatron import checkpoint
+from slime_tis.trainer.megatron.routing_replay import drop_routing
 from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.rollout.prefetch import FinishedBatch
 from slime_tis.trainer.storage.checkpoints import (
+    IN_FLIGHT,
     TrainerState,
     changed,
     changed_options,
@@ -34,6 +40,28 @@ class Position:
     rollout_id: int = 0
     dataset: dict[str, Any] = field(default_factory=dict)
     unfinished: list[list[Sample]] = field(default_factory=list)
+    in_flight: list[FinishedBatch] = field(default_factory=list)
+    """Complete rollouts that are not trained on yet."""
+
+
+SAMPLING_OPTIONS = (
+    "rollout_batch_size",
+    "over_sampling_batch_size",
+    "n_samples_per_prompt",
+    "rollout_max_response_len",
+    "rollout_max_context_len",
+    "rollout_temperature",
+    "rollout_top_p",
+    "rollout_top_k",
+    "rollout_stop_token_ids",
+    "rollout_seed",
+    "rollout_engine",
+    "rollout_precision",
+    "use_rollout_routing_replay",
+    "measure_routing_mismatch",
+    "custom_generate_function_path",
+)
+"""Options of the samples: a resumed run with other values samples the rollouts in flight again."""
 
 
 def model_hash(config: MegatronConfig) -> str:
@@ -74,6 +102,8 @@ class Checkpointer:
     options: dict[str, Any]
     model: str
     position: Position = field(default_factory=Position)
+    health: Callable[[], HealthState] = HealthState
+    """Returns the counters of the health warnings after the steps so far."""
     saved_step: int | None = None
     """The step of the latest checkpoint under --save; None if this run has not saved one."""
 
@@ -106,6 +136,25 @@ class Checkpointer:
             if difference:
                 print(f"options changed since then: {difference}", flush=True)
 
+    def rollouts_in_flight(self, path: Path, state: TrainerState, sizes: ModelSizes) -> list[FinishedBatch]:
+        """Returns the complete rollouts of a checkpoint that are not trained on; none if they would be others now."""
+        if not state.in_flight:
+            return []
+        different = changed(state.options, self.options, SAMPLING_OPTIONS)
+        is_main = self.weights.learner.parallel.is_main
+        if different:
+            if is_main:
+                print(f"rollouts in flight are sampled again: {', '.join(map(flag, different))} changed", flush=True)
+            return []
+        batches = load_batches(path / IN_FLIGHT, len(state.in_flight), sizes)
+        if not is_main:  # as after sampling, rank 0 has the experts
+            for groups in batches:
+                drop_routing(groups)
+        return [
+            FinishedBatch(groups=groups, prompts=prompts)
+            for groups, prompts in zip(batches, state.in_flight, strict=True)
+        ]
+
     def save(self, before_it_counts: Callable[[], object] = lambda: None) -> None:
         """Writes a checkpoint of the position; a collective."""
         config, position, sampler, updates = self.config, self.position, self.weights.sampler, self.weights.updates
@@ -127,9 +176,13 @@ class Checkpointer:
             token_budget=None if engine.token_budget is None else engine.token_budget.tokens,
             options=self.options,
             model=self.model,
+            in_flight=[batch.prompts for batch in position.in_flight],
+            health=self.health(),
         )
 
         def write_extra(directory: Path) -> None:
+            if position.in_flight:
+                save_batches(directory / IN_FLIGHT, [batch.groups for batch in position.in_flight])
             if sampler.weight_version != position.step and sampler.can_checkpoint_weights:
                 sampler.save_weights(directory)
                 updates.save_samples(directory)

@@ -3,6 +3,7 @@
 user functions → checkpoint to resume → data → learner → rollout engine → samples → evaluation → reporters
 """
 
+import copy
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -18,7 +19,7 @@ from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
-from slime_tis.rules import Health
+from slime_tis.rules import Health, HealthState
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
@@ -115,6 +116,13 @@ class Run:
     unreported: list[dict[str, float]] = field(default_factory=list)
     """Metrics of finished optimizer steps that are not logged yet."""
 
+    def health_state(self) -> HealthState:
+        """Returns the counters of the health warnings after all steps, also those that are not logged yet."""
+        health = copy.deepcopy(self.health)
+        for row in self.unreported:
+            health.check(row)
+        return health.state()
+
 
 def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, opened: ExitStack) -> Run:
     """Builds all parts of a run and restores the checkpoint under --load, if there is one."""
@@ -150,15 +158,19 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         options=options,
         model=model_hash(arguments.megatron),
     )
+    health = Health(arguments.correction)
     if checkpoint is not None:
         checkpointer.resume(*checkpoint)
+        path, state = checkpoint
+        samples.prefetcher.restore(checkpointer.rollouts_in_flight(path, state, samples.sizes))
+        health.restore(state.health)
     elif weights.check is not None or not weights.are_loaded_by_the_engine:
         weights.send()
     engine_check = build_engine_check(process, data, weights, resumed)
     show(parallel, engine_check.before_training())
     process.timer.take()
     report_settings(process, learner.engine)
-    return Run(
+    run = Run(
         process=process,
         samples=samples,
         learner=learner,
@@ -166,11 +178,13 @@ def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, ope
         engine_check=engine_check,
         evaluation=evaluation,
         checkpointer=checkpointer,
-        health=Health(arguments.correction),
+        health=health,
         reporters=build_reporters(process, data, learner, evaluation, run_id),
         num_rollout=data.num_rollout,
         rollout_id=0 if resumed is None else resumed.rollout_id,
     )
+    checkpointer.health = run.health_state
+    return run
 
 
 def load_functions(process: Process) -> UserFunctions:

@@ -117,12 +117,15 @@ def report(run: Run, rows: Sequence[dict[str, float]], last_step: int) -> None:
 
 
 def position(run: Run) -> Position:
-    """Returns where a run that resumes from here continues."""
+    """Returns where a run that resumes from here continues; a collective."""
+    saves = run.process.arguments.megatron.save is not None
+    in_flight = run.samples.prefetcher.finished() if saves else []
     return Position(
         step=run.learner.step,
         rollout_id=run.rollout_id,
         dataset=run.samples.prefetcher.state_dict(),
         unfinished=run.samples.unfinished.groups(),
+        in_flight=in_flight,
     )
 
 

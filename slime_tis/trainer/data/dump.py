@@ -39,6 +39,30 @@ def save_samples(path: str | Path, groups: Sequence[Sequence[Sample]]) -> None:
             lines.write(row.encode())
 
 
+def save_batches(path: Path, batches: Sequence[Sequence[Sequence[Sample]]]) -> None:
+    """Writes the groups of several batches, one sample per line, into a directory that appears when it is complete."""
+    with path.open("w", encoding="utf-8") as lines:
+        for batch_index, groups in enumerate(batches):
+            for group_index, group in enumerate(groups):
+                for sample in group:
+                    row = {"batch": batch_index, "group": group_index, "sample": to_dict(sample)}
+                    lines.write(json.dumps(row) + "\n")
+
+
+def load_batches(path: Path, count: int, sizes: ModelSizes) -> list[list[list[Sample]]]:
+    """Returns the groups of the batches that `save_batches` wrote; raises ValueError for other content."""
+    batches: list[dict[int, list[Sample]]] = [{} for _ in range(count)]
+    for place, row in json_lines(path):
+        try:
+            groups = batches[row["batch"]]
+            sample = from_dict(row["sample"]).compact()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{place} is not a sample of a rollout in flight: {first_line(error)}") from error
+        _check_fits(sample, place, sizes)
+        groups.setdefault(row["group"], []).append(sample)
+    return [list(groups.values()) for groups in batches]
+
+
 def check_replaceable(path: Path) -> None:
     """Raises ValueError if a file exists that does not begin with a sample."""
     if not os.path.lexists(path):

@@ -57,6 +57,9 @@ class RolloutFuture(Protocol):
     def progress(self) -> tuple[int, int]:
         """Numbers of complete and of all responses; from any thread."""
 
+    def is_done(self) -> bool:
+        """Whether `result` returns samples without waiting; a collective."""
+
     def result(self) -> list[list[Sample]]:
         """Waits for the rollout; a collective. Returns a list of samples per prompt, the same on every rank."""
 

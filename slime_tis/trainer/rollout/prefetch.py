@@ -1,5 +1,6 @@
 """Batches of prompts in flight while earlier answers are trained on, and their unfinished groups."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,12 +8,54 @@ from typing import Any
 
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
-from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample
 from slime_tis.trainer.engines.engine import RolloutEngine, RolloutFuture
 
 BATCH = "batch"
+COPIED = (*NUMBER_TYPES, "prompt", "label", "reward", "reward_parts", "metadata", "train_metadata")
+"""Fields of a sample that can be changed in place."""
 Choose = Callable[[Sequence[list[Sample]], int], tuple[list[int], list[int]]]
 """Returns indices of at most this number of groups to resume, and of groups that wait; a collective."""
+
+
+@dataclass(kw_only=True)
+class FinishedBatch:
+    """A batch in flight whose responses are complete; a checkpoint has these batches."""
+
+    groups: list[list[Sample]]
+    prompts: int
+    """Number of prompts that the batch took from the data."""
+
+    def is_done(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Numbers of complete and of all responses."""
+        total = sum(map(len, self.groups))
+        return total, total
+
+    def result(self) -> list[list[Sample]]:
+        """The groups."""
+        return self.groups
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """A batch in flight."""
+
+    future: RolloutFuture
+    state: dict[str, Any]
+    """The state of the data before the batch."""
+    prompts: int
+    """Number of prompts that the batch took from the data."""
+
+    def finished(self) -> FinishedBatch | None:
+        """Returns the batch if its responses are complete; a collective."""
+        if not isinstance(self.future, FinishedBatch) and self.future.is_done():
+            self.future = FinishedBatch(groups=self.future.result(), prompts=self.prompts)
+        return self.future if isinstance(self.future, FinishedBatch) else None
 
 
 @dataclass
@@ -26,33 +69,80 @@ class Prefetcher:
     """Returns the size of the next batch."""
     depth: int
     number: int = 0
-    _queue: deque[tuple[RolloutFuture, dict[str, Any]]] = field(default_factory=deque)
-    """Batches in flight, and the state before each."""
+    _queue: deque[Batch] = field(default_factory=deque)
+    """Batches in flight."""
 
     def next(self, rollout_id: int, last: int) -> list[list[Sample]]:
         """Returns the groups of the next batch of a rollout; later batches, up to rollout `last`, stay in flight."""
         while len(self._queue) <= min(self.depth, last - rollout_id):
             state = self._state()
             prompts = self.dataset.next_batch(self.prompts())
-            self._queue.append((self.submit(prompts, self.number), state))
+            future = self.submit(prompts, self.number)
+            self._queue.append(Batch(future=future, state=state, prompts=len(prompts)))
             self.number += 1
-        groups = self._queue[0][0].result()
+        future = self._queue[0].future
+        groups = future.result()
         self._queue.popleft()
+        if isinstance(future, FinishedBatch):
+            # a checkpoint of the position before this rollout has the samples as the engine made them, and training
+            # and user functions change samples in place
+            return [[copied(sample) for sample in group] for group in groups]
         return groups
 
     def progress(self) -> tuple[int, int]:
         """Returns the numbers of complete and of all responses of the next batch."""
-        return self._queue[0][0].progress if self._queue else (0, 0)
+        return self._queue[0].future.progress if self._queue else (0, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state before the prompts in flight, which a resumed run takes again."""
-        state = self._queue[0][1] if self._queue else self._state()
+        state = self._queue[0].state if self._queue else self._state()
         if isinstance(self.dataset, CustomDataSource):
             self.dataset.forget_before(state)
         return state
 
+    def finished(self) -> list[FinishedBatch]:
+        """Returns the batches in flight that are complete, up to the first that is not; a collective.
+
+        A resumed run takes them over. It samples later batches again, with the weights that it has then.
+        """
+        batches: list[FinishedBatch] = []
+        for batch in self._queue:
+            finished = batch.finished()
+            if finished is None:
+                break
+            batches.append(finished)
+        return batches
+
+    def restore(self, batches: Sequence[FinishedBatch]) -> None:
+        """Puts the complete batches of a checkpoint in flight again; the data are at the state before them.
+
+        Raises:
+            ValueError: The batches answer other prompts than those that the data have next.
+        """
+        for batch in batches:
+            state = self._state()
+            prompts = self.dataset.next_batch(batch.prompts)
+            if [group[0].prompt_index for group in batch.groups] != [prompt.index for prompt in prompts]:
+                raise ValueError(
+                    "the checkpoint has rollouts in flight that answer other prompts than those that come next in "
+                    "the data; give the same --prompt-data, or start a new run with another --save."
+                )
+            for group, prompt in zip(batch.groups, prompts, strict=True):
+                for sample in group:
+                    sample.prompt_row = prompt  # one object for all samples of the prompt
+            self._queue.append(Batch(future=batch, state=state, prompts=batch.prompts))
+            self.number += 1
+
     def _state(self) -> dict[str, Any]:
         return {**self.dataset.state_dict(), BATCH: self.number}
+
+
+def copied(sample: Sample) -> Sample:
+    """Returns a sample that can be changed in place; it shares tensors and the prompt's row with the original."""
+    duplicate = copy.copy(sample)
+    for name in COPIED:
+        setattr(duplicate, name, copy.deepcopy(getattr(sample, name)))
+    return duplicate
 
 
 @dataclass(kw_only=True)

@@ -9,17 +9,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from slime_tis.errors import quoted
 from slime_tis.files import free_name
 from slime_tis.limits import flag
+from slime_tis.rules import HealthState
 from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, make_private, make_public, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
 ROLLOUT_WEIGHTS, UPDATE_SAMPLES = "rollout_weights.safetensors", "weight_update_samples.pt"
+IN_FLIGHT = "rollouts_in_flight.jsonl"
 """Files of a checkpoint in addition to megatron-core's."""
 COMMON, METADATA, SHARD_FILE = "common.pt", ".metadata", r"__[0-9]+_[0-9]+\.distcp"
 """Megatron-core's files: the state that all ranks share, the list of tensors, and the pattern of their files."""
@@ -28,7 +30,8 @@ LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a killed run may leave."""
 OWN_FILE = re.compile(
     rf"{SHARD_FILE}|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
-    rf"{SAFETENSORS_PARTIAL}|" + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES)))
+    rf"{SAFETENSORS_PARTIAL}|"
+    + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES, IN_FLIGHT)))
 )
 """Names of files in unfinished checkpoints, which later runs remove."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -77,6 +80,11 @@ class TrainerState:
     """The effective configuration."""
     model: str
     """SHA-256 of the model's config.json."""
+    in_flight: list[int] = field(default_factory=list)
+    """Prompts of each complete rollout in flight, whose samples are in `IN_FLIGHT`. Checkpoints of earlier versions
+    have none: a resumed run samples these rollouts again, with newer weights."""
+    health: HealthState = field(default_factory=HealthState)
+    """Counters of the health warnings; earlier versions did not save them."""
 
 
 def checkpoint_path(directory: str | Path, step: int) -> Path:

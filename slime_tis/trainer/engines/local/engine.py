@@ -58,6 +58,10 @@ class CompletedRollout:
         total = sum(map(len, self.groups))
         return total, total
 
+    def is_done(self) -> bool:
+        """True: an in-process engine samples immediately."""
+        return True
+
     def result(self) -> list[list[Sample]]:
         """The groups."""
         return self.groups

@@ -213,6 +213,16 @@ class SGLangEngine:
         self._stack.close()
         self._rank_zero.close()
 
+    def is_done(self, rollout: SGLangRollout) -> bool:
+        """Whether all responses of a rollout arrived without an error; a collective."""
+
+        def ask(_: WeightSource) -> bool:
+            future = rollout.future
+            assert future is not None
+            return future.done() and not future.cancelled() and future.exception() is None
+
+        return self._rank_zero.run(ask, self._host.weights)
+
     def collect(self, rollout: SGLangRollout) -> Groups:
         """Waits for a rollout; a collective. Only rank 0 gets the samples' experts."""
         experts: list[tuple[Sample, Tensor]] = []
@@ -277,6 +287,10 @@ class SGLangRollout:
         """Numbers of complete and of all responses; on rank 0, from any thread."""
         calls = [call for group in self.calls for call in group]
         return sum(call.complete for call in calls), len(calls)
+
+    def is_done(self) -> bool:
+        """Whether `result` returns samples without waiting; a collective."""
+        return self.engine.is_done(self)
 
     def result(self) -> Groups:
         """Waits for the groups; a collective. Raises RolloutUnavailable without servers or if one refuses a request."""
