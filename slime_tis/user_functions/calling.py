@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -126,6 +127,11 @@ def failure(error: BaseException) -> str:
     except Exception:  # a user-defined __str__
         text = ""
     text = one_line(text, MAX_REASON_LENGTH).rstrip(".")
+    if isinstance(error, AttributeError) and isinstance(error.obj, Namespace):  # an option of the function itself
+        text += (
+            f"; add {error.name} to the YAML file of --custom-config-path, or in Python to the Namespace of the "
+            "argument args="
+        )
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
 

@@ -15,6 +15,7 @@ from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, what_if
 from slime_tis.analysis.report.recommend import Cell, Column, Mismatch, column_for, recommendation, study
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
+from slime_tis.errors import CustomFunctionError
 from slime_tis.main import main
 
 
@@ -73,6 +74,17 @@ def halve(args, *, pg_loss, loss_masks, **_):
     weights = torch.tensor([0.5, 2.0, 2.0, 2.0])
     loss_masks[-1] = loss_masks[-1] * torch.tensor([1, 1, 0])
     return pg_loss * weights * args.scale, loss_masks, {}
+
+
+def test_a_missing_option_of_a_function_is_explained():
+    with pytest.raises(CustomFunctionError, match=r"no attribute 'scale'; add scale to .* the argument args="):
+        what_if(table(), [halve])
+
+
+def test_weights_of_tokens_without_log_probs_have_no_effective_samples():
+    missing = SampleParts(train_log_prob=[-1.0, -1.0], rollout_log_prob=[math.nan] * 2, advantage=[1.0, 1.0])
+    row = what_if(TokenTable.from_parts([missing], {}), [RolloutCorrectionConfig(use_tis=True)])[0]
+    assert (row.kept, row.ess, row.weight_max) == (0.0, 0.0, 0.0)
 
 
 def test_a_list_takes_corrections_and_functions_in_slimes_contract():

@@ -120,7 +120,8 @@ def what_if(
     Args:
         table: Samples of one or several steps.
         configs: Corrections or functions in slime's contract, in a list or by name. Default: `corrections()`.
-        args: Options for functions. Default: the options of `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
+        args: Options for functions, with those of their own: `args=Namespace(alpha=0.5)`. Default: the options of
+            `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
         max_tokens: Response tokens to use, a random part of a larger table. Bounds the memory.
         max_steps: Steps for whole-batch corrections, a random part of more.
     """
@@ -198,13 +199,15 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
     metrics, gradient_N = _applied(batches, step)
     is_preset = name in PRESETS and RolloutCorrectionConfig.preset(name) == config
     of_token, of_sequence = (_compared(gradient_N, exact_N) for exact_N in batches.exact)
+    # Without --use-tis all weights are 1; with it there are none if no token has log-probs of both engines.
+    default = 0.0 if config.use_tis else 1.0
     return WhatIf(
         name=name,
         flags=f"--rollout-correction-preset {name}" if is_preset else flags_of(config),
         kept=metrics["gradient_kept_fraction"],
-        ess=metrics.get("mis_eff_sample_size", 1.0),
-        weight_mean=metrics.get("mis_ratio_mean_after_mis", 1.0),
-        weight_max=metrics.get("mis_weight_max", 1.0),
+        ess=metrics.get("mis_eff_sample_size", default),
+        weight_mean=metrics.get("mis_ratio_mean_after_mis", default),
+        weight_max=metrics.get("mis_weight_max", default),
         cosine=of_token[0],
         norm_ratio=of_token[1],
         sequence_cosine=of_sequence[0],
