@@ -117,7 +117,7 @@ class Statistics:
             return torch.ones_like(self.sums[0])
         count = sums.tokens if self.config.has_token_weights else sums.sequences
         total, count = ranks.over_data(torch.stack([sums.weights.total, count])).unbind()
-        return usable_mean(total / count.clamp_min(1))
+        return usable_mean(total / count)  # 0/0 without a token is NaN, which gives 1
 
     def metrics(self) -> dict[str, float]:
         """All metrics that apply to the configuration, by their names in the log; one host synchronisation.

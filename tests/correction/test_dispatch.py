@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction import torch_token_pass
+from slime_tis.correction.layout import row_width
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import ObjectiveFunctions
@@ -25,6 +26,26 @@ EVERYTHING = RolloutCorrectionConfig.preset(
     rollout_rs_threshold="2.0,0.1,1.0,0.1,1.0",
     rs_second_moment_bound=0.04,
 )
+
+
+ROW_WIDTHS = {
+    "no sequence": ([], 16),
+    "empty sequences": ([0, 0], 16),
+    "one row each": ([100, 100], 100),
+    "widest row": ([256], 256),
+    "largest divisor": ([600, 600], 200),
+    "narrowest divisor": ([64 * 257], 64),
+    "only a smaller divisor": ([63 * 257], 128),
+    "prime length": ([257, 257], 32),
+    "an eighth of the average": ([1024, 1023], 64),
+    "widest of mixed lengths": ([1024, 1025], 128),
+    "short of mixed lengths": ([127, 128], 16),
+}
+
+
+@pytest.mark.parametrize(("lengths", "width"), ROW_WIDTHS.values(), ids=ROW_WIDTHS)
+def test_row_width_follows_lengths(lengths, width):
+    assert row_width(lengths) == width
 
 
 class DispatchCounter(TorchDispatchMode):

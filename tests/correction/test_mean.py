@@ -67,6 +67,12 @@ def test_seq_mean_counts_rejected_sequences_as_original(normalizer, sequences):
     assert mean.item() == pytest.approx(1.5 / sequences)
 
 
+def test_a_sequence_of_one_token_counts_as_much_as_others():
+    corrected = correct(RolloutCorrectionConfig(), torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([[1, 0], [1, 1]]))
+    loss = torch.tensor([[8.0, 0.0], [1.0, 3.0]])
+    assert corrected.mean(loss, aggregation="seq-mean-token-mean").item() == (8.0 + 2.0) / 2
+
+
 def test_the_gradient_is_that_of_the_kept_tokens_over_all():
     config = RolloutCorrectionConfig(**WEIGHTED)
     leaf = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], requires_grad=True)

@@ -123,6 +123,13 @@ def masked(sets, **changes):
     return sample(0, 0, sampling_mask=None if sets is None else SamplingMask.from_sets(sets), **changes)
 
 
+def test_masks_of_some_samples_are_counted_without_truncation():
+    groups = [[masked([[4, 9, 8], []]), masked(None)]]  # a user's function may return masks
+    metrics = check_sampling_masks(groups, truncates_sampling=False)
+    assert metrics["rollout/sampling_mask_tokens"] == 3.0
+    assert metrics["rollout/sampling_mask_missing"] == 1 / 2
+
+
 def test_metrics_count_sets_tokens_without_one_and_tokens_outside_of_theirs():
     # response [4, 5], of which the first is trained on
     groups = [[masked([[4, 9, 8], []]), masked(None)], [masked([[9], [5]]), masked([[4], [5, 6]])]]
