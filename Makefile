@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters test-te test-hosts gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,6 +125,9 @@ test-slow: install  ## Run the tests that start programs as a user does, each of
 
 test-moe: install  ## Run the tests of mixtures of experts on every parallel layout
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/moe_layouts
+
+test-mutants: install  ## Change one line of the core at a time, and report the changes that no test notices
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutation/run.py --out $(VENV)/mutants.jsonl
 
 test-faults: $(VENV)/.installed-diffusion  ## Run the fault tests: hostile input, signals, killed processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -n 2 --dist loadfile

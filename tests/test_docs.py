@@ -331,7 +331,7 @@ OTHER_PROGRAMS = """
 --index-url --logdir --nnodes --no-build-isolation --nproc-per-node --shutdown-timeout --signal --signals-to-handle
 --enable-deterministic-inference --enable-return-routed-experts --moe-runner-backend --log-ratio-scale --dtype
 --compare --json --out --seeds --without-checkpoint --experts --prompts --steps --every --held-out --plant-at --engines
---device --stages --model --other-checkpoint --fail-on --demo
+--device --stages --model --other-checkpoint --fail-on --demo --only --sample
 --world-size --gpu-memory --bandwidth --master-port --master-addr --node-rank
 """
 """Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other `slime-tis …`."""
