@@ -20,12 +20,17 @@ REWRITTEN = [
     ("y = x.cuda(non_blocking=f(g(1))) + 1", "y = x + 1"),
     ("z = torch.empty(1, pin_memory=True)", "z = torch.empty(1, pin_memory=False)"),
     ("stream = torch.cuda.Stream()", "stream = None"),
+    (
+        "torch.distributed.all_gather(output_tensor_list, input_, group=group)",
+        "torch.distributed.all_to_all_single(output, torch.cat([input_] * world_size), "
+        "output_split_sizes, [len(input_)] * world_size, group=group)",
+    ),
     ("ok = torch.cuda.is_available() and 'cudagraph'", "ok = torch.cuda.is_available() and 'cudagraph'"),
 ]
 
 
 @pytest.mark.parametrize(("source", "expected"), REWRITTEN, ids=[source for source, _ in REWRITTEN])
-def test_rewrites_cuda_literals_and_nothing_else(source, expected):
+def test_rewrites_what_needs_cuda_or_nccl(source, expected):
     assert rewrite(source) == expected
 
 

@@ -23,6 +23,7 @@ LAYOUTS = {
         [*EXPERTS_2, "--use-distributed-optimizer", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"],
     ),
     "tensor": (2, TENSOR_2),
+    "tensor, whole experts": (2, [*TENSOR_2, *ONE_EXPERT_TENSOR]),
     "tensor and experts": (2, [*TENSOR_2, *EXPERTS_2, *ONE_EXPERT_TENSOR]),
     "context": (2, CONTEXT_2),
     "context and experts": (2, [*CONTEXT_2, *EXPERTS_2]),

@@ -30,6 +30,7 @@ from slime_tis.trainer.megatron.layers import (
     TorchRMSNorm,
     TorchSwiGLU,
     release_probabilities,
+    separate_expert_gradients,
 )
 from slime_tis.trainer.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.trainer.megatron.parallel import Parallel
@@ -137,6 +138,10 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     if parallel.device.type != "cpu":  # torch cannot move the fake parameters of a plan
         module.to(parallel.device)
     release_probabilities(module)
+    # With equal sizes, the ranks with the same expert are the data- and context-parallel ranks, and
+    # megatron-core is right as it is.
+    if parallel.expert_tensor_size != parallel.tensor_size:
+        separate_expert_gradients(module)
     if engine:
         module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.device, copy=True)  # no longer a buffer
         return Model(module, transformer, hf, None)

@@ -1,8 +1,9 @@
 r"""Lets megatron-core run on a machine without CUDA.
 
 megatron-core 0.16.1 names the CUDA device literally in places that do not need CUDA (a loss counter, a gradient norm,
-a checkpoint's `synchronize`). Without a CUDA device, `install` adds an import hook that rewrites those literals in the
-sources of `megatron.core` during their import. Torch is not patched and no file is changed.
+a checkpoint's `synchronize`), and calls collectives in ways that gloo does not support. Without a CUDA device,
+`install` adds an import hook that rewrites those places in the sources of `megatron.core` during their import. Torch is
+not patched and no file is changed.
 
 A CPU-only path is proposed for parts of megatron-core (https://github.com/NVIDIA/Megatron-LM/pull/6270); its release
 makes this file obsolete.
@@ -26,6 +27,19 @@ REPLACEMENTS = (
     (r"(?<!def )\b_[gs]et_cuda_rng_state" + CALL, "None"),
     (r"\bpin_memory=True\b", "pin_memory=False"),
     (r"(?<!\btorch)\.cuda" + CALL, ""),  # tensor.cuda(...)
+    # gloo gathers and scatters tensors of one size only. The ranks that share the matrices of an expert have
+    # different numbers of its tokens, unless they also share the sequence.
+    (
+        r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
+        "torch.distributed.all_to_all_single(output, torch.cat([input_] * world_size), output_split_sizes, "
+        "[len(input_)] * world_size, group=group)",
+    ),
+    (
+        r"torch\.distributed\.reduce_scatter\(output, input_tensor_list, group=group\)",
+        "received = torch.cat([output] * world_size); torch.distributed.all_to_all_single(received, "
+        "input_.contiguous(), [len(output)] * world_size, input_split_sizes, group=group); "
+        "torch.sum(received.unflatten(0, (world_size, -1)), 0, out=output)",
+    ),
     (
         # Copies the numbers of tokens per rank to the host, on a separate stream. On a CPU they are already on the
         # host, but all_to_all_single only takes lists or arrays.
@@ -50,7 +64,7 @@ def install() -> None:
 
 
 def rewrite(source: str) -> str:
-    """A megatron.core source file with the CUDA literals replaced."""
+    """A megatron.core source file with the replacements."""
     for pattern, replacement in REPLACEMENTS:
         source = re.sub(pattern, replacement, source)
     return source

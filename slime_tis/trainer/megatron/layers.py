@@ -249,3 +249,17 @@ def release_probabilities(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, MoELayer):
             child.register_forward_hook(release)
+
+
+def separate_expert_gradients(module: nn.Module) -> None:
+    """Makes megatron-core sum the gradients of routed experts over the ranks that hold the same shard of an expert.
+
+    megatron-core 0.16.1 does so only for weights with the mark `allreduce = False`, and it sets that mark only if the
+    expert-parallel size is above 1 (`megatron/core/tensor_parallel/layers.py`). Without the mark, gradients are summed
+    over the data- and context-parallel ranks. These are other ranks if the expert-tensor size differs from the tensor
+    size: experts then miss tokens, or the gradients of different shards are added.
+    """
+    for child in module.modules():
+        if isinstance(child, MoELayer):
+            for parameter in child.experts.parameters():
+                parameter.allreduce = False

@@ -1,0 +1,45 @@
+"""Every gradient of mixtures of experts equals transformers' on every parallel layout."""
+
+from typing import Any
+
+import pytest
+
+from tests.megatron.gradients import OPTIONS, differing_gradients
+from tests.megatron.test_gradients import GROUPS
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe, tied, first layer dense": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True, "mlp_only_layers": [0]},
+    ),
+    "qwen2_moe, gated shared expert": ("qwen2_moe", {}),
+    "glm4_moe, groups, norms, biases, shared experts": ("glm4_moe", GROUPS),
+}
+EXPERTS_2 = {"expert_model_parallel_size": 2}
+TENSOR_2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CONTEXT_2 = {"context_parallel_size": 2}
+PIPELINE_2 = {"pipeline_model_parallel_size": 2}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+SPLIT_EXPERTS = {"expert_tensor_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data": (2, {}),
+    "experts": (2, EXPERTS_2),
+    "split experts": (2, SPLIT_EXPERTS),
+    "tensor, split experts": (2, TENSOR_2),
+    "tensor, whole experts": (2, TENSOR_2 | WHOLE_EXPERTS),
+    "tensor and experts": (2, TENSOR_2 | WHOLE_EXPERTS | EXPERTS_2),
+    "context": (2, CONTEXT_2),
+    "context, split experts": (2, CONTEXT_2 | SPLIT_EXPERTS),
+    "context and experts": (2, CONTEXT_2 | EXPERTS_2),
+    "pipeline": (2, PIPELINE_2),
+    "pipeline and experts": (4, PIPELINE_2 | EXPERTS_2),
+    "tensor, split experts on two pairs of ranks": (4, TENSOR_2 | EXPERTS_2),
+    "tensor and data, whole experts": (4, TENSOR_2 | WHOLE_EXPERTS),
+    "tensor and pipeline, whole experts": (4, TENSOR_2 | PIPELINE_2 | WHOLE_EXPERTS),
+    "tensor and context, whole experts": (4, TENSOR_2 | CONTEXT_2 | WHOLE_EXPERTS),
+}
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS.values(), ids=list(LAYOUTS))
+def test_every_gradient_of_experts(ranks, layout, tmp_path):
+    assert differing_gradients(tmp_path, MODELS, layout, ranks, OPTIONS) == {}
