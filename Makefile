@@ -21,7 +21,7 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-kernels test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,14 +137,6 @@ test-hosts: install  ## Run train.py on two hosts made of network namespaces (ro
 
 test-smollm2: $(VENV)/.installed-gym  ## Download and convert SmolLM2-135M, and train it for two steps
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/smollm2 -rs
-
-# triton beside the environment, not in it: no other program finds it, and torch and Megatron behave as without it.
-$(VENV)/.installed-triton: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton --constraint constraints.txt triton
-	touch $@
-
-test-kernels: $(VENV)/.installed-triton  ## Run the tests of the fused kernels, in Triton's interpreter where there is no GPU
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest tests/kernels -rs
 
 gpu-wheels: install $(EXAMPLE)/complete.json  ## Fill .gpu/ for `make gpu` on a machine without a network, for its Python GPU_PYTHON
 	$(BIN)/python tools/gpu/carry.py --python $(GPU_PYTHON)

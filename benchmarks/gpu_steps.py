@@ -2,9 +2,8 @@
 
     python -m benchmarks.gpu_steps [--model toy|smollm2] [--steps N] [--device cpu]
 
-Every contender is a separate process. Its metrics must be finite. On the same samples, the first step with the fused
-token pass must have the same loss, mismatch and gradient as without, up to rounding; else the exit status is 1. Appends
-rows to gpu_steps.csv: median seconds per step without warm-up, and the peak of torch's memory on the GPU.
+A first run saves a checkpoint, and a second run resumes from it. All metrics must be finite; otherwise the exit status
+is 1. Appends rows to gpu_steps.csv: median seconds per step without warm-up, and the peak of torch's memory on the GPU.
 """
 
 import argparse
@@ -44,16 +43,14 @@ MODELS = {
         "--apply-chat-template"
     ),
 }
-PLAIN, FUSED, RESUMED = "eager token pass", "fused token pass", "resumed"
+PLAIN = "from the start"
+RESUMED = "resumed"
 CONTENDERS = {
     PLAIN: "",
-    FUSED: "--token-pass-path experimental.triton_token_pass.token_pass",
     RESUMED: "--load {first}/checkpoints",
 }
 SAVES = "--save {first}/checkpoints --save-interval 1000"
 """The first contender saves a checkpoint, from which the last one resumes; only with the toy model."""
-COMPARED = {"train/loss": 0.02, "train/mismatch_training_log_ppl": 0.01, "train/grad_norm": 0.1}
-"""Relative tolerances of the first step's metrics: bf16 has eight bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,9 @@ def main() -> None:
         names = [name for name in CONTENDERS if name != RESUMED or options.model == "toy"]
         runs = {name: measure(name, task, options.steps, Path(scratch), saves=RESUMED in names) for name in names}
     append(options.out, [row(options, name, run) for name, run in runs.items()])
-    problems = [problem for name, run in runs.items() for problem in wrong(name, run, next(iter(runs.values())))]
+    problems = []
+    for name, run in runs.items():
+        problems += nonfinite_metrics(name, run)
     sys.exit("\n".join(problems) or 0)
 
 
@@ -144,21 +143,14 @@ def train_here(flags: list[str], peak: Path) -> int:
     return status
 
 
-def wrong(name: str, run: Run, first: Run) -> list[str]:
-    """What of a run is not as it has to be."""
-    found = [
-        f"{name}: {metric} of step {number} is {value}"
-        for number, values in enumerate(run.rows, start=1)
-        for metric, value in values.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
-    for metric, tolerance in COMPARED.items() if name != RESUMED else ():
-        ours, theirs = run.rows[0][metric], first.rows[0][metric]
-        if not abs(ours - theirs) <= tolerance * max(abs(theirs), 0.01):
-            found.append(
-                f"{name}: {metric} of the first step is {ours:.6g}, but {theirs:.6g} with the eager token pass"
-            )
-    return found
+def nonfinite_metrics(name: str, run: Run) -> list[str]:
+    """Returns one message for each metric of a run that is NaN or infinite."""
+    messages = []
+    for number, values in enumerate(run.rows, start=1):
+        for metric, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                messages.append(f"{name}: {metric} of step {number} is {value}")
+    return messages
 
 
 def row(options: argparse.Namespace, name: str, run: Run) -> dict[str, Any]:

@@ -171,8 +171,6 @@ def test_objectives_are_those_of_one_rank(flags, layouts, task, tmp_path):
 def test_the_page_lists_every_function_with_its_arguments():
     rows = dict(re.findall(r"^\| (?:\[)?`--([\w-]+-path)`.*? \| (.*?) \| ", PAGE, re.M))
     for option, signature in USER_FUNCTIONS.items():
-        if option == "token_pass_path":  # of this program, not of users
-            continue
         row = rows[option.replace("_", "-")]
         names = signature.methods or (() if option == "custom_tis_function_path" else signature.positional)
         assert all(re.search(rf"\b{'groups' if name == 'samples' else name}\b|\b{name}\b", row) for name in names), row

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds
     from slime_tis.correction.sequence_pass import perplexities
     from slime_tis.correction.sums import SequenceSums
-    from slime_tis.correction.token_pass import TokenPassFunction, torch_token_pass
 
 __all__ = [
     "CRITERIA",
@@ -48,7 +47,6 @@ __all__ = [
     "RolloutCorrectionConfig",
     "SequenceSums",
     "Statistics",
-    "TokenPassFunction",
     "adaptive_bounds",
     "context_parallel_slices",
     "correct",
@@ -57,7 +55,6 @@ __all__ = [
     "parse_criteria",
     "perplexities",
     "response_slices",
-    "torch_token_pass",
 ]
 
 _MODULES = (

@@ -14,7 +14,7 @@ from slime_tis.correction.metrics import Statistics, usable_mean
 from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds, second_moment_limit
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
-from slime_tis.correction.token_pass import TokenPass, TokenPassFunction, torch_token_pass, trim
+from slime_tis.correction.token_pass import TokenPass, token_pass, trim
 
 LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
 Aggregation = Literal["token-mean", "seq-mean-token-mean"]
@@ -125,7 +125,6 @@ def correct(
     current_log_probs: Tensor | None = ...,
     advantages: Tensor | None = ...,
     global_batch: GlobalBatch = ...,
-    token_pass: TokenPassFunction = ...,
 ) -> Correction[Tensor]: ...
 
 
@@ -139,7 +138,6 @@ def correct(
     current_log_probs: Sequence[Tensor] | None = ...,
     advantages: Sequence[Tensor] | None = ...,
     global_batch: GlobalBatch = ...,
-    token_pass: TokenPassFunction = ...,
 ) -> Correction[list[Tensor]]: ...
 
 
@@ -154,7 +152,6 @@ def correct(
     current_log_probs: LogProbs | None = None,
     advantages: LogProbs | None = None,
     global_batch: GlobalBatch = THIS_CALL,
-    token_pass: TokenPassFunction = torch_token_pass,
 ) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
 
@@ -175,7 +172,6 @@ def correct(
         global_batch: The ranks that share the global batch, and its statistics if this call is one micro-batch. By
             default these sequences are the global batch. Context-parallel ranks sum one [S, k] table; the levels
             prefix and segment gather whole responses instead, and need `Ranks.slices`.
-        token_pass: The function that reads the tokens, for example fused kernels.
 
     Returns:
         Weights, mask, statistics, and tokens per sequence. Only `nonfinite_policy="raise"` synchronizes with the host.
@@ -197,7 +193,7 @@ def correct(
         slices = _required_slices(ranks, levels[0])
         whole = gather_slices(layout, slices, ranks)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
-        result = correct(config, **whole, lengths=slices.lengths, global_batch=known, token_pass=token_pass)
+        result = correct(config, **whole, lengths=slices.lengths, global_batch=known)
         return _sliced(result, layout, slices, ranks)
     tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
     if config.rs_second_moment_bound is not None:

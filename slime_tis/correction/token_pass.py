@@ -1,12 +1,11 @@
 """The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
 
-`torch_token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row
-per sequence. `correct` accepts another function of its type (`experimental/triton_token_pass.py`).
+`token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row per
+sequence.
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,11 +50,8 @@ class TokenPass:
 LOWEST_BOUND = 1e-30
 """A lower bound that is below every weight and above 0 in float32."""
 
-TokenPassFunction = Callable[[RolloutCorrectionConfig, PackedChunk], TokenPass]
-"""The type of `torch_token_pass`, and of every replacement for it."""
 
-
-def torch_token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
     """Weights, verdicts and row sums of one chunk in torch operations, on any device.
 
     Raises:

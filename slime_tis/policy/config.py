@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from slime_tis.correction.config import RolloutCorrectionConfig, correction_option, loss_option
+from slime_tis.correction.config import RolloutCorrectionConfig, loss_option
 from slime_tis.limits import REJECTS, Limits, check_fields
 
 CLIPPING_LOSSES = tuple(
@@ -37,8 +37,6 @@ class PolicyConfig:
     """User function that computes the loss from logits."""
     custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """User function that reduces token losses, for example slime_tis.policy.reducers.dr_grpo."""
-    token_pass_path: str | None = correction_option(None, metavar="FUNCTION")
-    """Function for the pass over the tokens: experimental.triton_token_pass.token_pass (in a clone)."""
     eps_clip: Annotated[float, Limits(gt=0, le=1, hint="0.2 is customary")] = loss_option(
         0.2, needs=(*CLIPPING_LOSSES, "--policy-loss=experimental_cppo")
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slime_tis.correction import GlobalBatch, TokenPassFunction, torch_token_pass
+from slime_tis.correction import GlobalBatch
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import ResponseTokens
@@ -29,7 +29,6 @@ class ObjectiveFunctions:
     loss: Function | None = None
     reducer: Function | None = None
     advantage: Function | None = None
-    token_pass: TokenPassFunction = torch_token_pass
 
     @classmethod
     def load(cls, config: PolicyConfig, args: Namespace) -> Self:
@@ -44,7 +43,6 @@ class ObjectiveFunctions:
             loss=load("custom_loss_function_path"),
             reducer=load("custom_pg_loss_reducer_function_path"),
             advantage=load("custom_advantage_function_path"),
-            token_pass=load("token_pass_path") or torch_token_pass,
         )
 
 

@@ -199,7 +199,6 @@ def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBat
         current_log_probs=inputs.log_probs_L,
         advantages=tokens.advantages_L,
         global_batch=replace(step.global_batch, ranks=ranks.with_slices(tokens.slices)),
-        token_pass=step.functions.token_pass,
     )
     mask_S = None
     if step.policy.use_opsm:
@@ -443,8 +442,7 @@ def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
         return Statistics.empty(config, tokens.loss_mask_L.device)
     old_L = training_old_log_probs(inputs)
     known, ranks = (tokens.rollout_log_probs_L, tokens.loss_mask_L), GlobalBatch(ranks=step.global_batch.ranks)
-    token_pass = step.functions.token_pass
-    return correct(config, old_L, *known, lengths=tokens.lengths, global_batch=ranks, token_pass=token_pass).statistics
+    return correct(config, old_L, *known, lengths=tokens.lengths, global_batch=ranks).statistics
 
 
 def with_measured_weights(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:

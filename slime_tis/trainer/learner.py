@@ -274,7 +274,6 @@ class Learner:
             lengths=tokens.lengths,
             advantages=tokens.advantages_L,
             global_batch=GlobalBatch(ranks=self.parallel.ranks.with_slices(tokens.slices)),
-            token_pass=self.functions.token_pass,
         )
 
     def _old_log_probs(

@@ -43,7 +43,6 @@ USER_FUNCTIONS: dict[str, Signature] = {
         returns=Callable[[Tensor], Tensor],
     ),
     "custom_advantage_function_path": Signature(positional=("args", "rollout_data")),
-    "token_pass_path": Signature(positional=("config", "packed"), returns=tuple[Any, ...]),
     "custom_rm_path": Signature(
         positional=("args", "sample"), returns=float | dict[str, Any] | list[Any], is_plain=False
     ),

@@ -1,6 +1,5 @@
-"""Operations do not grow with the number of sequences, none waits for the device, and the caller selects the pass."""
+"""The number of torch operations does not grow with the batch, and none waits for the device."""
 
-from argparse import Namespace
 from collections import Counter
 from contextlib import contextmanager
 
@@ -9,11 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_tis import RolloutCorrectionConfig, correct
-from slime_tis.correction import torch_token_pass
 from slime_tis.correction.layout import row_width
-from slime_tis.errors import CustomFunctionError
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_loss import ObjectiveFunctions
 
 SYNCHRONISING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "unique", "bincount")
 EVERYTHING = RolloutCorrectionConfig.preset(
@@ -103,18 +98,3 @@ def test_no_host_synchronisation(layout):
     with counted() as counts:
         correct(EVERYTHING, train, rollout, mask, lengths=lengths)
     assert sum(counts.values()) <= 380
-
-
-def test_the_selected_token_pass_is_called():
-    def double_weights(config, packed):
-        result = torch_token_pass(config, packed)
-        result.weight_RK.mul_(2)
-        return result
-
-    zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
-    config = RolloutCorrectionConfig(use_tis=True)
-    assert correct(config, zeros, zeros, ones, token_pass=double_weights).weights.tolist() == [[2.0, 2.0]]
-    path = "slime_tis.correction.token_pass.torch_token_pass"
-    assert ObjectiveFunctions.load(PolicyConfig(token_pass_path=path), Namespace()).token_pass is torch_token_pass
-    with pytest.raises(CustomFunctionError, match="absent"):
-        ObjectiveFunctions.load(PolicyConfig(token_pass_path="absent.token_pass"), Namespace())

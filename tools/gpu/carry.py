@@ -4,7 +4,7 @@
     .gpu/sort_digits/      model and prompts of the example
     .gpu/source.json       commit and digest of the sources, since the checkout arrives there without .git
 
-That machine has torch, triton and transformers, and what `THERE` lists. What the wheels and this project require beyond
+That machine has torch and transformers, and what `THERE` lists. What the wheels and this project require beyond
 it has to be among the wheels, or nothing is made.
 """
 
@@ -36,7 +36,7 @@ PACKAGES = (
     *("pybase64", "prometheus_client", "tree-sitter", "tree-sitter-bash"),
 )
 THERE = {
-    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "packaging", "sympy", "requests"),
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "packaging", "sympy", "requests"),
     *("psutil", "pyyaml", "httpx", "tqdm", "tensorboard", "matplotlib", "pyarrow", "scikit-learn"),
     *("pytest", "pytest-xdist", "hypothesis", "setuptools"),
 }

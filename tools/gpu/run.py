@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in stages, on a machine without a network. `make gpu` runs it.
 
-    python3 tools/gpu/run.py [--device cpu] [--stages kernels train]
+    python3 tools/gpu/run.py [--device cpu] [--stages engines train]
 
 It uses its own interpreter, whose torch must see the GPU, and the wheels that `make gpu-wheels` put into .gpu/. The
 wheels are installed into a temporary directory on PYTHONPATH, because the device machine's Python is a virtual
@@ -9,8 +9,8 @@ environment, and a second one on top would not see its packages.
 Every stage runs in a separate process with a time limit; a failed stage does not stop the others. Tables, the log and a
 summary go to $OUT, or to runs/gpu. Exit status: 0 if all stages passed, 1 if a stage failed, 2 if nothing ran.
 
-`--device cpu` is the rehearsal: the same stages on the CPU, smaller, with gloo instead of NCCL and the kernels in
-Triton's interpreter. Its rows are marked in `gpu_name`.
+`--device cpu` is the rehearsal: the same stages on the CPU, smaller, with gloo instead of NCCL. Its rows are marked in
+`gpu_name`.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def version(name):
     except importlib.metadata.PackageNotFoundError:
         return None
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-names = "torch triton transformers safetensors numpy pytest hypothesis pytest-xdist megatron-core pydantic".split()
+names = "torch transformers safetensors numpy pytest hypothesis pytest-xdist megatron-core pydantic".split()
 print(json.dumps({"gpu": gpu, "python": platform.python_version(), "versions": {n: version(n) for n in names}}))
 """
 
@@ -66,20 +66,6 @@ class Stage:
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "{device}")
 STAGES = (
     Stage(
-        name="kernels",
-        about="the fused kernels on the real compiler, against the eager token pass and the reference",
-        limit=200,
-        command=("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"),
-        parallel=True,
-    ),
-    Stage(
-        name="bandwidth",
-        about="the fused token pass against a copy of the same bytes, without synchronisation with the host",
-        limit=90,
-        command=("-m", "benchmarks.token_pass", "--device", "{device}", "--out", "{out}/token_pass.csv"),
-        rehearsal=("--tokens", "8192", "--rounds", "5"),
-    ),
-    Stage(
         name="engines",
         about="training engine and local rollout engine against transformers on the CPU",
         limit=150,
@@ -87,7 +73,7 @@ STAGES = (
     ),
     Stage(
         name="train",
-        about="train.py in bf16 on NCCL, with correction; with the fused token pass",
+        about="train.py in bf16 on NCCL, with correction, and resumed",
         limit=150,
         command=("-m", "benchmarks.gpu_steps", "--device", "{device}", "--out", "{out}/gpu_steps.csv"),
         rehearsal=("--steps", "3"),
@@ -196,7 +182,7 @@ def run_all(stages: list[Stage], device: str, python: str, site: Path, out: Path
     }
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     install = Stage(
         name="wheels",
         about="",

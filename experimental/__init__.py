@@ -1,1 +1,0 @@
-"""Experiments that are not part of the installed package."""
