@@ -1,4 +1,4 @@
-# `make` lists what one can do.
+# `make` lists the five targets to start with, `make targets` lists all of them.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -21,9 +21,14 @@ SEEDS ?= 0
 GPU_PYTHON ?= 3.12
 GPU_FLAGS ?=
 
-.PHONY: help install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
+.PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
 
-help:  ## List the targets
+help:
+	@echo "Start here:"
+	@awk -F ':.*## ' '/^(install|train|test|check|docs):.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "make targets lists all targets."
+
+targets:  ## List all targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## Make the virtual environment, with pinned versions
