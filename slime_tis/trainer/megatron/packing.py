@@ -1,9 +1,10 @@
-"""Sequences → one packed row: context-parallel slices, next-token targets, and index tensors for attention.
+"""Packs sequences into one row: context-parallel slices, next-token targets, attention indices.
 
-The row consists of segments: whole sequences, or, with shared prompts, the segments of a prefix tree.
+The row consists of segments. A segment is a sequence, or, with shared prompts, a node of a prefix tree.
 
-Shapes: suffix _T the packed tokens of this context-parallel rank, _L the response tokens that they predict, _S the
-sequences of the micro-batch, _J its segments; a filler is the last of both.
+Shapes: suffix _T is the packed tokens of this context-parallel rank, _L the response tokens that they
+predict, _S the sequences of the micro-batch, _J its segments. If there is a filler, it is the last
+sequence and the last segment.
 """
 
 from collections.abc import Sequence
@@ -98,24 +99,34 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The micro-batch on a device, except `sequences`."""
-        return self if device.type == "cpu" else _moved(self, device)
+        if device.type == "cpu":
+            return self
+        moved: MicroBatch = _on_device(self, device)
+        return moved
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _on_device(value: Any, device: torch.device) -> Any:
+    """Copies the tensors inside a micro-batch; other values stay as they are."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, ResponseTokens | SamplingMask):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(_moved(item, device) for item in value)
+        return tuple(_on_device(item, device) for item in value)
     if isinstance(value, MicroBatch | PackedSequences | AttentionRows):
-        moved = {name: _moved(field, device) for name, field in vars(value).items()}
-        return replace(value, **{name: field for name, field in moved.items() if field is not getattr(value, name)})
+        moved = {}
+        for name, field in vars(value).items():
+            copy = _on_device(field, device)
+            if copy is not field:
+                moved[name] = copy
+        return replace(value, **moved)
     return value
 
 
 @dataclass(frozen=True)
 class _Row:
+    """Where the tokens of a packed row come from."""
+
     split: RowSplit
     local_J: Tensor
     """Tokens of each segment on this rank."""
@@ -124,22 +135,44 @@ class _Row:
     chunk_J: Tensor
     """Tokens of a context-parallel chunk of each segment."""
     segment_T: Tensor
+    """Segment of each packed token."""
     offset_T: Tensor
     """Index of each packed token among its segment's tokens on this rank."""
     sequence_T: Tensor
+    """Sequence of each packed token; the filler has the number after the last sequence."""
     position_T: Tensor
+    """Position of each packed token in its sequence."""
 
     @classmethod
     def of(cls, tree: PrefixTree, filler: int, split: RowSplit) -> "_Row":
-        segments = [(segment.sequence, segment.start, segment.length) for segment in tree.segments]
-        sequence_J, begin_J, length_J = torch.tensor([*segments, *[(len(tree), 0, filler)] * (filler > 0)]).T
-        chunk_J = (length_J + 2 * split.context_size - 1) // (2 * split.context_size)
+        """Cuts the segments of a tree, and a filler of that many tokens, for one rank."""
+        sequences = [segment.sequence for segment in tree.segments]
+        starts = [segment.start for segment in tree.segments]
+        lengths = [segment.length for segment in tree.segments]
+        if filler:
+            sequences.append(len(tree))
+            starts.append(0)
+            lengths.append(filler)
+        sequence_J = torch.tensor(sequences)
+        begin_J = torch.tensor(starts)
+        length_J = torch.tensor(lengths)
+        chunks = 2 * split.context_size
+        chunk_J = (length_J + chunks - 1) // chunks
+        # every rank has two chunks of each sequence; the last chunk of a sequence may be shorter
         local_J = length_J if split.context_size == 1 else 2 * chunk_J
         segment_T = torch.repeat_interleave(torch.arange(len(local_J)), local_J)
         start_J = local_J.cumsum(0) - local_J
         offset_T = torch.arange(len(segment_T)) - start_J[segment_T]
-        position_T = begin_J[segment_T] + _positions(offset_T, chunk_J[segment_T], split)
-        return cls(split, local_J, start_J, chunk_J, segment_T, offset_T, sequence_J[segment_T], position_T)
+        return cls(
+            split=split,
+            local_J=local_J,
+            start_J=start_J,
+            chunk_J=chunk_J,
+            segment_T=segment_T,
+            offset_T=offset_T,
+            sequence_T=sequence_J[segment_T],
+            position_T=begin_J[segment_T] + _positions(offset_T, chunk_J[segment_T], split),
+        )
 
 
 def pack(
@@ -149,27 +182,42 @@ def pack(
     rotary: "RotaryAngles | None" = None,
     share_prompts: bool = False,
 ) -> MicroBatch:
-    """Packs whole sequences into one row, cut for this context-parallel rank.
+    """Packs sequences into one row, cut for this context-parallel rank.
 
     With `share_prompts`, shared beginnings are packed once (see `PrefixTree`).
 
-    With context parallelism every sequence is cut into 2·size chunks of ceil(total / 2·size) tokens and rank r holds
-    chunks r and 2·size−1−r, so that all ranks have equal work in causal attention. A filler sequence, which is not
-    trained on, makes the row divisible by the tensor-parallel size.
+    With context parallelism every sequence is cut into 2·size chunks of ceil(total / 2·size) tokens,
+    and rank r holds chunks r and 2·size−1−r, so that all ranks have equal work in causal attention.
+    A filler sequence, which is not trained on, makes the row divisible by the tensor-parallel size.
+
+    Args:
+        batch: The samples of the micro-batch.
+        split: How the row is divided over ranks; one rank if None.
+        rotary: Computes the rotary angles; None if the attention layer applies them itself.
+        share_prompts: Whether common beginnings are packed once.
     """
     split = split or RowSplit()
-    totals, lengths = batch.responses.total_lengths, batch.responses.response_lengths
-    tree = PrefixTree.of(batch.tokens, lengths) if share_prompts else PrefixTree.apart(totals, lengths)
+    totals = list(batch.responses.total_lengths)
+    lengths = list(batch.responses.response_lengths)
+    if share_prompts:
+        tree = PrefixTree.of(batch.tokens, lengths)
+    else:
+        tree = PrefixTree.apart(totals, lengths)
     filler = _filler_length([segment.length for segment in tree.segments], split)
+    if filler:
+        totals.append(filler)
+        lengths.append(0)
     row = _Row.of(tree, filler, split)
     flat = torch.cat([*batch.tokens, torch.zeros(filler, dtype=torch.int64)])
-    total_S = torch.tensor([*totals, *[filler] * (filler > 0)])
-    prompt_S = total_S - torch.tensor([*lengths, *[0] * (filler > 0)])
+    total_S = torch.tensor(totals)
+    prompt_S = total_S - torch.tensor(lengths)
     total_T = total_S[row.sequence_T]
     start_T = (total_S.cumsum(0) - total_S)[row.sequence_T]
 
-    def token_at(position: Tensor) -> Tensor:
-        return torch.where(position < total_T, flat[start_T + torch.minimum(position, total_T - 1)], 0)
+    def token_at(position_T: Tensor) -> Tensor:
+        """Token ids at positions of the packed tokens' sequences; 0 after a sequence's end."""
+        index_T = start_T + torch.minimum(position_T, total_T - 1)
+        return torch.where(position_T < total_T, flat[index_T], 0)
 
     is_fed_T = (row.position_T < total_T - 1) & (row.sequence_T < len(batch))
     layout = _layout(row, tree, filler)
@@ -178,71 +226,110 @@ def pack(
     if tree.is_shared:
         layout.response_rows, target_L = _predicted(tree, row.start_J, flat)
     else:
-        layout.response_rows = (is_fed_T & (row.position_T >= prompt_S[row.sequence_T] - 1)).nonzero().squeeze(1)
+        # the last prompt token predicts the first response token
+        predicts_T = is_fed_T & (row.position_T >= prompt_S[row.sequence_T] - 1)
+        layout.response_rows = predicts_T.nonzero().squeeze(1)
         target_L = token_at(row.position_T + 1)[layout.response_rows]
+    sampling_mask = None
+    if batch.sampling_masks is not None:
+        sampling_mask = SamplingMask.cat(batch.sampling_masks)
+    no_expert = torch.tensor(-1, dtype=torch.int16)
+    no_weight = torch.tensor(torch.nan)
     return MicroBatch(
         responses=batch.responses,
         input_ids=token_at(row.position_T)[None],
         position_ids=row.position_T[None],
         target_L=target_L,
         packed_seq_params=layout,
-        sampling_mask=None if batch.sampling_masks is None else SamplingMask.cat(batch.sampling_masks),
+        sampling_mask=sampling_mask,
         sequences=batch.tokens,
         is_fed_T=is_fed_T,
-        routed_experts=_recorded(batch.routed_experts, row, is_fed_T, torch.tensor(-1, dtype=torch.int16)),
-        routing_weights=_recorded(batch.routing_weights, row, is_fed_T, torch.tensor(torch.nan)),
+        routed_experts=_recorded(batch.routed_experts, row, is_fed_T, missing=no_expert),
+        routing_weights=_recorded(batch.routing_weights, row, is_fed_T, missing=no_weight),
     )
 
 
 def _predicted(tree: PrefixTree, start_J: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed tokens [L] that predict response tokens, and the response tokens, response by response."""
-    pieces = [
-        (segment, min(tree.segments[segment].length, total - tree.segments[segment].start))
-        for path, total in zip(tree.paths, tree.total_lengths, strict=True)
-        for segment in path
-    ]
-    segment, length = torch.tensor(pieces).T
-    packed = _ranges(start_J[segment], length)
-    total_S, response_S = torch.tensor(tree.total_lengths), torch.tensor(tree.response_lengths)
-    before = _ranges(total_S.cumsum(0) - response_S - 1, response_S)  # indices into `flat`
-    return packed[before], flat[before + 1]
+    """Finds the predictions of response tokens in a row with shared beginnings.
+
+    Returns:
+        The packed tokens [L] that predict response tokens, and the response tokens [L], response by
+        response.
+    """
+    segments = []
+    lengths = []
+    for path, total in zip(tree.paths, tree.total_lengths, strict=True):
+        for number in path:
+            segment = tree.segments[number]
+            segments.append(number)
+            # a segment may be longer than a sequence that ends inside it
+            lengths.append(min(segment.length, total - segment.start))
+    packed = _ranges(start_J[torch.tensor(segments)], torch.tensor(lengths))
+    total_S = torch.tensor(tree.total_lengths)
+    response_S = torch.tensor(tree.response_lengths)
+    before_response_S = total_S.cumsum(0) - response_S - 1
+    before_L = _ranges(before_response_S, response_S)  # indices into `flat`
+    return packed[before_L], flat[before_L + 1]
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenates arange(start, start + length) for all pairs."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
 
 
-def _recorded(rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, missing: Tensor) -> Tensor | None:
-    """The rollout engine's record of every token [T, …], from a row for each token but a sequence's last."""
-    recorded = [rows for rows in rows_S or [] if rows is not None]
-    if rows_S is None or not recorded:
+def _recorded(rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, *, missing: Tensor) -> Tensor | None:
+    """Reads the rollout engine's records, one row for each token except the last of a sequence.
+
+    Returns:
+        The record of every packed token [T, …], `missing` for tokens without one; None if no
+        sequence has a record.
+    """
+    if rows_S is None:
         return None
-    flat = torch.cat([*(rows.to(missing.dtype) for rows in recorded), missing.expand(1, *recorded[0].shape[1:])])
-    count_S = torch.tensor([0 if rows is None else len(rows) for rows in rows_S] + [0])  # 0 for the filler
+    recorded = [rows for rows in rows_S if rows is not None]
+    if not recorded:
+        return None
+    blocks = [rows.to(missing.dtype) for rows in recorded]
+    blocks.append(missing.expand(1, *recorded[0].shape[1:]))
+    flat = torch.cat(blocks)
+    counts = [0 if rows is None else len(rows) for rows in rows_S]
+    counts.append(0)  # the filler
+    count_S = torch.tensor(counts)
     start_S = count_S.cumsum(0) - count_S
     has_row_T = is_fed_T & (count_S[row.sequence_T] > 0)
-    return flat[torch.where(has_row_T, start_S[row.sequence_T] + row.position_T, len(flat) - 1)]
+    index_T = start_S[row.sequence_T] + row.position_T
+    return flat[torch.where(has_row_T, index_T, len(flat) - 1)]
 
 
 def _filler_length(totals: Sequence[int], split: RowSplit) -> int:
-    size, tensor_size = split.context_size, split.tensor_size
-    if size == 1:
-        return -sum(totals) % tensor_size
-    local = sum(2 * -(-total // (2 * size)) for total in totals)
-    return (-local % (2 * tensor_size)) * size
+    """Returns the length of the filler sequence over all context-parallel ranks."""
+    if split.context_size == 1:
+        return -sum(totals) % split.tensor_size
+    chunks = 2 * split.context_size
+    local = sum(2 * -(-total // chunks) for total in totals)
+    # a filler of 2·size·n tokens adds 2·n to every rank
+    return (-local % (2 * split.tensor_size)) * split.context_size
 
 
 def _positions(offset: Tensor, chunk: Tensor, split: RowSplit) -> Tensor:
-    rank, size = split.context_rank, split.context_size
+    """Positions in a segment of this rank's tokens: chunk r, then chunk 2·size−1−r."""
+    rank = split.context_rank
+    size = split.context_size
     if size == 1:
         return offset
-    return torch.where(offset < chunk, rank * chunk + offset, (2 * size - 2 - rank) * chunk + offset)
+    first = rank * chunk + offset
+    # `offset` counts from the start of the first chunk, therefore one chunk less
+    second = (2 * size - 2 - rank) * chunk + offset
+    return torch.where(offset < chunk, first, second)
 
 
 def _layout(row: _Row, tree: PrefixTree, filler: int) -> PackedSequences:
-    size, longest = row.split.context_size, int(row.local_J.max())
-    cu_seqlens = torch.cat([row.local_J.new_zeros(1), row.local_J.cumsum(0)]).to(torch.int32) * size
+    """Describes the row for megatron-core and for the attention in plain torch."""
+    size = row.split.context_size
+    longest = int(row.local_J.max())
+    ends = torch.cat([row.local_J.new_zeros(1), row.local_J.cumsum(0)])
+    cu_seqlens = ends.to(torch.int32) * size  # transformer-engine counts the tokens of all ranks
     layout = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -253,47 +340,75 @@ def _layout(row: _Row, tree: PrefixTree, filler: int) -> PackedSequences:
     )
     if tree.is_shared:
         layout.rows, layout.token_index = _shared_rows(tree, filler)
-    elif size > 1 or int(row.local_J.min()) < longest:
-        offset = torch.arange(longest)
-        query_index = (row.start_J[:, None] + torch.minimum(offset, row.local_J[:, None] - 1)).flatten()
-        key_index, mask = _gathered_keys(row) if size > 1 else (query_index, None)
-        layout.rows = (AttentionRows(count=len(row.local_J), query_index=query_index, key_index=key_index, mask=mask),)
-        layout.token_index = row.segment_T * longest + row.offset_T
+        return layout
+    has_equal_lengths = int(row.local_J.min()) == longest
+    if size == 1 and has_equal_lengths:
+        return layout
+    offset = torch.arange(longest)
+    last_J = row.local_J[:, None] - 1
+    query_index = (row.start_J[:, None] + torch.minimum(offset, last_J)).flatten()
+    key_index = query_index
+    mask = None
+    if size > 1:
+        key_index, mask = _gathered_keys(row)
+    padded = AttentionRows(count=len(row.local_J), query_index=query_index, key_index=key_index, mask=mask)
+    layout.rows = (padded,)
+    layout.token_index = row.segment_T * longest + row.offset_T
     return layout
 
 
 def _shared_rows(tree: PrefixTree, filler: int) -> tuple[tuple[AttentionRows, ...], Tensor]:
-    """The rows of a tree's segments and of the filler, where each segment also sees the segments before it."""
-    segments = [(segment.start, segment.length, segment.parent) for segment in tree.segments]
-    segments += [(0, filler, -1)] * (filler > 0)
+    """Makes the rows of a tree's segments and of the filler; a segment also sees its ancestors.
+
+    Returns:
+        One `AttentionRows` for each bucket of segments of similar length, and the index [tokens] of
+        every packed token in the concatenated padded batches.
+    """
+    starts = [segment.start for segment in tree.segments]
+    lengths = [segment.length for segment in tree.segments]
+    parents = [segment.parent for segment in tree.segments]
+    if filler:
+        starts.append(0)
+        lengths.append(filler)
+        parents.append(-1)
     paths: list[Tensor] = []  # packed tokens up to the end of each segment
     total = 0
-    for _, length, parent in segments:
-        own = torch.arange(total, total + length)
-        paths.append(own if parent < 0 else torch.cat([paths[parent], own]))
+    for length, parent in zip(lengths, parents, strict=True):
+        tokens = torch.arange(total, total + length)
+        paths.append(tokens if parent < 0 else torch.cat([paths[parent], tokens]))
         total += length
-    rows, token_index, padded = [], torch.empty(total, dtype=torch.int64), 0
-    for bucket in _buckets_of_similar([length for _, length, _ in segments]):
-        start_R, length_R = torch.tensor([segments[i][:2] for i in bucket]).T[..., None]
-        position = start_R + torch.minimum(torch.arange(int(length_R.max())), length_R - 1)
-        keys = pad_sequence([paths[i] for i in bucket], batch_first=True)
-        queries, mask = keys.gather(1, position), torch.arange(keys.shape[1]) <= position[..., None]
+    rows = []
+    token_index = torch.empty(total, dtype=torch.int64)
+    padded = 0
+    for bucket in _buckets_of_similar(lengths):
+        start_R = torch.tensor([starts[number] for number in bucket])[:, None]
+        length_R = torch.tensor([lengths[number] for number in bucket])[:, None]
+        offset = torch.arange(int(length_R.max()))
+        position = start_R + torch.minimum(offset, length_R - 1)
+        keys = pad_sequence([paths[number] for number in bucket], batch_first=True)
+        queries = keys.gather(1, position)
+        mask = torch.arange(keys.shape[1]) <= position[..., None]
         rows.append(
             AttentionRows(
-                count=len(bucket), query_index=queries.flatten(), key_index=keys.flatten(), mask=mask[:, None]
+                count=len(bucket),
+                query_index=queries.flatten(),
+                key_index=keys.flatten(),
+                mask=mask[:, None],
             )
         )
-        is_token = torch.arange(queries.shape[1]) < length_R
-        token_index[queries[is_token]] = torch.arange(padded, padded + queries.numel()).view_as(queries)[is_token]
+        is_token = offset < length_R
+        places = torch.arange(padded, padded + queries.numel()).view_as(queries)
+        token_index[queries[is_token]] = places[is_token]
         padded += queries.numel()
     return tuple(rows), token_index
 
 
 def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices in buckets whose longest is at most twice as long as their shortest, which limits padding."""
+    """Sorts indices into buckets with longest ≤ 2 · shortest, which limits padding."""
     buckets: list[list[int]] = []
     longest = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    longest_first = sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True)
+    for index in longest_first:
         if not buckets or 2 * lengths[index] < longest:
             buckets.append([])
             longest = lengths[index]
@@ -302,12 +417,21 @@ def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
-    size, chunk = row.split.context_size, row.chunk_J[:, None]
+    """Finds each segment's keys among the tokens gathered from all context-parallel ranks.
+
+    Returns:
+        Index [rows·Lk] into the gathered tokens, rank by rank, and the causal mask [rows, 1, Lq, Lk].
+    """
+    size = row.split.context_size
+    chunk = row.chunk_J[:, None]
+    last_chunk = torch.tensor(2 * size - 1)
     key_position = torch.arange(int(row.chunk_J.max()) * 2 * size)[None]
-    number = torch.minimum(key_position // chunk, torch.tensor(2 * size - 1))  # of the chunk
-    owner = torch.where(number < size, number, 2 * size - 1 - number)
-    offset = key_position % chunk + torch.where(number < size, 0, chunk)
-    key_index = (owner * int(row.local_J.sum()) + row.start_J[:, None] + offset).flatten()
+    chunk_number = torch.minimum(key_position // chunk, last_chunk)
+    is_first_chunk = chunk_number < size
+    owner = torch.where(is_first_chunk, chunk_number, last_chunk - chunk_number)
+    offset = key_position % chunk + torch.where(is_first_chunk, 0, chunk)
+    tokens_per_rank = int(row.local_J.sum())
+    key_index = (owner * tokens_per_rank + row.start_J[:, None] + offset).flatten()
     query_offset = torch.arange(int(row.local_J.max()))[None].expand(len(chunk), -1)
     query_position = _positions(query_offset, chunk.expand_as(query_offset), row.split)
     is_padding = key_position >= 2 * size * chunk
