@@ -1,9 +1,9 @@
 """Micro-batches of limited numbers of tokens, and the tree of the segments that their sequences share.
 
-Hidden states of a causal model depend only on earlier tokens, so that equal beginnings have equal hidden states: each
-segment is computed, and counts, once.
+In a causal model, hidden states depend only on earlier tokens, so equal beginnings have equal hidden
+states. Each shared segment is computed once and counts once.
 
-Rollouts whose sequences share a beginning are a family, which is kept together if it fits.
+Rollouts whose sequences share a beginning are a family. A family stays together if it fits.
 """
 
 from collections import Counter
@@ -16,8 +16,8 @@ from torch import Tensor
 
 Rollout = list[int]  # the indices of its sequences
 MIN_SHARED = 8
-"""Shortest beginning within prompts, or segment of a response, that is shared: each level costs an attention per
-layer."""
+"""Tokens of the shortest shared segment, except for complete prompts. Each level of the tree costs one
+more attention call per layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,73 +25,68 @@ class Segment:
     """Tokens that one or more sequences have at the same position, after the same tokens."""
 
     sequence: int
+    """A sequence that contains the segment."""
     start: int
+    """Position of the first token in its sequences."""
     length: int
+    """Number of tokens."""
     parent: int
-    """The segment before them; -1 at the start of a sequence."""
+    """Index of the segment before it; -1 at the start of a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixTree:
-    """Sequences as paths through segments. Segments are in depth-first order: a parent before its subtree."""
+    """Sequences as paths through segments, in depth-first order: a parent precedes its subtree."""
 
     segments: tuple[Segment, ...]
     paths: tuple[tuple[int, ...], ...]
-    """The segments of each sequence, from its start; a sequence may end within the last."""
+    """The segments of each sequence, in order; the last may extend past the sequence."""
     total_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
 
     @classmethod
     def apart(cls, total_lengths: Iterable[int], response_lengths: Sequence[int]) -> "PrefixTree":
-        """Sequences that share nothing: one segment each."""
+        """Returns a tree of sequences that share nothing: one segment each."""
         totals = tuple(total_lengths)
+        segments = [
+            Segment(sequence=sequence, start=0, length=total, parent=-1) for sequence, total in enumerate(totals)
+        ]
+        paths = [(sequence,) for sequence in range(len(totals))]
         return cls(
-            segments=tuple(
-                Segment(sequence=sequence, start=0, length=total, parent=-1) for sequence, total in enumerate(totals)
-            ),
-            paths=tuple((sequence,) for sequence in range(len(totals))),
+            segments=tuple(segments),
+            paths=tuple(paths),
             total_lengths=totals,
             response_lengths=tuple(response_lengths),
         )
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]) -> "PrefixTree":
-        """Shares beginnings that are whole prompts, or long enough."""
-        ids = [np.asarray(sequence, dtype=">i8") for sequence in tokens]  # big endian: bytes sort as numbers
-        order = sorted(range(len(ids)), key=[sequence.tobytes() for sequence in ids].__getitem__)
-        # A sequence that others continue is directly before one of them, and a part of that one's path.
-        continued_by: dict[int, int] = {}
-        for left, right in reversed(list(pairwise(order))):
-            if _common(ids[left], ids[right]) == len(ids[left]):
-                continued_by[left] = continued_by.get(right, right)
-        segments: list[Segment] = []
-        leaves: dict[int, int] = {}
-        todo = [([sequence for sequence in order if sequence not in continued_by], 0, -1)]
-        while todo:
-            sequences, start, parent = todo.pop()
-            first, is_leaf = sequences[0], len(sequences) == 1
-            end = len(ids[first]) if is_leaf else _common(ids[first], ids[sequences[-1]])
-            holds_prompts = start == 0 < end and end >= max(len(ids[i]) - response_lengths[i] for i in sequences)
-            if is_leaf or holds_prompts or end - start >= MIN_SHARED:
-                segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent))
-                start, parent = end, len(segments) - 1
-            if is_leaf:
-                leaves[first] = parent
-            else:
-                branches: dict[int, list[int]] = {}
-                for sequence in sequences:
-                    branches.setdefault(int(ids[sequence][end]), []).append(sequence)
-                todo += [(branch, start, parent) for branch in reversed(branches.values())]
+        """Returns a tree that shares beginnings that are complete prompts or long enough.
+
+        Args:
+            tokens: Prompt and response of each sequence, token ids.
+            response_lengths: Tokens of each response.
+        """
+        ids = [np.asarray(sequence, dtype=">i8") for sequence in tokens]
+        # the bytes of big-endian numbers sort like the numbers
+        keys = [sequence.tobytes() for sequence in ids]
+        order = sorted(range(len(ids)), key=keys.__getitem__)
+        continued_by = _continuations(ids, order)
+        roots = [sequence for sequence in order if sequence not in continued_by]
+        segments, leaves = _grow(ids, response_lengths, roots)
+        paths = []
+        for sequence in range(len(ids)):
+            leaf = leaves[continued_by.get(sequence, sequence)]
+            paths.append(_path(segments, leaf, len(ids[sequence])))
         tree = cls(
             segments=tuple(segments),
-            paths=tuple(
-                _path(segments, leaves[continued_by.get(sequence, sequence)], len(ids[sequence]))
-                for sequence in range(len(ids))
-            ),
+            paths=tuple(paths),
             total_lengths=tuple(map(len, ids)),
             response_lengths=tuple(response_lengths),
         )
-        return tree if tree.is_shared else cls.apart(tree.total_lengths, response_lengths)
+        if tree.is_shared:
+            return tree
+        return cls.apart(tree.total_lengths, response_lengths)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -107,14 +102,73 @@ class PrefixTree:
         return self.tokens < sum(self.total_lengths)
 
 
+def _continuations(ids: Sequence[np.ndarray], order: Sequence[int]) -> dict[int, int]:
+    """Maps each sequence that is a beginning of another to the longest such sequence.
+
+    Args:
+        ids: Token ids of each sequence.
+        order: The sequences, sorted by their token ids.
+    """
+    continued_by: dict[int, int] = {}
+    # a sequence that others continue is sorted directly before one of them
+    for left, right in reversed(list(pairwise(order))):
+        if _common(ids[left], ids[right]) == len(ids[left]):
+            continued_by[left] = continued_by.get(right, right)
+    return continued_by
+
+
+def _grow(
+    ids: Sequence[np.ndarray], response_lengths: Sequence[int], roots: list[int]
+) -> tuple[list[Segment], dict[int, int]]:
+    """Divides sequences into segments, depth first.
+
+    Returns:
+        The segments, and the last segment of each sequence.
+    """
+    segments: list[Segment] = []
+    leaves: dict[int, int] = {}
+    # (sequences with the same first `start` tokens, start, the segment before it)
+    todo = [(roots, 0, -1)]
+    while todo:
+        sequences, start, parent = todo.pop()
+        first = sequences[0]
+        is_leaf = len(sequences) == 1
+        # sorted sequences: what the first and the last have in common, all have in common
+        end = len(ids[first]) if is_leaf else _common(ids[first], ids[sequences[-1]])
+        is_long = end - start >= MIN_SHARED
+        if is_leaf or is_long or (start == 0 and _holds_prompts(ids, response_lengths, sequences, end)):
+            segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent))
+            start = end
+            parent = len(segments) - 1
+        if is_leaf:
+            leaves[first] = parent
+            continue
+        branches: dict[int, list[int]] = {}
+        for sequence in sequences:
+            next_token = int(ids[sequence][end])
+            branches.setdefault(next_token, []).append(sequence)
+        for branch in reversed(branches.values()):
+            todo.append((branch, start, parent))
+    return segments, leaves
+
+
+def _holds_prompts(
+    ids: Sequence[np.ndarray], response_lengths: Sequence[int], sequences: Sequence[int], end: int
+) -> bool:
+    """Whether the first `end` tokens, at least one, include the prompts of all these sequences."""
+    longest_prompt = max(len(ids[number]) - response_lengths[number] for number in sequences)
+    return end > 0 and end >= longest_prompt
+
+
 def _common(left: np.ndarray, right: np.ndarray) -> int:
+    """Returns the length of the common beginning."""
     shorter = min(len(left), len(right))
     differs = left[:shorter] != right[:shorter]
     return int(differs.argmax()) if differs.any() else shorter
 
 
 def _path(segments: Sequence[Segment], leaf: int, length: int) -> tuple[int, ...]:
-    """The segments up to `leaf` that hold the first `length` tokens."""
+    """Returns the segments up to `leaf` that hold the first `length` tokens."""
     path = []
     while leaf >= 0:
         if segments[leaf].start < length:
@@ -126,23 +180,31 @@ def _path(segments: Sequence[Segment], leaf: int, length: int) -> tuple[int, ...
 def token_budget_partitions(
     trees: Sequence[PrefixTree], max_tokens: int, rollouts: Sequence[Sequence[int]] | None = None
 ) -> list[list[list[int]]]:
-    """Micro-batches of at most `max_tokens` for every data-parallel rank, the same number on each.
+    """Plans micro-batches of at most `max_tokens` for every data-parallel rank.
 
-    First-fit decreasing of families on each rank. A family over the budget is divided into rollouts. If a rank needs
-    fewer micro-batches than another, its fullest are split. A rollout over the budget is a micro-batch alone.
+    First-fit decreasing of families on each rank. A family over the budget is divided into rollouts.
+    All ranks get the same number of micro-batches: if a rank needs fewer, its fullest are split. A
+    rollout over the budget is the only one in its micro-batch.
+
+    Args:
+        trees: The sequences of each rank.
+        max_tokens: The token budget of a micro-batch.
+        rollouts: The number of each sequence's rollout, rank by rank; sequences of one rollout stay
+            together. Each sequence is a rollout if None.
+
+    Returns:
+        Indices of sequences, per rank and micro-batch.
     """
-    numbers = [range(len(tree)) for tree in trees] if rollouts is None else rollouts
-    plans = [_first_fit_decreasing(tree, of_tree, max_tokens) for tree, of_tree in zip(trees, numbers, strict=True)]
+    if rollouts is None:
+        rollouts = [range(len(tree)) for tree in trees]
+    plans = []
+    for tree, numbers in zip(trees, rollouts, strict=True):
+        plans.append(_first_fit_decreasing(tree, numbers, max_tokens))
     count = max(map(len, plans))
     for plan in plans:
         while len(plan) < count:
-            fullest = max((planned for planned in plan if len(planned.rollouts) > 1), key=lambda planned: planned.load)
-            plan.remove(fullest)
-            half = len(fullest.rollouts) // 2
-            plan += [
-                _Planned(tree=fullest.tree).add(fullest.rollouts[part]) for part in (slice(half), slice(half, None))
-            ]
-    return [[sorted(chain(*planned.rollouts)) for planned in plan] for plan in plans]
+            _split_fullest(plan)
+    return [[planned.samples for planned in plan] for plan in plans]
 
 
 def load_of(tree: PrefixTree, samples: Sequence[int]) -> int:
@@ -152,15 +214,24 @@ def load_of(tree: PrefixTree, samples: Sequence[int]) -> int:
 
 @dataclass(kw_only=True, eq=False)
 class _Planned:
+    """A micro-batch in the making."""
+
     tree: PrefixTree
     rollouts: list[Rollout] = field(default_factory=list)
     segments: set[int] = field(default_factory=set)
+    """Segments of its rollouts."""
     tokens: int = 0
+    """Computed tokens: the tokens of the segments."""
     responses: int = 0
+    """Response tokens; a shared response token counts once per sequence, as in the output layer."""
 
     @property
     def load(self) -> int:
         return max(self.tokens, self.responses)
+
+    @property
+    def samples(self) -> list[int]:
+        return sorted(chain(*self.rollouts))
 
     def add(self, rollouts: Sequence[Rollout]) -> "_Planned":
         """Adds rollouts and returns the micro-batch."""
@@ -176,38 +247,68 @@ class _Planned:
         return max(self._sizes_with(rollouts))
 
     def _sizes_with(self, rollouts: Sequence[Rollout]) -> tuple[int, int]:
-        tokens = _tokens(self.tree, _segments(self.tree, rollouts) - self.segments)
-        return self.tokens + tokens, self.responses + sum(self.tree.response_lengths[i] for i in chain(*rollouts))
+        """Returns computed tokens and response tokens with more rollouts."""
+        new_segments = _segments(self.tree, rollouts) - self.segments
+        responses = sum(self.tree.response_lengths[sample] for sample in chain(*rollouts))
+        return self.tokens + _tokens(self.tree, new_segments), self.responses + responses
 
 
 def _segments(tree: PrefixTree, rollouts: Iterable[Rollout]) -> set[int]:
-    return {segment for sample in chain(*rollouts) for segment in tree.paths[sample]}
+    """Returns the segments of rollouts."""
+    return set(chain.from_iterable(tree.paths[sample] for sample in chain(*rollouts)))
 
 
 def _tokens(tree: PrefixTree, segments: Iterable[int]) -> int:
+    """Returns the number of tokens of segments."""
     return sum(tree.segments[segment].length for segment in segments)
 
 
-def _first_fit_decreasing(tree: PrefixTree, numbers: Sequence[int], max_tokens: int) -> list[_Planned]:
+def _split_fullest(plan: list[_Planned]) -> None:
+    """Replaces the fullest micro-batch of several rollouts by two halves."""
+    divisible = [planned for planned in plan if len(planned.rollouts) > 1]
+    fullest = max(divisible, key=lambda planned: planned.load)
+    half = len(fullest.rollouts) // 2
+    plan.remove(fullest)
+    plan.append(_Planned(tree=fullest.tree).add(fullest.rollouts[:half]))
+    plan.append(_Planned(tree=fullest.tree).add(fullest.rollouts[half:]))
+
+
+def _families(tree: PrefixTree, numbers: Sequence[int]) -> list[list[Rollout]]:
+    """Groups rollouts that begin with the same segment; `numbers` has the rollout of each sample."""
     samples_of: dict[int, Rollout] = {}
     for sample, number in enumerate(numbers):
         samples_of.setdefault(number, []).append(sample)
+    # neighbors in the tree stay neighbors when a family must be divided
+    rollouts = sorted(samples_of.values(), key=lambda rollout: (tree.paths[rollout[0]], rollout[0]))
     families: dict[int, list[Rollout]] = {}
-    for rollout in sorted(samples_of.values(), key=lambda rollout: (tree.paths[rollout[0]], rollout[0])):
-        families.setdefault(tree.paths[rollout[0]][0], []).append(rollout)
-    loads = [(load_of(tree, list(chain(*family))), family) for family in sorted(families.values(), key=min)]
-    items = []
-    for load, family in sorted(loads, key=lambda pair: -pair[0]):
-        items += [family] if load <= max_tokens else [[rollout] for rollout in family]
+    for rollout in rollouts:
+        root = tree.paths[rollout[0]][0]
+        families.setdefault(root, []).append(rollout)
+    return sorted(families.values(), key=min)
+
+
+def _first_fit_decreasing(tree: PrefixTree, numbers: Sequence[int], max_tokens: int) -> list[_Planned]:
+    """Puts each family, largest first, into the first micro-batch with enough space."""
+    loads = [(load_of(tree, list(chain(*family))), family) for family in _families(tree, numbers)]
+    loads.sort(key=lambda pair: pair[0], reverse=True)
+    items: list[list[Rollout]] = []
+    for load, family in loads:
+        if load <= max_tokens:
+            items.append(family)
+        else:
+            items += [[rollout] for rollout in family]
     plan: list[_Planned] = []
-    space = np.full(len(items), -np.inf)
+    space = np.full(len(items), -np.inf)  # tokens left in each micro-batch
     uses = Counter(chain(*(_segments(tree, item) for item in items)))
     for item in items:
-        # Segments that no other item has are added to any micro-batch; in most cases they are all that is added.
+        # Segments that no other item has are new in every micro-batch. In most cases an item adds
+        # only these, so that the comparison with `space` leaves few micro-batches to try.
         needed = _tokens(tree, (segment for segment in _segments(tree, item) if uses[segment] == 1))
-        fitting = (index for index in np.flatnonzero(space >= needed) if plan[index].load_with(item) <= max_tokens)
-        index = next(fitting, len(plan))
-        if index == len(plan):
+        for index in np.flatnonzero(space >= needed).tolist():
+            if plan[index].load_with(item) <= max_tokens:
+                break
+        else:
+            index = len(plan)
             plan.append(_Planned(tree=tree))
         space[index] = max_tokens - plan[index].add(item).tokens
     return plan
