@@ -1,8 +1,10 @@
-"""Log-probs and entropies of tokens from vocabulary-parallel logits, in the memory of one softmax, or hidden states.
+"""Log-probs and entropies of tokens, from vocabulary-parallel logits or from hidden states.
 
-Shapes: suffix _L rows, that is response tokens; V this tensor-parallel rank's part of the vocabulary; _LI the hidden
-states that predict the rows; _OI this rank's rows of the output layer; _R the rows of a chunk and _RV a tile of its
-logits, in a block of the vocabulary.
+From logits, the memory is that of one softmax. From hidden states, it is that of one tile of logits.
+
+Shapes: suffix _L is the rows, that is response tokens; V this tensor-parallel rank's part of the
+vocabulary; _LI the hidden states that predict the rows; _OI this rank's rows of the output layer; _R the
+rows of a chunk and _RV a tile of its logits, in a block of the vocabulary.
 """
 
 from argparse import Namespace
@@ -48,8 +50,11 @@ class TokenDistribution:
     """Whether Σ_v π_v² is computed, without gradient."""
 
     def width(self, columns: int) -> int:
-        """Of this rank's columns, the number that are tokens; the others pad the vocabulary."""
-        return columns if self.vocab_size is None else min(max(self.vocab_size - self.vocab_start, 0), columns)
+        """Returns how many of this rank's columns are tokens; the others pad the vocabulary."""
+        if self.vocab_size is None:
+            return columns
+        tokens_from_here = max(self.vocab_size - self.vocab_start, 0)
+        return min(tokens_from_here, columns)
 
     def scale_(self, logits_LV: Tensor, start: int) -> Tensor:
         """Divides logits of the tokens from `start` on by the temperature and removes tokens outside the sets."""
@@ -74,25 +79,30 @@ def vocab_parallel_log_probs(
 
     One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
     """
-    outputs: tuple[Tensor, ...] = _VocabParallelLogProbs.apply(logits_LV, target_L, distribution)  # type: ignore[no-untyped-call]  # torch's
+    function: Any = _VocabParallelLogProbs  # torch does not type `apply`
+    outputs: tuple[Tensor, ...] = function.apply(logits_LV, target_L, distribution)
     return outputs
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution) -> tuple[Tensor, ...]:
-        z_LV = distribution.scale_(logits_LV.detach().to(precision(logits_LV)), distribution.vocab_start)
+        z_LV = logits_LV.detach().to(precision(logits_LV))
+        z_LV = distribution.scale_(z_LV, distribution.vocab_start)
         column_L = target_L - distribution.vocab_start
-        sums = LogitSums.cat(
-            [
-                LogitSums.of_(z_LV[rows], column_L[rows], distribution, has_minus_infinity=True)
-                for rows in row_chunks(len(z_LV), distribution.chunk_size)
-            ]
-        )
-        local_max_L, sums = sums.max, sums.over_ranks(distribution.group)
+        chunks = []
+        for rows in row_chunks(len(z_LV), distribution.chunk_size):
+            chunk = LogitSums.of_(z_LV[rows], column_L[rows], distribution, has_minus_infinity=True)
+            chunks.append(chunk)
+        local_sums = LogitSums.cat(chunks)
+        sums = local_sums.over_ranks(distribution.group)
         log_normalizer_L, outputs = sums.outputs(ctx, distribution)
-        ctx.save_for_backward(z_LV, column_L, sums.max - local_max_L, log_normalizer_L, outputs[1])
-        ctx.distribution, ctx.dtype = distribution, logits_LV.dtype
+        _, entropy_L, *_ = outputs
+        # z_LV is z − m of this rank; the backward pass needs z − m of all ranks
+        max_rise_L = sums.max - local_sums.max
+        ctx.save_for_backward(z_LV, column_L, max_rise_L, log_normalizer_L, entropy_L)
+        ctx.distribution = distribution
+        ctx.dtype = logits_LV.dtype
         return outputs
 
     @staticmethod
@@ -125,7 +135,9 @@ class LogitSums:
     def none(cls, like_L: Tensor) -> "LogitSums":
         """Sums over no logits."""
         zero_L = torch.zeros_like(like_L, dtype=precision(like_L))
-        return cls(torch.full_like(zero_L, torch.finfo(zero_L.dtype).min), zero_L, zero_L, zero_L, zero_L)
+        # not −inf: the difference of two −inf would be NaN when sums are merged
+        lowest_L = torch.full_like(zero_L, torch.finfo(zero_L.dtype).min)
+        return cls(lowest_L, zero_L, zero_L, zero_L, zero_L)
 
     @classmethod
     def of_(
@@ -141,8 +153,9 @@ class LogitSums:
         if distribution.sums_squares:
             squares_L = torch.linalg.vector_norm(exp_LV, dim=1).square_()
         if has_minus_infinity:
-            z_LV.clamp_min_(LOWEST)
-        return cls(max_L, normalizer_L, exp_LV.mul_(z_LV).sum(1), target_L, squares_L)
+            z_LV.clamp_min_(LOWEST)  # 0 · −inf would be NaN
+        weighted_L = exp_LV.mul_(z_LV).sum(1)
+        return cls(max_L, normalizer_L, weighted_L, target_L, squares_L)
 
     @classmethod
     def cat(cls, chunks: Sequence["LogitSums"]) -> "LogitSums":
@@ -152,7 +165,8 @@ class LogitSums:
     def merge(self, other: "LogitSums") -> "LogitSums":
         """Sums over the logits of both."""
         max_L = torch.maximum(self.max, other.max)
-        return LogitSums(max_L, *(self._relative_to(max_L) + other._relative_to(max_L)))
+        sums = self._relative_to(max_L) + other._relative_to(max_L)
+        return LogitSums(max_L, *sums)
 
     def over_ranks(self, group: ProcessGroup | None) -> "LogitSums":
         """Sums over the whole vocabulary; a collective of the group."""
@@ -165,19 +179,31 @@ class LogitSums:
         return LogitSums(max_L, *sums)
 
     def outputs(self, ctx: Any, distribution: TokenDistribution) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logarithms of the normalizer, and the outputs of an autograd function, of whole rows."""
+        """Computes the outputs of an autograd function from sums over all columns.
+
+        Returns:
+            log Σ e^{z−m} [L]; log-probs, entropies, and Σ π² if the distribution `sums_squares`.
+        """
         log_normalizer_L = self.normalizer.log()
+        log_prob_L = self.target - self.max - log_normalizer_L
         entropy_L = log_normalizer_L - self.weighted / self.normalizer
-        squares = (self.squares / self.normalizer.square(),) if distribution.sums_squares else ()
-        ctx.mark_non_differentiable(*squares, *(() if distribution.entropy_gradient else (entropy_L,)))
-        return log_normalizer_L, (self.target - self.max - log_normalizer_L, entropy_L, *squares)
+        outputs = [log_prob_L, entropy_L]
+        constants = [] if distribution.entropy_gradient else [entropy_L]
+        if distribution.sums_squares:
+            squares_L = self.squares / self.normalizer.square()
+            outputs.append(squares_L)
+            constants.append(squares_L)
+        ctx.mark_non_differentiable(*constants)
+        return log_normalizer_L, tuple(outputs)
 
     def _relative_to(self, max_L: Tensor) -> Tensor:
         """The sums [4, L] with the maximum over more logits as m, in the order of the fields."""
         shift_L = self.max - max_L
         scale_L = shift_L.exp()
+        normalizer_L = scale_L * self.normalizer
         weighted_L = scale_L * (self.weighted + shift_L * self.normalizer)
-        return torch.stack([scale_L * self.normalizer, weighted_L, self.target, scale_L.square() * self.squares])
+        squares_L = scale_L.square() * self.squares
+        return torch.stack([normalizer_L, weighted_L, self.target, squares_L])
 
 
 @dataclass(frozen=True)
@@ -202,9 +228,12 @@ class LogitGradient:
     ) -> "LogitGradient":
         """The gradient, given the gradients of log-probs and entropies."""
         scale_L = (-log_normalizer_L).exp() / -distribution.temperature
+        slope_L = None
+        if distribution.entropy_gradient:
+            slope_L = scale_L * grad_entropy_L
         return cls(
             constant=scale_L * (grad_log_prob_L + grad_entropy_L * (entropy_L - log_normalizer_L)),
-            slope=scale_L * grad_entropy_L if distribution.entropy_gradient else None,
+            slope=slope_L,
             target=grad_log_prob_L / distribution.temperature,
         )
 
@@ -214,15 +243,17 @@ class LogitGradient:
         return LogitGradient(self.constant[rows], slope, self.target[rows])
 
     def overwrite_(self, z_RV: Tensor, column_R: Tensor, rows: slice) -> Tensor:
-        """Overwrites z − m of some rows by their gradient, and returns it."""
+        """Overwrites z − m of some rows with their gradient, and returns it."""
         constant_R1 = self.constant[rows].unsqueeze(1)
         if self.slope is None:
             z_RV.exp_().mul_(constant_R1)
         else:
+            slope_R1 = self.slope[rows].unsqueeze(1)
             exp_RV = z_RV.exp()
-            z_RV.clamp_min_(LOWEST).mul_(self.slope[rows].unsqueeze(1)).add_(constant_R1).mul_(exp_RV)
+            z_RV.clamp_min_(LOWEST).mul_(slope_R1).add_(constant_R1).mul_(exp_RV)
         is_here_R, column_R1 = columns(column_R, z_RV.shape[1])
-        return z_RV.scatter_add_(1, column_R1, torch.where(is_here_R, self.target[rows], 0.0).unsqueeze(1))
+        target_R = torch.where(is_here_R, self.target[rows], 0.0)
+        return z_RV.scatter_add_(1, column_R1, target_R.unsqueeze(1))
 
 
 def fused_linear_log_probs(
@@ -257,19 +288,24 @@ def fused_linear_log_probs(
     """
     tile_bytes = GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES
     plan = _Plan.of(len(hidden_LI), len(weight_OI), distribution, tile_bytes // 4)
-    outputs: tuple[Tensor, ...] = _FusedLinearLogProbs.apply(hidden_LI, weight_OI, target_L, plan, weight_grad_OI)  # type: ignore[no-untyped-call]  # torch's
+    function: Any = _FusedLinearLogProbs  # torch does not type `apply`
+    outputs: tuple[Tensor, ...] = function.apply(hidden_LI, weight_OI, target_L, plan, weight_grad_OI)
     return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
+    """How logits are divided into tiles: chunks of rows × blocks of the vocabulary."""
+
     distribution: TokenDistribution
     chunk_rows: int
     blocks: Sequence[slice]
 
     @classmethod
     def of(cls, rows: int, width: int, distribution: TokenDistribution, entries: int) -> "_Plan":
-        width, chunk_size = distribution.width(width), distribution.chunk_size
+        """Plans tiles of about `entries` logits, for `rows` rows and `width` columns of this rank."""
+        width = distribution.width(width)
+        chunk_size = distribution.chunk_size
         if chunk_size == -1:
             chunk_size = entries // max(min(width, MIN_COLUMNS), 1)
         chunk_rows = max(min(rows, chunk_size), 1)
@@ -278,25 +314,30 @@ class _Plan:
         return cls(distribution=distribution, chunk_rows=chunk_rows, blocks=blocks)
 
     def chunks(self, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor) -> list["_Chunk"]:
-        hidden_LI, mask = hidden_LI.to(weight_OI.dtype), self.distribution.sampling_mask
+        """Cuts the rows into chunks, each with its part of the sampling mask."""
+        hidden_LI = hidden_LI.to(weight_OI.dtype)
+        mask = self.distribution.sampling_mask
         slices = row_chunks(len(target_L), self.chunk_rows)
         masks: Sequence[SamplingMask | None] = [mask] * len(slices)
         if mask is not None and len(slices) > 1:
             masks = mask.split([rows.stop - rows.start for rows in slices])
-        return [
-            _Chunk(
+        chunks = []
+        for rows, chunk_mask in zip(slices, masks, strict=True):
+            chunk = _Chunk(
                 rows=rows,
                 hidden_RI=hidden_LI[rows],
                 weight_OI=weight_OI,
                 column_R=target_L[rows] - self.distribution.vocab_start,
                 distribution=replace(self.distribution, sampling_mask=chunk_mask),
             )
-            for rows, chunk_mask in zip(slices, masks, strict=True)
-        ]
+            chunks.append(chunk)
+        return chunks
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
+    """Some rows, whose logits are computed block by block."""
+
     rows: slice
     hidden_RI: Tensor
     weight_OI: Tensor
@@ -306,18 +347,21 @@ class _Chunk:
     def logits(self, block: slice) -> Tensor:
         """z [R, V] of a block of the vocabulary, −inf outside the sets, in separate memory."""
         logits_RV = self.hidden_RI @ self.weight_OI[block].t()
-        return self.distribution.scale_(logits_RV.to(precision(logits_RV)), self.distribution.vocab_start + block.start)
+        start = self.distribution.vocab_start + block.start
+        return self.distribution.scale_(logits_RV.to(precision(logits_RV)), start)
 
     def sums(self, blocks: Sequence[slice]) -> tuple[LogitSums, tuple[Tensor, ...]]:
         """The sums over all blocks; z − m and m of the last block."""
         sums = LogitSums.none(self.hidden_RI[:, 0])
+        is_masked = self.distribution.sampling_mask is not None
         last: tuple[Tensor, ...] = ()
         for block in blocks:
-            del last  # before the next tile is made
+            del last  # frees the memory of a tile before the next one is computed
             z_RV = self.logits(block)
-            masked = self.distribution.sampling_mask is not None
-            tile = LogitSums.of_(z_RV, self.column_R - block.start, self.distribution, has_minus_infinity=masked)
-            sums, last = sums.merge(tile), (z_RV, tile.max)
+            column_R = self.column_R - block.start
+            tile = LogitSums.of_(z_RV, column_R, self.distribution, has_minus_infinity=is_masked)
+            sums = sums.merge(tile)
+            last = (z_RV, tile.max)
             del z_RV
         return sums, last
 
@@ -328,12 +372,20 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor, plan: _Plan, weight_grad_OI: Tensor
     ) -> tuple[Tensor, ...]:
         chunks = plan.chunks(hidden_LI, weight_OI, target_L)
-        sums_of_chunks = [chunk.sums(plan.blocks) for chunk in chunks]
-        sums = LogitSums.cat([sums for sums, _ in sums_of_chunks]).over_ranks(plan.distribution.group)
+        chunk_sums = []
+        last_tile: tuple[Tensor, ...] = ()
+        for chunk in chunks:
+            sums, tile = chunk.sums(plan.blocks)
+            chunk_sums.append(sums)
+            # the backward pass starts with the tile that is still in memory, if there is only one chunk
+            last_tile = tile if len(chunks) == 1 else ()
+            del tile
+        sums = LogitSums.cat(chunk_sums).over_ranks(plan.distribution.group)
         log_normalizer_L, outputs = sums.outputs(ctx, plan.distribution)
-        last = sums_of_chunks[0][1] if len(chunks) == 1 else ()
-        ctx.plan, ctx.weight_grad_OI = plan, weight_grad_OI
-        ctx.save_for_backward(weight_OI, log_normalizer_L, outputs[1], hidden_LI, target_L, sums.max, *last)
+        _, entropy_L, *_ = outputs
+        ctx.plan = plan
+        ctx.weight_grad_OI = weight_grad_OI
+        ctx.save_for_backward(weight_OI, log_normalizer_L, entropy_L, hidden_LI, target_L, sums.max, *last_tile)
         return outputs
 
     @staticmethod
@@ -342,27 +394,34 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         plan: _Plan = ctx.plan
         weight_OI, log_normalizer_L, entropy_L, hidden_LI, *saved = ctx.saved_tensors
         gradient = LogitGradient.of(plan.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L)
+        # rejected and masked tokens have no gradient: their logits are not computed again
         rows = ((grad_log_prob_L != 0) | (grad_entropy_L != 0)).nonzero().squeeze(1)
         inputs_LI = hidden_LI
         if len(rows) < len(hidden_LI):
             mask = plan.distribution.sampling_mask
-            mask = None if mask is None else mask.select(rows)
+            if mask is not None:
+                mask = mask.select(rows)
             plan = replace(plan, distribution=replace(plan.distribution, sampling_mask=mask))
-            gradient, inputs_LI = gradient.select(rows), hidden_LI.index_select(0, rows)
+            gradient = gradient.select(rows)
+            inputs_LI = hidden_LI.index_select(0, rows)
             saved = [values.index_select(0, rows) for values in saved]
         target_L, max_L, *last = saved
-        chunks = plan.chunks(inputs_LI, weight_OI, target_L) if len(rows) else []
+        chunks = []
+        if len(rows):
+            chunks = plan.chunks(inputs_LI, weight_OI, target_L)
         grad_inputs_LI = max_L.new_zeros(inputs_LI.shape)
         for block in plan.blocks:
             for chunk in chunks:
                 if last and block is plan.blocks[-1]:
-                    z_RV = last[0].sub_((max_L - last[1]).unsqueeze(1))
+                    last_z_RV, last_max_R = last
+                    z_RV = last_z_RV.sub_((max_L - last_max_R).unsqueeze(1))
                 else:
                     z_RV = chunk.logits(block).sub_(max_L[chunk.rows].unsqueeze(1))
-                grad_RV = gradient.overwrite_(z_RV, chunk.column_R - block.start, chunk.rows).to(weight_OI.dtype)
+                column_R = chunk.column_R - block.start
+                grad_RV = gradient.overwrite_(z_RV, column_R, chunk.rows).to(weight_OI.dtype)
                 _add_product_(grad_inputs_LI[chunk.rows], grad_RV, weight_OI[block])
                 _add_product_(ctx.weight_grad_OI[block], grad_RV.t(), chunk.hidden_RI)
-                del z_RV, grad_RV  # before the next tile is made
+                del z_RV, grad_RV  # frees the memory of a tile before the next one is computed
         grad_hidden_LI = grad_inputs_LI
         if len(rows) < len(hidden_LI):
             grad_hidden_LI = max_L.new_zeros(hidden_LI.shape).index_copy_(0, rows, grad_inputs_LI)
@@ -372,7 +431,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right, which has the weight's, possibly lower, precision."""
+    """Adds left @ right, which may have a lower precision, that of the weight."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
@@ -422,20 +481,24 @@ def get_log_probs_and_entropy(
     **others: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Log-probs and entropies of this rank's response tokens, with gradient: slime's helper for loss functions."""
-    slices = context_parallel({}).slices([len(tokens) for tokens in unconcat_tokens], response_lengths, None)
-    responses = [
-        tokens[len(tokens) - length :] for tokens, length in zip(unconcat_tokens, response_lengths, strict=True)
-    ]
-    log_probs_L, entropy_L = vocab_parallel_log_probs(
-        logits[0].clone(),  # overwritten, and the function may use them again
-        slices.slice_flat(torch.cat(responses)),
-        TokenDistribution(
-            temperature=args.rollout_temperature,
-            group=mpu.get_tensor_model_parallel_group(),
-            vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
-            chunk_size=args.log_probs_chunk_size,
-            entropy_gradient=with_entropy,
-        ),
+    total_lengths = [len(tokens) for tokens in unconcat_tokens]
+    slices = context_parallel({}).slices(total_lengths, response_lengths, None)
+    responses = []
+    for tokens, length in zip(unconcat_tokens, response_lengths, strict=True):
+        responses.append(tokens[len(tokens) - length :])
+    distribution = TokenDistribution(
+        temperature=args.rollout_temperature,
+        group=mpu.get_tensor_model_parallel_group(),
+        vocab_start=mpu.get_tensor_model_parallel_rank() * logits.shape[-1],
+        chunk_size=args.log_probs_chunk_size,
+        entropy_gradient=with_entropy,
     )
-    values = {"log_probs": log_probs_L} | ({"entropy": entropy_L} if with_entropy else {})
-    return logits.new_empty(0), {name: list(value.split(slices.local_lengths)) for name, value in values.items()}
+    log_probs_L, entropy_L = vocab_parallel_log_probs(
+        logits[0].clone(),  # it is overwritten, and the user's function may use the logits again
+        slices.slice_flat(torch.cat(responses)),
+        distribution,
+    )
+    values = {"log_probs": list(log_probs_L.split(slices.local_lengths))}
+    if with_entropy:
+        values["entropy"] = list(entropy_L.split(slices.local_lengths))
+    return logits.new_empty(0), values
