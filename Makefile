@@ -19,6 +19,8 @@ SMOLLM2_TASKS := 'chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' \
 	'basic_arithmetic?min_terms=2&max_terms=2&min_digits=1&max_digits=1&operators=["+","*"]&allow_parentheses=false'
 SEEDS ?= 0
 GPU_PYTHON ?= 3.12
+# transformer-engine is compiled against a CUDA build of torch; every other pin of torch is in constraints.txt
+TE_TORCH := 2.14.1
 GPU_FLAGS ?=
 
 .PHONY: help targets install data data-smollm2 train train-diffusion train-moe train-agent train-smollm2 train-trl study study-collapse study-agent study-smollm2 study-rounding test test-slow test-moe test-faults test-smollm2 test-report test-adapters test-te test-hosts test-mutants gpu-wheels gpu diagnose-study sglang-env test-sglang check format docs clean
@@ -164,7 +166,7 @@ sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
 # TRL and the other trainers have an environment of their own: their pins are not those of training.
 .venv-adapters/.installed: tests/adapters/requirements.txt pyproject.toml
 	test -x .venv-adapters/bin/python || $(PYTHON) -m venv .venv-adapters
-	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/adapters/requirements.txt --editable .
 	.venv-adapters/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1  # it pins an older transformers
 	touch $@
@@ -182,8 +184,8 @@ test-adapters: .venv-adapters/.installed  ## Run the tests inside TRL and other 
 # torch's CUDA build: transformer-engine compiles against it, with nvcc. The build takes 17 minutes on one core, once.
 .venv-te/.installed: pyproject.toml
 	test -x .venv-te/bin/python || $(PYTHON) -m venv .venv-te
-	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.1
-	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.1 --editable '.[train]' pytest hypothesis \
+	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TE_TORCH)
+	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TE_TORCH) --editable '.[train]' pytest hypothesis \
 		pybind11 ninja setuptools wheel packaging importlib-metadata onnx onnxscript einops
 	.venv-te/bin/python -m pip install --quiet --disable-pip-version-check --no-deps transformer-engine-cu13==2.11.0 transformer-engine==2.11.0
 	CPATH=$$(echo .venv-te/lib/python3*/site-packages/nvidia/*/include | sed "s|\.venv-te|$$PWD/.venv-te|g; s/ /:/g") \
