@@ -1,9 +1,9 @@
-"""Continuous batching with transformers: requests join and leave the running batch between decode steps.
+"""Continuous batching with transformers: requests join and leave the batch between decode steps.
 
-Every sequence has a slot of the key/value cache. The slots of the batch are contiguous at the front, so a decode step
-works on views. A request that ends moves its slot behind them. The slot's tokens stay until its conversation continues,
-another request begins with the same tokens, or memory is needed: then the least recently used slot is taken. If all
-slots are in use, the newest request waits and is recomputed.
+Every sequence has a slot of the key/value cache. The slots of the batch are contiguous at the front, so
+a decode step works on views. A request that ends moves its slot behind them. The slot's tokens stay until
+its conversation continues, another request begins with the same tokens, or memory is needed: then the
+least recently used slot is taken. If all slots are in use, the newest request waits and is recomputed.
 
     waiting       has no slot
     prefilling    has a slot behind the batch; several tokens are not in the cache
@@ -102,13 +102,17 @@ class ContinuousBatching:
         return [work.generation for work in works if work.generation]
 
     def _add(self, request: Request, uniforms: Iterator[float]) -> Work:
-        sampling, stop = request.options.sampling, request.options.stop
-        lengths = (sampling.max_context_len, self.context_len)
-        remaining = [length - len(request.token_ids) for length in lengths if length is not None]
+        """Makes a request one of the waiting ones; a request without room for a token is answered."""
+        sampling = request.options.sampling
+        stop = request.options.stop
+        limit = sampling.max_response_len
+        for context_len in (sampling.max_context_len, self.context_len):
+            if context_len is not None:
+                limit = min(limit, context_len - len(request.token_ids))
         work = Work(
             request=request,
             order=next(self._orders),
-            limit=min([sampling.max_response_len, *remaining]),
+            limit=limit,
             stop_token_ids=self.eos_token_ids | set(sampling.stop_token_ids),
             stop=self._stops.setdefault(stop, StopStrings(self.tokenizer, stop)),
             distribution=(sampling.temperature, sampling.top_p, sampling.top_k),
@@ -148,26 +152,38 @@ class ContinuousBatching:
                             await self._arrived.wait()
         except Exception as error:
             self._failure = error
-            for work in [*self._waiting, *(slot.work for slot in self._slots if slot.work)]:
+            works = list(self._waiting) + [slot.work for slot in self._slots if slot.work]
+            for work in works:
                 if work.future and not work.future.done():
                     work.future.set_exception(error)
             raise
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Admits requests, prefills some, and samples a token of each decoding request; returns whether one ended."""
-        for slot in [slot for slot in self._slots if slot.work and slot.work.is_cancelled]:
-            self._leave(slot)
+        """Admits requests, prefills some, and samples a token of each decoding request.
+
+        Returns:
+            Whether a request was answered.
+        """
+        # copies of the list, because `_leave` and `_swap` reorder the slots
+        for slot in list(self._slots):
+            if slot.work and slot.work.is_cancelled:
+                self._leave(slot)
         self._admit()
         if self._prefill():
             self._admit()  # requests with the same input share its logits
         ready = [slot for slot in self._slots[self._decoding :] if slot.logits is not None]
-        logits = [slot.logits for slot in ready if slot.logits is not None]
-        finished = bool(ready) and self._sample(ready, torch.stack(logits))
-        for slot in [slot for slot in self._slots[self._decoding :] if len(slot.pending) == 1]:
-            self._swap(slot, self._decoding)
-            self._decoding += 1
-        return (self._decode() if self._decoding else False) or finished
+        is_answered = False
+        if ready:
+            logits = [slot.logits for slot in ready if slot.logits is not None]
+            is_answered = self._sample(ready, torch.stack(logits))
+        for slot in self._slots[self._decoding :]:
+            if len(slot.pending) == 1:
+                self._swap(slot, self._decoding)
+                self._decoding += 1
+        if self._decoding:
+            is_answered |= self._decode()
+        return is_answered
 
     # Slots
 
@@ -175,7 +191,9 @@ class ContinuousBatching:
         """Gives slots to requests in order; a request waits while its prefix is being prefilled."""
         later: list[Work] = []
         running = [slot.work for slot in self._slots if slot.work]
-        source, shared, shared_request = None, 0, None
+        source: Slot | None = None
+        shared = 0
+        shared_request: Request | None = None  # its prefix was searched already
         while self._waiting:
             work = self._waiting.popleft()
             if work.is_cancelled:
@@ -191,16 +209,26 @@ class ContinuousBatching:
                 later.append(work)
                 continue
             slot = self._slot_for(work, capacity, source, shared)
-            slot.work, slot.session = work, work.request.session
-            work.pending, work.waited = tokens[len(slot.tokens) :], 0
-            if not work.token_ids and len(work.pending) != 1:  # the other samples of the prompt need no search
-                shared_request, source, shared = work.request, slot, len(tokens)
+            slot.work = work
+            slot.session = work.request.session
+            work.pending = tokens[len(slot.tokens) :]
+            work.waited = 0
+            if not work.token_ids and len(work.pending) != 1:
+                # the prompt's other samples share this slot, without a search
+                shared_request = work.request
+                source = slot
+                shared = len(tokens)
             running.append(work)
             self.counts["reused"] += len(slot.tokens)
         self._waiting.extendleft(reversed(later))
 
     def _longest_prefix(self, session: tuple[int, str | None], tokens: list[int]) -> tuple[Slot | None, int]:
-        """The slot with the longest shared prefix after its prefill, and the length without the last token."""
+        """Finds the slot that will share the longest prefix once its prefill is done.
+
+        Returns:
+            The slot, and the number of shared tokens. The last token is shared only if the slot has
+            the logits after it; otherwise it must be fed again to compute them.
+        """
         most = len(tokens) - 1
         own = [slot for slot in self._slots if slot.session == session]
         for slot in chain(own, self._slots):
@@ -210,24 +238,31 @@ class ContinuousBatching:
             cached = len(slot.tokens)
             if slot.work is None and cached <= most and slot.tokens == tokens[:cached]:
                 return slot, cached
-        best: tuple[Slot | None, int] = None, 0
+        best: Slot | None = None
+        longest = 0
         for slot in chain(own, self._slots):
-            if best[1] == most:
+            if longest == most:
                 break
-            least = best[1] + 1 if slot.session == session else max(best[1] + 1, MIN_SHARED)
+            least = longest + 1
+            if slot.session != session:
+                least = max(least, MIN_SHARED)
             if least > most or not slot.may_share(tokens, least):
                 continue
             shared = min(common_prefix(tokens, slot.tokens + slot.pending), most)
             if shared >= least:
-                best = slot, shared
-        return best
+                best = slot
+                longest = shared
+        return best, longest
 
     def _slot_for(self, work: Work, capacity: int, source: Slot | None, shared: int) -> Slot:
         """Returns a slot that contains the shared tokens, after resizing slots to this capacity."""
         self._resize(capacity, keep=source)
         is_full = len(self._slots) == self._most_slots(capacity)
-        idle = [slot for slot in self._slots if slot.work is None and slot is not source] if is_full else []
+        idle: list[Slot] = []
+        if is_full:
+            idle = [slot for slot in self._slots if slot.work is None and slot is not source]
         if source is not None and source.work is None:
+            # take the slot itself, unless its conversation may need the tokens after the shared ones
             ended = source.session in (None, work.request.session)
             if ended or shared == len(source.tokens) or (is_full and not idle):
                 source.tokens = source.tokens[:shared]
@@ -239,22 +274,31 @@ class ContinuousBatching:
             self._slots.append(slot)
         slot.tokens = []
         if source is not None:
-            slot.tokens, slot.row = source.tokens[:shared], source.row
-            slot.logits = source.logits if shared == len(work.known) else None
+            slot.tokens = source.tokens[:shared]
+            slot.row = source.row
+            if shared == len(work.known):
+                slot.logits = source.logits
         return slot
 
     def _capacity_for(self, length: int, running: Sequence[Work]) -> int | None:
         """The slot size that fits one more request, or None."""
         capacity = max(self._cache.capacity, whole_blocks(length))
         if len(running) >= self._most_slots(capacity):  # long sequences may have ended
-            capacity = whole_blocks(max([length, *(len(work.known) for work in running)]))
-        return capacity if len(running) < self._most_slots(capacity) else None
+            longest = max([len(work.known) for work in running], default=0)
+            capacity = whole_blocks(max(length, longest))
+        if len(running) >= self._most_slots(capacity):
+            return None
+        return capacity
 
     def _most_slots(self, capacity: int) -> int:
         return max(1, min(self.max_batch, self.max_batch_tokens // capacity))
 
     def _resize(self, capacity: int, keep: Slot | None = None) -> None:
-        """Allocates one more slot; frees the least recently used slots, then the newest requests, which wait again."""
+        """Allocates slots of a capacity, and one slot more than there are.
+
+        If that needs too much memory, the least recently used slots are freed, then the slots of the
+        newest requests, which wait again.
+        """
         most = self._most_slots(capacity)
         while len(self._slots) > most:
             idle = [slot for slot in self._slots if slot.work is None and slot is not keep]
@@ -270,8 +314,9 @@ class ContinuousBatching:
         if capacity < self._cache.capacity:
             for slot in self._slots:
                 del slot.tokens[capacity:]
-        slots, wanted = self._cache.slots, len(self._slots) + len(self._waiting) + 1
+        slots = self._cache.slots
         if len(self._slots) >= slots:
+            wanted = len(self._slots) + len(self._waiting) + 1
             slots = max(wanted, slots + slots // 2)
         slots = min(slots, most)
         if (slots, capacity) != (self._cache.slots, self._cache.capacity):
@@ -288,19 +333,26 @@ class ContinuousBatching:
                 slot.row = slot.index
 
     def _leave(self, slot: Slot) -> None:
-        slot.work, slot.logits, slot.used = None, None, self.counts["steps"]
+        """Ends or interrupts the request of a slot; the slot's tokens stay in the cache."""
+        slot.work = None
+        slot.logits = None
+        slot.used = self.counts["steps"]
         if slot.index < self._decoding:
             self._decoding -= 1
             self._swap(slot, self._decoding)
 
     def _remove(self, slot: Slot) -> None:
+        """Frees a slot."""
         self._swap(slot, len(self._slots) - 1)
         self._slots.pop()
 
     def _swap(self, slot: Slot, index: int) -> None:
+        """Exchanges a slot with the slot at an index; the cache follows in `_arrange`."""
         other = self._slots[index]
-        self._slots[slot.index], self._slots[index] = other, slot
-        slot.index, other.index = index, slot.index
+        self._slots[slot.index] = other
+        self._slots[index] = slot
+        other.index = slot.index
+        slot.index = index
 
     # Forward passes
 
@@ -308,7 +360,8 @@ class ContinuousBatching:
         """Feeds inputs, once enough requests are ready or one has waited; returns whether it did."""
         slots = [slot for slot in self._slots[self._decoding :] if len(slot.pending) > 1]
         works = [slot.work for slot in slots if slot.work]
-        if len(works) * PREFILL_SHARE < self._decoding and all(work.waited < PREFILL_WAIT for work in works):
+        are_few = len(works) * PREFILL_SHARE < self._decoding
+        if are_few and all(work.waited < PREFILL_WAIT for work in works):
             for work in works:
                 work.waited += 1
             return False
@@ -335,27 +388,34 @@ class ContinuousBatching:
         return self._sample(slots, logits_AV)
 
     def _forward(self, first: int, fed: list[list[int]]) -> Tensor:
-        """Feeds tokens to the slots from `first` on, padded on the left; returns the logits after the last tokens."""
+        """Feeds tokens to the slots from `first` on, padded on the left.
+
+        Returns:
+            Logits [B, V] after the last token of each slot.
+        """
         self._arrange()
-        slots, device = self._slots[first : first + len(fed)], self.model.device
+        slots = self._slots[first : first + len(fed)]
+        device = self.model.device
         columns = max(map(len, fed))
-        ids_BT = torch.tensor([[0] * (columns - len(tokens)) + tokens for tokens in fed], device=device)
+        padded = [[0] * (columns - len(tokens)) + tokens for tokens in fed]
+        ids_BT = torch.tensor(padded, device=device)
         lengths = [len(slot.tokens) + len(tokens) for slot, tokens in zip(slots, fed, strict=True)]
         ends_B1 = torch.tensor(lengths, device=device)[:, None]
         positions_BT = ends_B1 - columns + torch.arange(columns, device=device)
         window = Window(first=first, slots=len(fed), length=max(lengths), columns=columns)
         if min(lengths) == max(lengths) and min(map(len, fed)) == columns:
-            positions_BT = positions_BT[:1]  # and one row of the mask
+            # equal positions in all rows: one row of positions and of the mask is broadcast
+            positions_BT = positions_BT[:1]
         else:
-            is_fed_BT = torch.arange(columns, 0, -1, device=device) <= torch.tensor(
-                [[len(t)] for t in fed], device=device
-            )
+            fed_B1 = torch.tensor([[len(tokens)] for tokens in fed], device=device)
+            is_fed_BT = torch.arange(columns, 0, -1, device=device) <= fed_B1
             window.row_T, window.column_T = is_fed_BT.nonzero(as_tuple=True)
             positions_BT = positions_BT.clamp(min=0)  # of padding, which attends to the first token
             window.position_T = positions_BT[window.row_T, window.column_T]
         self._cache.window = window
         allowed = torch.arange(max(lengths), device=device) <= positions_BT[:, :, None]
-        mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=device).masked_fill_(~allowed, -torch.inf)
+        mask = torch.zeros(allowed.shape, dtype=self.model.dtype, device=device)
+        mask.masked_fill_(~allowed, -torch.inf)
         with self._recorder or nullcontext():
             output = self.model(
                 input_ids=ids_BT,
@@ -375,39 +435,64 @@ class ContinuousBatching:
         return logits_BV
 
     def _sample(self, slots: Sequence[Slot], logits_AV: Tensor) -> bool:
+        """Samples the next token of each slot; returns whether a request was answered."""
         works = [slot.work for slot in slots if slot.work]
         rows_by_distribution: dict[tuple[float, float, int], list[int]] = defaultdict(list)
         for row, work in enumerate(works):
             rows_by_distribution[work.distribution].append(row)
-        for (temperature, top_p, top_k), rows in rows_by_distribution.items():
-            logits = logits_AV if len(rows) == len(works) else logits_AV[torch.tensor(rows, device=logits_AV.device)]
-            uniforms = torch.tensor([next(works[row].uniforms) for row in rows], dtype=torch.float64)
-            tokens, log_probs, drawn_from_BV = sample_tokens(
-                logits, uniforms.to(logits.device), temperature=temperature, top_p=top_p, top_k=top_k
-            )
-            for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-                works[row].pending = [token]
-                works[row].token_ids.append(token)
-                works[row].log_probs.append(log_prob)
-            if any(works[row].request.options.sampling.return_sampling_mask for row in rows):
-                allowed_BV = drawn_from_BV > -torch.inf
-                allowed_BV &= ~allowed_BV.all(-1, keepdim=True)  # an empty set means the whole vocabulary
-                sets = allowed_BV.nonzero()[:, 1].to(torch.int32).cpu().split(allowed_BV.sum(-1).tolist())
-                for row, allowed in zip(rows, sets, strict=True):
-                    works[row].sets.append(allowed)
-        finished = False
+        for distribution, rows in rows_by_distribution.items():
+            logits = logits_AV
+            if len(rows) < len(works):
+                logits = logits_AV[torch.tensor(rows, device=logits_AV.device)]
+            self._draw([works[row] for row in rows], logits, distribution)
+        is_answered = False
         for slot, work in zip(slots, works, strict=True):
             slot.logits = None
             if work.token_ids[-1] in work.stop_token_ids or work.stop.found(work.token_ids):
                 self._finish(slot, work, "stop")
+                is_answered = True
             elif len(work.token_ids) == work.limit:
                 self._finish(slot, work, "length")
-            finished = finished or slot.work is None
-        return finished
+                is_answered = True
+        return is_answered
+
+    def _draw(self, works: Sequence[Work], logits_BV: Tensor, distribution: tuple[float, float, int]) -> None:
+        """Draws a token of each request from the same temperature, top-p and top-k."""
+        temperature, top_p, top_k = distribution
+        # float64: the search in the cumulative sums is exact for large vocabularies
+        uniforms = torch.tensor([next(work.uniforms) for work in works], dtype=torch.float64)
+        tokens, log_probs, drawn_from_BV = sample_tokens(
+            logits_BV,
+            uniforms.to(logits_BV.device),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
+        for work, token, log_prob in zip(works, tokens.tolist(), log_probs.tolist(), strict=True):
+            work.pending = [token]
+            work.token_ids.append(token)
+            work.log_probs.append(log_prob)
+        if any(work.request.options.sampling.return_sampling_mask for work in works):
+            allowed_BV = drawn_from_BV > -torch.inf
+            # an empty set stands for the complete vocabulary
+            allowed_BV &= ~allowed_BV.all(-1, keepdim=True)
+            token_ids = allowed_BV.nonzero()[:, 1].to(torch.int32).cpu()
+            sets = token_ids.split(allowed_BV.sum(-1).tolist())
+            for work, allowed in zip(works, sets, strict=True):
+                work.sets.append(allowed)
 
     def _finish(self, slot: Slot, work: Work, finish_reason: FinishReason) -> None:
-        experts, weights = self._cache.routing(slot.row, len(slot.tokens)) if self._recorder else (None, None)
-        sampling, mask = work.request.options.sampling, None
+        """Answers a request and frees its slot or keeps it for the conversation."""
+        sampling = work.request.options.sampling
+        experts = None
+        weights = None
+        if self._recorder:
+            recorded_experts, recorded_weights = self._cache.routing(slot.row, len(slot.tokens))
+            if sampling.return_routed_experts:
+                experts = recorded_experts.cpu()
+            if sampling.return_routing_weights:
+                weights = recorded_weights.cpu()
+        mask = None
         if sampling.return_sampling_mask:
             lengths = torch.tensor([len(allowed) for allowed in work.sets], dtype=torch.int32)
             mask = SamplingMask(torch.cat(work.sets), lengths)
@@ -418,8 +503,8 @@ class ContinuousBatching:
             workers=[0] * len(work.token_ids),
             finish_reason=finish_reason,
             text=response_text(self.tokenizer, work.token_ids, work.request.options, finish_reason),
-            routed_experts=experts.cpu() if experts is not None and sampling.return_routed_experts else None,
-            routing_weights=weights.cpu() if weights is not None and sampling.return_routing_weights else None,
+            routed_experts=experts,
+            routing_weights=weights,
             sampling_mask=mask,
         )
         self._leave(slot)
@@ -434,12 +519,19 @@ def common_prefix(first: list[int], second: list[int]) -> int:
     shorter = min(len(first), len(second))
     if first[:shorter] == second[:shorter]:
         return shorter
-    return bisect_left(range(shorter), True, key=lambda length: first[: length + 1] != second[: length + 1])
+
+    def differs(last: int) -> bool:
+        return first[: last + 1] != second[: last + 1]
+
+    # comparisons of slices run in C: a binary search over them is faster than a loop over tokens
+    return bisect_left(range(shorter), True, key=differs)
 
 
 def whole_blocks(length: int) -> int:
     """The slot size for sequences of up to `length` tokens."""
-    block = max(BLOCK, 1 << length.bit_length() - 3 if length > 4 else 0)
+    block = BLOCK
+    if length > 4:
+        block = max(BLOCK, 1 << length.bit_length() - 3)  # an eighth to a quarter of the length
     return -(-length // block) * block
 
 
@@ -453,7 +545,8 @@ def prefill_batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         if batch and (is_narrow or (len(batch) + 1) * columns > PREFILL_TOKENS):
             yield batch
             batch = []
-        columns = columns if batch else needed
+        if not batch:
+            columns = needed
         batch.append(slot)
     if batch:
         yield batch

@@ -21,12 +21,14 @@ def sample_tokens(
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
         tokens_B = log_probs_BV.argmax(-1)
-        return tokens_B, log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1), log_probs_BV
+        log_probs_B = log_probs_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+        return tokens_B, log_probs_B, log_probs_BV
     shifted_BV = filtered_logits(logits_BV, temperature=temperature, top_p=top_p, top_k=top_k)
     shifted_BV = shifted_BV - shifted_BV.amax(-1, keepdim=True)
     weights_BV = shifted_BV.exp()  # probabilities would need another pass over the vocabulary
     tokens_B = inverse_cdf(weights_BV, uniforms_B)
-    log_probs_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1) - weights_BV.sum(-1).log()
+    sampled_B = shifted_BV.gather(-1, tokens_B[:, None]).squeeze(-1)
+    log_probs_B = sampled_B - weights_BV.sum(-1).log()
     return tokens_B, log_probs_B, shifted_BV
 
 
@@ -49,7 +51,8 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
         ordered_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
         probs_BV = ordered_BV.softmax(-1)
         above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV  # sum over more likely tokens
-        removed_BV = torch.zeros_like(order_BV, dtype=torch.bool).scatter(-1, order_BV, above_BV >= top_p)
+        removed_BV = torch.zeros_like(order_BV, dtype=torch.bool)
+        removed_BV = removed_BV.scatter(-1, order_BV, above_BV >= top_p)
         scaled_BV = scaled_BV.masked_fill(removed_BV, -torch.inf)
     return scaled_BV
 
@@ -74,13 +77,16 @@ def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """
     rows, vocab = probs_BV.shape
     if vocab <= CDF_CHUNK:
-        tokens_B, _ = _search(probs_BV.double(), uniforms_B * probs_BV.sum(-1, dtype=torch.float64))
+        targets_B = uniforms_B * probs_BV.sum(-1, dtype=torch.float64)
+        tokens_B, _ = _search(probs_BV.double(), targets_B)
         return tokens_B
-    padded_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_CHUNK)) if vocab % CDF_CHUNK else probs_BV
-    chunks_BCV = padded_BV.view(rows, -1, CDF_CHUNK)
+    if vocab % CDF_CHUNK:
+        probs_BV = torch.nn.functional.pad(probs_BV, (0, -vocab % CDF_CHUNK))
+    chunks_BCV = probs_BV.view(rows, -1, CDF_CHUNK)
     sums_BC = chunks_BCV.sum(-1, dtype=torch.float64)
     chunk_B, rest_B = _search(sums_BC, uniforms_B * sums_BC.sum(-1))
-    within_BV = chunks_BCV[torch.arange(rows, device=probs_BV.device), chunk_B].double()
+    row_B = torch.arange(rows, device=probs_BV.device)
+    within_BV = chunks_BCV[row_B, chunk_B].double()
     tokens_B, _ = _search(within_BV, rest_B)
     return chunk_B * CDF_CHUNK + tokens_B
 
@@ -99,5 +105,6 @@ def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
 def prompt_uniforms(seed: int, index: int, occurrence: int, n_samples: int, length: int) -> Tensor:
     """The uniforms of all samples of one prompt, which depend on neither batch nor rank."""
     key = np.array([seed, index], dtype=np.int64).astype(np.uint64)
-    philox = np.random.Philox(key=key, counter=np.array([0, 0, 0, occurrence], dtype=np.uint64))
-    return torch.from_numpy(np.random.Generator(philox).random((n_samples, length)))
+    counter = np.array([0, 0, 0, occurrence], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
+    return torch.from_numpy(generator.random((n_samples, length)))

@@ -79,9 +79,12 @@ class Slot:
     def may_share(self, tokens: Sequence[int], count: int) -> bool:
         """Whether the slot may share the first `count` tokens: the last of them is equal."""
         last = count - 1
-        if last < len(self.tokens):
+        cached = len(self.tokens)
+        if last < cached:
             return self.tokens[last] == tokens[last]
-        return last < len(self.tokens) + len(self.pending) and self.pending[last - len(self.tokens)] == tokens[last]
+        if last < cached + len(self.pending):
+            return self.pending[last - cached] == tokens[last]
+        return False
 
 
 @dataclass(kw_only=True)
@@ -111,15 +114,19 @@ class SlotTensor:
         """Writes the states [rows, …, columns, …] of a pass into `slots` slots of `capacity` tokens."""
         if self._data is None:
             shape = list(states.shape)
-            shape[0], shape[self._token_dim] = slots, capacity
+            shape[0] = slots
+            shape[self._token_dim] = capacity
             # Attention multiplies masked values by 0, and uninitialized memory may contain NaN.
             self._data = states.new_zeros(shape)
         if window.row_T is None:
-            data = self._data.narrow(0, window.first, window.slots)
-            data.narrow(self._token_dim, window.length - window.columns, window.columns).copy_(states)
+            slots_of_pass = self._data.narrow(0, window.first, window.slots)
+            start = window.length - window.columns
+            slots_of_pass.narrow(self._token_dim, start, window.columns).copy_(states)
         else:
-            states, data = states.movedim(self._token_dim, 1), self._data.movedim(self._token_dim, 1)
-            data[window.first + window.row_T, window.position_T] = states[window.row_T, window.column_T]
+            states = states.movedim(self._token_dim, 1)
+            data = self._data.movedim(self._token_dim, 1)
+            slot_T = window.first + window.row_T
+            data[slot_T, window.position_T] = states[window.row_T, window.column_T]
 
     def read(self, first: int, slots: int, length: int) -> Tensor:
         """A view of the first tokens of some slots."""
@@ -131,10 +138,13 @@ class SlotTensor:
         if self._data is None:
             return
         shape = list(self._data.shape)
-        kept_slots, kept = min(shape[0], slots), min(shape[self._token_dim], capacity)
-        shape[0], shape[self._token_dim] = slots, capacity
-        old, self._data = self.read(0, kept_slots, kept), self._data.new_zeros(shape)
-        self.read(0, kept_slots, kept).copy_(old)
+        kept_slots = min(shape[0], slots)
+        kept_tokens = min(shape[self._token_dim], capacity)
+        old = self.read(0, kept_slots, kept_tokens)
+        shape[0] = slots
+        shape[self._token_dim] = capacity
+        self._data = self._data.new_zeros(shape)
+        self.read(0, kept_slots, kept_tokens).copy_(old)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies the first tokens of some rows to other rows, all at once."""
@@ -149,15 +159,18 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         self._cache = cache
-        self.slot_keys, self.slot_values = SlotTensor(2), SlotTensor(2)
+        self.slot_keys = SlotTensor(token_dim=2)
+        self.slot_values = SlotTensor(token_dim=2)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes [rows, heads, tokens, head_dim] states into their slots and returns these slots."""
-        cache, window = self._cache, self._cache.window
+        cache = self._cache
+        window = cache.window
         self.slot_keys.write(window, key_states, cache.slots, cache.capacity)
         self.slot_values.write(window, value_states, cache.slots, cache.capacity)
-        shape = (window.first, window.slots, window.length)
-        return self.slot_keys.read(*shape), self.slot_values.read(*shape)
+        keys = self.slot_keys.read(window.first, window.slots, window.length)
+        values = self.slot_values.read(window.first, window.slots, window.length)
+        return keys, values
 
     def get_seq_length(self) -> int:
         """Tokens of the longest sequence."""
@@ -170,9 +183,13 @@ class SlotCache:
     window: Window
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
-        self.slots, self.capacity, self._device = 0, 0, device
+        self.slots = 0
+        self.capacity = 0
+        """Tokens of each slot."""
+        self._device = device
         self._layers = [SlotLayer(self) for _ in DynamicCache(config=config).layers]
-        self._experts, self._weights = SlotTensor(1), SlotTensor(1)
+        self._experts = SlotTensor(token_dim=1)
+        self._weights = SlotTensor(token_dim=1)
         self.states = DynamicCache(config=config)
         self.states.layers = self._layers
 
@@ -180,22 +197,27 @@ class SlotCache:
         """Changes the number of slots and their size in tokens, and keeps the tokens that fit."""
         for tensor in self._tensors():
             tensor.resize(slots, capacity)
-        self.slots, self.capacity = slots, capacity
+        self.slots = slots
+        self.capacity = capacity
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copies the first tokens of some rows to other rows, all at once."""
-        from_B, to_B = (torch.tensor(rows, device=self._device) for rows in (sources, targets))
+        source_B = torch.tensor(sources, device=self._device)
+        target_B = torch.tensor(targets, device=self._device)
         for tensor in self._tensors():
-            tensor.move(from_B, to_B, length)
+            tensor.move(source_B, target_B, length)
 
     def write_routing(self, routing: Routing) -> None:
         """Stores the routing [rows, columns, layers, k] of the window's pass."""
-        for tensor, recorded in zip((self._experts, self._weights), routing, strict=True):
-            tensor.write(self.window, recorded, self.slots, self.capacity)
+        experts, weights = routing
+        self._experts.write(self.window, experts, self.slots, self.capacity)
+        self._weights.write(self.window, weights, self.slots, self.capacity)
 
     def routing(self, slot: int, length: int) -> Routing:
         """Copies the routing [length, layers, k] of the first tokens of a slot."""
-        return self._experts.read(slot, 1, length)[0].clone(), self._weights.read(slot, 1, length)[0].clone()
+        experts = self._experts.read(slot, 1, length)[0].clone()
+        weights = self._weights.read(slot, 1, length)[0].clone()
+        return experts, weights
 
     def _tensors(self) -> Iterator[SlotTensor]:
         for layer in self._layers:
@@ -207,11 +229,15 @@ class SlotCache:
 
 def check_config(config: PreTrainedConfig) -> None:
     """Raises ValueError if a layer has no full key/value cache, or if rotary embeddings depend on the batch."""
-    others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers} - {DynamicLayer.__name__})
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    others = sorted(kinds - {DynamicLayer.__name__})
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if not others and rope not in LENGTH_DEPENDENT_ROPE:
+    if others:
+        problem = f"a cache of {', '.join(others)}"
+    elif rope in LENGTH_DEPENDENT_ROPE:
+        problem = f"{rope} rotary embeddings"
+    else:
         return
-    problem = f"a cache of {', '.join(others)}" if others else f"{rope} rotary embeddings"
     raise ValueError(
         f"the model ({config.model_type}) has {problem}, which the local engine does not support; use "
         "--rollout-engine sglang."
