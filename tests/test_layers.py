@@ -17,6 +17,7 @@ LAYERS = (
         "slime_tis.limits",
         "slime_tis.files",
         "slime_tis.torch_files",
+        "slime_tis.hf_model",
         "slime_tis.terminal",
         "slime_tis.alarm",
         "slime_tis.hf_directory",

@@ -9,10 +9,21 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.options.rollout import REMOTE, RM_TYPES
 from slime_tis.trainer.rewards import symbolic
-from slime_tis.trainer.rewards.builtin_rewards import SCORES, dapo, deepscaler, exact_match, gpqa, math_match, token_f1
-from slime_tis.trainer.rewards.symbolic import same_expression
+from slime_tis.trainer.rewards.builtin_rewards import (
+    SCORES,
+    builtin_reward,
+    dapo,
+    deepscaler,
+    exact_match,
+    gpqa,
+    math_match,
+    token_f1,
+)
+from slime_tis.trainer.rewards.symbolic import comparison_budget, same_expression
+from tests.samples import make_sample
 
 EXACT_MATCH = {
     "equal": ("0123", "0123", 1.0),
@@ -158,15 +169,96 @@ def test_comparisons_from_threads_and_after_the_process_was_killed():
     assert same_expression("z+w", "w+z")
 
 
-def test_an_expression_without_end_is_wrong_and_costs_its_processor_time_alone(monkeypatch, caplog):
-    monkeypatch.setattr(symbolic, "SECONDS", 1)
-    symbolic._worker._stop()
-    started = psutil.Process().children()
-    assert not same_expression("1000000007^{1000000009}", "x^2")
-    assert "more than 1 s of processor time" in caplog.text
+@pytest.fixture
+def short_limits(monkeypatch):
+    monkeypatch.setattr(symbolic, "LIMITS", ((0.5, 0.5), (1.0, 0.25)))
+
+
+ENDLESS = "1000000007^{1000000009}"
+
+
+def test_an_expression_without_end_is_wrong(short_limits, caplog):
+    assert not same_expression(ENDLESS, "x^2")
+    assert "1 answers count as wrong" in caplog.text and ENDLESS in caplog.text
     assert same_expression("a+b", "b+a")
+
+
+def test_an_expression_without_end_keeps_the_process(short_limits):
+    assert same_expression("a+e", "e+a")
+    process = symbolic._worker._process
+    assert not same_expression(ENDLESS, "x^3")
+    assert same_expression("a+f", "f+a")
+    assert symbolic._worker._process is process
+
+
+def test_stopping_ends_all_processes():
     symbolic._worker._stop()
-    assert psutil.Process().children() == started
+    started = psutil.Process().children(recursive=True)
+    assert same_expression("a+g", "g+a")
+    assert len(psutil.Process().children(recursive=True)) == len(started) + 2
+    symbolic._worker._stop()
+    assert psutil.Process().children(recursive=True) == started
+
+
+def test_a_rollout_of_endless_expressions_is_bounded(short_limits, caplog):
+    with comparison_budget():
+        assert not any(same_expression(f"{number}^{{1000000009}}", "x^2") for number in range(10**9, 10**9 + 20))
+        assert same_expression("b+h", "h+b")
+    assert caplog.text.count("answers count as wrong") == 1
+    assert "20 answers count as wrong" in caplog.text and "all together took 3 s" in caplog.text
+
+
+def test_a_repeated_endless_expression_costs_once(short_limits):
+    with comparison_budget():
+        assert not any(same_expression(ENDLESS, "x^4") for _ in range(1000))
+        assert same_expression("b+k", "k+b")
+
+
+HOSTILE = {
+    "long": "a" * 100_000,
+    "sum": "+".join("x" * 200),
+    "parentheses": "(" * 5_000,
+    "braces": "{" * 26 + "1" + "}" * 26,
+    "roots": r"\sqrt{" * 30 + "2" + "}" * 30,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_long_or_deep_expressions_are_not_parsed(name, monkeypatch):
+    monkeypatch.setattr(symbolic, "_compared", pytest.fail)
+    assert not same_expression(HOSTILE[name], "x+1")
+    assert not same_expression("x+1", HOSTILE[name])
+
+
+def test_an_expression_of_ordinary_length_is_parsed():
+    terms = [f"{number}x^{{{number}}}" for number in range(2, 30)]
+    assert same_expression("+".join(terms), "+".join(reversed(terms)))
+
+
+LONG_RESPONSES = {
+    "answer and spaces": "answer" + " " * 200_000,
+    "many answers": "answer is " * 20_000,
+    "letters": "A " * 100_000,
+    "a letter and spaces": "A" + " " * 200_000,
+    "is and spaces": "A is" + " " * 200_000,
+    "digits": "1" * 200_000,
+    "commas": "1,111" * 40_000,
+    "fractions": "\\frac{1" * 30_000,
+    "slashes": "1 / " * 50_000,
+    "boxes": "\\boxed{" * 30_000,
+    "points": "." * 200_000,
+}
+
+
+@pytest.mark.parametrize("reward", ["exact_match", "math", "deepscaler", "dapo", "f1", "gpqa"])
+@pytest.mark.parametrize("name", LONG_RESPONSES)
+def test_a_long_response_is_scored_in_linear_time(name, reward):
+    response = "</think>" + LONG_RESPONSES[name]
+    began = time.process_time()
+    for label in ("12", "x+1"):
+        prompt = Prompt(index=0, text="?", token_ids=(1,), label=label)
+        builtin_reward(reward, make_sample(prompt, [3], response=response))
+    assert time.process_time() - began < 5
 
 
 def test_the_process_ends_with_the_program():

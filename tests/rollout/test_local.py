@@ -155,7 +155,7 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints):
 
 def test_checkpoints_have_a_config_and_their_eos(tmp_path):
     for load in (load_tokenizer, lambda path: load_model(path, torch.float32)):
-        with pytest.raises(ValueError, match=r"--hf-checkpoint is '.*/none', which (has no tokenizer|does not load)"):
+        with pytest.raises(ValueError, match=r"--hf-checkpoint is '.*/none',? (which has no tok|but holds no conf)"):
             load(tmp_path / "none")
     path = make_checkpoint(tmp_path, "llama")
     model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.errors import first_line, quoted_path
+from slime_tis.errors import quoted_path
 from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_model import load_causal_lm
 
 SAMPLES_PER_STEP = 6
 """Rescored samples of the first and of the last step."""
@@ -108,19 +109,13 @@ def load_model(directory: str) -> Any:
     """The model of a directory, in fp32 on the CPU.
 
     Raises:
-        ValueError: the directory has no model that loads.
+        ValueError: The directory has no model that loads completely.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    read_model_config(directory)
-    logging.disable_progress_bar()  # stderr is for messages
+    config = read_model_config(directory)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        ).eval()
-    except Exception as error:  # safetensors raises its own exception class
-        raise ValueError(f"{quoted_path(directory)} does not load as a model: {first_line(error)}.") from error
+        return load_causal_lm(directory, torch.float32, architecture=config["architectures"][0])
+    except ValueError as error:
+        raise ValueError(f"{quoted_path(directory)} {error}.") from error
 
 
 def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:

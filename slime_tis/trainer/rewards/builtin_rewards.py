@@ -33,9 +33,10 @@ STRICT_TAIL = 100
 """Characters at the end of a solution in which `compute_score` looks for a strict \\boxed{} answer."""
 LETTERS = string.ascii_uppercase[:10]
 """Options that gpqa knows where the row names none."""
-CHOICE = r"[*\s:(\[]*\b([A-Z])\b"
+CHOICE = r"[*\s:(\[]*+\b([A-Z])\b"
+"""Possessive, as is the white space before it: together they would try every way to share a long run of spaces."""
 CHOSEN = (
-    re.compile(rf"\b(?:answer|option|choice)\s*(?:is)?{CHOICE}", re.IGNORECASE),
+    re.compile(rf"\b(?:answer|option|choice)\s*+(?:is)?{CHOICE}", re.IGNORECASE),
     re.compile(r"\b([A-Z])\b[)\].*\s]*is\s+(?:the\s+)?correct", re.IGNORECASE),
 )
 

@@ -18,6 +18,7 @@ from slime_tis.trainer.engines.tasks import results_of, run
 from slime_tis.trainer.options.rollout import REMOTE, RolloutConfig, base_name, check_rm_type, parse_weights
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward, scored_text
 from slime_tis.trainer.rewards.remote_reward import RewardServer
+from slime_tis.trainer.rewards.symbolic import comparison_budget
 from slime_tis.user_functions import calling, describe, load_user_function
 
 OPTION = "custom_rm_path"
@@ -89,9 +90,13 @@ def build_reward(
         server = None if config.rm_url is None else RewardServer(url=config.rm_url, config=config)
         score_groups = _builtin_reward(config.rm_type, key, check_interrupts, server)
 
+    def score_within_budget(groups: Sequence[list[Sample]]) -> list[list[Score]]:
+        with comparison_budget():
+            return score_groups(groups)
+
     def reward(samples: list[Sample]) -> list[float]:
         groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
-        scores = [score for group in map_over_ranks(score_groups, groups) for score in group]
+        scores = [score for group in map_over_ranks(score_within_budget, groups) for score in group]
         for sample, score in zip(samples, scores, strict=True):
             sample.reward_parts = score.parts
             if score.edits is not None:

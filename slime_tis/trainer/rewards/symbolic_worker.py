@@ -1,45 +1,93 @@
 """The process that compares expressions: run as a script, it imports math-verify and nothing of this program.
 
-Its arguments are the path of modules, the processor time of a comparison in seconds, and its memory in bytes. It writes
-`r` when it is ready; each line of its input is the JSON of [answer, expected, as_number], and each reply `1` or `0`.
+Its arguments are the path of modules and its memory in bytes. It writes `r` when it is ready. Each line of its input is
+the JSON of [answer, expected, as_number, seconds of processor time], and each reply is `1`, `0`, or `t` if the
+comparison ended at a limit. A forked child compares: after a limit has ended it, the next child starts in milliseconds,
+while the imports take seconds.
 """
 
+import ctypes
 import json
 import os
 import resource
 import signal
 import sys
+from typing import IO
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+WARM_UP = (
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    ("2x^2+3x-1", "3x-1+2x^2"),
+    ("[1,2)", "(1,2]"),
+    (r"\{1,2\}", r"\{2,3\}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    ("y=2x+1", "y-2x=1"),
+    (r"x \le 2", r"2 \ge x"),
+    (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
+    (r"\binom{5}{2}", "10"),
+    ("1+2i", "2i+1"),
+)
+"""Compared before the first fork: imports and tables that parsers and sympy make when they are first needed."""
 
 
 def main() -> None:
     """Answers until its input ends."""
     sys.path[:] = json.loads(sys.argv[1])
-    seconds, memory = float(sys.argv[2]), int(sys.argv[3])
+    memory = int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not be read as a reply
-    from math_verify import parse, verify
-    from sympy import Eq, Number
-
-    def same(answer: str, expected: str, as_number: bool) -> bool:
-        found, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, expected))
-        if not found or not right:
-            return False
-        value = found[0].rhs if isinstance(found[0], Eq) else found[0]
-        if as_number and not isinstance(value, Number):
-            return False
-        return bool(verify(right, found, timeout_seconds=None))
-
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for answer, expected in WARM_UP:
+        same(answer, expected, as_number=False)
     replies.write(b"r")
+    parent = os.getpid()
+    while True:
+        child = os.fork()
+        if child == 0:
+            end_with(parent)
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            answer_lines(replies)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        replies.write(b"t")
+
+
+def end_with(parent: int) -> None:
+    """Has the kernel end this process with its parent, so that it never answers for a later one."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the call
+        os._exit(1)
+
+
+def answer_lines(replies: IO[bytes]) -> None:
+    """Answers questions until the input ends or a limit ends this process."""
+    # Nobody sends a second question before the reply to the first one: the buffer never holds a line of a later child.
     for line in sys.stdin.buffer:
+        answer, expected, as_number, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process: nobody handles the signal
         try:
-            equal = same(*json.loads(line))
+            equal = same(answer, expected, as_number=as_number)
         except Exception:  # parsers and sympy may raise anything, including RecursionError and MemoryError
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(b"1" if equal else b"0")
+
+
+def same(answer: str, expected: str, *, as_number: bool) -> bool:
+    """Returns whether math-verify finds two LaTeX expressions equal; `as_number` requires the answer to be a number."""
+    from math_verify import parse, verify
+    from sympy import Eq, Number
+
+    found, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, expected))
+    if not found or not right:
+        return False
+    value = found[0].rhs if isinstance(found[0], Eq) else found[0]
+    if as_number and not isinstance(value, Number):
+        return False
+    return bool(verify(right, found, timeout_seconds=None))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,31 @@
 """Loads a Hugging Face checkpoint directory for sampling."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import first_line
+from slime_tis.hf_directory import read_model_config
+from slime_tis.hf_model import load_causal_lm
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """A tokenizer has at least one of these files."""
 
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a directory, in evaluation mode and without gradients; ValueError without one."""
-    model: PreTrainedModel = _load(AutoModelForCausalLM, path, "which", dtype=dtype)
-    return model.eval().requires_grad_(False)
+    """Returns the complete causal language model of a directory, in evaluation mode and without gradients.
+
+    Raises:
+        ValueError: The directory has no model, or tensors are missing, unknown to the model, or not finite.
+    """
+    config = read_model_config(path)
+    try:
+        model: PreTrainedModel = load_causal_lm(path, dtype, architecture=config["architectures"][0])
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint is {str(path)!r}, which {error}.") from error
+    return model.requires_grad_(False)
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -26,7 +35,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"--hf-checkpoint is {str(path)!r}, which has no tokenizer: none of {', '.join(VOCABULARIES)}; copy its "
             "files there."
         )
-    return _load(AutoTokenizer, path, "whose tokenizer")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of transformers, tokenizers and huggingface_hub, which share no class
+        raise ValueError(
+            f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {first_line(error)}."
+        ) from error
+    return tokenizer
 
 
 def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -68,10 +85,3 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-
-
-def _load(kind: Any, path: str | Path, subject: str, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
-    except Exception as error:  # of transformers, safetensors and huggingface_hub, which share no class
-        raise ValueError(f"--hf-checkpoint is {str(path)!r}, {subject} does not load: {first_line(error)}.") from error
