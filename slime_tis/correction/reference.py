@@ -292,7 +292,7 @@ def mismatch_metrics(x: Steps) -> dict[str, float]:
     if not valid_BT.any():
         return metrics
     delta_N, sum_N = delta_BT[valid_BT], delta_BT.sum(1)[valid_BT.any(1)]
-    capped_N = delta_N.clamp(-20, 20)
+    capped_N = delta_N.clamp(max=20)
     ratio_N = (sum_N.double() - sum_N.double().max()).exp()  # of whole sequences, relative to the largest
     metrics |= {
         "mismatch_kl": -delta_N.mean().item(),

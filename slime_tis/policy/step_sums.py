@@ -196,7 +196,8 @@ class LossReduction:
             return cls(mask_L.float(), counts_S.sum())
         rollout_S = torch.tensor(rollouts, dtype=torch.int64).to(counts_S.device, non_blocking=True)
         counts_R = counts_S.new_zeros(max(rollouts, default=-1) + 1).index_add_(0, rollout_S, counts_S)
-        inverse_S = torch.where(counts_R > 0, 1 / counts_R.clamp_min(1), 0.0).float()[rollout_S]
+        # A rollout without tokens has no token of the mask that its factor would reach.
+        inverse_S = (1 / counts_R.clamp_min(1)).float()[rollout_S]
         return cls(torch.where(mask_L, expand(inverse_S, lengths), 0.0), (counts_R > 0).sum().to(counts_S.dtype))
 
     def sum(self, term_L: Tensor) -> Tensor:

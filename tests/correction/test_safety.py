@@ -57,6 +57,13 @@ def test_absurd_bounds_give_finite_weights_and_metrics(level, bound):
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(inputs[0], train, strict=True))
 
 
+def test_truncation_keeps_tokens_whose_weight_is_0():
+    config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e-46)  # 0 in float32
+    corrected = correct(config, torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
+    assert corrected.weights.tolist() == [[0.0, 0.0]]
+    assert corrected.mask.tolist() == [[True, True]]
+
+
 def test_reject_takes_out_exactly_the_token():
     train = [torch.tensor([-1.0, NAN, -2.0, -INF, -1.0])]
     rollout = [torch.tensor([-1.5, -1.0, -2.0, -INF, INF])]

@@ -100,6 +100,15 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(distributed, mode
     assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
 
 
+@pytest.mark.parametrize("name", ["__cause__", "__context__"])
+def test_a_full_disk_is_found_behind_torchs_error(name):
+    disk_full = OSError(28, "No space left on device")
+    positions_differ, wrapped = RuntimeError("unexpected pos 64 vs 0"), ValueError("cannot write")
+    setattr(positions_differ, name, disk_full)
+    setattr(wrapped, name, positions_differ)
+    assert checkpoint._os_error(wrapped) is disk_full
+
+
 def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
     engine = build(model, parallel)
 

@@ -91,6 +91,13 @@ def test_sums_of_buckets_and_the_worst_of_several_servers():
     assert worst_worker(few_sums) == {}
 
 
+def test_the_last_bucket_has_all_further_workers():
+    worker = torch.tensor([254, 255, 256, 300])
+    log_probs = torch.full((4,), -1.0)
+    sums = sums_by(WORKER, log_probs, log_probs, torch.ones(4), worker)
+    assert sums[-2:, 0].tolist() == [1.0, 3.0]
+
+
 @pytest.mark.parametrize("unusable", [NAN, INF, -INF, -1e6, -3e38])
 def test_tokens_count_where_the_correction_counts_them(unusable):
     """A large number instead of minus infinity is omitted, as what is not finite is."""

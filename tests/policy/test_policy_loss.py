@@ -219,6 +219,13 @@ def test_the_pull_is_0_where_a_log_prob_is_not_finite(bad, side):
     assert leaf.grad is not None and leaf.grad.tolist() == [0.0, 4.0]
 
 
+def test_the_sum_of_the_pull_keeps_no_graph():
+    step = build({"rollout_pull_coef": 0.5})
+    leaf = torch.tensor(CURRENT, requires_grad=True)
+    _, _, sums = evaluate(step, batch(), leaf, torch.zeros(6))
+    assert sums.rollout_pull is not None and not sums.rollout_pull.requires_grad
+
+
 def test_metrics_only_leaves_the_loss_as_it_is_to_the_bit():
     values = {"rollout_log_probs": [[-1.0, NAN, -9.0, -0.5], ROLLOUT[1]], "advantages": ADVANTAGES}
     old = [[-1.2, -1.1, -1.0, -2.0], [-1.5, -0.4]]

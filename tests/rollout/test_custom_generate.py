@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
 from slime_tis.trainer.agents.sampled_tokens import Sampled, copy_engine_records, provenance
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, SamplingMask, by_rollout
@@ -198,6 +199,17 @@ def test_a_broken_contract_costs_one_sample_and_is_named(body, reason, message, 
     assert sample.failure == reason and message in found
     assert sample.tokens == [1, 2, 3, 3] and sample.loss_mask == [0] and sample.reward == 0.0
     assert sample.status is Sample.Status.FAILED and sample.weight_versions == [5]
+
+
+@pytest.mark.parametrize(
+    ("reward", "failure"),
+    [(MAX_REWARD, None), (-MAX_REWARD, None), (2 * MAX_REWARD, "reward"), (math.inf, "reward"), (math.nan, "reward")],
+    ids=str,
+)
+def test_rewards_are_limited(reward, failure, tmp_path):
+    (sample,) = call(tmp_path, f"    return Sample(tokens=[1, 2], response_length=1, reward=float('{reward}'))")
+    assert sample.failure == failure
+    assert sample.reward == (0.0 if failure else reward)
 
 
 def test_an_aborted_sample_goes_on_and_several_segments_begin_anew(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from slime_tis.trainer.storage import checkpoints as files
 from slime_tis.trainer.storage.checkpoints import TrainerState, changed_options, check_options, read_trainer_state
+from slime_tis.trainer.storage.directories import remove_files
 from tests.storage.killed import killed_at_each_operation
 
 
@@ -117,6 +118,13 @@ def test_what_killed_runs_left_is_swept_and_a_strange_file_in_it_is_not(tmp_path
     with pytest.raises(OSError, match="holds files that this program did not write"):
         write(tmp_path, 5, "a")
     assert (tmp_path / ".iter_0000005.unfinished" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_file_that_is_gone_does_not_stop_a_removal(tmp_path):
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "common.pt").write_text("")
+    remove_files(tmp_path / "save", ["common.pt", "gone.pt"])
+    assert names(tmp_path) == []
 
 
 def test_a_link_with_the_name_of_a_left_over_is_not_followed(tmp_path):

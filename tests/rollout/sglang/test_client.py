@@ -53,6 +53,7 @@ FAILURES = {
     "HTTP 500": (500, ServerError, "answered HTTP 500"),
     "HTTP 429": (429, ServerError, "answered HTTP 429"),
     "HTTP 408": (408, ServerError, "answered HTTP 408"),
+    "HTTP 425": (425, ServerError, "answered HTTP 425"),
     "HTTP 400": (400, RequestRefused, "answered HTTP 400"),
     "HTTP 401": (401, RequestRefused, "answered HTTP 401"),
     "HTTP 422": (422, RequestRefused, "answered HTTP 422"),

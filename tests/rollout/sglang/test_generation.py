@@ -15,6 +15,7 @@ from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
 from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.sglang.sampling import Limits
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import (
     LAYERS,
@@ -78,6 +79,12 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start):
     ((sample,),) = run.engine.submit([], Sampling(max_response_len=30), seed=0, num_groups=1).result()
     assert (sample.response_ids, sample.status) == (begun(5).response_ids, Sample.Status.TRUNCATED)
     assert run.requests == []
+
+
+@pytest.mark.parametrize(("length", "room"), [(4, 12), (9, 7), (10, 6), (11, 0)])
+def test_room_ends_at_the_longest_input(length, room):
+    limits = Limits(context_len=None, vocab_size=None, max_input_len=10, mask_tokens=None)
+    assert limits.after(length, Sampling(max_response_len=100)) == room  # SGLang reserves 6 tokens
 
 
 def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start):
