@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slime_tis import AdaptiveBounds, Correction, GlobalBatch, RolloutCorrectionConfig, correct
-from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums, perplexities
+from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums, is_log_prob, perplexities, safe_exp
 from slime_tis.integrations.slime import (
     GLOBAL_BATCH_OPTIONS,
     ContextParallel,
@@ -173,9 +173,9 @@ def _log_ratio(
     """Δ of this rank's tokens, flat, 0 where masked or not finite."""
     pairs = zip(train_log_probs, rollout_log_probs, strict=True)
     rollout = torch.cat([torch.full_like(train, torch.nan) if r is None else r for train, r in pairs])
-    difference = torch.cat(list(train_log_probs)) - rollout
-    usable = torch.cat(list(loss_masks)).bool() & difference.isfinite()
-    return torch.where(usable, difference, 0.0).to(torch.float32)
+    train = torch.cat(list(train_log_probs))
+    usable = torch.cat(list(loss_masks)).bool() & is_log_prob(train) & is_log_prob(rollout)
+    return torch.where(usable, train - rollout, 0.0).to(torch.float32)
 
 
 def _mismatch_metrics(sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> dict[str, Tensor]:
@@ -185,7 +185,7 @@ def _mismatch_metrics(sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: S
         "kl": -log_ratio,
         "k3_kl": (log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() - log_ratio).clamp_min(0),
         "chi2_token": spread((sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1) / n),
-        "chi2_seq": spread(_exp(sums_S.log_ratio).square() - 1),
+        "chi2_seq": spread(safe_exp(sums_S.log_ratio).square() - 1),
     }
 
 
@@ -233,9 +233,5 @@ def _final_metrics(
 def _ratio(level: str, sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> Tensor:
     """exp of the log-ratio at one of slime's three levels, at every token."""
     if level == "token":
-        return _exp(log_ratio)
-    return spread(_exp(sums_S.log_ratio / (sums_S.valid.clamp_min(1) if level == "geometric" else 1)))
-
-
-def _exp(log_value: Tensor) -> Tensor:
-    return log_value.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        return safe_exp(log_ratio)
+    return spread(safe_exp(sums_S.log_ratio / (sums_S.valid.clamp_min(1) if level == "geometric" else 1)))

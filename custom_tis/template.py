@@ -37,6 +37,7 @@ def soft_tis(
     """pg_loss · C·tanh(w/C): close to w for small weights, never above C = tis_upper_bound."""
     bound = getattr(args, "tis_upper_bound", 2.0)
     log_ratio = torch.cat(train_log_probs) - torch.cat(rollout_log_probs)
+    # one infinite ratio would make every gradient NaN
     ratio = log_ratio.nan_to_num().clamp(-20, 20).exp()
     weight = bound * torch.tanh(ratio / bound)
     return pg_loss * weight, loss_masks, {"soft_tis_ratio": ratio, "soft_tis_weight": weight}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         interpolate_old_log_probs,
         off_policy_sequence_mask,
     )
-    from slime_tis.correction.config import PRESETS, RolloutCorrectionConfig
+    from slime_tis.correction.config import LOG_PROB_LIMIT, PRESETS, RolloutCorrectionConfig
     from slime_tis.correction.context_parallel import (
         AllReduce,
         Ranks,
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     )
     from slime_tis.correction.metrics import Statistics
     from slime_tis.correction.modes import CRITERIA, LEVELS, MODES, Criterion, parse_criteria
-    from slime_tis.correction.ratio import LOG_RATIO_BOUND, LOG_RATIO_LIMIT
+    from slime_tis.correction.ratio import (
+        LOG_RATIO_BOUND,
+        LOG_RATIO_LIMIT,
+        is_log_prob,
+        safe_exp,
+        within_bound,
+    )
     from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds
     from slime_tis.correction.sequence_pass import perplexities
     from slime_tis.correction.sums import SequenceSums
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CRITERIA",
     "LEVELS",
+    "LOG_PROB_LIMIT",
     "LOG_RATIO_BOUND",
     "LOG_RATIO_LIMIT",
     "MODES",
@@ -51,10 +58,13 @@ __all__ = [
     "context_parallel_slices",
     "correct",
     "interpolate_old_log_probs",
+    "is_log_prob",
     "off_policy_sequence_mask",
     "parse_criteria",
     "perplexities",
     "response_slices",
+    "safe_exp",
+    "within_bound",
 ]
 
 _MODULES = (

@@ -11,6 +11,7 @@ from slime_tis.correction.config import NonfinitePolicy, Normalizer, RolloutCorr
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks, ResponseSlices, gather_slices, whole_sequence_levels
 from slime_tis.correction.layout import Layout, LogProbs, as_layout
 from slime_tis.correction.metrics import Statistics, usable_mean
+from slime_tis.correction.ratio import is_log_prob
 from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds, second_moment_limit
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
@@ -125,6 +126,7 @@ def correct(
     current_log_probs: Tensor | None = ...,
     advantages: Tensor | None = ...,
     global_batch: GlobalBatch = ...,
+    are_densities: bool = ...,
 ) -> Correction[Tensor]: ...
 
 
@@ -138,6 +140,7 @@ def correct(
     current_log_probs: Sequence[Tensor] | None = ...,
     advantages: Sequence[Tensor] | None = ...,
     global_batch: GlobalBatch = ...,
+    are_densities: bool = ...,
 ) -> Correction[list[Tensor]]: ...
 
 
@@ -152,6 +155,7 @@ def correct(
     current_log_probs: LogProbs | None = None,
     advantages: LogProbs | None = None,
     global_batch: GlobalBatch = THIS_CALL,
+    are_densities: bool = False,
 ) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
 
@@ -172,6 +176,8 @@ def correct(
         global_batch: The ranks that share the global batch, and its statistics if this call is one micro-batch. By
             default these sequences are the global batch. Context-parallel ranks sum one [S, k] table; the levels
             prefix and segment gather whole responses instead, and need `Ranks.slices`.
+        are_densities: The log-probs are log-densities of continuous samples, as of diffusion steps. They may be
+            of any size; a log-prob of a token of −9984 or less is an engine's code for minus infinity.
 
     Returns:
         Weights, mask, statistics, and tokens per sequence. Only `nonfinite_policy="raise"` synchronizes with the host.
@@ -193,9 +199,15 @@ def correct(
         slices = _required_slices(ranks, levels[0])
         whole = gather_slices(layout, slices, ranks)
         known = replace(global_batch, ranks=Ranks(data=ranks.data))
-        result = correct(config, **whole, lengths=slices.lengths, global_batch=known)
+        result = correct(
+            config,
+            **whole,
+            lengths=slices.lengths,
+            global_batch=known,
+            are_densities=are_densities,
+        )
         return _sliced(result, layout, slices, ranks)
-    tokens = [token_pass(config, chunk) for chunk in layout.chunks()]
+    tokens = [token_pass(config, chunk) for chunk in layout.chunks(are_densities=are_densities)]
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
@@ -317,15 +329,18 @@ def _finish(
 def off_policy_sequence_mask(
     log_probs: LogProbs,
     old_log_probs: LogProbs,
-    advantages: Tensor,
+    advantages: LayoutT,
     loss_mask: LogProbs,
     *,
     delta: float,
     nonfinite_policy: NonfinitePolicy = "reject",
     lengths: Sequence[int] | None = None,
     ranks: Ranks = ONE_RANK,
-) -> Tensor:
-    """accept = not (A < 0 and mean_t(log π_old − log π_θ) > δ), one verdict per sequence.
+) -> LayoutT:
+    """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), with the mean over the tokens s of the sequence.
+
+    Each token goes by its own advantage: where the tokens of a rejected sequence have advantages of both signs, those
+    with A_t ≥ 0 are trained. Masked tokens have no part in the mean.
 
     The source's π_old is the policy as the inference engine sampled from it, so that what is bounded is made of both
     staleness and the mismatch between the engines; TRL does the same. slime takes π_old of the training engine, from
@@ -336,7 +351,7 @@ def off_policy_sequence_mask(
     Args:
         log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
         old_log_probs: log π_rollout, or log π_old for slime's variant, in the same layout.
-        advantages: One per sequence, [S].
+        advantages: One per token, in the same layout, or one per sequence, [S].
         loss_mask: Nonzero at valid tokens, in the same layout.
         delta: Bound on the mean log-ratio in nats per token, above 0; 0.1 is customary against π_rollout, and slime's
             default against π_old is 1e-4.
@@ -346,20 +361,32 @@ def off_policy_sequence_mask(
         ranks: One table is summed over the context-parallel ones, where sequences are sliced.
 
     Returns:
-        bool [S], True where the sequence is accepted.
+        bool in the layout of the advantages: True at accepted tokens, or at accepted sequences. A masked token is not
+        accepted, and a sequence without tokens is.
 
     Raises:
-        ValueError: if there is not one advantage per sequence, or a token is not finite under "raise".
+        ValueError: if there is not one advantage per token or per sequence, or a token is not finite under "raise".
     """
     config = RolloutCorrectionConfig(nonfinite_policy=nonfinite_policy)
     inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
-    sums_S = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)).sequence_sums
-    if advantages.shape != sums_S.valid.shape:
+    found: Correction[Any] = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks))
+    sums_S = found.sequence_sums
+    is_far_S = -sums_S.log_ratio / sums_S.valid.clamp_min(1) > delta
+    if isinstance(advantages, Tensor) and advantages.shape == is_far_S.shape:
+        return ~((advantages < 0) & is_far_S)
+    if _shapes(advantages) != _shapes(found.mask):
         raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)} for {sums_S.valid.numel()} sequences; pass one each."
+            f"advantages has shape {_shapes(advantages)} for {len(found.lengths)} sequences and a mask of shape "
+            f"{_shapes(found.mask)}; pass one per token or one per sequence."
         )
-    divergence = -sums_S.log_ratio / sums_S.valid.clamp_min(1)
-    return ~((advantages < 0) & (divergence > delta))
+    advantage_N = _flat(advantages)
+    mask_N = _flat(inputs[2])
+    repeats_S = torch.tensor(found.lengths, dtype=torch.int64).to(is_far_S.device, non_blocking=True)
+    is_far_N = is_far_S.repeat_interleave(repeats_S, output_size=advantage_N.numel())
+    accepted_N = (mask_N != 0) & ~((advantage_N < 0) & is_far_N)
+    if isinstance(advantages, Tensor):
+        return accepted_N.view(advantages.shape)
+    return list(accepted_N.split(found.lengths))
 
 
 def interpolate_old_log_probs(
@@ -397,5 +424,5 @@ def interpolate_old_log_probs(
     lag = (current_version - rollout_versions).to(rollout.dtype)
     fraction = ((lag - 1) / lag.clamp_min(1)).clamp(0, 1)
     difference = log_probs - rollout
-    known = (rollout_versions >= 0) & difference.isfinite()
+    known = (rollout_versions >= 0) & is_log_prob(log_probs) & is_log_prob(rollout)
     return torch.where(known, rollout + fraction * difference, rollout)

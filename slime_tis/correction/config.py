@@ -30,6 +30,12 @@ DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl":
 """Default of divergence_mask_bound: of prime-rl and DPPO, of DPPO, and of KPop."""
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
+LOG_PROB_LIMIT = 9984.0
+"""A log-prob of this size is an engine's code for minus infinity, or garbage, and is treated as non-finite.
+
+vLLM's server writes −9999, which bfloat16 rounds to −9984; others write −1e6. Each log-prob is judged by itself:
+−1e6 − (−0.5) is not −1e6. A model's log-probs stay far above: −200 is rare.
+"""
 OldLogprobs = Literal["recompute", "interpolate"]
 PolicyLoss = Literal[
     "ppo", "cispo", "gspo", "aspo", "sapo", "vespo", "clip_cov", "kl_cov", "dro", "reinforce",

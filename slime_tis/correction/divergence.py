@@ -27,8 +27,9 @@ def log_complement(log_p: Tensor) -> Tensor:
 
 def binary_tv(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Returns the total variation |p − q| of the two coins, in float64."""
-    log_q = log_q.double()
-    return (log_q.exp() * torch.expm1(log_p.double() - log_q)).abs()
+    # exp of the larger one times a factor in [0, 1]: nothing overflows if one of both is −800
+    log_p, log_q = log_p.double(), log_q.double()
+    return torch.maximum(log_p, log_q).exp() * -torch.expm1(-(log_p - log_q).abs())
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

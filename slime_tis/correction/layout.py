@@ -57,6 +57,8 @@ class Chunk:
     current_RK: Tensor | None = None
     """Log-probs of the current policy, if it is not the training policy."""
     advantage_RK: Tensor | None = None
+    are_densities: bool = False
+    """Whether the log-probs are log-densities of continuous samples, which have no lowest value."""
 
     def order(self) -> Tensor:
         """The rows, sequence by sequence, as [R] indices."""
@@ -80,6 +82,8 @@ class PackedChunk:
     current_N: Tensor | None = None
     """Log-probs of the current policy, if it is not the training policy."""
     advantage_N: Tensor | None = None
+    are_densities: bool = False
+    """As in `Chunk`."""
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -98,6 +102,7 @@ class PackedChunk:
             first=self.first,
             current_RK=None if self.current_N is None else rows.to_blocks(self.current_N).to(working),
             advantage_RK=None if self.advantage_N is None else rows.to_blocks(self.advantage_N).to(working),
+            are_densities=self.are_densities,
         )
 
 
@@ -186,12 +191,12 @@ class Layout:
         self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)
         self._rows = list(self._rows_of_chunks()) if lengths else []
 
-    def chunks(self) -> Iterator[PackedChunk]:
-        """The batch as chunks of whole sequences, in order."""
+    def chunks(self, *, are_densities: bool = False) -> Iterator[PackedChunk]:
+        """The batch as chunks of complete sequences, in order; `are_densities` as in `Chunk`."""
         start = 0
         for (first, last), rows in zip(self._spans, self._rows, strict=True):
             tokens = {INPUTS[name]: _tokens_of(x, first, last, start, rows) for name, x in self.tokens.items()}
-            yield PackedChunk(rows=rows, first=first, **tokens)
+            yield PackedChunk(rows=rows, first=first, are_densities=are_densities, **tokens)
             start += rows.tokens
 
     def _rows_of_chunks(self) -> Iterator[Rows]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_tis.correction.config import RolloutCorrectionConfig
+from slime_tis.correction.config import LOG_PROB_LIMIT, RolloutCorrectionConfig
 from slime_tis.correction.layout import LONGEST_SEQUENCE, Chunk
 
 Bound = float | Tensor
@@ -17,8 +17,11 @@ Bound = float | Tensor
 
 LOG_RATIO_BOUND = 20.0
 """exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
+FLOAT16_LOG_RATIO_BOUND = 8.0
+"""The same in float16, which ends at e^11: a ratio of e^8 leaves room for an advantage of 20."""
 LOG_RATIO_LIMIT = 1e6
-"""A log-ratio of this size is what an engine writes for minus infinity, and is treated as non-finite."""
+"""A difference of log-densities of this size is treated as non-finite. Log-densities of continuous samples may have any
+size themselves; log-probs of tokens are below `LOG_PROB_LIMIT`, and so differ by less than this."""
 
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 LARGEST_ROW_SUM = 1e30
@@ -52,7 +55,11 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     Multiplication with a mask and `nan_to_num` (inf·0 is NaN) vectorise on a CPU; `where` and boolean tensors do not.
     """
     difference = chunk.train_RK - chunk.rollout_RK
-    finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
+    if chunk.are_densities:
+        finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
+    else:
+        finite = chunk.train_RK.abs().lt_(LOG_PROB_LIMIT).mul_(chunk.mask_RK)
+        finite.mul_(chunk.rollout_RK.abs().lt_(LOG_PROB_LIMIT))
     log_ratio = difference.mul_(finite).nan_to_num_(0.0)
     if nonfinite_policy == "raise":
         _raise_nonfinite(chunk, chunk.mask_RK - finite)
@@ -68,9 +75,30 @@ def sequence_log_weights(aggregation: str, log_ratio_sum_S: Tensor, valid_S: Ten
     return log_ratio_sum_S if aggregation == "sum" else log_ratio_sum_S / valid_S.clamp_min(1)
 
 
+def is_log_prob(log_probs: Tensor) -> Tensor:
+    """Bool: whether each value can be a log-prob: finite, and not an engine's code for minus infinity."""
+    return log_probs.abs() < LOG_PROB_LIMIT
+
+
+def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
+    """The log-probs, moved to at most 20 nats from `other`; equal to `other` where one of both is not a log-prob.
+
+    For losses of other libraries, which take exp of the difference without a bound.
+    """
+    difference = log_probs - other
+    moved = other + difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    moved = torch.where(difference.abs() <= LOG_RATIO_BOUND, log_probs, moved)
+    return torch.where(is_log_prob(log_probs) & is_log_prob(other), moved, other)
+
+
 def safe_exp(log_weight: Tensor) -> Tensor:
-    """exp(clamp(L, −20, 20))."""
-    return log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp_()
+    """exp(clamp(L, −20, 20)), with a gradient of 0 outside; ±8 in float16.
+
+    Every ratio of the library comes from here or from `safe_expm1`: exp of a log-ratio beyond 88 overflows float32,
+    and an infinite ratio makes the gradient NaN even where a clip or a mask multiplies it with 0.
+    """
+    bound = FLOAT16_LOG_RATIO_BOUND if log_weight.dtype == torch.float16 else LOG_RATIO_BOUND
+    return log_weight.clamp(-bound, bound).exp_()
 
 
 def safe_expm1(log_ratio: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ def correction_steps(
         current_log_probs: log π_θ, for the divergence mask. Default: train_log_probs.
         advantages: For a divergence mask with direction away and for bounds by the sign of the advantage.
     """
-    # 1. Δ at valid tokens. 1e6 nats is an engine's way to write minus infinity; a NaN compares as false.
+    # 1. Δ at valid tokens. A log-prob of −9984 or less is an engine's code for minus infinity; a NaN compares as false.
     (train_log_probs, rollout_log_probs), masked_in = log_probs, loss_mask != 0
     difference = train_log_probs - rollout_log_probs
-    finite = masked_in & (difference.abs() < 1e6)
+    finite = masked_in & (train_log_probs.abs() < 9984) & (rollout_log_probs.abs() < 9984)
     if config.nonfinite_policy == "raise" and (masked_in & ~finite).any():
         raise ValueError("a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or neutral.")
     valid = masked_in if config.nonfinite_policy == "neutral" else finite
@@ -236,7 +236,7 @@ def rejected_by_divergence(
 
     The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are at least 2⁻²⁵.
     """
-    counts_BT = valid_BT & current_BT.isfinite() & anchor_BT.isfinite()
+    counts_BT = valid_BT & (current_BT.abs() < 9984) & (anchor_BT.abs() < 9984)
     log_pi_BT, log_mu_BT = (torch.where(counts_BT, x_BT, -1.0).double() for x_BT in (current_BT, anchor_BT))
     pi_BT, mu_BT = log_pi_BT.exp(), log_mu_BT.exp()
     rest_pi_BT, rest_mu_BT = (-x_BT.expm1().clamp(max=-(2.0**-25)) for x_BT in (log_pi_BT, log_mu_BT))

@@ -15,7 +15,14 @@ from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.divergence import BINARY_DIVERGENCES
 from slime_tis.correction.layout import Chunk
 from slime_tis.correction.modes import Criterion
-from slime_tis.correction.ratio import LOG_RATIO_BOUND, TOKEN_LEVELS, Tokens, indicator, sequence_log_weights
+from slime_tis.correction.ratio import (
+    LOG_RATIO_BOUND,
+    TOKEN_LEVELS,
+    Tokens,
+    indicator,
+    is_log_prob,
+    sequence_log_weights,
+)
 from slime_tis.correction.sums import SequenceSums
 
 K3_RANGE = 1.0
@@ -63,7 +70,7 @@ def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> 
     """
     current_RK = chunk.train_RK if chunk.current_RK is None else chunk.current_RK
     anchor_RK = chunk.rollout_RK if criterion.anchor == "rollout" else chunk.train_RK
-    counts_RK = (tokens.valid_RK > 0) & current_RK.isfinite() & anchor_RK.isfinite()
+    counts_RK = (tokens.valid_RK > 0) & is_log_prob(current_RK) & is_log_prob(anchor_RK)
     log_p, log_q = (torch.where(counts_RK, values_RK, 0.0) for values_RK in (current_RK, anchor_RK))
     divergence_RK = BINARY_DIVERGENCES[criterion.divergence](log_p, log_q)
     if criterion.bound_negative is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from slime_tis.correction import THIS_CALL, GlobalBatch, RolloutCorrectionConfig
 from slime_tis.diffusion.sde import STEPS, check_shapes
 from slime_tis.diffusion.trajectories import StepStatistics, correct_trajectories
-from slime_tis.policy.losses import ppo_clip, reinforce
+from slime_tis.policy.losses import policy_ratio, ppo_clip, reinforce
 
 CLIP_RANGE = 1e-3
 """Distance of the ratio from 1 that is not clipped, for log-probs that are means over latent dimensions: such a ratio
@@ -139,7 +139,7 @@ def diffusion_loss(
     numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
     accepted, steps = mask.sum(), torch.ones_like(mask).sum()
     log_ratio_BT = current.detach() - old
-    terms = {"clipped": clipped_BT, "kl": -log_ratio_BT, "ratio": log_ratio_BT.exp()}
+    terms = {"clipped": clipped_BT, "kl": -log_ratio_BT, "ratio": policy_ratio(current.detach(), old)}
     denominator = accepted if config.rejection_normalizer == "kept" else steps
     return DiffusionLoss(
         loss=numerator / denominator.clamp_min(1),

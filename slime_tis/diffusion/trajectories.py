@@ -181,10 +181,10 @@ def correct_trajectories(
         for x in (train_log_probs, rollout_log_probs)
     )
     every_step = torch.ones_like(train, dtype=torch.bool)
-    acting = correct(config, train, rollout, every_step, global_batch=global_batch)
+    acting = correct(config, train, rollout, every_step, global_batch=global_batch, are_densities=True)
     reported: Correction[Tensor] | None = None
     if config.use_rollout_logprobs and not config.use_tis:  # the ratio of the loss is the weight
-        reported = correct(weight_report(config), train, rollout, every_step)
+        reported = correct(weight_report(config), train, rollout, every_step, are_densities=True)
     difference = (train - rollout).abs().to(torch.float64)
     finite = difference < LOG_RATIO_LIMIT
     size = torch.where(finite, difference, 0.0)

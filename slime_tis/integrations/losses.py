@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slime_tis.correction import LOG_RATIO_BOUND, Correction, RolloutCorrectionConfig, correct
+from slime_tis.correction import (
+    Correction,
+    RolloutCorrectionConfig,
+    correct,
+    is_log_prob,
+    safe_exp,
+    within_bound,
+)
 
 PREFIX = "correction/"
 """Prefix of the metrics."""
@@ -80,13 +87,22 @@ def corrected(config: RolloutCorrectionConfig, tokens: Tokens) -> Corrected:
         return Corrected(tokens.old, tokens.rollout, tokens.advantages, found)
     factors = found.weights * found.mask
 
-    def finite(log_probs: Tensor) -> Tensor:  # a rejected token may have an infinite ratio, and 0 · inf is NaN
-        is_near = (current - log_probs).abs() <= LOG_RATIO_BOUND
-        return torch.where((factors > 0) | is_near, log_probs, current)
+    def bounded(log_probs: Tensor) -> Tensor:
+        """Log-probs whose ratio to the current policy does not overflow; a rejected token beyond has ratio 1.
 
-    rollout = finite(tokens.rollout)
-    kept_old = rollout if config.use_rollout_logprobs else None if tokens.old is None else finite(tokens.old)
-    return Corrected(kept_old, rollout, tokens.advantages * factors, found)
+        The framework's loss takes exp of the difference without a bound, and 0 · inf is NaN.
+        """
+        near = within_bound(log_probs, current)
+        return torch.where((factors > 0) | (near == log_probs), near, current)
+
+    rollout = bounded(tokens.rollout)
+    kept_old = None
+    if config.use_rollout_logprobs:
+        kept_old = rollout
+    elif tokens.old is not None:
+        kept_old = bounded(tokens.old)
+    advantages = torch.where(factors > 0, tokens.advantages * factors, 0.0)
+    return Corrected(kept_old, rollout, advantages, found)
 
 
 def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "regular") -> Loss:
@@ -180,7 +196,7 @@ class NemoLoss:
         loss, metrics = self.loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         shares = {
             "rejected_fraction": (mask > 0) & ~batch.found.mask,
-            "nonfinite_fraction": (mask > 0) & ~rollout.isfinite(),
+            "nonfinite_fraction": (mask > 0) & ~is_log_prob(rollout),
             "weight": batch.found.weights * batch.found.mask,
         }
         return loss, metrics | {PREFIX + name: (x.sum() / global_valid_toks).item() for name, x in shares.items()}
@@ -292,7 +308,8 @@ def open_instruct(result: Callable[..., Any], correction: RolloutCorrectionConfi
         )
         rejected = (response_mask > 0) & ~batch.found.mask
         metrics = {"val/rho_drop_frac": rejected.float(), "val/rho_weight": batch.advantages.float()}
-        ratios = (old_logprob - rollout)[batch.found.mask & rollout.isfinite()].exp().float()
+        counted = batch.found.mask & is_log_prob(old_logprob) & is_log_prob(rollout)
+        ratios = safe_exp((old_logprob - rollout)[counted]).float()
         return result(weights=batch.advantages, metrics=metrics, histogram_metrics={"val/rho_hist": ratios})
 
     return _without_advantages(correction, rho_correction)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slime_tis.correction import Correction, GlobalBatch, Ranks, RolloutCorrectionConfig, correct
+from slime_tis.correction import Correction, GlobalBatch, Ranks, RolloutCorrectionConfig, correct, within_bound
 from slime_tis.rules import Health
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class RolloutCorrectionMixin:
     def _apply(self, batch: dict[str, Any], correction: Correction[Tensor], old_BT: Tensor, rollout_BT: Tensor) -> None:
         config = self.rollout_correction
         if config.use_rollout_logprobs:  # bypass: π_old is the rollout policy
-            batch["old_per_token_logps"] = torch.where(correction.mask, rollout_BT, old_BT)
+            batch["old_per_token_logps"] = torch.where(correction.mask, within_bound(rollout_BT, old_BT), old_BT)
         if not config.touches_loss:
             return
         batch["advantages"] = batch["advantages"][:, None] * correction.weights * correction.mask

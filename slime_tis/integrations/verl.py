@@ -24,13 +24,15 @@ from torch import Tensor
 
 from slime_tis.correction import (
     CRITERIA,
+    LOG_PROB_LIMIT,
     LOG_RATIO_BOUND,
-    LOG_RATIO_LIMIT,
     Criterion,
     GlobalBatch,
     Ranks,
     correct,
+    is_log_prob,
     parse_criteria,
+    safe_exp,
 )
 from slime_tis.correction import RolloutCorrectionConfig as Config
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig, config_fields
@@ -84,7 +86,8 @@ def compute_rollout_correction_and_rejection_mask(
         ValueError: if there is no valid token, shapes differ, or an option means nothing.
     """
     _check(old_log_prob, rollout_log_prob, response_mask)
-    log_ratio = (old_log_prob - rollout_log_prob).detach()
+    are_usable = is_log_prob(old_log_prob) & is_log_prob(rollout_log_prob)
+    log_ratio = torch.where(are_usable, old_log_prob - rollout_log_prob, torch.nan).detach()
     metrics: dict[str, float] = {}
     weights = None
     if rollout_is is not None and rollout_is_threshold is not None:
@@ -122,7 +125,8 @@ def compute_rollout_correction_weights(
     if rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
         ranks = Ranks.from_groups(data=distributed.group.WORLD)  # verl's ranks are data-parallel
     known = GlobalBatch(ranks=ranks)
-    found = correct(config, log_ratio, torch.zeros_like(log_ratio), response_mask, global_batch=known)
+    delta = _usable(log_ratio)
+    found = correct(config, delta, torch.zeros_like(delta), response_mask, global_batch=known)
     metrics = weight_metrics(config, log_ratio, response_mask)
     if rollout_is_batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = found.statistics.batch_norm_factor(ranks).item()
@@ -222,7 +226,8 @@ def _reject(
     if inverted:  # k1 bounds as verl reads them: on π_rollout/π_train
         specs = [str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}" for c in criteria]
         acting = replace(config, rollout_rs_threshold=",".join(specs) or None)
-    found = correct(acting, log_ratio, torch.zeros_like(log_ratio), response_mask)
+    delta = _usable(log_ratio)
+    found = correct(acting, delta, torch.zeros_like(delta), response_mask)
     values = found.statistics.metrics()
     metrics: dict[str, float] = {}
     for criterion in criteria:
@@ -255,7 +260,7 @@ def weight_metrics(config: Config, log_ratio_BT: Tensor, response_mask_BT: Tenso
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     lower, upper = config.is_bounds
     log_weight = delta if config.tis_level == "token" else delta.sum(-1, keepdim=True)
-    raw = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().expand_as(delta)
+    raw = safe_exp(log_weight).expand_as(delta)
     bounded = config.mode.bound(raw, lower, upper)
     metrics = compute_is_metrics(bounded, raw, log_weight, valid, config.tis_level, upper, lower)
     if config.mode.rejects:
@@ -377,9 +382,14 @@ def compute_rs_metrics(
     return {f"rollout_rs_{option_name}_{name}": value for name, value in metrics.items()}
 
 
+def _usable(log_ratio_BT: Tensor) -> Tensor:
+    """Δ, and NaN where it is as large as only an engine's code for minus infinity makes it."""
+    return torch.where(log_ratio_BT.abs() < LOG_PROB_LIMIT, log_ratio_BT, torch.nan)
+
+
 def _clean(log_ratio_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Which tokens are valid and finite, and Δ in float64, 0 elsewhere."""
-    valid = response_mask_BT.bool() & (log_ratio_BT.abs() < LOG_RATIO_LIMIT)
+    valid = response_mask_BT.bool() & _usable(log_ratio_BT).isfinite()
     return valid, torch.where(valid, log_ratio_BT, 0.0).to(torch.float64)
 
 

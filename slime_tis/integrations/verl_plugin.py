@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_tis import functional
-from slime_tis.correction import PRESETS, RolloutCorrectionConfig, correct
+from slime_tis.correction import PRESETS, RolloutCorrectionConfig, correct, is_log_prob
 from slime_tis.integrations import verl
 from slime_tis.policy import losses
 
@@ -55,8 +55,9 @@ def _masked(preset: str) -> Callable[..., LossAndMask]:
 
     def loss(log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, _: Options) -> LossAndMask:
         accepted = functional.correct(config, log_prob, old, mask, advantages=advantage).mask
-        ratio = (log_prob - old).clamp(-20, 20).exp()
-        return torch.where(accepted, -advantage * ratio, 0.0), (mask & ~accepted).to(old.dtype)
+        return torch.where(accepted, -advantage * losses.policy_ratio(log_prob, old), 0.0), (mask & ~accepted).to(
+            old.dtype
+        )
 
     return loss
 
@@ -82,13 +83,13 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
         config: Options = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        finite = old_log_prob.isfinite() & log_prob.detach().isfinite()  # in bypass mode the sampler's log-probs
-        mask = response_mask.bool() & finite
+        is_usable = is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())  # bypass: the sampler's log-probs
+        mask = response_mask.bool() & is_usable
         # padding may hold anything; 0 · NaN would reach the gradient
         current, old = (torch.where(mask, values, 0.0) for values in (log_prob, old_log_prob))
         loss, removed = token_loss(current, old, advantages, mask, config)
         if rollout_is_weights is not None:
-            loss = loss * rollout_is_weights
+            loss = loss * torch.where(mask, rollout_is_weights, 0.0)
         total = core_algos.agg_loss(
             loss_mat=torch.where(mask, loss, 0.0),
             loss_mask=response_mask,
@@ -99,7 +100,7 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
         return total, {
             "actor/pg_clipfrac": (removed.detach()[mask].sum() / count).item(),
             "actor/ppo_kl": ((old - current).detach()[mask].sum() / count).item(),
-            "actor/nonfinite_token_fraction": ((response_mask.bool() & ~finite).sum() / count).item(),
+            "actor/nonfinite_token_fraction": ((response_mask.bool() & ~is_usable).sum() / count).item(),
         }
 
     core_algos.register_policy_loss(f"slime_tis_{name}")(policy_loss)

@@ -92,7 +92,7 @@ class PolicyConfig:
     calculate_per_token_loss: bool = loss_option(False)
     """Average the loss over all tokens of the global batch, not over samples of their token means."""
     use_opsm: bool = loss_option(False)
-    """Mask sequences of negative advantage that the policy has moved away from (OPSM)."""
+    """Mask tokens of negative advantage in sequences that the policy has moved away from (OPSM)."""
     opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
     """Policy that use_opsm compares with π_θ: rollout (paper) or old (slime)."""
     opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = loss_option(

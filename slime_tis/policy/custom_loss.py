@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slime_tis.correction import GlobalBatch
+from slime_tis.correction import GlobalBatch, is_log_prob
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import ResponseTokens
@@ -76,7 +76,7 @@ class CustomTis:
         assert tokens.advantages_L is not None
         lengths = tokens.lengths
         # slime's functions multiply with the mask: log-probs of tokens that were not sampled are 0 there, NaN here
-        missing_L = (tokens.loss_mask_L <= 0) & ~tokens.rollout_log_probs_L.isfinite()
+        missing_L = (tokens.loss_mask_L <= 0) & ~is_log_prob(tokens.rollout_log_probs_L)
         new_loss_L, masks, metrics = call_custom_tis(
             self.function,
             self.args,

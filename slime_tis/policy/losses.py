@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, maximum, minimum, where, zeros_like
 
+from slime_tis.correction.config import LOG_PROB_LIMIT
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.divergence import binary_tv
+from slime_tis.correction.ratio import FLOAT16_LOG_RATIO_BOUND, LOG_RATIO_BOUND, is_log_prob, safe_exp
 from slime_tis.correction.rules import order_statistic
 from slime_tis.policy.config import PolicyConfig
 
@@ -44,6 +46,27 @@ class TokenLossInputs:
     def clip_range(self) -> dict[str, Any]:
         """ε_low and ε_high as arguments of a loss."""
         return {"clip_low": self.config.eps_clip, "clip_high": self.config.clip_high}
+
+
+def bounded(log_values: Tensor) -> Tensor:
+    """Log-probs, or differences of two, within ±9984: what is beyond comes from a code for minus infinity.
+
+    The gradient is 0 where the bound acts. NaN becomes 0, ±inf the bound; other values keep all bits. float16, which
+    ends at 65504, has a bound of ±512.
+    """
+    bound = 512.0 if log_values.dtype == torch.float16 else LOG_PROB_LIMIT
+    return log_values.nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
+
+
+def policy_ratio(log_prob_L: Tensor, old_log_prob_L: Tensor) -> Tensor:
+    """π_θ/π_old with log r bounded to ±20; the gradient is r inside, 0 outside. NaN − NaN and inf − inf give 1.
+
+    Source of the bound: verl, core_algos.py, compute_policy_loss_vanilla.
+    """
+    log_ratio_L = bounded(log_prob_L - old_log_prob_L)
+    if log_prob_L.dtype == torch.float16:  # which has to hold the gradient, also where the ratio is float32
+        log_ratio_L = log_ratio_L.clamp(-FLOAT16_LOG_RATIO_BOUND, FLOAT16_LOG_RATIO_BOUND)
+    return safe_exp(log_ratio_L)
 
 
 TokenLoss = Callable[[TokenLossInputs], tuple[Tensor, Tensor]]
@@ -78,7 +101,7 @@ def ppo_clip(
     Returns:
         (loss_L, clipped_L): the losses, and 1.0 where a clip took the gradient away.
     """
-    ratio_L = (log_prob_L - old_log_prob_L).exp()
+    ratio_L = policy_ratio(log_prob_L, old_log_prob_L)
     return _clipped(ratio_L, ratio_L.clamp(1 - clip_low, 1 + clip_high), advantage_L, dual_clip)
 
 
@@ -98,7 +121,8 @@ def gspo(
     Args and returns as `ppo_clip`; `mean_log_ratio_L` is the mean over the sequence of log π_θ − log π_old, at each of
     its tokens, without gradient. The paper's clip ranges are about 3e-4.
     """
-    ratio_L = (mean_log_ratio_L + log_prob_L - log_prob_L.detach()).exp()
+    # log π_θ − sg(log π_θ) carries the gradient; inf − inf would be NaN
+    ratio_L = safe_exp(bounded(mean_log_ratio_L) + bounded(log_prob_L) - bounded(log_prob_L.detach()))
     return _clipped(ratio_L, ratio_L.clamp(1 - clip_low, 1 + clip_high), advantage_L, None)
 
 
@@ -113,9 +137,9 @@ def cispo(
 
     Args and returns as `ppo_clip`; a `clip_low` of 1 or more leaves small ratios as they are.
     """
-    ratio_L = (log_prob_L.detach() - old_log_prob_L).exp()
+    ratio_L = policy_ratio(log_prob_L.detach(), old_log_prob_L)
     weight_L = ratio_L.clamp(1 - clip_low, 1 + clip_high)
-    return -weight_L * advantage_L * log_prob_L, (weight_L != ratio_L).to(ratio_L.dtype)
+    return -weight_L * advantage_L * bounded(log_prob_L), (weight_L != ratio_L).to(ratio_L.dtype)
 
 
 def aspo(
@@ -136,15 +160,15 @@ def aspo(
 
     Args and returns as `ppo_clip`; `dual_clip` bounds the weight and keeps the gradient, 3 in the source.
     """
-    log_ratio_L = (log_prob_L.detach() - old_log_prob_L).clamp(-20, 20)
+    log_ratio_L = bounded(log_prob_L.detach() - old_log_prob_L)
     positive_L = advantage_L >= 0
-    weight_L = where(positive_L, -log_ratio_L, log_ratio_L).exp()
+    weight_L = safe_exp(where(positive_L, -log_ratio_L, log_ratio_L))
     if dual_clip is not None:
         weight_L = weight_L.clamp_max(dual_clip)
-    ratio_L = log_ratio_L.exp()
+    ratio_L = safe_exp(log_ratio_L)
     clipped_L = where(positive_L, ratio_L > 1 + clip_high, ratio_L < 1 - clip_low)
     log_prob_L = where(clipped_L, log_prob_L.detach(), log_prob_L)
-    loss_L = -weight_L * advantage_L * (log_prob_L - log_prob_L.detach()).exp()
+    loss_L = -weight_L * advantage_L * policy_ratio(bounded(log_prob_L), bounded(log_prob_L.detach()))
     return loss_L, clipped_L.to(loss_L.dtype)
 
 
@@ -157,7 +181,7 @@ def sapo(
 
     Source: "Soft Adaptive Policy Optimization", Gao et al. (https://arxiv.org/abs/2511.20347), eq. 5 and 6.
     """
-    ratio_L = (log_prob_L - old_log_prob_L).exp()
+    ratio_L = policy_ratio(log_prob_L, old_log_prob_L)
     tau_L = where(advantage_L > 0, tau_positive, tau_negative)
     return -(4 / tau_L) * (tau_L * (ratio_L - 1)).sigmoid() * advantage_L
 
@@ -177,11 +201,11 @@ def vespo(log_prob_L: Tensor, sequence_log_ratio_L: Tensor, advantage_L: Tensor)
             without gradient.
         advantage_L: advantages.
     """
-    log_w_L = sequence_log_ratio_L.double().clamp(math.log(1e-8), 20)
+    log_w_L = sequence_log_ratio_L.double().nan_to_num(0.0).clamp(math.log(1e-8), 20)
     positive_L = advantage_L >= 0
     shape_L, rate_L = where(positive_L, 2.0, 3.0), where(positive_L, 3.0, 2.0)
     weight_L = (shape_L * log_w_L + rate_L * -log_w_L.expm1()).exp()
-    return -weight_L.to(log_prob_L.dtype) * advantage_L * log_prob_L
+    return -weight_L.to(log_prob_L.dtype) * advantage_L * bounded(log_prob_L)
 
 
 def clip_cov(
@@ -211,8 +235,8 @@ def kl_cov(
     Args as `clip_cov`; `coef` is β.
     """
     assert selected_L is not None
-    log_ratio_L = log_prob_L - old_log_prob_L
-    return -log_ratio_L.exp() * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
+    log_ratio_L = bounded(log_prob_L - old_log_prob_L)
+    return -safe_exp(log_ratio_L) * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +260,8 @@ class CovarianceLimit:
     def candidates(self, log_probs_L: Tensor, advantages_L: Tensor) -> Tensor:
         """c of tokens inside the bounds, −inf elsewhere, float64 [L]."""
         c_L = (advantages_L.double() - self.mean_advantage) * (log_probs_L.double() - self.mean_log_prob)
-        return torch.where((c_L > self.bounds[0]) & (c_L < self.bounds[1]), c_L, -math.inf)
+        is_candidate_L = is_log_prob(log_probs_L) & (c_L > self.bounds[0]) & (c_L < self.bounds[1])
+        return torch.where(is_candidate_L, c_L, -math.inf)
 
 
 def covariance_limit(
@@ -249,11 +274,11 @@ def covariance_limit(
 ) -> CovarianceLimit:
     """The selection of the loss clip_cov, within its bounds, or kl_cov; without a host synchronisation.
 
-    It is made among the tokens of the mask with a finite log-prob, of all ranks.
+    It is made among the tokens of the mask that have a log-prob, of all ranks.
     """
     bounds = (config.clip_cov_lower_bound, config.clip_cov_upper_bound) if name == "clip_cov" else (-math.inf, math.inf)
     log_probs_L = torch.where(mask_L > 0, log_probs_L.detach(), math.nan)
-    counts_L = log_probs_L.isfinite()
+    counts_L = is_log_prob(log_probs_L)
     values = torch.stack([torch.ones_like(log_probs_L), advantages_L, log_probs_L]).double()
     count, advantage, log_prob = ranks.all_reduce(torch.where(counts_L, values, 0.0).flatten(1).sum(1)).unbind()
     n = count.clamp_min(1)
@@ -275,9 +300,10 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     Source: "Rethinking Importance Sampling in LLM Policy Optimization", Zhang et al. (https://arxiv.org/abs/2605.07331);
     horizon-llm/CTPO, core_algos.py, cum-token-cumprod-la, whose bounds are e^(−0.025√t) and e^(0.05√t).
     """
-    log_prob_L, c = x.log_probs_L.detach(), x.config.eps_clip_c
-    prefix_L = x.prefix_sums((log_prob_L - x.old_log_probs_L).clamp(-20, 20))
-    ratio_L = (prefix_L + x.log_probs_L - log_prob_L).clamp_max(10).exp()
+    log_prob_L = bounded(x.log_probs_L.detach())
+    c = x.config.eps_clip_c
+    prefix_L = x.prefix_sums(bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    ratio_L = safe_exp((prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(10))
     power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
     bounded_L = ratio_L.clamp((1 - x.config.eps_clip) ** power_L, (1 + x.config.clip_high) ** power_L)
     return _clipped(ratio_L, bounded_L, x.advantages_L, None if c is None else c**power_L)
@@ -295,16 +321,16 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     Source: "Beyond Uniform Token-Level Trust Region", Mao et al. (https://arxiv.org/abs/2606.10968), eq. 8 to 11, with
     the binary total variation of its section 4.3. δ is `eps_clip`, δ_b `experimental_cppo_budget`.
     """
-    log_prob_L = x.log_probs_L.detach()
+    log_prob_L = bounded(x.log_probs_L.detach())
+    old_log_prob_L = bounded(x.old_log_probs_L)
     one_L = torch.ones_like(log_prob_L, dtype=torch.float64)
     position_L, length_L = x.prefix_sums(one_L), x.over_sequence(one_L, mean=False)
     weight_L = 1 - (1 - CPPO_LOWEST_WEIGHT) * (position_L - 1) / (length_L - 1).clamp_min(1)
-    divergence_L = weight_L * binary_tv(log_prob_L, x.old_log_probs_L)
+    divergence_L = weight_L * binary_tv(log_prob_L, old_log_prob_L)
     budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (x.prefix_sums(weight_L) - weight_L)
     inside_L = (divergence_L <= x.config.eps_clip) & (x.prefix_sums(divergence_L) <= budget_L)
-    kept_L = inside_L | (x.advantages_L * (log_prob_L - x.old_log_probs_L) <= 0)
-    log_ratio_L = where(kept_L, x.log_probs_L - x.old_log_probs_L, 0.0)  # an overflow would make the gradient NaN
-    loss_L = where(kept_L, -log_ratio_L.exp() * x.advantages_L, 0.0)
+    kept_L = inside_L | (x.advantages_L * (log_prob_L - old_log_prob_L) <= 0)
+    loss_L = where(kept_L, -policy_ratio(x.log_probs_L, x.old_log_probs_L) * x.advantages_L, 0.0)
     return loss_L, (~kept_L).to(loss_L.dtype)
 
 
@@ -315,7 +341,7 @@ def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta
 
     Source: "Kimi k1.5" (https://arxiv.org/abs/2501.12599), section 2.3.2, per token as in verl's and tinker's `dro`.
     """
-    return -advantage_L * log_prob_L + beta / 2 * (log_prob_L - old_log_prob_L).square()
+    return -advantage_L * bounded(log_prob_L) + beta / 2 * _squared(log_prob_L - old_log_prob_L)
 
 
 def _clipped(
@@ -338,7 +364,7 @@ def reinforce(log_prob_L: Tensor, advantage_L: Tensor) -> Tensor:
     Source: "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", Williams,
     1992 (https://doi.org/10.1007/BF00992696).
     """
-    return -advantage_L * log_prob_L
+    return -advantage_L * bounded(log_prob_L)
 
 
 def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, ratio_L: Tensor | None = None) -> Tensor:
@@ -347,6 +373,7 @@ def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, rat
         d = log π_θ − log π_ref:   k1 = d,   k2 = d²/2,   k3 = e^{−d} + d − 1,   low_var_kl = k3 clamped to [−10, 10]
 
     With r = π_θ/π_old of tokens sampled from π_old, r·k1 and r·k3 are unbiased.
+    d < −20 counts as −20 in k3, with a gradient of 0: e^{−d} overflows, and d alone would push the policy further away.
 
     Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html); the ratio: "DeepSeek-V3.2"
     (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the multiplication as in slime's ppo_utils.py.
@@ -360,17 +387,35 @@ def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, rat
     Raises:
         ValueError: an unknown kind.
     """
-    difference_L = log_prob_L - reference_log_prob_L
-    estimates = {
-        "k1": lambda: difference_L,
-        "k2": lambda: difference_L.square() / 2,
-        "k3": lambda: (-difference_L).expm1() + difference_L,
-    }
+    difference_L = bounded(log_prob_L - reference_log_prob_L)
+    estimates = {"k1": _k1, "k2": _k2, "k3": _k3}
     estimate = estimates.get("k3" if kind == "low_var_kl" else kind)
     if estimate is None:
         raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
-    kl_L = estimate() if ratio_L is None else ratio_L * estimate()
+    kl_L = estimate(difference_L)
+    if ratio_L is not None:
+        largest = torch.finfo(kl_L.dtype).max / 4  # float16 ends at 65504, before the product of both bounds
+        kl_L = (ratio_L * kl_L).clamp(-largest, largest)
     return kl_L.clamp(-10, 10) if kind == "low_var_kl" else kl_L
+
+
+def _k1(difference_L: Tensor) -> Tensor:
+    return difference_L
+
+
+def _k2(difference_L: Tensor) -> Tensor:
+    return _squared(difference_L) / 2
+
+
+def _squared(difference_L: Tensor) -> Tensor:
+    bound = 128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT  # float16 cannot hold 256²
+    return bounded(difference_L).clamp(-bound, bound).square()
+
+
+def _k3(difference_L: Tensor) -> Tensor:
+    bound = FLOAT16_LOG_RATIO_BOUND if difference_L.dtype == torch.float16 else LOG_RATIO_BOUND
+    difference_L = difference_L.clamp_min(-bound)
+    return (-difference_L).expm1() + difference_L
 
 
 def _unclipped(loss_L: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,7 +426,7 @@ LOSSES: dict[str, TokenLoss] = {
     "ppo": lambda x: ppo_clip(*x.policies, **x.clip_range, dual_clip=x.config.eps_clip_c),
     "gspo": lambda x: gspo(
         x.log_probs_L,
-        x.over_sequence((x.log_probs_L - x.old_log_probs_L).detach(), mean=True),
+        x.over_sequence(bounded(x.log_probs_L.detach() - x.old_log_probs_L), mean=True),
         x.advantages_L,
         **x.clip_range,
     ),
@@ -393,7 +438,9 @@ LOSSES: dict[str, TokenLoss] = {
     "vespo": lambda x: _unclipped(
         vespo(
             x.log_probs_L,
-            x.over_sequence((x.log_probs_L - x.old_log_probs_L).detach().clamp(-20, 20), mean=False),
+            x.over_sequence(
+                bounded(x.log_probs_L.detach() - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), mean=False
+            ),
             x.advantages_L,
         )
     ),

@@ -25,11 +25,20 @@ from slime_tis.correction import (
     Statistics,
     correct,
     interpolate_old_log_probs,
+    is_log_prob,
     off_policy_sequence_mask,
 )
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
 from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, reduced_loss
-from slime_tis.policy.losses import LOSSES, CovarianceLimit, TokenLossInputs, covariance_limit, kl_estimate
+from slime_tis.policy.losses import (
+    LOSSES,
+    CovarianceLimit,
+    TokenLossInputs,
+    bounded,
+    covariance_limit,
+    kl_estimate,
+    policy_ratio,
+)
 from slime_tis.policy.step_sums import STALENESS, TURN, WORKER, LossReduction, LossTerms, StepSums, sums_by
 from slime_tis.policy.tokens import ResponseTokens, expand
 
@@ -159,14 +168,18 @@ class CorrectedMicroBatch:
     train_log_probs_L: Tensor
     """log π_train, the numerator of the weights."""
     correction: Correction[Tensor]
-    opsm_mask_S: Tensor | None
-    """bool, the sequences that off-policy sequence masking (OPSM) accepts; None where it is off."""
+    opsm_mask_L: Tensor | None
+    """bool, the tokens that off-policy sequence masking (OPSM) accepts; None where it is off."""
 
-    def without_opsm(self, mask_L: Tensor, accepted_S: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A mask and its token count per sequence, without the sequences that OPSM rejects."""
-        if self.opsm_mask_S is None:
+    def without_opsm(
+        self, mask_L: Tensor, accepted_S: Tensor, lengths: Sequence[int], ranks: Ranks
+    ) -> tuple[Tensor, Tensor]:
+        """A mask and its token count per sequence, without the tokens that OPSM rejects."""
+        if self.opsm_mask_L is None:
             return mask_L, accepted_S
-        return mask_L & expand(self.opsm_mask_S, lengths), accepted_S * self.opsm_mask_S
+        mask_L = mask_L & self.opsm_mask_L
+        counts_S = torch.stack([part.sum() for part in mask_L.split(lengths)])
+        return mask_L, ranks.over_context(counts_S.double())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,14 +213,12 @@ def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBat
         advantages=tokens.advantages_L,
         global_batch=replace(step.global_batch, ranks=ranks.with_slices(tokens.slices)),
     )
-    mask_S = None
+    opsm_mask_L = None
     if step.policy.use_opsm:
-        advantage_S = torch.stack([part.sum() for part in inputs.advantages_L.split(tokens.lengths)]).double()
-        mask_S = off_policy_sequence_mask(
+        opsm_mask_L = off_policy_sequence_mask(
             inputs.log_probs_L,
             tokens.rollout_log_probs_L if step.policy.opsm_policy == "rollout" else old_L,
-            # The sign is what counts, and all tokens of a sequence share it.
-            ranks.over_context(advantage_S),
+            inputs.advantages_L,
             tokens.loss_mask_L,
             delta=step.policy.opsm_bound,
             nonfinite_policy=config.nonfinite_policy,
@@ -215,7 +226,7 @@ def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBat
             ranks=ranks,
         )
     return CorrectedMicroBatch(
-        old_log_probs_L=old_L, train_log_probs_L=train_L, correction=correction, opsm_mask_S=mask_S
+        old_log_probs_L=old_L, train_log_probs_L=train_L, correction=correction, opsm_mask_L=opsm_mask_L
     )
 
 
@@ -247,7 +258,7 @@ def objective(
 
 
 def rollout_pull(inputs: LossInputs) -> Tensor:
-    """(log π_θ − log π_rollout)² of each token, with gradient, [L]; 0 where a log-prob is not finite.
+    """(log π_θ − log π_rollout)² of each token, with gradient, [L]; 0 where one of both is not a log-prob.
 
     The gradient pulls the policy back to the policy that sampled, also at rejected tokens, whose policy loss has no
     gradient.
@@ -255,8 +266,8 @@ def rollout_pull(inputs: LossInputs) -> Tensor:
     Source: "Kimi K2.5" (https://arxiv.org/abs/2602.02276); prime-rl, src/prime_rl/trainer/rl/loss.py, kl_tau.
     """
     rollout_L, log_probs_L = inputs.tokens.rollout_log_probs_L, inputs.log_probs_L
-    finite_L = rollout_L.isfinite() & log_probs_L.detach().isfinite()
-    return (torch.where(finite_L, log_probs_L, 0.0) - torch.where(finite_L, rollout_L, 0.0)).square()
+    counts_L = is_log_prob(rollout_L) & is_log_prob(log_probs_L.detach())
+    return (torch.where(counts_L, log_probs_L, 0.0) - torch.where(counts_L, rollout_L, 0.0)).square()
 
 
 def whole_mask(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor:
@@ -296,19 +307,23 @@ def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
 def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossStep) -> TokenLosses:
     """The loss per token with its weights, and the mask without rejected tokens."""
     tokens, correction, policy = inputs.tokens, corrected.correction, step.policy
-    mask_L, accepted_S = corrected.without_opsm(correction.mask, correction.accepted_per_sequence, tokens.lengths)
-    # A masked or non-finite token gets ratio 1 before any arithmetic: a NaN behind a mask would still poison the
-    # gradient.
-    log_probs_L = torch.where(mask_L, inputs.log_probs_L, inputs.log_probs_L.detach().nan_to_num())
+    ranks = step.global_batch.ranks
+    mask_L, accepted_S = corrected.without_opsm(
+        correction.mask, correction.accepted_per_sequence, tokens.lengths, ranks
+    )
+    # A masked token, or one without a log-prob, gets ratio 1 before any arithmetic: a NaN behind a mask would still
+    # poison the gradient.
+    counts_L = mask_L & is_log_prob(inputs.log_probs_L.detach())
+    log_probs_L = torch.where(counts_L, inputs.log_probs_L, bounded(inputs.log_probs_L.detach()))
     old_L = corrected.old_log_probs_L
-    old_L = torch.where(mask_L & old_L.isfinite(), old_L, log_probs_L.detach())
+    old_L = torch.where(counts_L & is_log_prob(old_L), old_L, log_probs_L.detach())
     loss_L, clipped_L = LOSSES[step.correction.policy_loss](
         TokenLossInputs(
             log_probs_L=log_probs_L,
             old_log_probs_L=old_L,
             advantages_L=inputs.advantages_L,
-            over_sequence=partial(over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=step.global_batch.ranks),
-            prefix_sums=partial(prefix_sums, mask_L=mask_L, slices=tokens.slices, ranks=step.global_batch.ranks),
+            over_sequence=partial(over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=ranks),
+            prefix_sums=partial(prefix_sums, mask_L=mask_L, slices=tokens.slices, ranks=ranks),
             config=policy,
             selected_L=selected_tokens(corrected.old_log_probs_L, tokens, step),
         )
@@ -324,7 +339,7 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
         )
         if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
             loss_L = custom_loss_L
-            mask_L, accepted_S = corrected.without_opsm(custom_mask_L, custom_accepted_S, tokens.lengths)
+            mask_L, accepted_S = corrected.without_opsm(custom_mask_L, custom_accepted_S, tokens.lengths, ranks)
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
     if policy.staleness_decay < 1:
@@ -332,13 +347,15 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
     kl_L = torch.zeros_like(log_probs_L)
     if policy.use_kl_loss:
         assert tokens.ref_log_probs_L is not None
-        ratio_L = (log_probs_L - old_L).exp() if policy.use_unbiased_kl else None
+        ratio_L = policy_ratio(log_probs_L, old_L) if policy.use_unbiased_kl else None
         kl_L = kl_estimate(log_probs_L, tokens.ref_log_probs_L, policy.kl_loss_type, ratio_L)
+        # −9984 nats of a reference without a log-prob would drown the mean
+        kl_L = torch.where(is_log_prob(tokens.ref_log_probs_L), kl_L, 0.0)
     terms = LossTerms(
         pg_loss=loss_L,
         pg_clipfrac=clipped_L,
         ppo_kl=old_L - log_probs_L,
-        ois=(log_probs_L - old_L).exp(),
+        ois=policy_ratio(log_probs_L, old_L),
         entropy_loss=inputs.entropy_L,
         entropy_gap=(inputs.entropy_L + log_probs_L).detach(),
         kl_loss=kl_L,
@@ -394,8 +411,8 @@ def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenL
     workers_L = tokens.workers_L
     original = _reduction(tokens.loss_mask_L > 0, masked_in_S, tokens, step)
     opsm_clipped = None
-    if corrected.opsm_mask_S is not None:
-        opsm_clipped = original.sum_each((~expand(corrected.opsm_mask_S, tokens.lengths)).double()[None])[0]
+    if corrected.opsm_mask_L is not None:
+        opsm_clipped = original.sum_each((~corrected.opsm_mask_L).double()[None])[0]
     measured = {name: value.double() for name, value in losses.custom_metrics.items()}
     custom = original.sum_each(torch.stack(list(measured.values()))).unbind() if measured else ()
     counted = float(step.counts)

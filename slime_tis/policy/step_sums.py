@@ -12,12 +12,12 @@ from torch import Tensor
 
 from slime_tis.correction import (
     LOG_RATIO_BOUND,
-    LOG_RATIO_LIMIT,
     GlobalBatch,
     Ranks,
     RolloutCorrectionConfig,
     Statistics,
     correct,
+    is_log_prob,
 )
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.tokens import ResponseTokens, expand
@@ -239,11 +239,11 @@ def sums_by(
 ) -> Tensor:
     """Sums over the tokens of each bucket: count, Δ, e^Δ − 1 and |Δ|, with Δ = log π_train − log π_rollout.
 
-    Tokens whose Δ is not finite, or reaches ±`LOG_RATIO_LIMIT`, are omitted. `number_L` is the int64 number that
+    Tokens without both log-probs (`is_log_prob`) are omitted. `number_L` is the int64 number that
     buckets are ranges of. Returns float64 [buckets, 4], to be added over micro-batches and ranks.
     """
     log_ratio_L = (train_log_probs_L - rollout_log_probs_L).double()
-    valid_L = (loss_mask_L != 0) & (log_ratio_L.abs() < LOG_RATIO_LIMIT)
+    valid_L = (loss_mask_L != 0) & is_log_prob(train_log_probs_L) & is_log_prob(rollout_log_probs_L)
     log_ratio_L = torch.where(valid_L, log_ratio_L, 0.0)
     ratio_minus_1_L = log_ratio_L.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1()
     columns = torch.stack([valid_L.double(), log_ratio_L, ratio_minus_1_L, log_ratio_L.abs()], 1)

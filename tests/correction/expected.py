@@ -36,8 +36,9 @@ class Sequence:
         return self.of_valid(self.delta)
 
 
-def expected_correction(config, train, rollout, loss_mask):
-    batch = [sequence(config, *three) for three in zip(train, rollout, loss_mask, strict=True)]
+def expected_correction(config, train, rollout, loss_mask, *, are_densities=False):
+    is_usable = are_near if are_densities else are_log_probs
+    batch = [sequence(config, *three, is_usable) for three in zip(train, rollout, loss_mask, strict=True)]
     weights, outside, weight_metrics = expected_weights(config, batch)
     rejected, rejection_metrics = expected_rejection(config, batch)
     metrics = mismatch(batch) | weight_metrics | rejection_metrics
@@ -53,9 +54,19 @@ def expected_correction(config, train, rollout, loss_mask):
     return Expected(weights, mask, metrics)
 
 
-def sequence(config, train, rollout, mask):
+def are_log_probs(train, rollout):
+    """Whether both can be log-probs of a token; a NaN compares as false."""
+    return abs(train) < 9984 and abs(rollout) < 9984
+
+
+def are_near(train, rollout):
+    """Whether two log-densities have a usable difference."""
+    return abs(train - rollout) < 1e6
+
+
+def sequence(config, train, rollout, mask, is_usable=are_log_probs):
     differences = [t - r for t, r in zip(train, rollout, strict=True)]
-    finite = [m and math.isfinite(d) and abs(d) < 1e6 for d, m in zip(differences, mask, strict=True)]
+    finite = [m and is_usable(t, r) for t, r, m in zip(train, rollout, mask, strict=True)]
     return Sequence(
         train=[t if ok else 0.0 for t, ok in zip(train, finite, strict=True)],
         delta=[d if ok else 0.0 for d, ok in zip(differences, finite, strict=True)],

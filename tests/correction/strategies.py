@@ -100,7 +100,9 @@ def policy_batch(seed=3, rows=7, width=19):
 
 LOG_PROBS = st.floats(-6.0, 0.5, width=32)
 DELTAS = st.floats(-2.5, 2.5, width=32) | st.floats(-0.0625, 0.0625, width=32)
-WILD = st.sampled_from([float("nan"), float("inf"), float("-inf"), -3.0e38, 3.0e38, -1.0e9, 2.0e6, -25.0, 30.0])
+WILD = st.sampled_from(
+    [float("nan"), float("inf"), float("-inf"), -3.0e38, 3.0e38, -1.0e9, 2.0e6, -1.0e6, -9999.0, -200.0, -25.0, 30.0]
+)
 
 
 @st.composite

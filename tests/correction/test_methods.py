@@ -46,8 +46,41 @@ def test_off_policy_sequence_mask():
     assert [found[policy].tolist()[0] for policy in ("reject", "neutral")] == [False, True]  # means 0.1 and 0.05
     with pytest.raises(ValueError, match=r"sequence 0, position 1: train log-prob 0.0, rollout log-prob nan"):
         off_policy_sequence_mask(current, missing, advantages, masks, delta=0.08, nonfinite_policy="raise")
-    with pytest.raises(ValueError, match="for 4 sequences; pass one each"):
+    with pytest.raises(ValueError, match="for 4 sequences and a mask of shape"):
         off_policy_sequence_mask(current, old, advantages[:2], masks, delta=0.1)
+
+
+OPSM_BY_TOKEN = {  # advantages, mask → accepted tokens; log π_old − log π_θ is 1 at every trained token
+    "signs differ": ([2.0, -1.0, -0.5], [1, 1, 1], [True, False, False]),
+    "a masked token has the largest advantage": ([-1.0, 5.0, -1.0], [1, 0, 1], [False, False, False]),
+    "a masked token has the only negative advantage": ([1.0, -5.0, 1.0], [1, 0, 1], [True, False, True]),
+    "a masked token has no advantage": ([-1.0, math.nan, 1.0], [1, 0, 1], [False, False, True]),
+    "advantages of 0": ([0.0, -0.0, -1.0], [1, 1, 1], [True, True, False]),
+}
+
+
+@pytest.mark.parametrize(("advantages", "mask", "accepted"), OPSM_BY_TOKEN.values(), ids=OPSM_BY_TOKEN)
+def test_opsm_goes_by_the_advantage_of_each_token(advantages, mask, accepted):
+    old, current = torch.full((1, 3), -1.0), torch.full((1, 3), -2.0)
+    if not mask[1]:
+        old[0, 1] = 1e30  # masked garbage is not in the mean
+    inputs = torch.tensor([advantages]), torch.tensor([mask])
+    kept = off_policy_sequence_mask(current, old, *inputs, delta=0.1)
+    assert kept.tolist() == [accepted]
+    near = off_policy_sequence_mask(current, old, *inputs, delta=1.1)
+    assert near.tolist() == [[bool(value) for value in mask]]
+
+
+def test_opsm_of_tokens_is_the_same_in_every_layout():
+    lengths = [3, 2, 0, 1]
+    generator = torch.Generator().manual_seed(4)
+    old, current, advantages = torch.randn(3, 6, generator=generator).unbind()
+    mask = torch.tensor([1, 1, 0, 1, 1, 1])
+    packed = off_policy_sequence_mask(current, old, advantages, mask, delta=0.1, lengths=lengths)
+    inputs = [list(x.split(lengths)) for x in (current, old, advantages, mask)]
+    listed = off_policy_sequence_mask(*inputs, delta=0.1)
+    assert torch.equal(torch.cat(listed), packed)
+    assert not packed.all() and packed.any()
 
 
 def test_topr_by_hand():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, correct
 from slime_tis.correction.modes import LEVELS
+from slime_tis.correction.reference import reference_correct
 from slime_tis.integrations.verl import RolloutCorrectionConfig as VerlConfig
 from tests.correction.strategies import batches, configurations
 
@@ -127,10 +128,50 @@ def test_masks_of_any_dtype(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_of_absurd_log_probs_do_not_overflow(dtype):
     huge = torch.full((300,), torch.finfo(dtype).min, dtype=dtype)
-    found = correct(TOKEN_IS, [huge], [huge], [torch.ones(300)])
+    found = correct(TOKEN_IS, [huge], [huge], [torch.ones(300)], are_densities=True)
     values = found.statistics.metrics()
     assert found.weights[0].tolist() == [1.0] * 300 and values["mismatch_kl"] == 0.0
     assert all(math.isfinite(value) for value in values.values())
+
+
+SENTINELS = {"vLLM": -9999.0, "vLLM in bfloat16": -9984.0, "others": -1e6, "lowest float32": -3.4e38}
+
+
+@pytest.mark.parametrize("sentinel", SENTINELS.values(), ids=SENTINELS)
+@pytest.mark.parametrize("other", [-0.5, 0.0, -200.0, -9999.0, -1e6], ids=str)
+@pytest.mark.parametrize("side", ["train", "rollout"])
+def test_a_sentinel_is_minus_infinity_on_either_side(side, other, sentinel):
+    """Each log-prob is judged by itself: the difference to the other one may be anything, 0 included."""
+    config = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="sequence")
+
+    def corrected(value):
+        pair = [torch.tensor([[-1.0, value]]), torch.tensor([[-1.2, other]])]
+        train, rollout = pair if side == "train" else reversed(pair)
+        found = correct(config, train, rollout, torch.ones(1, 2))
+        by_reference = reference_correct(config, train, rollout, torch.ones(1, 2))
+        assert torch.equal(found.mask, by_reference.mask)
+        return found
+
+    found, expected = corrected(sentinel), corrected(-INF)
+    assert found.weights[0, 1] == 0.0
+    assert torch.equal(found.mask, expected.mask)
+    assert found.statistics.metrics() == expected.statistics.metrics()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("value", "is_legal"), [(-200.0, True), (-9000.0, True), (-9999.0, False)], ids=str)
+def test_low_log_probs_are_legal_in_every_dtype(value, is_legal, dtype):
+    low, ordinary = torch.tensor([[value]], dtype=dtype), torch.tensor([[-1.0]], dtype=dtype)
+    for pair in ((low, ordinary), (ordinary, low), (low, low)):
+        found = correct(TOKEN_IS, *pair, torch.ones(1, 1))
+        assert found.mask.item() == is_legal
+
+
+def test_log_densities_have_no_lowest_value():
+    train, rollout = torch.tensor([[-50_000.0, -1e5]]), torch.tensor([[-50_000.5, -1e5]])
+    found = correct(TOKEN_IS, train, rollout, torch.ones(1, 2), are_densities=True)
+    assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
+    assert not correct(TOKEN_IS, train, rollout, torch.ones(1, 2)).mask.any()
 
 
 def test_empty_batches_and_sequences():

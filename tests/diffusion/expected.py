@@ -26,7 +26,7 @@ class ExpectedLoss:
 
 def expected_trajectories(config, train, rollout):
     """The correction of a batch, every step being valid."""
-    return expected_correction(config, train, rollout, [[True] * len(row) for row in train])
+    return expected_correction(config, train, rollout, [[True] * len(row) for row in train], are_densities=True)
 
 
 def expected_metrics(config, train, rollout, timesteps=None):

@@ -108,8 +108,10 @@ def test_unbiased_kl_equals_slime_and_miles(case):
     ratio = (log_prob - old).exp() if case.params["unbiased"] else None
     kl = kl_estimate(log_prob, case.input("ref"), case.params["kl_loss_type"], ratio)
     expected, mask = case.output("values"), case.input("mask").bool()
-    torch.testing.assert_close(kl.detach()[mask], expected[mask], rtol=1e-5, atol=1e-6)
-    check(case, kl, log_prob, "token-mean")
+    bounded = (log_prob.detach() - case.input("ref")).abs() <= 20  # the peers have no bound
+    torch.testing.assert_close(kl.detach()[mask & bounded], expected[mask & bounded], rtol=1e-5, atol=1e-6)
+    if bounded[mask].all():
+        check(case, kl, log_prob, "token-mean")
 
 
 @pytest.mark.parametrize("case", [*cases("slime.opsm"), *cases("miles.opsm"), *cases("trl.off_policy_mask")])
@@ -245,7 +247,7 @@ def test_cppo_equals_its_algorithm(batch):
     step = step_for(config, eps_clip=bound, experimental_cppo_budget=budget)
     value, gradient, _ = step_of(case, step)
     log_prob, old, advantage, mask = (case.input(name).double() for name in ("logp", "old", "advantages", "mask"))
-    expected, dropped = torch.zeros_like(gradient), 0
+    expected, dropped, total = torch.zeros_like(gradient), 0, 0.0
     for row in range(len(mask)):
         tokens = mask[row].nonzero().flatten().tolist()
         prefix = weights = 0.0
@@ -253,16 +255,18 @@ def test_cppo_equals_its_algorithm(batch):
             place = row, column
             weight = 1 - 0.2 / max(len(tokens) - 1, 1) * (t - 1)
             divergence = weight * (log_prob[place].exp() - old[place].exp()).abs().item()
-            ratio = (log_prob[place] - old[place]).exp().item()
+            log_ratio = (log_prob[place] - old[place]).item()
+            ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
             limit = min(bound, bound + budget * weights - prefix)
             if advantage[place] * (ratio - 1) <= 0 or divergence <= limit:
-                expected[place] = -ratio * advantage[place]
+                total -= ratio * advantage[place].item()
+                expected[place] = -ratio * advantage[place] if abs(log_ratio) <= 20 else 0.0
             else:
                 dropped += 1
             prefix, weights = prefix + divergence, weights + weight
     assert dropped
     torch.testing.assert_close(gradient, expected / mask.sum(), rtol=1e-5, atol=1e-7)
-    assert value.item() == pytest.approx(expected.sum().item() / mask.sum().item(), rel=1e-5)
+    assert value.item() == pytest.approx(total / mask.sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - COVARIANCE_LOSSES))
@@ -304,6 +308,9 @@ def test_kl_cov_equals_verl(case):
     config = PolicyConfig(cov_ratio=options["kl_cov_ratio"])
     limit = losses.covariance_limit(log_prob, advantage, case.input("mask"), config, "kl_cov")
     selected = limit.selects(log_prob.detach(), advantage) & (case.input("mask") > 0)
+    if (log_prob.detach() - old)[case.input("mask") > 0].abs().max() > 20:  # verl has no bound here
+        assert case.batch == "tiny"
+        return
     if selected.sum() > max(1, int(options["kl_cov_ratio"] * case.input("mask").sum())):
         assert case.batch == "tiny"  # equal covariances, of which verl takes one
         return
@@ -326,6 +333,9 @@ def test_clip_cov_equals_verl_without_its_draw(case):
         assert 0 <= selected.sum() <= dropped.sum() + 1
         return
     assert torch.equal(selected, dropped)
+    if (log_prob.detach() - old)[mask > 0].max() > 20:  # verl has no bound here
+        assert case.batch == "tiny"
+        return
     loss, _ = clip_cov(log_prob, old, advantage, selected, **clips)
     check(case, loss, log_prob, "token-mean")
 

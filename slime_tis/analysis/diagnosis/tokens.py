@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.analysis.dumps.table import TokenTable
+from slime_tis.analysis.dumps.table import TokenTable, are_log_probs
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -69,8 +69,8 @@ class Tokens:
 
     @property
     def finite(self) -> Mask:
-        """[N] whether both log-probs are finite."""
-        return np.isfinite(self.train) & np.isfinite(self.rollout)
+        """[N] whether the token has log-probs of both engines."""
+        return are_log_probs(self.train) & are_log_probs(self.rollout)
 
     @property
     def log_ratio(self) -> Floats:

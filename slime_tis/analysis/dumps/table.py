@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from slime_tis.correction import LOG_PROB_LIMIT
 from slime_tis.errors import first_line, quoted
 
 Float32 = NDArray[np.float32]
@@ -210,8 +211,8 @@ class TokenTable:
 
     @property
     def valid(self) -> Bool:
-        """[N] whether a token is trained on and its log-probs of both engines are finite."""
-        return (self.loss_mask > 0) & np.isfinite(self.policy_log_prob) & np.isfinite(self.rollout_log_prob)
+        """[N] whether a token is trained on and has log-probs of both engines."""
+        return (self.loss_mask > 0) & are_log_probs(self.policy_log_prob) & are_log_probs(self.rollout_log_prob)
 
     @property
     def policy_log_prob(self) -> Float32:
@@ -297,6 +298,13 @@ class TokenTable:
         chosen = self.select(lowest_priorities(priority, self.response_length, max_tokens))
         size = self.metadata.get("sampled") or {"samples": len(self), "tokens": self.tokens}
         return replace(chosen, metadata={**self.metadata, "sampled": size})
+
+
+def are_log_probs(values: NDArray[Any]) -> Bool:
+    """Whether each value can be a log-prob: finite, and not an engine's code for minus infinity."""
+    with np.errstate(invalid="ignore"):  # NaN compares as false
+        log_probs: Bool = np.abs(values) < LOG_PROB_LIMIT
+    return log_probs
 
 
 def worker_name(names: Sequence[Any], index: int) -> str:
