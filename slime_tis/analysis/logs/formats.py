@@ -21,6 +21,8 @@ MAX_LINE = 1 << 20
 """Longest line of a text log, bytes."""
 MAX_JSON = 1 << 26
 """Largest JSON file, bytes: it is parsed at once."""
+MAX_JSON_VALUES = 2_000_000
+"""Values of a JSON file; each takes up to 150 bytes in Python."""
 MAX_RECORD = 1 << 26
 """Largest record of a binary log, bytes."""
 STEP_COLUMNS = ("step", "_step", "global_step", "train/global_step", "training/global_step", "trainer/global_step")
@@ -176,6 +178,8 @@ def trainer_state(file: BinaryIO, path: Path) -> Iterator[Value]:
     text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
         raise ValueError(f"it has more than {MAX_JSON >> 20} MiB")
+    if text.count(b",") > MAX_JSON_VALUES:
+        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
     state = json.loads(text)
     history = state.get("log_history", []) if isinstance(state, dict) else None
     if not isinstance(history, list):

@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 from slime_tis.analysis.logs.peer_metrics import OWN_PREFIXES, PEER_METRICS
 from slime_tis.rules import METRIC_PREFIXES
@@ -12,8 +12,8 @@ MAX_STEPS = 200_000
 """Steps of a log."""
 MAX_STEP = 2**53
 """Largest number of a step, exact as a float."""
-MAX_METRICS = 100
-"""Metrics of a log that are kept, apart from MISMATCH_NAMES."""
+MAX_METRICS = 20
+"""Metrics below KEPT_PREFIXES that are kept, the first ones of a log."""
 MISMATCH_NAMES = frozenset(
     [
         *(peer.metric for peer in PEER_METRICS.values()),
@@ -60,6 +60,7 @@ class LogTable(Sequence[Mapping[str, float]]):
         self._columns: dict[str, array[float]] = {}
         self._is_present: dict[str, bytearray] = {}
         self._order: list[tuple[int, int]] = []
+        self._kept_by_prefix = 0
         self.framework = ""
         """Framework whose mismatch metrics the log has; empty if unknown."""
 
@@ -101,7 +102,10 @@ class LogTable(Sequence[Mapping[str, float]]):
     def _is_kept(self, name: str) -> bool:
         if name in KEPT_NAMES or name in self._columns:
             return True
-        return name.startswith(KEPT_PREFIXES) and len(self._columns) < MAX_METRICS
+        if not name.startswith(KEPT_PREFIXES) or self._kept_by_prefix >= MAX_METRICS:
+            return False
+        self._kept_by_prefix += 1
+        return True
 
     @property
     def has_mismatch(self) -> bool:
@@ -116,6 +120,10 @@ class LogTable(Sequence[Mapping[str, float]]):
 
     def __len__(self) -> int:
         return len(self._row_of_step)
+
+    def __iter__(self) -> Iterator["LogRow"]:
+        for step, row in self._rows():
+            yield LogRow(self, step, row)
 
     @overload
     def __getitem__(self, index: int) -> "LogRow": ...
@@ -153,6 +161,11 @@ class LogRow(Mapping[str, float]):
         if value is None:
             raise KeyError(name)
         return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a metric, without the exception of Mapping.get, as reports ask for each name in each row."""
+        value = float(self._step) if name == "step" else self._table.value(self._row, name)
+        return default if value is None else value
 
     def __iter__(self) -> Iterator[str]:
         yield "step"
