@@ -38,6 +38,19 @@ def metrics_of(**options):
     return correct(config, TRAIN, ROLLOUT, MASK).statistics.metrics()
 
 
+def test_means_of_weights_just_below_1_keep_their_digits():
+    log_ratio = torch.full((1, 1000), -4e-6)  # a float32 sum of 1,000 weights has errors of 3e-5
+    config = RolloutCorrectionConfig(use_tis=True)
+    metrics = correct(config, log_ratio, torch.zeros(1, 1000), torch.ones(1, 1000)).statistics.metrics()
+    assert 1 - metrics["mis_seq_weight_min"] == pytest.approx(4e-6, rel=1e-2)
+
+
+def test_noise_of_an_empty_batch_is_0():
+    config = RolloutCorrectionConfig(use_rs=True, rs_level="sequence", rs_z_score=3.0)
+    bounds = correct(config, *torch.zeros(3, 2, 4).unbind()).global_batch.adaptive_bounds
+    assert bounds is not None and bounds.k3.item() == 0.0
+
+
 MEAN, SQUARE = 11 / 12, (2.25 + 1 + 0.0625) / 3
 
 

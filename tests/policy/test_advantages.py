@@ -243,6 +243,16 @@ def test_minimum_variance_baseline_equals_vcpo(case):
     torch.testing.assert_close(found[finite], expected[finite], rtol=1e-5, atol=1e-6)
 
 
+def test_a_sample_without_a_gradient_has_no_part_in_the_baseline():
+    rewards, group = torch.tensor([1.0, 3.0]), torch.tensor([0, 0])
+    found = minimum_variance_baseline(rewards, group, torch.tensor([0.0, 2.0]))
+    assert found.tolist() == [-2.0, 0.0]
+
+
+def test_whitening_an_empty_batch_gives_an_empty_batch():
+    assert whiten(torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 4)
+
+
 def test_minimum_variance_and_optimal_token_baselines_at_the_limits():
     # Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no baseline.
     rewards, group = torch.tensor([1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 7, 7])
