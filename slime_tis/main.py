@@ -86,7 +86,12 @@ def _run(chosen: argparse.Namespace) -> int:
 
         if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
             sys.stdout.reconfigure(encoding="utf-8")
-        text = port_script(chosen.script).removesuffix("\n")
+        ported = port_script(chosen.script, gpu_memory=chosen.gpu_memory)
+        print(ported.text, end="")
+        if ported.refusals:
+            print("train.py refuses the command:", *ported.refusals, sep="\n  ", file=sys.stderr)
+            return 2
+        return 0
     elif chosen.command == "plan":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made on the CPU
         from slime_tis.trainer.cli.arguments import read_layout
@@ -161,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("port", "print a launch script of slime in the flags of train.py, without running it")
     add("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
+    memory = "memory of a GPU, for the check whether the layout fits (default %(default)g)"
+    add("--gpu-memory", type=float, default=80.0, metavar="GIB", help=memory)
 
     add = command(
         "plan",

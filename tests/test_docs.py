@@ -17,7 +17,7 @@ from slime_tis.integrations import verl
 from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
-from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED
+from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED, VALUES
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.metrics import rollout_metrics
 from tests.checkpoints import make_checkpoint, make_task
@@ -344,7 +344,7 @@ OTHER_PROGRAMS = """
 )
 def test_every_flag_exists(page):
     known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help", *OTHER_PROGRAMS.split()}
-    known |= {*FIXED, *RESTATED, *RENAMED, *(flag for flags in ADVICE for flag in flags.split())}
+    known |= {*FIXED, *RESTATED, *RENAMED, *(flag for flags in ADVICE for flag in flags.split()), *VALUES}
     known |= {f"--no-{name[2:]}" for name in known}
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
     assert {name for name in found - known if not name.startswith("--sglang-")} == set()  # those go to the servers

@@ -4,14 +4,16 @@ import shlex
 
 import pytest
 
+from slime_tis.main import main
 from slime_tis.trainer.cli.launch_script import legible, read_launch
 from slime_tis.trainer.cli.port import port_script
 
 FILES = {
     "train.jsonl": '{"prompt": "21>", "label": "12"}\n',
-    "model/config.json": '{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 36, "hidden_size": 2560, '
-    '"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1000000}',
-    "models/tiny.sh": "MODEL_ARGS=(\n   --swiglu --num-layers 36 --hidden-size 2560 --num-attention-heads 32\n"
+    "model/config.json": '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, '
+    '"hidden_size": 2560, "intermediate_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, '
+    '"rope_theta": 1000000, "vocab_size": 64}',
+    "models/tiny.sh": "MODEL_ARGS=(\n   --swiglu --num-layers 2 --hidden-size 2560 --num-attention-heads 32\n"
     '   --num-query-groups 8 --rotary-base "${ROTARY_BASE:-1000000}" --qk-layernorm\n)',
     "models/small.sh": 'ROTARY_BASE=5 source "$(dirname -- "${BASH_SOURCE[0]}")/tiny.sh"',
 }
@@ -29,7 +31,7 @@ CKPT_ARGS=(
    --load DIRECTORY/saved/ --save DIRECTORY/saved
    --prompt-data DIRECTORY/train.jsonl --input-key prompt --label-key label --rm-type deepscaler
    --num-rollout 10 --rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32
-   --rollout-max-response-len 64 --balance-data --update-weight-buffer-size $((512 * 1024))
+   --rollout-max-response-len 64 --balance-data --update-weight-buffer-size $((512 * 1024 * 1024))
    --advantage-estimator gspo   # by sequences
    --eps-clip 3e-4 --kl-loss-coef 0.0 --kl-loss-type k1 --tis-clip 2
    # --use-tis
@@ -51,15 +53,17 @@ ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="$RUNTIME" -
 PORTED = """--hf-checkpoint DIRECTORY/model --load DIRECTORY/saved --save DIRECTORY/saved
 --prompt-data DIRECTORY/train.jsonl --input-key prompt --label-key label --rm-type deepscaler
 --num-rollout 10 --rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --rollout-max-response-len 64
---eps-clip 3e-4 --lr 1e-6 --lr-decay-style constant --adam-beta2 0.98 --eval-prompt-data aime DIRECTORY/train.jsonl
+--sglang-bucket-mb 512 --eps-clip 3e-4 --lr 1e-6 --lr-decay-style constant --adam-beta2 0.98
+--eval-prompt-data aime DIRECTORY/train.jsonl
 --tensor-model-parallel-size 2 --sequence-parallel --use-dynamic-batch-size --max-tokens-per-gpu 9216
 --sglang-mem-fraction-static 0.7 --sglang-concurrency 512 --use-tensorboard --tb-experiment-name "a 'b'"
 --advantage-estimator grpo --policy-loss gspo
---rollout-engine sglang --sglang-launch 2 --sglang-tp-size 2 --sglang-base-gpu-id 4 --bf16 --eval-temperature 1.0"""
+--rollout-engine sglang --sglang-launch 2 --sglang-tp-size 2 --sglang-base-gpu-id 4 --bf16 --eval-temperature 1.0
+--use-distributed-optimizer"""
 COMMENTS = (
     "the sourced file '${FOLDER}/none.sh' is not found; what it sets is missing.",
     "GPUS is set under a condition; '8' is taken. EVAL_ARGS is unset and expands to nothing.",
-    "--update-weight-buffer-size $((512 * 1024)): the value is known when the script runs",
+    "--update-weight-buffer-size 536870912 is --sglang-bucket-mb 512.",
     "--ref-load DIRECTORY/model_torch_dist is dropped",
     "--load DIRECTORY/saved/ resumes from this program's checkpoints",
     "--advantage-estimator gspo becomes --advantage-estimator grpo --policy-loss gspo.",
@@ -67,10 +71,10 @@ COMMENTS = (
     "--sglang-server-concurrency 512 is --sglang-concurrency 512.",
     "--kl-loss-coef is 0.0 but has no effect",
     "--tis-upper-bound is 2.0 but has no effect",
-    "--swiglu, --num-layers 36, --hidden-size 2560,",
+    "--swiglu, --num-layers 2, --hidden-size 2560,",
     "--balance-data: train.py chooses",
     "--wandb-key ${WANDB_KEY}: use WANDB_API_KEY",
-    "--frobnicate 3: neither",
+    "--frobnicate 3 is dropped: neither",
 )
 
 
@@ -84,8 +88,9 @@ def write(folder, text):
 
 def ported(folder, text):
     """The command printed for a script in one line, and the comments after it in another."""
-    command, _, comments = port_script(str(write(folder, text))).partition("\n#\n")
-    return command.replace(" \\\n  ", "").partition("\n")[2], " ".join(comments.replace("#", " ").split())
+    script = port_script(str(write(folder, text)))
+    comments = script.text.partition("\n#\n")[2]
+    return script.command.replace(" \\\n  ", ""), " ".join(comments.replace("#", " ").split())
 
 
 def test_a_script_in_slimes_form_is_ported_and_explained(tmp_path):
@@ -93,7 +98,7 @@ def test_a_script_in_slimes_form_is_ported_and_explained(tmp_path):
     assert shlex.split(command) == ["torchrun", "--nproc-per-node", "4", "train.py", *shlex.split(PORTED)]
     assert [comment for comment in COMMENTS if comment not in comments] == []
     assert "HAS_NVLINK" not in comments  # only ray gets it
-    assert "train.py says" not in comments
+    assert "train.py refuses" not in comments
 
 
 # (flags added to RUN, part of the command, part of the comments)
@@ -102,7 +107,7 @@ ADDED = {
     "no tensor parallelism": ("--tensor-model-parallel-size 1", "", "--sequence-parallel is on but"),
     "too few GPUs": ("--tensor-model-parallel-size 8", "--sglang-url http://SERVER:30000", "with --tp-size 2 --mem"),
     "large servers": ("--rollout-num-gpus-per-engine 16", "--sglang-url http://SERVER:30000", "with --tp-size 16"),
-    "refused": ("--lr fast", "--lr fast", "on this machine train.py says: --lr is 'fast' but must be a number"),
+    "refused": ("--lr fast", "--lr fast", "train.py refuses: --lr is 'fast' but must be a number"),
     "another model": ("--num-layers 28", "", "--num-layers is '28' but"),
 }
 
@@ -111,25 +116,40 @@ ADDED = {
 def test_train_py_answers_the_command(tmp_path, flags, part, comment):
     command, comments = ported(tmp_path, f"{RUN.rstrip()} {flags}")
     assert part in command and comment in comments
-    assert ("train.py says" in comments) == (flags == "--lr fast")
+    assert ("train.py refuses" in comments) == (flags == "--lr fast")
     assert "--eval-top-k" not in command and "--num-layers" not in command
 
 
+RAW_REWARDS = "--custom-reward-post-process-path slime_tis.trainer.rewards.raw.raw_rewards"
 MIS = "mis.compute_mis_weights_with_cp"
 PATH = 'PYTHONPATH="/x:${X}/y" torchrun --nproc-per-node 8 train.py --lr'
 # (script, part of the printed command)
 COMMANDS = {
     "train.py --update-weight-buffer-size 536870912": "train.py --sglang-bucket-mb 512 --rollout-engine",
-    "train.py --advantage-estimator reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus_baseline",
+    "train.py --advantage-estimator reinforce_plus_plus": f"--advantage-estimator grpo {RAW_REWARDS}",
+    "train.py --advantage-estimator reinforce_plus_plus_baseline": (
+        "--advantage-estimator grpo --disable-grpo-std-normalization"
+    ),
+    "train.py --disable-rewards-normalization --n-samples-per-prompt 1": RAW_REWARDS,
+    "train.py --num-rollout 100000000": "--num-rollout 10000000",
+    "train.py --use-dynamic-batch-size --micro-batch-size 2": "train.py --use-dynamic-batch-size --rollout-engine",
+    "train.py --hf-checkpoint /x/${1}": 'train.py --hf-checkpoint "${HF_CHECKPOINT}" --rollout-engine',
+    "train.py --prompt-data /x/p.parquet@[0:3000]": "--prompt-data '/x/p.parquet@[0:3000]'",
+    "train_async.py --rollout-function-path mine.generate --custom-generate-function-path mine.one": (
+        "train.py --rollout-function-path mine.generate --rollout-engine"
+    ),
     "train.py --load /ckpt": "train.py --rollout-engine",
     "train.py --lr 1 --lr 2 --seed=7": "train.py --lr 2 --seed 7 --rollout-engine",
     f"train.py --custom-tis-function-path examples.train_infer_mismatch_helper.{MIS}": f"-path custom_tis.{MIS}",
-    "train.py --rollout-function-path slime.rollout.sft_rollout.generate_rollout": "train.py --rollout-engine",
     "train_async.py": "train.py --rollout-lookahead 1 --rollout-engine",
     "train.py --actor-num-gpus-per-node 4 --rollout-num-gpus 4": "node 4 train.py --rollout-engine sglang"
     " --sglang-launch 4 --sglang-base-gpu-id 4 --bf16",
     "train.py --actor-num-nodes 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4": "torchrun --nnodes 2"
-    " --nproc-per-node 8 train.py --rollout-engine sglang --sglang-launch 2 --sglang-tp-size 4 --sglang-base-gpu-id 8",
+    " --nproc-per-node 8 train.py --rollout-engine sglang --sglang-url http://SERVER:30000",
+    "train.py --actor-num-gpus-per-node 8 --rollout-num-gpus 8": "node 8 train.py --rollout-engine sglang"
+    " --sglang-url http://SERVER:30000",
+    "train.py --colocate --tensor-model-parallel-size 4 --expert-model-parallel-size 8"
+    " --expert-tensor-parallel-size 1": "torchrun --nproc-per-node 8 train.py",
     "train.py --colocate --tensor-model-parallel-size 2 --context-parallel-size 2": "node 4 train.py"
     " --tensor-model-parallel-size 2 --context-parallel-size 2"
     " --rollout-engine sglang --sglang-launch 4 --sglang-base-gpu-id 4",
@@ -151,7 +171,87 @@ def test_printed_command(tmp_path, text, printed):
     assert printed in ported(tmp_path, f"D=/x; {text}")[0]
 
 
-TINY = "--swiglu --num-layers 36 --hidden-size 2560 --num-attention-heads 32 --num-query-groups 8 --rotary-base"
+TINY = "--swiglu --num-layers 2 --hidden-size 2560 --num-attention-heads 32 --num-query-groups 8 --rotary-base"
+COMPLETE = (
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --num-rollout 2 --rollout-max-response-len 8 --rm-type math "
+    "--prompt-data /none/p.jsonl --micro-batch-size 1"
+)
+
+
+def test_all_refusals_are_listed_before_any_file(tmp_path):
+    flags = "--hf-checkpoint /none/Mine --lr fast --eps-clip 7 --lr-decay-style odd --max-tokens-per-gpu 5"
+    script = port_script(str(write(tmp_path, f"python train.py {COMPLETE} {flags}")))
+    assert [refusal.split()[0] for refusal in script.refusals] == ["--lr", "--lr-decay-style", "--eps-clip"]
+    assert "--max-tokens-per-gpu is 5 but has no effect" in script.text
+    assert "--prompt-data /none/p.jsonl" in script.text
+    assert all(line.startswith("#") for line in script.text.splitlines())
+
+
+# (flags, part of the reason)
+OTHER_EXPERIMENTS = {
+    "adapters": ("--lora-rank 32 --lora-alpha 32 --target-modules all-linear", "trains all weights"),
+    "distillation": ("--use-opd --opd-type sglang", "no on-policy distillation"),
+    "critic": ("--advantage-estimator ppo", "there is no critic"),
+    "fine-tuning": ("--loss-type sft_loss", "no supervised fine-tuning"),
+    "fp8 training": ("--fp8-format e4m3", "training is in bf16, fp16 or fp32"),
+    "another optimizer": ("--optimizer muon", "always adam here"),
+    "KL in the reward": ("--kl-coef 0.01", "--kl-coef is '0.01' but always 0"),
+    "images": ("--multimodal-keys '{}'", "prompts are text"),
+    "hook of Megatron": ("--custom-megatron-init-path a.b", "inside the training engine"),
+    "latent attention": ("--multi-latent-attention", "layers that this program lacks"),
+}
+
+
+@pytest.mark.parametrize(("flags", "reason"), OTHER_EXPERIMENTS.values(), ids=OTHER_EXPERIMENTS)
+def test_another_experiment_is_no_command(tmp_path, capsys, flags, reason):
+    path = write(tmp_path, f"python train.py {COMPLETE} --hf-checkpoint /none/Qwen3-4B {flags}")
+    assert main(["port", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "is an experiment that train.py cannot run" in printed.err and reason in printed.err
+
+
+# (--hf-checkpoint, flags, part of the text)
+MODELS = {
+    "sizes of the script": ("/none/m", f"{TINY} 1000000 --vocab-size 64 --ffn-hidden-size 64 --lr 1", ""),
+    "published": ("/none/Qwen3-32B", "--lr 1", "pipeline stage 0 does not fit"),
+    "unknown": ("/none/Mine", "--lr 1", "neither config.json nor the script gives the model's sizes"),
+    "too many heads": ("/none/Qwen3-4B", "--tensor-model-parallel-size 3", "num_key_value_heads is 8"),
+    "unsupported name": ("/none/Kimi-K2-Instruct", "--lr 1", "of an unsupported family"),
+    "quantized name": ("/none/Qwen3-4B-FP8", "--lr 1", "by its name quantized"),
+}
+
+
+@pytest.mark.parametrize(("model", "flags", "part"), MODELS.values(), ids=MODELS)
+def test_model_of_another_machine_is_checked(tmp_path, model, flags, part):
+    text = port_script(str(write(tmp_path, f"python train.py {COMPLETE} --hf-checkpoint {model} {flags}"))).text
+    assert part in " ".join(text.replace("#", " ").split())
+    assert ("# memory:" in text) == (model not in ("/none/m", "/none/Qwen3-4B-FP8"))
+
+
+def test_expert_layout_of_slimes_script_runs_by_plan(tmp_path, capsys):
+    layout = (
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 "
+        "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 8192 --global-batch-size 32"
+    )
+    launch = "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 8"
+    complete = COMPLETE.replace("--micro-batch-size 1", "")
+    line = f"python train.py {launch} {complete} --hf-checkpoint /none/Qwen3-30B-A3B {layout}"
+    assert main(["port", str(write(tmp_path, line))]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1].startswith("torchrun --nproc-per-node 8 train.py")
+    assert "--sglang-launch" not in printed
+    assert "does not fit" not in printed
+
+
+def test_missing_sourced_file_keeps_its_name(tmp_path):
+    folder = "/very/long/directory" * 8
+    comments = ported(tmp_path, f"source {folder}/models/qwen3-4B.sh\npython train.py ${{MODEL_ARGS[@]}} --lr 1")[1]
+    assert "/models/qwen3-4B.sh' is not found" in comments
+    assert "MODEL_ARGS is unset" not in comments
+
+
 MODEL = "\npython train.py ${MODEL_ARGS[@]}"
 # (script, words after train.py)
 SCRIPTS = {
@@ -172,6 +272,10 @@ SCRIPTS = {
     "the last of two": ("for ((i=0; i<3; i++)); do B+=($i); done\npython train.py --a\npython train.py --b", "--b"),
     "slime's models": (f"source /root/slime/scripts/models/tiny.sh{MODEL}", f"{TINY} 1000000 --qk-layernorm"),
     "model from a model": (f". models/small.sh{MODEL}", f"{TINY} 5 --qk-layernorm"),
+    "arithmetic": (
+        "N=16 P=8\npython train.py --n $((N / ${P} + 2 * 3)) --m $((N ** 9))",
+        ["--n", "8", "--m", "$((N ** 9))"],
+    ),
     "own folder": ('python train.py "$(cd "$(dirname "$0")/.." && pwd)" `id`', "DIRECTORY/.. `id`"),
 }
 

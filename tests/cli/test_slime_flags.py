@@ -7,7 +7,17 @@ import pytest
 from slime_tis.limits import flag
 from slime_tis.trainer.cli.options import similar
 from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
-from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED, advice_for, refusal
+from slime_tis.trainer.cli.slime_flags import (
+    ADVICE,
+    FIXED,
+    OTHER_EXPERIMENTS,
+    RENAMED,
+    RESTATED,
+    SLIME_ONLY,
+    VALUES,
+    advice_for,
+    refusal,
+)
 from slime_tis.trainer.options.words import flags_of
 from tests.cli.conftest import configured
 from tests.cli.conftest import refusal as refusal_of
@@ -157,13 +167,14 @@ def test_a_suggestion_is_made_where_it_is_plausible(word, found):
 
 
 def test_no_table_names_a_flag_of_this_program_or_one_flag_twice_and_advice_names_existing_flags():
-    advised = [name for flags in ADVICE for name in flags.split()]
-    names = [*RESTATED, *FIXED, *RENAMED, *(name for name in advised if not name.endswith("*"))]
+    advised = [name for flags in (*ADVICE, *OTHER_EXPERIMENTS) for name in flags.split()]
+    names = [*RESTATED, *FIXED, *RENAMED, *SLIME_ONLY, *(name for name in advised if not name.endswith("*"))]
     assert not FLAGS.intersection(names)
     assert len(set(names)) == len(names)
     assert not [name for name in FLAGS if advice_for(name)]
     servers = {"--nnodes", "--nproc-per-node", "--sglang-tp-size", "--sglang-base-gpu-id", "--sglang-quantization"}
-    recommended = {word.strip(",;:.") for text in ADVICE.values() for word in text.split() if word.startswith("--")}
+    texts = [*ADVICE.values(), *OTHER_EXPERIMENTS.values(), *(new for row in VALUES.values() for new in row.values())]
+    recommended = {word.strip(",;:.") for text in texts for word in text.split() if word.startswith("--")}
     assert recommended <= FLAGS | servers | {"--eval-", "--help"}
 
 
@@ -175,3 +186,45 @@ def test_restated_flags_and_flags_of_servers_are_checked_by_the_command_line(bas
     assert "num_hidden_layers 2" in refusal_of(flags + "--custom-config-path run.yaml --num-layers 28")
     line = base + "--rollout-engine sglang --sglang-launch 1 --sglang-server-concurrency 8"
     assert refusal_of(line) == "--sglang-server-concurrency is --sglang-concurrency here."
+
+
+# (flag and value of slime, what to write here)
+ESTIMATORS = {
+    "cispo": "write --advantage-estimator grpo --policy-loss cispo",
+    "gspo": "write --advantage-estimator grpo --policy-loss gspo",
+    "reinforce_plus_plus": "write --advantage-estimator grpo --custom-reward-post-process-path",
+    "ppo": "there is no critic",
+}
+
+
+@pytest.mark.parametrize(("name", "advice"), ESTIMATORS.items(), ids=ESTIMATORS)
+def test_estimators_of_slime_are_refused_with_advice(base, tmp_path, name, advice):
+    (tmp_path / "run.yaml").write_text(f"advantage_estimator: {name}\n")
+    for source in (f"--advantage-estimator {name}", "--custom-config-path run.yaml"):
+        message = refusal_of(f"{base} {source}")
+        assert f"is '{name}' but must be one of grpo, " in message
+        assert advice in message
+
+
+# (flag of slime, part of the message)
+WITHOUT_COUNTERPART = {
+    "--use-rollout-entropy": "it is slime's, and this program has no counterpart",
+    "--log-passrate": "it is slime's, and this program has no counterpart",
+    "--value-clip 0.2": "there is no critic",
+    "--custom-megatron-before-train-step-hook-path a.b": "no function is called inside the training engine",
+    "--custom-convert-samples-to-train-data-path a.b": "no function is called on the converted batch",
+    "--lora-rank 8": "this program trains all weights",
+    "--megatron-to-hf-mode bridge": "without conversion",
+    "--disable-rewards-normalization": "raw_rewards",
+}
+
+
+@pytest.mark.parametrize(("flags", "part"), WITHOUT_COUNTERPART.items(), ids=WITHOUT_COUNTERPART)
+def test_flags_of_slime_are_never_taken_for_typing_errors(flags, part):
+    message = said(flags)
+    assert part in message
+    assert "is not a flag" not in message
+
+
+def test_loss_type_of_fine_tuning_is_refused_with_advice(base):
+    assert "there is no supervised fine-tuning; use slime" in refusal_of(f"{base} --loss-type sft_loss")

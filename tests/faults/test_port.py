@@ -7,7 +7,10 @@ import re
 from slime_tis.main import main
 from tests.faults.forked import check
 
-TRAIN = "python train.py --lr 1e-6 "
+TRAIN = (
+    "python train.py --lr 1e-6 --hf-checkpoint m --prompt-data p.jsonl --rm-type math --num-rollout 1 "
+    "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8 "
+)
 LONG = 250_000
 """Characters, near the limit of a script: quadratic code would take minutes."""
 
@@ -29,7 +32,7 @@ GOOD_SCRIPTS = {
     "sourcing itself": "source run.sh\n" + TRAIN,
     "substitutions": "X=$(touch RUN)\n" + TRAIN + '--save $(touch RUN) --load "$(touch RUN)" --input-key <(touch RUN)',
     "indirect variable": "X='$(touch RUN)'\n" + TRAIN + "--save ${!X}",
-    "commands in a string": 'bash -c "touch RUN; python train.py --lr 1"',
+    "commands in a string": f'bash -c "touch RUN; {TRAIN}"',
     "trap and functions": "f() { touch RUN; }\ntrap f EXIT\nf\n" + TRAIN,
     "here document": "cat <<EOF\n$(touch RUN)\nEOF\n" + TRAIN,
     "newline in a value": TRAIN + "--save 'a\ntouch RUN\n#'",
@@ -71,7 +74,8 @@ def try_script(text, folder, capsys, statuses, message=""):
     if status not in statuses:
         return f"ended with {status}: {captured.err[:200]}"
     if status == 2:
-        is_one_message = 0 < len(captured.err) < 1000 and not captured.out and message in captured.err
+        are_comments = all(line.startswith("#") for line in captured.out.splitlines())
+        is_one_message = 0 < len(captured.err) < 1000 and are_comments and message in captured.err
         return None if is_one_message else f"said {captured.err[:200]!r}"
     return harmful(captured.out)
 

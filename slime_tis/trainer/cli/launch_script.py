@@ -1,10 +1,12 @@
 """Reads the training command out of a bash launch script; executes nothing.
 
 tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `source`, `$X`, `${X}`, `${X[@]}`,
-`${X:-default}`, and the script's own directory. Other expansions become marks that carry their source text. An
-assignment in a block counts if the variable has no other value; a note names it if the command depends on it.
+`${X:-default}`, `$((A * 2))`, and the script's own directory. Other expansions become marks that carry their source
+text. An assignment in a block counts if the variable has no other value; a note names it if the command depends on it.
 """
 
+import ast
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -18,6 +20,19 @@ MAX_SCRIPT_BYTES = 1 << 18
 MAX_EXPANDED_CHARACTERS = 1 << 22
 """Characters that all variables of a script expand to, together."""
 MAX_FILES = 16
+MAX_SHOWN = 80
+"""Characters of a path in a note."""
+MAX_EXPRESSION = 200
+"""Characters of an arithmetic expansion."""
+MAX_NUMBER = 1 << 53
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+"""Operators in `$((…))` that are calculated, by Python's names."""
 PROGRAMS = ("train.py", "train_async.py")
 
 OPEN, CLOSE, BREAK, QUOTE = "\ue000", "\ue001", "\ue002", "\ue003"
@@ -117,7 +132,10 @@ class LaunchScript:
                 self.notes |= met
                 self.program, self.words = name, []
                 for each in words[index + 1 :]:
-                    if array := UNSET_ARRAY.fullmatch(each):
+                    array = UNSET_ARRAY.fullmatch(each)
+                    if array and array[1] == "MODEL_ARGS":
+                        continue  # config.json has their values
+                    if array:
                         self.notes[f"{array[1]} is unset and expands to nothing"] = None
                     else:
                         self.words.append(each)
@@ -151,7 +169,10 @@ class LaunchScript:
             paths += [each / folder / tail for each in above for folder in ("", "scripts")]
         path = next((path for path in paths if os.path.exists(path)), None)
         if path is None:
-            self.notes[f"the sourced file {legible(name)[:80]!r} is not found; what it sets is missing"] = None
+            shown = legible(name)
+            if len(shown) > MAX_SHOWN:  # the end of a path tells files apart
+                shown = f"…{shown[-MAX_SHOWN:]}"
+            self.notes[f"the sourced file {shown!r} is not found; what it sets is missing"] = None
         elif path.resolve() not in self.files:
             if len(self.files) > MAX_FILES:
                 raise ValueError(f"the script sources more than {MAX_FILES} files.")
@@ -213,9 +234,42 @@ class LaunchScript:
                 if self.expanded > MAX_EXPANDED_CHARACTERS:
                     raise ValueError(f"its variables expand to more than {MAX_EXPANDED_CHARACTERS} characters.")
                 return values
+        if node.type == "arithmetic_expansion":
+            number = self._number(text)
+            if number is not None:
+                return [str(number)]
         if directory := CHANGED_DIRECTORY.fullmatch(text):
             return [self._value(_in_quotes(directory[1].strip()))]
         return [str(self.directory) if OWN_DIRECTORY.match(text) else f"{OPEN}{text}{CLOSE}"]
+
+    def _number(self, text: str) -> int | None:
+        """The value of `$((…))` over whole numbers and known variables; None if it has anything else."""
+
+        def known(match: re.Match[str]) -> str:
+            name = match[1] or match[2]
+            self.met |= self.uncertain.get(name, set())
+            return " ".join(self.variables.get(name, ["?"]))
+
+        expression = re.sub(rf"\$\{{({NAME})\}}|({NAME})", known, text[3:-2])
+        if len(expression) > MAX_EXPRESSION or not re.fullmatch(r"[\d\s()+*/%-]+", expression):
+            return None
+        try:
+            return _calculated(ast.parse(expression.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return None
+
+
+def _calculated(node: ast.AST) -> int:
+    """The value of an expression of whole numbers; division truncates, as bash's does for positive numbers."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    operation = ARITHMETIC.get(type(node.op)) if isinstance(node, ast.BinOp) else None
+    if not isinstance(node, ast.BinOp) or operation is None:
+        raise ValueError("not arithmetic that is followed")
+    value: int = operation(_calculated(node.left), _calculated(node.right))
+    if not 0 <= value <= MAX_NUMBER:
+        raise ValueError("a number that no flag has")
+    return value
 
 
 def read_launch(path: str | Path) -> LaunchScript:

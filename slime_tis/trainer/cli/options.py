@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from enum import IntEnum
 from typing import Any
@@ -65,6 +65,8 @@ class Option:
     metavar: str = ""
     needs: tuple[str, ...] = ()
     suffices: tuple[str, ...] = ()
+    advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What to do instead of values of other programs, by value; for messages."""
 
     @property
     def default_text(self) -> str:
@@ -101,7 +103,9 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
     except _UnfitText as error:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
-        raise ValueError(f"{label} is {quoted(value)} but must be {option.type}.") from None
+        advice = option.advice.get(str(items[0]))
+        hint = "" if advice is None else f"; {advice}"
+        raise ValueError(f"{label} is {quoted(value)} but must be {option.type}{hint}.") from None
 
 
 def is_unset(value: Any) -> bool:

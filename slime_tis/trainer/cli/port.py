@@ -1,223 +1,326 @@
 """`slime-tis port run.sh` prints a slime launch script as a command line of `train.py`, with comments.
 
-The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is executed.
+The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is executed. A script
+that trains something else than this program can is refused, and a command that train.py would refuse is a comment.
 """
 
-import math
 import os
 import re
 import shlex
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime_tis.hf_directory import read_model_config
-from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.launch_script import OPEN, UNSET_VARIABLE, LaunchScript, legible, read_launch
-from slime_tis.trainer.cli.run_options import COMMAND_LINE, FLAGS
-from slime_tis.trainer.cli.slime_flags import RENAMED, advice_for, disagreement, is_checked
+from slime_tis.trainer.cli.launch_script import CLOSE, OPEN, UNSET_VARIABLE, LaunchScript, legible, read_launch
+from slime_tis.trainer.cli.port_check import OPTION_OF, REQUIRED, check
+from slime_tis.trainer.cli.port_gpus import GPUS_PER_NODE, PLACEMENT, Placement, count, place
+from slime_tis.trainer.cli.port_models import model_from_script, name_problem
+from slime_tis.trainer.cli.run_options import FLAGS
+from slime_tis.trainer.cli.slime_flags import (
+    FIXED,
+    FIXED_EXPERIMENT,
+    LAYERS,
+    OTHER_VALUES,
+    RENAMED,
+    VALUES,
+    advice_for,
+    disagreement,
+    experiment_of,
+    is_checked,
+)
 from slime_tis.trainer.options.words import Flag, flags_of
 
-PLACEMENT = (
-    *("--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node", "--colocate", "--rollout-num-gpus"),
-    *("--rollout-num-gpus-per-engine", "--offload", "--offload-train", "--offload-rollout"),
-)
-"""Flags that assign GPUs; torchrun and --sglang-launch replace them."""
 COMMENT_WIDTH = 110
-DEFAULT_GPUS_PER_NODE, MAX_GPUS = 8, 1024
+MOST_ROLLOUTS = 10_000_000
+"""Upper limit of --num-rollout; scripts of servers that never end write more."""
 
-REPLACED = {
-    "train_async.py": "--rollout-lookahead 1",
-    "--advantage-estimator gspo": "--advantage-estimator grpo --policy-loss gspo",
-    "--advantage-estimator cispo": "--advantage-estimator grpo --policy-loss cispo",
-    "--advantage-estimator reinforce_plus_plus": "--advantage-estimator reinforce_plus_plus_baseline",
-    "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": (
-        "--custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp"
-    ),
-    "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
-    "--rollout-function-path fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
-    "--eval-top-k 1": "--eval-temperature 0",
-}
-"""The program, and flags whose value means something else here; and the flags that replace them."""
+PATHS = ("--hf-checkpoint", "--prompt-data")
+"""Paths that train.py requires."""
 DROPPED = {
     "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": "--rollout-engine sglang generates",
-    "--rollout-function-path slime.rollout.sft_rollout.generate_rollout": "use slime for supervised fine-tuning",
     "--ref-load": "it takes a Hugging Face directory, by default --hf-checkpoint",
     "--load": "slime's checkpoints are not read; give weights with --hf-checkpoint",
 }
 """Flags, with or without a value, that are dropped, and the reason."""
-SLIME_DEFAULTS = {
+SLIME_DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "--bf16": (),
     "--micro-batch-size": ("1",),
     "--adam-beta2": ("0.999",),
     "--lr-decay-style": ("linear",),
     "--eval-temperature": ("1.0",),
+    "--use-distributed-optimizer": (),
 }
 """Options with another default in slime or Megatron-core, and that default."""
-OPTION_OF = {flag: option for flag, (option, _) in COMMAND_LINE.spellings.items()}
 SERVER_FLAG = re.compile("--sglang-[A-Za-z0-9-]+")
-NO_EFFECT = re.compile(r"(?s)(--[a-z0-9-]+) is (?:.* but has no effect|on but --tensor-model-parallel-size is 1)")
-"""Refusals of flags that change nothing, which port drops."""
 
-TODO, CHANGED, ADDED, NO_OPS, RESTATES, UNSUPPORTED, REFUSED = TITLES = (
-    "to do by hand",
-    "changed",
-    "added because slime has another default",
-    "dropped because they have no effect",
-    "dropped because config.json or this program has the value",
-    "not supported",
-    "on this machine train.py says",
-)
+TODO = "to do by hand"
+CHANGED = "changed"
+ADDED = "added because slime has another default"
+NO_OPS = "dropped because they have no effect"
+RESTATES = "dropped because config.json or this program has the value"
+UNSUPPORTED = "not supported"
+REFUSED = "train.py refuses"
+MEMORY = "memory"
+MISSING = "not on this machine (the checks used stand-ins)"
+TITLES = (TODO, CHANGED, ADDED, NO_OPS, RESTATES, UNSUPPORTED, REFUSED, MEMORY, MISSING)
 
 
 @dataclass
 class Ported:
     """A command line under construction."""
 
+    script: str
+    """Name of the script."""
     flags: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=lambda: {title: [] for title in TITLES})
     """Comments by title."""
+    other_experiments: dict[str, list[str]] = field(default_factory=dict)
+    """Flags that train something else than this program can, by the reason."""
+    python_path: list[str] = field(default_factory=list)
     launcher: tuple[str, ...] = ()
-    ranks: int = 1
+    placement: Placement | None = None
+
+    @property
+    def refusals(self) -> list[str]:
+        """What train.py refuses in the command."""
+        return self.notes[REFUSED]
+
+    @property
+    def command(self) -> str:
+        """The command for a shell, one flag per line."""
+        path = [f"PYTHONPATH={_quoted(':'.join(self.python_path))}"] if self.python_path else []
+        lines = [" ".join([*path, *self.launcher, "train.py"])]
+        lines += [" ".join([name, *map(_quoted, values)]) for name, values in self.flags.items()]
+        return " \\\n   ".join(lines)
+
+    @property
+    def text(self) -> str:
+        """The command with its comments; a command that train.py refuses is a comment, too."""
+        lines = [f"# {self.script!r} for train.py; nothing of it was executed."]
+        if self.refusals:
+            lines.append("# train.py refuses this command; the reasons are below.")
+            lines += [f"# {line}" for line in self.command.splitlines()]
+        else:
+            lines.append(self.command)
+        for title, notes in self.notes.items():
+            lines += ["#", f"# {title}:"] if notes else []
+            for note in [", ".join(notes)] if title == RESTATES and notes else notes:
+                lines += _comment(note)
+        return "\n".join(lines) + "\n"
 
 
-def port_script(path: str) -> str:
-    """Returns a slime launch script as a command line of train.py, with comments."""
+def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
+    """Returns a slime launch script as a command line of train.py, with comments.
+
+    Args:
+        path: The script.
+        gpu_memory: Memory of a GPU for the check whether the layout fits, GiB.
+
+    Raises:
+        ValueError: The script cannot be read, or trains something else than this program can.
+    """
     launch = read_launch(path)
-    ported = _port(launch)
-    ported.notes[REFUSED] = _drop_no_ops(ported).splitlines()
-    lines = [f"# {Path(path).name!r} for train.py; nothing of it was executed."]
-    python_path = [f"PYTHONPATH={_quoted(':'.join(launch.python_path))}"] if launch.python_path else []
-    command = [" ".join([*python_path, *ported.launcher, "train.py"])]
-    command += [" ".join([name, *map(_quoted, values)]) for name, values in ported.flags.items()]
-    lines.append(" \\\n   ".join(command))
-    for title, notes in ported.notes.items():
-        lines += ["#", f"# {title}:"] if notes else []
-        for note in [", ".join(notes)] if title == RESTATES and notes else notes:
-            lines += _comment(note)
-    return "\n".join(lines) + "\n"
-
-
-def _port(launch: LaunchScript) -> Ported:
-    """The training command of a slime script in this program's flags."""
-    ported = Ported()
+    ported = Ported(script=Path(path).name, python_path=launch.python_path)
     ported.notes[TODO] += [f"{note}." for note in launch.notes]
-    given = {flag.name: flag for flag in (Flag(launch.program), *flags_of(launch.words)[1:])}
-    for shown, flag in {_shown(flag): flag for flag in given.values()}.items():
-        if shown in REPLACED:
-            del given[flag.name]
-            given |= {new.name: new for new in flags_of(REPLACED[shown].split())[1:]}
-            ported.notes[CHANGED].append(f"{shown} becomes {REPLACED[shown]}.")
-    given.pop("train.py", None)
-    try:
-        model = read_model_config(" ".join(given["--hf-checkpoint"].values))
-    except (KeyError, ValueError, OSError):  # on another machine
-        model = None
+    given = _replace_values(launch, ported)
+    directory = " ".join(given["--hf-checkpoint"].values) if "--hf-checkpoint" in given else ""
+    model = _model_on_this_machine(directory)
     for flag in given.values():
         _port_flag(flag, given, model, ported)
+    if model is None and "--spec" in given:
+        ported.other_experiments.setdefault(LAYERS, []).append(_shown(given["--spec"]))
+    if ported.other_experiments:
+        reasons = "".join(f"\n  {', '.join(flags)}: {why}." for why, flags in ported.other_experiments.items())
+        raise ValueError(f"{str(path)!r} is an experiment that train.py cannot run:{reasons}")
     _assign_gpus(given, ported)
-    options = [OPTION_OF.get(name) for name in ported.flags]
-    for name, values in SLIME_DEFAULTS.items():
-        is_unused = name == "--micro-batch-size" and "--use-dynamic-batch-size" in ported.flags
-        if name == "--eval-temperature":  # slime evaluates at the temperature of the rollouts
-            is_unused = "--eval-prompt-data" not in ported.flags
-            values = ported.flags.get("--rollout-temperature", values)
-        if OPTION_OF[name] not in options and not is_unused:
-            ported.flags[name] = values
-            ported.notes[ADDED].append(" ".join([name, *map(legible, values)]))
+    _add_defaults(ported)
+    _check(given, directory, model, gpu_memory, ported)
     return ported
 
 
-def _drop_no_ops(ported: Ported) -> str:
-    """Drops flags that train.py refuses because they have no effect; returns the message of another refusal."""
-    while True:
-        try:
-            rank = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-            argv = [word for name, values in ported.flags.items() for word in (name, *map(legible, values))]
-            configure(argv, {**rank, "WORLD_SIZE": str(ported.ranks)})
-            return ""
-        except (ValueError, OSError) as error:
-            match = NO_EFFECT.match(str(error))
-            option = OPTION_OF.get(match[1]) if match else None
-            dropped = [name for name in ported.flags if option and OPTION_OF.get(name) is option]
-            if not dropped:
-                return str(error)
-            for name in dropped:
-                del ported.flags[name]
-            ported.notes[NO_OPS].append(str(error))
+def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
+    """Returns the script's flags, with those of `VALUES` replaced by flags that mean the same here."""
+    given = {flag.name: flag for flag in flags_of(launch.words)[1:]}
+    if launch.program == "train_async.py":
+        given.setdefault("--rollout-lookahead", Flag("--rollout-lookahead", ("1",)))
+        ported.notes[CHANGED].append("train_async.py becomes --rollout-lookahead 1.")
+    for flag in list(given.values()):
+        new = VALUES.get(flag.name, {}).get(" ".join(flag.values))
+        if new is None:
+            continue
+        del given[flag.name]
+        for replacement in flags_of(new.split())[1:]:
+            given.setdefault(replacement.name, replacement)
+        ported.notes[CHANGED].append(f"{_shown(flag)} becomes {new}.")
+    estimator = given.get("--advantage-estimator")
+    is_baseline = estimator is not None and estimator.values == ("reinforce_plus_plus_baseline",)
+    if is_baseline and "--normalize-advantages" not in given:  # this program's estimator always divides by a deviation
+        new = "--advantage-estimator grpo --disable-grpo-std-normalization"
+        given |= {flag.name: flag for flag in flags_of(new.split())[1:]}
+        ported.notes[CHANGED].append(f"reinforce_plus_plus_baseline without --normalize-advantages becomes {new}.")
+    return given
+
+
+def _model_on_this_machine(directory: str) -> dict[str, Any] | None:
+    try:
+        return read_model_config(directory) if directory else None
+    except (ValueError, OSError):
+        return None
 
 
 def _port_flag(flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None, ported: Ported) -> None:
     """Keeps, changes or drops a flag, and adds the comment."""
-    name, values, value, shown = flag.name, flag.values, " ".join(flag.values), _shown(flag)
-    advice, reason = advice_for(name), DROPPED.get(shown, DROPPED.get(name))
+    name, value, shown = flag.name, " ".join(flag.values), _shown(flag)
+    experiment = experiment_of(name) or OTHER_VALUES.get(name, {}).get(value)
     if name in PLACEMENT:
         return  # _assign_gpus reads them together
-    if is_checked(name):
-        difference = "" if OPEN in value else disagreement(flag, model)
-        ported.notes[TODO if difference else RESTATES].append(difference or shown)
-    elif advice is not None:
-        ported.notes[UNSUPPORTED].append(f"{shown}: {advice}.")
+    if experiment is not None:
+        ported.other_experiments.setdefault(experiment, []).append(shown)
+    elif is_checked(name):
+        _port_checked(flag, model, ported)
+    elif name == "--disable-rollout-global-dataset" and "--rollout-function-path" in given:
+        ported.notes[CHANGED].append(f"{name} is dropped: the rollout function brings its prompts.")
+    elif advice_for(name) is not None:
+        ported.notes[UNSUPPORTED].append(f"{shown}: {advice_for(name)}.")
+    elif not UNSET_VARIABLE.sub("", value).isprintable() and name in (*PATHS, *REQUIRED):
+        variable = name.removeprefix("--").replace("-", "_").upper()
+        ported.flags[name] = (f"{OPEN}${{{variable}}}{CLOSE}",)
+        ported.notes[TODO].append(f"{shown}: the value is known when the script runs; set {variable} to it.")
     elif not UNSET_VARIABLE.sub("", value).isprintable():
         ported.notes[TODO].append(f"{shown}: the value is known when the script runs; add the flag with its value.")
     elif name in RENAMED:
         new = RENAMED[name]
-        ported.flags[new.name] = tuple(map(new.convert, values))
+        ported.flags[new.name] = tuple(map(new.convert, flag.values))
         ported.notes[CHANGED].append(f"{shown} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
     elif name not in FLAGS and not SERVER_FLAG.fullmatch(name):
-        ported.notes[UNSUPPORTED].append(f"{shown}: neither train.py nor slime is known to have this flag.")
-    elif name == "--load" and "--save" in given and value.rstrip("/") == " ".join(given["--save"].values).rstrip("/"):
+        ported.notes[TODO].append(f"{shown} is dropped: neither train.py nor slime is known to have this flag.")
+    else:
+        _keep_or_drop(flag, given, ported)
+
+
+def _port_checked(flag: Flag, model: dict[str, Any] | None, ported: Ported) -> None:
+    """Drops a flag that repeats config.json or a fixed setting; says where it differs."""
+    is_unknown = OPEN in " ".join(flag.values)
+    difference = "" if is_unknown else disagreement(flag, model)
+    if not difference:
+        ported.notes[RESTATES].append(_shown(flag))
+    elif flag.name in FIXED_EXPERIMENT:
+        ported.other_experiments.setdefault(f"{difference}, which is another experiment", []).append(_shown(flag))
+    elif flag.name in FIXED:
+        ported.notes[CHANGED].append(f"{difference}.")
+    else:
+        ported.notes[TODO].append(f"{difference}; check the checkpoint.")
+
+
+def _keep_or_drop(flag: Flag, given: dict[str, Flag], ported: Ported) -> None:
+    """Keeps a flag of train.py, or drops or changes it if its value has another meaning here."""
+    name, value, shown = flag.name, " ".join(flag.values), _shown(flag)
+    reason = DROPPED.get(shown, DROPPED.get(name))
+    saved = " ".join(given["--save"].values).rstrip("/") if "--save" in given else None
+    if name == "--load" and value.rstrip("/") == saved:
         ported.flags["--load"] = given["--save"].values
         ported.notes[CHANGED].append(f"{shown} resumes from this program's checkpoints; slime's are not read.")
     elif reason and not (name == "--ref-load" and os.path.isfile(os.path.join(value, "config.json"))):
         ported.notes[CHANGED].append(f"{shown} is dropped: {reason}.")
+    elif name == "--micro-batch-size" and "--use-dynamic-batch-size" in given:
+        ported.notes[NO_OPS].append(f"{shown} has no effect with --use-dynamic-batch-size.")
+    elif name == "--num-rollout" and count({name: flag}, name, 1) > MOST_ROLLOUTS:
+        ported.flags[name] = (str(MOST_ROLLOUTS),)
+        ported.notes[CHANGED].append(f"{shown} becomes {name} {MOST_ROLLOUTS}, the most that train.py takes.")
     else:
         if OPEN in value:
             ported.notes[TODO].append(f"{shown}: the script does not set the variable; set it, or write the value.")
-        ported.flags[name] = values
+        ported.flags[name] = flag.values
 
 
 def _assign_gpus(given: dict[str, Flag], ported: Ported) -> None:
-    """Sets torchrun's ranks and the servers: complete replicas of the model, whose number divides a step's samples."""
-
-    def count(name: str, default: int) -> int:
-        values = given[name].values if name in given else ()
-        return int(values[0]) if len(values) == 1 and re.fullmatch(r"[1-9][0-9]{0,8}", values[0]) else default
-
-    stated = [_shown(given[name]) for name in PLACEMENT if name in given]
-    stated += [] if count("--actor-num-gpus-per-node", 0) else [f"{DEFAULT_GPUS_PER_NODE} GPUs in a node are assumed"]
-    nodes = count("--actor-num-nodes", 1)
-    gpus = min(count("--actor-num-gpus-per-node", DEFAULT_GPUS_PER_NODE), MAX_GPUS)
-    per_server = count("--rollout-num-gpus-per-engine", 1)
-    is_shared = "--colocate" in given
-    replica = math.prod(count(f"--{part}-parallel-size", 1) for part in ("tensor-model", "pipeline-model", "context"))
-    samples = count("--global-batch-size", 0)
-    sizes = range(max(gpus // 2, 1) if is_shared else gpus, 0, -1)
-    fitting = [size for size in sizes if size * nodes % replica == 0 and samples % (size * nodes // replica) == 0]
-    ranks = fitting[0] if fitting else gpus
-    ported.launcher = ("torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc-per-node", str(ranks))
-    ported.ranks = nodes * ranks
+    """Sets torchrun's ranks and the servers."""
+    placement = place(given)
+    ported.placement = placement
+    nodes = ["--nnodes", str(placement.nodes)] if placement.nodes > 1 else []
+    ported.launcher = ("torchrun", *nodes, "--nproc-per-node", str(placement.ranks_per_node))
     ported.flags["--rollout-engine"] = ("sglang",)
-    text = f"{', '.join(stated)}: torchrun starts {ported.ranks} ranks"
+    stated = [_shown(given[name]) for name in PLACEMENT if name in given]
+    if count(given, "--actor-num-gpus-per-node", 0) == 0:
+        stated.append(f"{GPUS_PER_NODE} GPUs in a node are assumed")
+    text = f"{', '.join(stated)}: torchrun starts {placement.ranks} ranks"
+
     runs_elsewhere = "--sglang-url" in ported.flags or "--sglang-router-ip" in ported.flags
-    if fitting and per_server <= gpus and not runs_elsewhere:
-        for_servers = gpus - ranks if is_shared else count("--rollout-num-gpus", per_server)
-        servers = max(1, for_servers // per_server)
-        ported.flags["--sglang-launch"] = (str(servers),)
-        ported.flags |= {"--sglang-tp-size": (str(per_server),)} if per_server > 1 else {}
-        ported.flags.setdefault("--sglang-base-gpu-id", (str(ranks),))
-        text += f", and --sglang-launch {servers} starts servers with --sglang-tp-size {per_server} from GPU {ranks} on"
+    if placement.servers and not runs_elsewhere:
+        first_gpu = placement.ranks_per_node
+        ported.flags["--sglang-launch"] = (str(placement.servers),)
+        if placement.tensor_parallel > 1:
+            ported.flags["--sglang-tp-size"] = (str(placement.tensor_parallel),)
+        ported.flags["--sglang-base-gpu-id"] = (str(first_gpu),)
+        text += (
+            f", and --sglang-launch {placement.servers} starts servers with --sglang-tp-size "
+            f"{placement.tensor_parallel} from GPU {first_gpu} on"
+        )
     else:
-        ported.flags |= {} if runs_elsewhere else {"--sglang-url": ("http://SERVER:30000",)}
-        own = [name for name in ported.flags if name.startswith("--sglang-") and name not in FLAGS]
-        words = [word.replace("--sglang-", "--") for name in own for word in (name, *ported.flags.pop(name))]
-        if words or not runs_elsewhere:
-            shown = " ".join(["--tp-size", str(per_server), *map(legible, words)])
-            ported.notes[TODO].append(f"start servers on other GPUs, with {shown}; --sglang-url names them.")
-    ported.notes[CHANGED].append(f"{text}{'. Training and SGLang do not share GPUs' if is_shared else ''}.")
-    if nodes > 1:
+        _serve_elsewhere(placement, runs_elsewhere, ported)
+    if "--colocate" in given:
+        text += ". Training and SGLang do not share GPUs"
+    ported.notes[CHANGED].append(f"{text}.")
+    if placement.nodes > 1:
         ported.notes[TODO].append("start torchrun on every node, with --rdzv-endpoint, as examples/clusters does.")
+
+
+def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> None:
+    """Takes the servers' own flags out of the command: whoever starts the servers needs them."""
+    if not is_named:
+        ported.flags["--sglang-url"] = ("http://SERVER:30000",)
+    own = [name for name in ported.flags if name.startswith("--sglang-") and name not in FLAGS]
+    words: list[str] = []
+    for name in own:
+        words += [name.replace("--sglang-", "--"), *map(legible, ported.flags.pop(name))]
+    if words or not is_named:
+        shown = " ".join(["--tp-size", str(placement.tensor_parallel), *words])
+        ported.notes[TODO].append(
+            f"start servers on other GPUs, with {shown}; --sglang-url names them. Beside the ranks they do not fit."
+        )
+
+
+def _add_defaults(ported: Ported) -> None:
+    """Adds options whose default in slime is another."""
+    assert ported.placement is not None
+    options = [OPTION_OF.get(name) for name in ported.flags]
+    for name, values in SLIME_DEFAULTS.items():
+        if OPTION_OF[name] in options:
+            continue
+        if name == "--micro-batch-size" and "--use-dynamic-batch-size" in ported.flags:
+            continue
+        if name == "--use-distributed-optimizer" and ported.placement.data_parallel == 1:
+            continue
+        if name == "--eval-temperature":  # slime evaluates at the temperature of the rollouts
+            if "--eval-prompt-data" not in ported.flags:
+                continue
+            values = ported.flags.get("--rollout-temperature", values)
+        ported.flags[name] = values
+        ported.notes[ADDED].append(" ".join([name, *map(legible, values)]))
+
+
+def _check(
+    given: dict[str, Flag], directory: str, model: dict[str, Any] | None, gpu_memory: float, ported: Ported
+) -> None:
+    """Drops flags without effect, and notes what train.py and the plan say about the others."""
+    assert ported.placement is not None
+    is_missing = model is None and not os.path.isfile(os.path.join(legible(directory), "config.json"))
+    problem = name_problem(legible(directory)) if is_missing else None
+    if problem is not None:
+        ported.notes[REFUSED].append(f"{problem}.")
+    sizes = model_from_script(given, legible(directory)) if is_missing else None
+    verdict = check(ported.flags, ported.placement.ranks, sizes, gpu_memory)
+    for name, message in verdict.no_ops.items():
+        option = OPTION_OF.get(name)
+        for spelling in [flag for flag in ported.flags if OPTION_OF.get(flag) is option]:
+            del ported.flags[spelling]
+        ported.notes[NO_OPS].append(message)
+    ported.notes[REFUSED] += verdict.refusals
+    ported.notes[MEMORY] += verdict.memory
+    ported.notes[MISSING] += verdict.missing
 
 
 def _shown(flag: Flag) -> str:
@@ -234,6 +337,7 @@ def _quoted(word: str) -> str:
 
 def _comment(text: str) -> list[str]:
     """The text as comment lines; control characters are escaped."""
+    text = " ".join(text.splitlines())
     printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     wrapper = textwrap.TextWrapper(COMMENT_WIDTH, "#   ", "#     ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False

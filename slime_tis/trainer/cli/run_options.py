@@ -8,9 +8,11 @@ from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
+from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.command_line import CodeConfig, CommandLine, SourceConfig
 from slime_tis.trainer.cli.options import declare_options
+from slime_tis.trainer.cli.slime_flags import value_advice
 from slime_tis.trainer.options.loop import LoopConfig, ReportingConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
@@ -67,7 +69,11 @@ TITLES = (
 )
 """Titles of the groups of --help, in order."""
 
-OPTIONS = dict(sorted(declare_options(CONFIGS).items(), key=lambda item: TITLES.index(item[1].group)))
+_DECLARED = {
+    name: dataclasses.replace(option, advice=value_advice(flag(name)))
+    for name, option in declare_options(CONFIGS).items()
+}
+OPTIONS = dict(sorted(_DECLARED.items(), key=lambda item: TITLES.index(item[1].group)))
 
 ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
 """Old names of options and the name each one has now; both are read on the command line and in YAML."""

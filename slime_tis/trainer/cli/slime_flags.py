@@ -1,4 +1,4 @@
-"""How `train.py` handles slime and Megatron flags that it does not define: four literal tables."""
+"""How `train.py` and `slime-tis port` handle flags and values of slime and Megatron: literal tables."""
 
 import math
 import re
@@ -122,60 +122,124 @@ RENAMED: Mapping[str, Renamed] = {
 
 CONFIG = "the model follows the checkpoint's config.json; remove the flag"
 REMOVE = "this program has no counterpart; remove it, or use slime"
+NO_CRITIC = "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
+NO_FINE_TUNING = "there is no supervised fine-tuning; use slime"
+LAYERS = (
+    "the model has layers that this program lacks; use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 "
+    "checkpoint"
+)
+ALL_WEIGHTS = "this program trains all weights, which is another experiment; use slime"
+
+RAW_REWARDS = "--custom-reward-post-process-path slime_tis.trainer.rewards.raw.raw_rewards"
+"""Rewards as advantages, without a baseline or a scale of the group."""
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "--advantage-estimator": {
+        "gspo": "--advantage-estimator grpo --policy-loss gspo",
+        "cispo": "--advantage-estimator grpo --policy-loss cispo",
+        "reinforce_plus_plus": f"--advantage-estimator grpo {RAW_REWARDS}",
+    },
+    "--rollout-function-path": {
+        "slime.rollout.fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
+        "fully_async_rollout.generate_rollout_fully_async": "--rollout-lookahead 1",
+    },
+    "--custom-tis-function-path": {
+        "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": (
+            "--custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp"
+        ),
+    },
+    "--eval-top-k": {"1": "--eval-temperature 0"},
+    "--disable-rewards-normalization": {"": RAW_REWARDS},
+}
+"""Values of slime's flags, and the flags here that mean the same; an empty text is a switch."""
+
+OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "--advantage-estimator": {"ppo": NO_CRITIC},
+    "--loss-type": {"sft_loss": NO_FINE_TUNING},
+    "--rollout-function-path": {"slime.rollout.sft_rollout.generate_rollout": NO_FINE_TUNING},
+}
+"""Values of slime's flags that are another experiment here, and what to do."""
+
+OTHER_EXPERIMENTS: Mapping[str, str] = {
+    "--lora-* --target-modules --exclude-modules": ALL_WEIGHTS,
+    "--freeze-params-name-list --only-train-params-name-list --freeze-indexer": ALL_WEIGHTS,
+    "--use-opd --opd-*": "there is no on-policy distillation; use slime",
+    "--fp8-*": (
+        "training is in bf16, fp16 or fp32, which is another experiment; use --bf16, and for servers options such as "
+        "--sglang-quantization fp8"
+    ),
+    "--use-stateless-adam --reset-optimizer-states --muon-*": (
+        "the optimizer is Adam, whose state lasts for the run; remove it, or use slime"
+    ),
+    "--ref-update-interval": "the reference policy stays as it is; remove it, or use slime",
+    "--disable-compute-advantages-and-returns": (
+        "advantages are always computed; use --custom-loss-function-path with your function, or slime for supervised "
+        "fine-tuning"
+    ),
+    "--custom-megatron-* --custom-model-provider-path": (
+        "no function is called inside the training engine; use slime, or change weights and masks with "
+        "--custom-tis-function-path, and the loss with --custom-loss-function-path"
+    ),
+    "--rollout-data-postprocess-path --custom-convert-samples-to-train-data-path --rollout-sample-hook-path": (
+        "no function is called on the converted batch; change samples with --rollout-sample-filter-path or "
+        "--rollout-all-samples-process-path, and rewards with --custom-reward-post-process-path"
+    ),
+    "--multimodal-keys": "prompts are text; use slime for images",
+    "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
+    "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --no-position-embedding "
+    "--rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm "
+    "--qwen-gdn-backend": LAYERS,
+}
+"""Flags that train something else than this program can, separated by blanks, and what to do; port refuses them."""
+
+FIXED_EXPERIMENT = (
+    "--optimizer",
+    "--kl-coef",
+    "--gamma",
+    "--hidden-dropout",
+    "--attention-dropout",
+    "--moe-aux-loss-coeff",
+    "--moe-router-bias-update-rate",
+)
+"""Flags of FIXED whose other values are another experiment."""
 
 ADVICE: Mapping[str, str] = {
     "--actor-num-nodes --actor-num-gpus-per-node --num-gpus-per-node": (
         "torchrun starts the ranks; use torchrun --nnodes NODES --nproc-per-node GPUS train.py"
     ),
     "--rollout-num-gpus": "use --rollout-engine sglang --sglang-launch SERVERS --sglang-tp-size GPUS_PER_SERVER",
-    "--colocate --offload --offload-train --offload-rollout": (
+    "--colocate --offload --offload-train --offload-rollout --release-train": (
         "training and SGLang do not share GPUs; set --sglang-base-gpu-id, or use --rollout-engine local"
     ),
     "--prefill-num-servers": "start servers of several kinds yourself, and name them with --sglang-url",
     "--spec --megatron-config-path --model-name --moe-*": CONFIG,
+    "--megatron-to-hf-mode --padded-vocab-size --ref-ckpt-step": (
+        "weights are read from safetensors and written to them, without conversion; remove it"
+    ),
     "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
     "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
-    "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp --balance-data --balance-by-flops": (
-        "train.py chooses kernels, padding and buffers; remove it"
-    ),
-    "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-    "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --no-position-embedding "
-    "--rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm": (
-        "use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 checkpoint"
-    ),
+    "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp --balance-data --balance-by-flops "
+    "--recompute-loss-function --distributed-backend": "train.py chooses kernels, padding and buffers; remove it",
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
         "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the layers"
     ),
-    "--fp8-* --train-env-vars": (
-        "training is in bf16, fp16 or fp32; use --bf16, and for servers options such as --sglang-quantization fp8"
-    ),
+    "--train-env-vars": "set the environment variables of torchrun's processes yourself",
     "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer": (
         "optimizer state stays on the GPUs in fp32; shard it with --use-distributed-optimizer"
     ),
     "--lr-warmup-fraction": "use optimizer steps: --lr-warmup-iters N and --lr-decay-iters N",
     "--log-probs-max-tokens-per-gpu": "use --max-tokens-per-gpu and --log-probs-chunk-size",
     "--eval-function-path": "use --eval-prompt-data NAME PATH with --custom-generate-function-path",
-    "--disable-rewards-normalization": "use --custom-reward-post-process-path with a function that returns raw rewards",
-    "--custom-megatron-* --rollout-sample-hook-path --rollout-data-postprocess-path "
-    "--custom-convert-samples-to-train-data-path --custom-update-weight-post-write-path": (
-        "there is no such hook; set sample.remove_sample or sample.loss_mask with --rollout-sample-filter-path, or "
-        "change weights and masks with --custom-tis-function-path"
-    ),
+    "--disable-rollout-global-dataset": ("a rollout function makes samples without --prompt-data; remove the flag"),
+    "--custom-update-weight-post-write-path": "no function is called after a weight update; remove it, or use slime",
     "--group-rm": "name the reward function's second parameter samples: it then gets all samples of a prompt",
     "--eval-config": "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists",
     "--rollout-stop": "use --rollout-stop-token-ids",
-    "--multimodal-keys --loss-mask-type": (
-        "the tokenizer's chat template renders prompts; render others into the prompt file"
-    ),
-    "--critic-*": "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline",
-    "--use-opd --opd-* --enable-mtp-training --mtp-* --profile-* --ci-* --ref-update-interval "
-    "--freeze-params-name-list --only-train-params-name-list": REMOVE,
-    "--disable-compute-advantages-and-returns": (
-        "use --custom-advantage-function-path or --custom-loss-function-path with your function"
-    ),
-    "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir": (
-        "see --sglang-recovery-timeout and --sglang-weight-sync"
-    ),
+    "--loss-mask-type": ("the tokenizer's chat template renders prompts; render others into the prompt file"),
+    "--critic-* --num-critic-only-steps --value-clip": NO_CRITIC,
+    "--enable-mtp-training --mtp-* --profile-* --ci-*": REMOVE,
+    "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir "
+    "--update-weight-disk-keep-files": "see --sglang-recovery-timeout and --sglang-weight-sync",
     "--debug-train-only": "use --load-debug-rollout-data alone",
     "--deterministic-mode": "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed",
     "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix": (
@@ -187,12 +251,65 @@ ADVICE: Mapping[str, str] = {
 }
 """Flags without a counterpart, separated by blanks, and the advice; a name that ends in * is a prefix."""
 
+SLIME_ONLY = (
+    "--eval-max-context-len",
+    "--eval-max-prompt-len",
+    "--eval-min-new-tokens",
+    "--eval-tool-key",
+    "--fetch-trajectory-retry-times",
+    "--http-proxy",
+    "--keep-old-actor",
+    "--load-debug-rollout-data-subsample",
+    "--load-forge-rollout-data",
+    "--log-correct-samples",
+    "--log-multi-turn",
+    "--log-passrate",
+    "--log-reward-category",
+    "--megatron-deepgemm-forward-layers",
+    "--megatron-deepgemm-forward-modules",
+    "--megatron-deepgemm-moe-forward-layers",
+    "--megatron-deepgemm-moe-forward-modules",
+    "--memory-recorder",
+    "--memory-snapshot-dir",
+    "--memory-snapshot-num-steps",
+    "--min-batch-collection-ratio",
+    "--record-memory-history",
+    "--rollout-buffer-url",
+    "--rollout-data-transport",
+    "--rollout-task-type",
+    "--use-distributed-post",
+    "--use-rollout-entropy",
+    "--wandb-always-use-train-step",
+)
+"""The other flags of slime 624b824a (slime/utils/arguments.py), which have no counterpart and need no advice."""
+
 
 def advice_for(flag: str) -> str | None:
-    """Returns the advice on a flag or on the longest prefix that matches it, or None."""
-    names = {name: text for flags, text in ADVICE.items() for name in flags.split()}
-    matches = [name for name in names if name == flag or (name.endswith("*") and flag.startswith(name[:-1]))]
-    return names[max(matches, key=lambda name: (name == flag, len(name)))] if matches else None
+    """Returns the advice on a flag of slime or Megatron that this program lacks, or None if the flag is unknown."""
+    advice = experiment_of(flag) or _match(flag, ADVICE)
+    if advice is None and flag in SLIME_ONLY:
+        return "it is slime's, and this program has no counterpart; remove it, or use slime"
+    return advice
+
+
+def experiment_of(flag: str) -> str | None:
+    """Returns why a flag makes a script another experiment than this program can run, or None."""
+    return _match(flag, OTHER_EXPERIMENTS)
+
+
+def _match(flag: str, table: Mapping[str, str]) -> str | None:
+    """Returns the text of the flag's row, or of the row with the longest prefix of the flag, or None."""
+    names = {name: text for flags, text in table.items() for name in flags.split()}
+    if flag in names:
+        return names[flag]
+    prefixes = [name for name in names if name.endswith("*") and flag.startswith(name[:-1])]
+    return names[max(prefixes, key=len)] if prefixes else None
+
+
+def value_advice(flag: str) -> dict[str, str]:
+    """Returns what to do instead of values of slime, by value."""
+    advice = {value: f"write {flags}" for value, flags in VALUES.get(flag, {}).items()}
+    return advice | dict(OTHER_VALUES.get(flag, {}))
 
 
 def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,11 +363,14 @@ def refusal(unknown: Sequence[Flag], known: Collection[str], model: Mapping[str,
 def _judge(flag: Flag, known: Collection[str], model: Mapping[str, Any] | None) -> tuple[int, str] | None:
     """Returns the rank of a refusal's group and its text, or None for an accepted flag."""
     if is_checked(flag.name):
-        text = disagreement(flag, model)
-        return (0, text) if text else None
+        difference = disagreement(flag, model)
+        return (0, f"{difference}; remove {'it' if flag.name in FIXED else 'the flag'}.") if difference else None
     if flag.name in RENAMED:
         new = RENAMED[flag.name]
         return 1, f"{flag.name} is {new.name} here{', ' * bool(new.note)}{new.note}."
+    replacement = VALUES.get(flag.name, {}).get(" ".join(flag.values))
+    if replacement is not None:
+        return 2, f"{flag.name} is a flag of slime; write {replacement}."
     advice = advice_for(flag.name)
     if advice is not None:
         return 2, f"{flag.name} is not supported: {advice}."
@@ -260,14 +380,17 @@ def _judge(flag: Flag, known: Collection[str], model: Mapping[str, Any] | None) 
 
 
 def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
-    """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value; empty if it agrees."""
+    """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value; empty if it agrees.
+
+    The text is a clause without a full stop.
+    """
     shown = repr(" ".join(flag.values)[:80]) if flag.values else "without a value"
     is_on = SWITCHES.get(flag.values[0].lower()) if len(flag.values) == 1 else not flag.values or None
     if flag.name in FIXED:
         allowed = FIXED[flag.name]
         if any(_is_same(flag.values, value) for value in allowed) or (not allowed and is_on):
             return ""
-        return f"{flag.name} is {shown} but always {' or '.join(allowed) or 'on'} here; remove it."
+        return f"{flag.name} is {shown} but always {' or '.join(allowed) or 'on'} here"
     restated = RESTATED[flag.name]
     expected = checkpoint_facts(model or {}).get(restated.fact) if model is not None else None
     if restated.switch is None:
@@ -277,7 +400,7 @@ def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
         shown = "set" if is_on else shown
     if agrees:
         return ""
-    return f"{flag.name} is {shown} but config.json has {restated.fact} {_as_json(expected)}; remove the flag."
+    return f"{flag.name} is {shown} but config.json has {restated.fact} {_as_json(expected)}"
 
 
 def _is_same(values: tuple[str, ...], expected: Any) -> bool:

@@ -1,0 +1,261 @@
+"""What train.py and `slime-tis plan` say about a ported command, with stand-ins for files of another machine."""
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.launch_script import OPEN
+from slime_tis.trainer.cli.run_options import COMMAND_LINE, Arguments
+from slime_tis.trainer.options.megatron import MegatronConfig
+
+Words = Mapping[str, tuple[str, ...]]
+"""Flags with their values."""
+
+OPTION_OF = {flag: option for flag, (option, _) in COMMAND_LINE.spellings.items()}
+NO_EFFECT = re.compile(
+    r"(?s)(--[a-z0-9-]+) (?:is .* but has no effect|is on but --tensor-model-parallel-size is 1|has no effect with --)"
+)
+"""Refusals of flags that change nothing."""
+MISSING_PACKAGE = re.compile(r"(--[a-z0-9-]+) is on but \w+ is not installed")
+FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
+LAYOUT = ("parallel-size", "--sequence-parallel", "--hf-checkpoint", "world size")
+"""Parts of refusals that leave the memory of a rank unknown."""
+REQUIRED: Words = {
+    "--num-rollout": ("1",),
+    "--rm-type": ("math",),
+    "--rollout-batch-size": ("8",),
+    "--n-samples-per-prompt": ("8",),
+    "--rollout-max-response-len": ("8",),
+}
+"""Flags that train.py requires, with values that nothing else contradicts."""
+OUTPUTS = ("--save", "--save-hf", "--output-dir", "--sglang-log-dir", "--sglang-weight-dir")
+DUMPS = ("--save-debug-rollout-data", "--save-debug-train-data")
+STAND_IN_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 720,
+    "hidden_size": 1024,
+    "intermediate_size": 46080,
+    "num_attention_heads": 5760,
+    "num_key_value_heads": 5760,
+    "head_dim": 128,
+    "vocab_size": 1 << 20,
+    "max_position_embeddings": 1 << 20,
+    "model_type": "qwen3",
+}
+"""A model of unknown sizes: any usual parallel size divides it."""
+STAND_IN_EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5760,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 5760,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+
+
+@dataclass
+class Verdict:
+    """The result of the checks."""
+
+    refusals: list[str] = field(default_factory=list)
+    """Messages of train.py, each about the command and not about this machine."""
+    no_ops: dict[str, str] = field(default_factory=dict)
+    """Flags without effect, and train.py's messages."""
+    missing: list[str] = field(default_factory=list)
+    """Files and packages that this machine lacks."""
+    memory: list[str] = field(default_factory=list)
+    """What does not fit into a GPU, or why that is not known."""
+
+
+def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory: float) -> Verdict:
+    """Checks a command as train.py does, and its memory as `slime-tis plan` does.
+
+    train.py ends at the first refusal. Here the flag that a refusal names first is taken away, and the rest is checked
+    again; later refusals that name such a flag are left out, because they may be consequences.
+
+    Args:
+        flags: The command, with marks of `launch_script` for unknown values.
+        ranks: Number of ranks of training.
+        model: config.json of a model that is not on this machine; None if it is, or is unknown.
+        gpu_memory: Memory of a GPU, GiB.
+    """
+    verdict = Verdict()
+    with tempfile.TemporaryDirectory(prefix="slime-tis-port-") as folder:
+        required = {**REQUIRED, **_make_stand_ins(flags, Path(folder), model)}
+        words = _with_stand_ins(flags, Path(folder), required, verdict)
+        arguments = _configured(words, required, ranks, verdict)
+        is_known = model is not None or _is_real_model(words, folder)
+        if arguments is None or any(part in text for text in verdict.refusals for part in LAYOUT):
+            verdict.memory.append("not checked, because train.py refuses the layout.")
+        elif not is_known:
+            verdict.memory.append(
+                "not checked, because neither config.json nor the script gives the model's sizes; run slime-tis plan "
+                f"--world-size {ranks} with these flags where the checkpoint is."
+            )
+        else:
+            verdict.memory += _memory_problems(arguments.megatron, arguments, ranks, gpu_memory)
+    return verdict
+
+
+def _configured(words: dict[str, tuple[str, ...]], required: Words, ranks: int, verdict: Verdict) -> Arguments | None:
+    """Returns the configuration once nothing is refused; notes refusals and flags without effect on the way."""
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "WORLD_SIZE": str(ranks),
+    }
+    removed: set[str] = set()
+    for _ in range(len(words) + 8):
+        argv = [word for name, values in words.items() for word in (name, *values)]
+        try:
+            return configure(argv, environment)
+        except (ValueError, OSError) as error:
+            message = str(error)
+        named = FLAG.findall(message)
+        match = NO_EFFECT.match(message)
+        package = MISSING_PACKAGE.match(message)
+        if not removed.isdisjoint(named):
+            pass  # a consequence of an earlier removal
+        elif package is not None:
+            verdict.missing.append(message)
+        elif match is not None:
+            verdict.no_ops[match[1]] = message
+        else:
+            verdict.refusals.append(message)
+        removed_now = _remove_first(named, words)
+        if removed_now is None and not _add_required(message, words, required):
+            return None
+        if removed_now is not None and (match is None or not removed.isdisjoint(named)):
+            removed.add(removed_now)
+    return None
+
+
+def _remove_first(named: Sequence[str], words: dict[str, tuple[str, ...]]) -> str | None:
+    """Removes the spellings of the first flag of a message that the command has; returns the flag."""
+    for name in named:
+        option = OPTION_OF.get(name)
+        spellings = [word for word in words if word == name or (option is not None and OPTION_OF.get(word) is option)]
+        for spelling in spellings:
+            del words[spelling]
+        if spellings:
+            return name
+    return None
+
+
+def _add_required(message: str, words: dict[str, tuple[str, ...]], required: Words) -> bool:
+    """Adds a value of a flag that train.py requires, so that the other flags are checked; returns whether it could."""
+    for name in FLAG.findall(message):
+        if name in required and name not in words:
+            words[name] = required[name]
+            return True
+    return False
+
+
+def _make_stand_ins(flags: Words, folder: Path, model: Mapping[str, Any] | None) -> Words:
+    """Makes a checkpoint's config.json and a file of prompts; returns them as values of their flags."""
+    has_experts = any(name.startswith("--expert-") and values != ("1",) for name, values in flags.items())
+    unknown = STAND_IN_MODEL | (STAND_IN_EXPERTS if has_experts else {})
+    checkpoint = folder / "model"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(model or unknown))
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"input": "1+1=", "label": "2"}\n')
+    return {"--hf-checkpoint": (str(checkpoint),), "--prompt-data": (str(prompts),)}
+
+
+def _with_stand_ins(flags: Words, folder: Path, required: Words, verdict: Verdict) -> dict[str, tuple[str, ...]]:
+    """Returns the command with files of a temporary directory in place of missing inputs and of all outputs."""
+    (checkpoint,) = required["--hf-checkpoint"]
+    (prompts,) = required["--prompt-data"]
+    words: dict[str, tuple[str, ...]] = {}
+    for name, values in flags.items():
+        is_unknown = any(OPEN in value for value in values)
+        if name in ("--hf-checkpoint", "--ref-load"):
+            words[name] = (_model_directory(name, " ".join(values), checkpoint, verdict),)
+        elif name in ("--prompt-data", "--eval-prompt-data"):
+            words[name] = tuple(_prompt_file(name, value, prompts, verdict) for value in values)
+            if name == "--eval-prompt-data" and len(values) > 1:  # NAME FILE NAME FILE …
+                words[name] = tuple(
+                    given if index % 2 == 0 else checked
+                    for index, (given, checked) in enumerate(zip(values, words[name], strict=True))
+                )
+        elif name in OUTPUTS:
+            words[name] = (str(folder / name.removeprefix("--")),)
+        elif name in DUMPS and values:
+            words[name] = (str(folder / name.removeprefix("--") / PurePath(values[0]).name),)
+        elif name == "--dump-details":
+            words[name] = (str(folder / "dump"),)
+        elif name == "--load":  # port keeps it only where it equals --save
+            words[name] = (str(folder / "save"),)
+        elif name == "--custom-config-path" and not Path(" ".join(values)).is_file():
+            verdict.missing.append(f"{name} {' '.join(values)}; its options are not checked.")
+        elif not is_unknown:
+            words[name] = values
+        elif name in REQUIRED:
+            words[name] = REQUIRED[name]
+    words.setdefault("--output-dir", (str(folder / "run"),))
+    return words
+
+
+def _model_directory(name: str, directory: str, stand_in: str, verdict: Verdict) -> str:
+    """Returns the directory, or one with a config.json that stands for it."""
+    if OPEN in directory:
+        return stand_in
+    if (Path(directory) / "config.json").is_file():
+        return directory
+    verdict.missing.append(f"{name} {directory}")
+    return stand_in
+
+
+def _prompt_file(name: str, value: str, stand_in: str, verdict: Verdict) -> str:
+    """Returns a file of prompts, with its slice of rows, or one that stands for it."""
+    path = re.sub(r"@\[[-\d]*:[-\d]*\]$", "", value)
+    if OPEN not in path and Path(path).is_file():
+        return value
+    if OPEN not in path and (name == "--prompt-data" or PurePath(path).suffix):
+        verdict.missing.append(f"{name} {value}")
+    return stand_in
+
+
+def _is_real_model(words: Words, folder: str) -> bool:
+    """Whether the checkpoint is on this machine, and not a stand-in of a temporary folder."""
+    directory = Path(*words.get("--hf-checkpoint", ("",)))
+    return (directory / "config.json").is_file() and not directory.is_relative_to(folder)
+
+
+def _memory_problems(megatron: MegatronConfig, arguments: Arguments, ranks: int, gpu_memory: float) -> list[str]:
+    """Returns what does not fit into the memory of a GPU, as `slime-tis plan` computes it."""
+    try:
+        from slime_tis.trainer.plan import GIB, USABLE, census
+    except ModuleNotFoundError as error:
+        return [f"not checked, because the package {error.name} is not installed."]
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    longest = arguments.rollout.rollout_max_response_len
+    needed = megatron.max_tokens_per_gpu if megatron.use_dynamic_batch_size else None
+    flag = f"--max-tokens-per-gpu is {needed}"
+    if needed is None:
+        needed = (megatron.micro_batch_size or 1) * longest // megatron.context_parallel_size
+        flag = f"a micro-batch has up to {needed} tokens of responses"
+    try:
+        stages = census(megatron).stages(megatron, ranks)
+    except ValueError as error:
+        return [f"not checked: {error}"]
+    problems = []
+    for index, stage in enumerate(stages):
+        tokens = stage.tokens(USABLE * gpu_memory * GIB)
+        if tokens < needed:
+            problems.append(
+                f"pipeline stage {index} does not fit: weights, gradients and optimizer state take "
+                f"{stage.fixed / GIB:.1f} GiB of a GPU with {gpu_memory:g} GiB, which leaves room for {tokens} tokens, "
+                f"but {flag}; lower it, use more ranks or recomputation, or compare with slime-tis plan."
+            )
+    return problems

@@ -1,0 +1,102 @@
+"""Which GPUs train and which serve: slime's placement flags as torchrun's ranks and launched SGLang servers."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slime_tis.trainer.options.words import Flag
+
+PLACEMENT = (
+    "--actor-num-nodes",
+    "--actor-num-gpus-per-node",
+    "--num-gpus-per-node",
+    "--colocate",
+    "--rollout-num-gpus",
+    "--rollout-num-gpus-per-engine",
+    "--offload",
+    "--offload-train",
+    "--offload-rollout",
+)
+"""Flags that assign GPUs; torchrun and --sglang-launch replace them."""
+GPUS_PER_NODE = 8
+"""slime's default of --actor-num-gpus-per-node and --num-gpus-per-node."""
+MAX_GPUS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The ranks of training, and the servers beside them."""
+
+    nodes: int
+    ranks_per_node: int
+    data_parallel: int
+    """Replicas of the model, at least 1."""
+    servers: int
+    """Servers for --sglang-launch on the first machine; 0 if they do not fit beside the ranks."""
+    tensor_parallel: int
+    """GPUs of one stage of a server."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of training on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+def place(given: Mapping[str, Flag]) -> Placement:
+    """Returns ranks that hold complete replicas and divide a step's samples, and servers on the GPUs that are left.
+
+    With --colocate half of each node's GPUs train, if the layout fits them, and else all of them. `--sglang-launch`
+    starts servers on the first machine only, so that with several nodes they have to be started by hand.
+    """
+    nodes = count(given, "--actor-num-nodes", 1)
+    trained = min(count(given, "--actor-num-gpus-per-node", GPUS_PER_NODE), MAX_GPUS)
+    machine = max(min(count(given, "--num-gpus-per-node", GPUS_PER_NODE), MAX_GPUS), trained)
+    is_shared = "--colocate" in given
+    if is_shared and "--num-gpus-per-node" not in given:
+        machine = trained
+
+    fitting = [size for size in range(trained, 0, -1) if _fits(given, size * nodes)]
+    halves = [size for size in fitting if size <= max(trained // 2, 1)]
+    candidates = halves if is_shared and halves else fitting
+    ranks = candidates[0] if candidates else trained
+
+    stages = max(count(given, "--sglang-pp-size", 1), count(given, "--sglang-pipeline-parallel-size", 1))
+    per_server = count(given, "--rollout-num-gpus-per-engine", 1)
+    left = machine - ranks
+    wanted = left if is_shared else count(given, "--rollout-num-gpus", per_server)
+    servers = max(wanted // per_server, 1)
+    if nodes > 1 or not candidates or servers * per_server > left:
+        servers = 0
+    return Placement(
+        nodes=nodes,
+        ranks_per_node=ranks,
+        data_parallel=max(nodes * ranks // _replica(given), 1),
+        servers=servers,
+        tensor_parallel=max(per_server // stages, 1),
+    )
+
+
+def _fits(given: Mapping[str, Flag], ranks: int) -> bool:
+    """Whether ranks hold complete replicas of the layers and of the experts, and divide a step's samples."""
+    replica = _replica(given)
+    tensor = count(given, "--tensor-model-parallel-size", 1)
+    pipeline = count(given, "--pipeline-model-parallel-size", 1)
+    experts = count(given, "--expert-model-parallel-size", 1) * pipeline
+    if experts > pipeline:
+        experts *= count(given, "--expert-tensor-parallel-size", tensor)
+    samples = count(given, "--global-batch-size", 0)
+    return ranks % replica == 0 and ranks % experts == 0 and samples % (ranks // replica) == 0
+
+
+def _replica(given: Mapping[str, Flag]) -> int:
+    """Ranks that together hold the model once."""
+    parts = ("tensor-model", "pipeline-model", "context")
+    return math.prod(count(given, f"--{part}-parallel-size", 1) for part in parts)
+
+
+def count(given: Mapping[str, Flag], name: str, default: int) -> int:
+    """Returns the number that a flag has, or the default if it is missing or no positive whole number."""
+    values = given[name].values if name in given else ()
+    is_count = len(values) == 1 and re.fullmatch(r"[1-9][0-9]{0,8}", values[0])
+    return int(values[0]) if is_count else default
