@@ -181,8 +181,6 @@ def _port_flag(flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None,
         ported.other_experiments.setdefault(experiment, []).append(shown)
     elif is_checked(name):
         _port_checked(flag, model, ported)
-    elif name == "--disable-rollout-global-dataset" and "--rollout-function-path" in given:
-        ported.notes[CHANGED].append(f"{name} is dropped: the rollout function brings its prompts.")
     elif advice_for(name) is not None:
         ported.notes[UNSUPPORTED].append(f"{shown}: {advice_for(name)}.")
     elif not UNSET_VARIABLE.sub("", value).isprintable() and name in (*PATHS, *REQUIRED):
