@@ -82,7 +82,7 @@ def _run(chosen: argparse.Namespace) -> int:
 
         return demo(chosen.out)
     if chosen.command == "port":
-        from slime_tis.trainer.cli.port import port_script
+        from slime_tis.trainer.port.command import port_script
 
         if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
             sys.stdout.reconfigure(encoding="utf-8")

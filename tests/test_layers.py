@@ -54,7 +54,7 @@ LAYERS = (
     ("slime_tis.trainer.checkpointer", "slime_tis.trainer.engine_check"),
     ("slime_tis.trainer.cli",),
     ("slime_tis.trainer.samples", "slime_tis.trainer.plan"),
-    ("slime_tis.trainer.setup",),
+    ("slime_tis.trainer.port", "slime_tis.trainer.setup"),
     ("slime_tis.trainer.train",),
     ("slime_tis.trainer.sort_digits",),
     ("slime_tis.demo",),

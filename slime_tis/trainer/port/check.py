@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.launch_script import OPEN
 from slime_tis.trainer.cli.run_options import COMMAND_LINE, Arguments
 from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.port.launch_script import OPEN
 
 Words = Mapping[str, tuple[str, ...]]
 """Flags with their values."""
