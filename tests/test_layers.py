@@ -49,6 +49,7 @@ LAYERS = (
     ("slime_tis.trainer.megatron",),
     ("slime_tis.trainer.train_dump",),
     ("slime_tis.trainer.step",),
+    ("slime_tis.trainer.token_gradients",),
     ("slime_tis.trainer.learner", "slime_tis.trainer.evaluation"),
     ("slime_tis.trainer.weight_sync",),
     ("slime_tis.trainer.checkpointer", "slime_tis.trainer.engine_check"),

@@ -43,6 +43,7 @@ from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
+from slime_tis.trainer.token_gradients import TokenGradients
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names
 
@@ -72,6 +73,8 @@ class Learner:
     _old_version: int = 0
     """Version of π_old: the weights before the rollout's first step."""
     _old_log_prob_forwards: int = 0
+    _token_at_fault: str = ""
+    """Sentence about the token at which the last non-finite gradient began."""
 
     @property
     def parallel(self) -> Parallel:
@@ -111,7 +114,8 @@ class Learner:
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 is_finite = self.engine.weights_are_finite()
                 if not is_finite or self.engine.config.nonfinite_gradient == "stop":
-                    raise NonFiniteGradient(nonfinite_message(self.step + 1, rows[-1], is_finite), rows)
+                    message = nonfinite_message(self.step + 1, rows[-1], is_finite, self._token_at_fault)
+                    raise NonFiniteGradient(message, rows)
             self.step += 1
             self.after_step()
         return rows
@@ -312,11 +316,13 @@ class Learner:
         measured = self._mismatch_otherwise(step) if measures else {}
         records: list[TokenRecord] = []
         trained_mismatch: list[Statistics] = []
+        gradients = TokenGradients()
 
         def loss(inputs: LossInputs) -> LossOutputs:
             if measures:
                 ranks = context.global_batch.ranks
                 trained_mismatch.append(mismatch(inputs.tokens, inputs.log_probs_L.detach(), ranks))
+            gradients.watch(inputs)
             outputs = policy_loss(inputs, context)
             if self.dump is not None:
                 records.append(outputs.record)
@@ -330,6 +336,8 @@ class Learner:
             scales_with_advantages=self._scales_with_advantages,
             rate_scale=self._rate_scale,
         )
+        if not result.is_finite:
+            self._token_at_fault = gradients.first_nonfinite(step, self.parallel)
         self._dump(step, advantages, records, known)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()
@@ -452,12 +460,15 @@ def train_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
-def nonfinite_message(step: int, metrics: dict[str, float], weights_are_finite: bool) -> str:
-    """Returns the error message for a step with a non-finite gradient or loss."""
+def nonfinite_message(step: int, metrics: dict[str, float], weights_are_finite: bool, token_at_fault: str) -> str:
+    """Returns the error message for a step with a non-finite gradient or loss.
+
+    `token_at_fault` is the sentence of `TokenGradients.first_nonfinite`.
+    """
     values = ", ".join(
         f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics
     )
     cause = "Lower --lr, check rewards, coefficients and custom functions, or add --nonfinite-gradient skip."
     if not weights_are_finite:
         cause = "The weights are not finite: lower --lr or --weight-decay, or give another --hf-checkpoint."
-    return f"the gradient of step {step} is not finite; the step was not made ({values}). {cause}"
+    return f"the gradient of step {step} is not finite; the step was not made ({values}). {token_at_fault} {cause}"

@@ -1,6 +1,7 @@
 """Two ranks: signals to one rank, all ranks and torchrun's agent; a rank that fails, and a killed rank."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,17 @@ def test_all_ranks_skip_the_step_that_is_not_finite(layout, flags, tmp_path):
     for rows in (one, two):
         assert [row["train/nonfinite_gradient_steps"] for row in rows] == [0.0, 1.0, 0.0]
     assert training_metrics(two[2]) == pytest.approx(training_metrics(one[2]), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_all_layouts_name_the_token_of_a_bad_gradient(layout, flags, tmp_path):
+    code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
+    options = ["--custom-rm-path", f"{code}:overflows_in_the_second_rollout", "--disable-grpo-std-normalization"]
+    ended = run_apart([*flags, *options, "--num-rollout", "2", *LAYOUTS[layout]], tmp_path / "run", 2, HANG)
+    assert ended.returncode == 1
+    sentence = r"The first token at fault is token \d+ \(id \d+\) of the response of sample \d+"
+    assert len(re.findall(sentence, ended.stderr)) == 1
+    assert "the gradient of step 2 is not finite" in ended.stderr
 
 
 def test_ranks_agree_on_the_latest_complete_checkpoint(flags, tmp_path):

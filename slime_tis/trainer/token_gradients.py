@@ -1,0 +1,99 @@
+"""Finds the token at which a gradient stops being finite, for the error message of the step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_tis.errors import one_line
+from slime_tis.policy.policy_loss import LossInputs
+from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.step import Step
+
+NO_TOKEN = (
+    "No trained token has a log-prob, or a gradient of its log-prob, that is not finite: "
+    "the overflow is in the model's backward pass."
+)
+"""Said if no token is at fault."""
+
+
+class TokenGradients:
+    """Whether the gradients of each token of an optimizer step are finite, on this rank.
+
+    Hooks look at the gradients as they pass. Nothing synchronizes with the host before `first_nonfinite`.
+    """
+
+    def __init__(self) -> None:
+        self._log_probs: list[Tensor] = []
+        self._are_finite: list[Tensor] = []
+
+    def watch(self, inputs: LossInputs) -> None:
+        """Watches the gradients of one micro-batch, before its backward pass."""
+        is_finite_L = torch.ones_like(inputs.log_probs_L, dtype=torch.bool)
+        self._log_probs.append(inputs.log_probs_L.detach())
+        self._are_finite.append(is_finite_L)
+
+        def look(gradient_L: Tensor) -> None:
+            is_finite_L.logical_and_(gradient_L.isfinite())
+
+        def look_at_logits(gradient: Tensor) -> None:
+            is_finite_L.logical_and_(gradient.isfinite().all(-1).view_as(is_finite_L))
+
+        for values_L in (inputs.log_probs_L, inputs.entropy_L):
+            if values_L.requires_grad:
+                values_L.register_hook(look)
+        if inputs.logits is not None and inputs.logits.requires_grad:  # a user's loss goes through them
+            inputs.logits.register_hook(look_at_logits)
+
+    def first_nonfinite(self, step: Step, parallel: Parallel) -> str:
+        """The first trained token with a non-finite gradient or log-prob, as a sentence; a collective of all ranks."""
+        sentence = None
+        if parallel.is_last_stage:
+            sentence = self._on_this_rank(step, parallel)
+        sentences = parallel.all_gather_data(sentence)
+        found = next((each for each in sentences if each is not None), NO_TOKEN)
+        return parallel.broadcast_from_last_stage(found)
+
+    def _on_this_rank(self, step: Step, parallel: Parallel) -> str | None:
+        tokens = step.batch.responses
+        columns = torch.stack([torch.cat(self._log_probs).float(), torch.cat(self._are_finite).float()], 1)
+        columns_L = _in_batch_order(columns, step.partition, tokens.lengths)
+        # NaN and infinity stay what they are: the other ranks add 0
+        columns_N = parallel.ranks.over_context(tokens.slices.scatter(columns_L)).cpu()
+        rows = columns_N.split(tokens.response_lengths)
+        for is_at_fault in (_has_nonfinite_gradient, _has_nonfinite_log_prob):
+            for sample, row in zip(step.samples, rows, strict=True):
+                trained_T = torch.tensor(sample.loss_mask) > 0
+                places = (is_at_fault(row) & trained_T).nonzero()
+                if len(places):
+                    return _sentence(sample, int(places[0]), row[int(places[0]), 0].item())
+        return None
+
+
+def _has_nonfinite_gradient(row: Tensor) -> Tensor:
+    return row[:, 1] == 0
+
+
+def _has_nonfinite_log_prob(row: Tensor) -> Tensor:
+    return ~row[:, 0].isfinite()
+
+
+def _in_batch_order(columns: Tensor, partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+    """The tokens of all micro-batches in the order of the batch's samples."""
+    order = [sample for samples in partition for sample in samples]
+    parts = columns.split([lengths[sample] for sample in order])
+    by_sample = dict(zip(order, parts, strict=True))
+    return torch.cat([by_sample[sample] for sample in range(len(order))])
+
+
+def _sentence(sample: Sample, position: int, log_prob: float) -> str:
+    token = sample.tokens[len(sample.tokens) - sample.response_length + position]
+    prompt = sample.prompt
+    if not prompt and sample.prompt_row is not None:
+        prompt = sample.prompt_row.text
+    return (
+        f"The first token at fault is token {position} (id {token}) of the response of sample {sample.index} to the "
+        f"prompt {one_line(str(prompt), 60)!r}: its log-prob is {log_prob:.6g} in training and "
+        f"{sample.rollout_log_probs[position]:.6g} in the rollout engine."
+    )
