@@ -52,6 +52,13 @@ def test_aspo_gradient_by_hand():
     assert clipped.tolist() == [0, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("advantage", "weight"), [(0.5, 2.0), (-0.5, 0.5)], ids=str)
+def test_aspo_takes_the_reciprocal_at_small_positive_advantages(advantage, weight):
+    old = torch.tensor([-3.0])
+    loss, _ = aspo(old + math.log(0.5), old, torch.tensor([advantage]), clip_low=0.9, clip_high=0.2)
+    assert loss.tolist() == pytest.approx([-weight * advantage])
+
+
 def sapo_of(params, mask, *policies):
     tau = {"tau_pos": 1.0, "tau_neg": 1.05} | params | params.get("sapo", {})
     return sapo(*policies, tau_positive=tau["tau_pos"], tau_negative=tau["tau_neg"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_tis.correction import GlobalBatch, Ranks, RolloutCorrectionConfig, response_slices
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_loss import CustomTis
+from slime_tis.policy.custom_loss import CustomTis, ObjectiveFunctions
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, rollout_pull
 from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, metrics_by, step_metrics
 from slime_tis.policy.tokens import ResponseTokens, turns_of
@@ -217,6 +217,49 @@ def test_the_pull_is_0_where_a_log_prob_is_not_finite(bad, side):
     pull.sum().backward()
     assert pull.tolist() == [0.0, 4.0]
     assert leaf.grad is not None and leaf.grad.tolist() == [0.0, 4.0]
+
+
+def test_vespo_bounds_the_log_ratio_of_each_token():
+    def gradient(log_ratios):
+        old = (torch.tensor([-60.0, -60.0]) - torch.tensor(log_ratios)).tolist()
+        values = {"rollout_log_probs": [old], "old_log_probs": [old], "advantages": [[1.0, 1.0]]}
+        step = build(recompute_old=True, policy_loss="vespo")
+        return loss_of(step, make([[1, 1]], **values), [-60.0, -60.0])[1]
+
+    assert torch.equal(gradient([-50.0, 22.0]), gradient([-20.0, 20.0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "stays_close"),
+    [
+        ({}, False),
+        ({"rollout_pull_coef": 0.1}, True),
+        ({"use_opsm": True, "opsm_policy": "rollout"}, True),
+        ({"use_opsm": True, "opsm_policy": "old"}, False),
+    ],
+    ids=["neither", "pull", "OPSM against the rollout", "OPSM against the old policy"],
+)
+def test_terms_that_keep_the_policy_close_to_the_rollouts(options, stays_close):
+    assert PolicyConfig(**options).stays_close_to_rollouts == stays_close
+
+
+@pytest.mark.parametrize(("coefficient", "contributing"), [(0.0, 4), (0.5, 5)], ids=["accepted", "pulled"])
+def test_contributing_tokens_are_the_accepted_or_pulled_ones(coefficient, contributing):
+    step = build({"rollout_pull_coef": coefficient}, use_rs=True, rs_upper_bound=2.0)
+    leaf = torch.tensor(CURRENT, requires_grad=True)
+    outputs = policy_loss(LossInputs(tokens=batch(), log_probs_L=leaf, entropy_L=torch.zeros(6)), step)
+    assert outputs.contributing.item() == contributing
+
+
+def test_a_reducer_leaves_the_entropy_bonus_as_it_is():
+    def loss(coefficient):
+        options = {"custom_pg_loss_reducer_function_path": "slime_tis.policy.reducers.dr_grpo"}
+        step = build({**options, "entropy_coef": coefficient})
+        functions = ObjectiveFunctions.load(step.policy, Namespace(rollout_max_response_len=8))
+        leaf = torch.tensor(CURRENT, requires_grad=True)
+        return evaluate(replace(step, functions=functions), batch(), leaf, torch.ones(6))[0].item()
+
+    assert loss(0.1) - loss(0.0) == pytest.approx(-0.1 * 2, rel=1e-5)  # two sequences with a mean entropy of 1
 
 
 def test_the_sum_of_the_pull_keeps_no_graph():
