@@ -135,7 +135,7 @@ TERMINAL_WIDTH = 100
 MIN_SHARE = 0.05
 """A finding that explains less of the mismatch is no cause, unless its confidence is CERTAIN, as of a NaN. A share of 0
 marks findings that explain no Δ, such as a metric's."""
-OVERLAP = "The shares add up to more than 100%: these causes cover the same tokens, so some are alternatives."
+OVERLAP = "The shares add up to more than 100%, because several of these causes cover the same tokens."
 MIN_SCORE = 0.05
 """Findings with a lower score are dropped."""
 

@@ -302,9 +302,9 @@ def metric_findings(rows: Rows) -> list[Finding]:
         if known is None or finding.confidence > known.confidence:
             best[finding.cause] = finding
     if too_large:
-        best.pop("rounding", None)  # the mismatch is larger than any precision's
+        best.pop("rounding", None)  # no precision makes a mismatch of this size
         named = [cause for cause, finding in best.items() if finding.confidence >= MIN_NAMED_CONFIDENCE]
-        if named:  # a known cause; its mismatch may be as large as it likes
+        if named:  # old or missing weights make a mismatch of any size
             best[named[0]] = replace(best[named[0]], evidence=(*best[named[0]].evidence, *too_large))
         else:
             best["unexplained"] = Finding("unexplained", tuple(too_large), MIN_NAMED_CONFIDENCE)
