@@ -106,6 +106,12 @@ def test_old_weights_explain_growth():
     assert diagnose(None, run).cause == "stale_weights"
 
 
+def test_a_size_that_no_age_explains_is_named():
+    run = rows(**{K3: 10.0, "rollout/weight_staleness": 1.0})
+    causes = [finding.cause for finding in diagnose(None, run).findings]
+    assert causes == ["stale_weights", "unexplained"]
+
+
 HEALTHY = {"abs(Δ)": (ABS, 1e-4), "k3": (K3, 1e-7), "probabilities": (PROBABILITIES, 1e-4), "zero": (K3, 0.0)}
 
 

@@ -220,6 +220,15 @@ def test_a_damaged_log_beside_a_good_one_is_named(tmp_path):
     assert "Passed over:" in text and "run-1.wandb" in text
 
 
+def test_an_unreadable_log_is_passed_over(tmp_path):
+    """As root may read every file, the refusal is the operating system's for a loop of links."""
+    console(tmp_path)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "run-1.wandb").symlink_to("run-1.wandb")
+    log = read_log(tmp_path)
+    assert log is not None and log.file.name == "train.log"
+
+
 SPECIAL = {
     "a pipe": lambda path: os.mkfifo(path),
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),

@@ -303,11 +303,11 @@ def metric_findings(rows: Rows) -> list[Finding]:
             best[finding.cause] = finding
     if too_large:
         best.pop("rounding", None)  # no precision makes a mismatch of this size
-        named = [cause for cause, finding in best.items() if finding.confidence >= MIN_NAMED_CONFIDENCE]
-        if named:  # old or missing weights make a mismatch of any size
-            best[named[0]] = replace(best[named[0]], evidence=(*best[named[0]].evidence, *too_large))
+        growing = best.get("weights_not_updated")
+        if growing is not None and growing.confidence >= MIN_NAMED_CONFIDENCE:  # its mismatch has no limit
+            best["weights_not_updated"] = replace(growing, evidence=(*growing.evidence, *too_large))
         else:
-            best["unexplained"] = Finding("unexplained", tuple(too_large), MIN_NAMED_CONFIDENCE)
+            best["unexplained"] = Finding("unexplained", tuple(too_large), MIN_NAMED_CONFIDENCE, share=0.5)
     if facts := invalid_values(rows):
         best["broken_metrics"] = Finding("broken_metrics", tuple(facts), CERTAIN, share=0.0)
     return list(best.values())

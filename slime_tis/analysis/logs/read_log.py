@@ -51,7 +51,7 @@ def read_log(path: Path) -> Log | None:
         for file in _candidates(path, reader):
             try:
                 log = _read_file(file, reader)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 passed_over.append(str(error))
                 continue
             if log is not None and log.rows.has_mismatch:
