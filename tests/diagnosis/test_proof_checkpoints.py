@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slime_tis.analysis.diagnosis.hypotheses.checkpoints import read_adapter
 from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement, prove
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import main
@@ -94,6 +95,31 @@ def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(content)
         with pytest.raises(ValueError, match="no LoRA adapter"):
             prove(dump(model, score), str(start), [str(tmp_path)])
+
+
+ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj"
+BAD_TENSORS = {
+    "NaN": ({f"{ADAPTED}.lora_A.weight": torch.full((4, 32), torch.nan)}, "holds NaN or infinity"),
+    "DoRA": ({f"{ADAPTED}.lora_magnitude_vector": torch.ones(64)}, "lora_magnitude_vector, which plain LoRA"),
+    "a trained embedding": (
+        {"base_model.model.model.embed_tokens.weight": torch.ones(3)},
+        "embed_tokens.weight, which",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_an_adapter_that_is_not_plain_lora_is_refused(name: str, start: Path, tmp_path: Path) -> None:
+    tensors, message = BAD_TENSORS[name]
+    own = loaded(start).state_dict()
+    plain = {
+        f"{ADAPTED}.lora_A.weight": torch.ones(4, own["model.layers.0.self_attn.q_proj.weight"].shape[1]),
+        f"{ADAPTED}.lora_B.weight": torch.ones(own["model.layers.0.self_attn.q_proj.weight"].shape[0], 4),
+    }
+    save_file({**plain, **tensors}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
+    with pytest.raises(ValueError, match=message):
+        read_adapter(str(tmp_path), own)
 
 
 def test_another_template_is_named(start: Path) -> None:

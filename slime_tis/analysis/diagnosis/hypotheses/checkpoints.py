@@ -27,7 +27,8 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     """The tensors that a LoRA adapter of peft changes, with the adapter added once.
 
     Raises:
-        ValueError: The directory has no LoRA adapter of the model.
+        ValueError: The directory has no LoRA adapter of the model, or one with tensors that plain LoRA does not have
+            (DoRA, biases, trained embeddings), or with NaN or infinity.
     """
     from safetensors.torch import load_file
 
@@ -46,6 +47,11 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
         raise ValueError(f"{message}: {type(error).__name__}, {first_line(error)}.") from error
     if not merged:
         raise ValueError(f"{quoted_path(directory)} has no tensors lora_A and lora_B.")
+    for name, tensor in tensors.items():
+        if not name.endswith((".lora_A.weight", ".lora_B.weight")):
+            raise ValueError(f"{quoted_path(directory)} has the tensor {name}, which plain LoRA does not have.")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{quoted_path(directory)} holds NaN or infinity in {name}.")
     return merged
 
 
