@@ -139,7 +139,13 @@ def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "reg
 
 def openrlhf(loss: Any, correction: RolloutCorrectionConfig) -> Loss:
     """An object with the signature of OpenRLHF's `PolicyLoss.forward`, around a `PolicyLoss` without correction."""
-    _refuse_second("OpenRLHF's is_correction_level", loss.is_correction_level != "off")
+    level = getattr(loss, "is_correction_level", None)
+    if level is None:
+        raise ValueError(
+            f"{type(loss).__name__} has no is_correction_level, so it is not OpenRLHF's PolicyLoss of 0.11.2; install "
+            "openrlhf==0.11.2, the version that this function was written for."
+        )
+    _refuse_second("OpenRLHF's is_correction_level", level != "off")
 
     def policy_loss(
         log_probs: Tensor,

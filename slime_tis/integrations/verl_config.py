@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
+from numbers import Real
 from typing import Any
 
 from slime_tis.correction import PRESETS
@@ -69,6 +70,9 @@ ACTOR_NAMES = {
     "policy_loss.ppo_kl_coef": "kl_cov_coef",
     "tau_pos": "sapo_tau_pos",
     "tau_neg": "sapo_tau_neg",
+    "policy_loss.tau_pos": "sapo_tau_pos",
+    "policy_loss.tau_neg": "sapo_tau_neg",
+    "loss_agg_mode": "calculate_per_token_loss",
 }
 """Keys of verl's actor_rollout_ref.actor block besides `LOSS_MODE`, and the option each one is here."""
 
@@ -79,6 +83,21 @@ DPPO_NAMES = {
     "clip_ratio_c": "eps_clip_high",
 }
 """The same keys under the loss modes dppo_tv and dppo_kl, where clip_ratio_c − 1 is meant."""
+
+LOSS_AGGREGATIONS = {"token-mean": True, "seq-mean-token-mean": False}
+"""Values of loss_agg_mode, and whether the mean is over all tokens of the batch."""
+
+SEQUENCE_MEAN_MODES = ("gspo", "sapo")
+"""Loss modes whose loss verl averages over sequences, whatever loss_agg_mode says."""
+
+DUAL_CLIP_MODES = ("vanilla", "dppo_tv", "dppo_kl")
+"""Loss modes that read clip_ratio_c."""
+
+CLIPPING_MODES = (*DUAL_CLIP_MODES, "gspo", "cispo", "clip_cov")
+"""Loss modes that read clip_ratio, clip_ratio_low and clip_ratio_high."""
+
+CLIP_RATIO_HIGH = 0.2
+"""verl's default of clip_ratio_high."""
 
 WEIGHT_LEVELS = ("token", "sequence")
 """Values of rollout_is."""
@@ -104,6 +123,7 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> di
         label: the name of a key in messages.
 
     Raises:
+        TypeError: a value that is a switch where verl has a number or text, or neither.
         ValueError: options that contradict each other, or a value that verl does not have.
     """
     options: dict[str, tuple[Any, str]] = {}
@@ -114,8 +134,11 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> di
             value = SWITCHES[key][value]
         elif key == "loss_type" and isinstance(value, str):
             value = LOSSES.get(value, value)
+        elif isinstance(value, bool) or not isinstance(value, Real | str):
+            kind = "a boolean" if isinstance(value, bool) else f"a {type(value).__name__}"
+            raise TypeError(f"{label(key)} must be a number or text, not {kind}.")
         other, other_key = options.setdefault(NAMES[key], (value, key))
-        if other != value:
+        if other_key != key and other != value:
             raise ValueError(f"{label(key)} contradicts {label(other_key)}; remove one of the two.")
     rejection: dict[str, tuple[Any, str]] = {
         name: options.pop(name) for name in ("rs_lower_bound", "rs_upper_bound") if name in options
@@ -136,18 +159,64 @@ def translate_actor(
         label: the name of a key in messages.
 
     Raises:
-        ValueError: an unknown loss mode, or a clip_ratio_c of dppo that is not a number.
+        ValueError: an unknown loss mode or loss_agg_mode, a clip_ratio_c of dppo or a clip_ratio_low that is not a
+            number, or two keys of one option that contradict each other.
     """
     mode = values.get(LOSS_MODE)
     if mode is not None and mode not in LOSS_MODES:
         raise ValueError(f"{label(LOSS_MODE)} is {quoted(mode)} but must be one of {', '.join(LOSS_MODES)}.")
     options = {name: (value, LOSS_MODE) for name, value in LOSS_MODES.get(str(mode), {}).items()}
     is_dppo = "divergence_mask" in options
-    for key, name in (ACTOR_NAMES | (DPPO_NAMES if is_dppo else {})).items():
-        value = values.get(key)
-        if value is not None:
-            options[name] = (_number(label(key), str(value)) - 1 if is_dppo and key == "clip_ratio_c" else value, key)
+    names = {**ACTOR_NAMES, **DPPO_NAMES} if is_dppo else ACTOR_NAMES
+    for key, value in values.items():
+        if value is None or key == LOSS_MODE or _is_ignored(key, str(mode or "vanilla")):
+            continue
+        name = names[key]
+        if key == "loss_agg_mode":
+            value = _aggregation(value, str(mode), label)
+        elif is_dppo and key == "clip_ratio_c":
+            value = _clip_ratio(label(key), value) - 1
+        elif not is_dppo and key == "clip_ratio_low":
+            value = min(_clip_ratio(label(key), value), 1.0)  # ratios are above 0: 1 is no bound, as 10 is
+        other, other_key = options.get(name, (value, LOSS_MODE))
+        if other_key == "clip_ratio":
+            pass  # clip_ratio_low and clip_ratio_high replace it
+        elif other_key != LOSS_MODE and str(other) != str(value):
+            if key == "clip_ratio":
+                continue
+            raise ValueError(f"{label(key)} contradicts {label(other_key)}; remove one of the two.")
+        options[name] = (value, key)
+    has_one_side = options.get("eps_clip", (None, ""))[1] == "clip_ratio_low" and not is_dppo
+    if has_one_side and values.get("clip_ratio") is None:
+        options.setdefault("eps_clip_high", (CLIP_RATIO_HIGH, "clip_ratio_low"))
     return options
+
+
+def _clip_ratio(label: str, value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"{label} is {quoted(value)} but must be a number.") from None
+
+
+def _is_ignored(key: str, mode: str) -> bool:
+    """Whether verl's loss mode reads nothing from a key, so that the key has no effect there either."""
+    if key == "clip_ratio_c":
+        return mode not in DUAL_CLIP_MODES
+    if key.startswith("clip_ratio"):
+        return mode not in CLIPPING_MODES
+    return ACTOR_NAMES[key].startswith("sapo_") and mode != "sapo"
+
+
+def _aggregation(value: str | float, mode: str, label: Callable[[str], str]) -> str:
+    """Returns calculate_per_token_loss for loss_agg_mode, as text."""
+    if value not in LOSS_AGGREGATIONS:
+        raise ValueError(
+            f"{label('loss_agg_mode')} is {quoted(value)} but must be one of {', '.join(LOSS_AGGREGATIONS)}: other "
+            "sums divide by the longest response or by nothing; slime_tis.policy.reducers has dr_grpo for "
+            "--custom-pg-loss-reducer-function-path."
+        )
+    return str(LOSS_AGGREGATIONS[str(value)] and mode not in SEQUENCE_MEAN_MODES)
 
 
 def _weights(

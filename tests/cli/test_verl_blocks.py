@@ -93,3 +93,57 @@ def test_verls_policy_loss_is_translated(base):
     assert "is not read" in refusal(f"{actor}ppo_epochs=3 {base}")
     bypass = "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=ppo_clip"
     assert "drop one of them" in refusal(f"{actor}policy_loss.loss_mode=sapo {bypass} {base}")
+
+
+# (overrides of actor_rollout_ref.actor as in verl's scripts, options here)
+ACTOR_BLOCKS = {
+    "token mean": ("loss_agg_mode=token-mean", {"calculate_per_token_loss": True}),
+    "mean over sequences": ("loss_agg_mode=seq-mean-token-mean", {"calculate_per_token_loss": False}),
+    "token mean of a sequence loss": (
+        "policy_loss.loss_mode=gspo loss_agg_mode=token-mean clip_ratio_low=3e-4 clip_ratio_high=4e-4 clip_ratio_c=10",
+        {"calculate_per_token_loss": False, "eps_clip": 3e-4, "eps_clip_high": 4e-4, "eps_clip_c": None},
+    ),
+    "cispo without a lower bound": (
+        "policy_loss.loss_mode=cispo clip_ratio_low=10 clip_ratio_high=0.2",
+        {"eps_clip": 1.0, "eps_clip_high": 0.2},
+    ),
+    "cispo with a dual clip that verl ignores": (
+        "policy_loss.loss_mode=cispo clip_ratio_c=10.0",
+        {"eps_clip_c": None},
+    ),
+    "dual clip": ("clip_ratio_low=0.2 clip_ratio_high=0.28 clip_ratio_c=10.0", {"eps_clip_c": 10.0}),
+    "only a lower ratio": ("clip_ratio_low=0.1", {"eps_clip": 0.1, "eps_clip_high": 0.2}),
+    "ratios replace their common value": (
+        "clip_ratio=0.5 clip_ratio_low=0.1 clip_ratio_high=0.3",
+        {"eps_clip": 0.1, "eps_clip_high": 0.3},
+    ),
+    "sapo": (
+        "policy_loss.loss_mode=sapo policy_loss.tau_pos=1.1 policy_loss.tau_neg=1.2 clip_ratio_low=0.2",
+        {"sapo_tau_pos": 1.1, "sapo_tau_neg": 1.2},
+    ),
+    "temperatures of another loss": ("tau_pos=1.0 tau_neg=1.05", {"sapo_tau_pos": 1.0}),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), ACTOR_BLOCKS.values(), ids=ACTOR_BLOCKS)
+def test_actor_blocks_of_verls_scripts(base, overrides, expected):
+    words = " ".join(f"actor_rollout_ref.actor.{word}" for word in overrides.split())
+    policy = configured(f"{words} {base} --num-steps-per-rollout 2").policy
+    assert {name: getattr(policy, name) for name in expected} == expected
+
+
+# (overrides, part of the message)
+BAD_ACTOR_BLOCKS = {
+    "sums over tokens": ("loss_agg_mode=seq-mean-token-sum-norm", "must be one of token-mean, seq-mean-token-mean"),
+    "not a number": ("clip_ratio_low=low", "clip_ratio_low is 'low' but must be a number"),
+    "two temperatures": (
+        "policy_loss.loss_mode=sapo tau_pos=1.1 policy_loss.tau_pos=1.2",
+        "policy_loss.tau_pos contradicts",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "part"), BAD_ACTOR_BLOCKS.values(), ids=BAD_ACTOR_BLOCKS)
+def test_wrong_actor_blocks_are_refused(base, overrides, part):
+    words = " ".join(f"actor_rollout_ref.actor.{word}" for word in overrides.split())
+    assert part in refusal(f"{words} {base} --num-steps-per-rollout 2")

@@ -407,3 +407,11 @@ def test_slices_of_two_ranks_are_joined_and_their_gradients_added(tmp_path):
         assert found[rank]["joined"] == [[float(n)] for n in range(1, 6)]
     for one, other in zip(found[0]["lonely"], found[1]["lonely"], strict=True):
         assert len(one) + len(other) == 1
+
+
+def test_openrlhf_without_its_correction_options_names_the_version():
+    class PolicyLoss:
+        """OpenRLHF's main 3c3be62 has no is_correction_level."""
+
+    with pytest.raises(ValueError, match=r"PolicyLoss has no is_correction_level.* install openrlhf==0\.11\.2"):
+        losses.openrlhf(PolicyLoss(), METRICS)

@@ -92,13 +92,33 @@ def test_wrong_options_and_criteria_are_refused():
         compute_rollout_correction_and_rejection_mask(*inputs(), rollout_rs="token_k1")
     with pytest.raises(ValueError, match="rollout_is is 'geometric'"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "geometric")
-    with pytest.raises(ValueError, match="is True but must be a number"):
-        compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "token", True)
     # verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign.
     with pytest.raises(ValueError, match=r"'seq_max_k4'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k4", 2.0)
     with pytest.raises(ValueError, match=r"'seq_max_k1'.* --rs-veto-threshold"):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k1", 2.0)
+
+
+# (options, error, part of the message)
+BAD_THRESHOLDS = {
+    "weights, a boolean": ({"rollout_is": "token", "rollout_is_threshold": True}, TypeError, "not a boolean"),
+    "weights, a list": ({"rollout_is": "token", "rollout_is_threshold": [2.0]}, TypeError, "not a list"),
+    "weights, NaN": (
+        {"rollout_is": "token", "rollout_is_threshold": float("nan")},
+        ValueError,
+        "is nan but must be",
+    ),
+    "rejection, a boolean": ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, TypeError, "not a boolean"),
+    "veto, a boolean": ({"rollout_token_veto_threshold": True}, TypeError, "not a boolean"),
+    "veto, NaN": ({"rollout_token_veto_threshold": float("nan")}, ValueError, "nan"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "part"), BAD_THRESHOLDS.values(), ids=BAD_THRESHOLDS)
+def test_thresholds_that_are_no_numbers_are_refused(options, error, part):
+    with pytest.raises(error, match=part) as raised:
+        compute_rollout_correction_and_rejection_mask(*inputs(), **options)
+    assert "contradicts" not in str(raised.value)
 
 
 @pytest.mark.parametrize("compat", [False, True])
