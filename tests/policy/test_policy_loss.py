@@ -262,6 +262,15 @@ def test_a_reducer_leaves_the_entropy_bonus_as_it_is():
     assert loss(0.1) - loss(0.0) == pytest.approx(-0.1 * 2, rel=1e-5)  # two sequences with a mean entropy of 1
 
 
+@pytest.mark.parametrize(("counted", "expected"), [([1], 3.0), ([0], 3.0)], ids=["one sequence", "no sequence"])
+def test_metrics_of_a_custom_loss_are_means_over_sequences(counted, expected):
+    tokens = make([counted], rollout_log_probs=[[-1.0]], advantages=[[1.0]])
+    policy = PolicyConfig(loss_type="custom_loss", custom_loss_function_path="own.py:loss")
+    _, _, sums = loss_of(build(), tokens, [-1.0])
+    sums = replace(sums, custom={"custom/own": torch.tensor(3.0)})
+    assert step_metrics(sums, RolloutCorrectionConfig(), policy)["custom/own"] == expected
+
+
 def test_the_sum_of_the_pull_keeps_no_graph():
     step = build({"rollout_pull_coef": 0.5})
     leaf = torch.tensor(CURRENT, requires_grad=True)
