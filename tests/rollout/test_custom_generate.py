@@ -3,6 +3,7 @@
 import asyncio
 import math
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -267,6 +268,12 @@ def requests(*pairs):
     return asked
 
 
+def with_experts(request, rows):
+    """The request with one expert per input token and layer."""
+    experts = torch.tensor(rows)[:, None, None]
+    return replace(request, generation=replace(request.generation, routed_experts=experts))
+
+
 WHERE_TOKENS_WERE = {
     "another end": ([1, 2, 3, 4], 2, [([1, 2], [3, 9])], [0, -1]),
     "another input": ([1, 2, 3, 4], 2, [([1, 9], [3, 4])], [-1, -1]),
@@ -296,6 +303,22 @@ def test_every_sampled_token_is_found_and_none_after_a_change(turns, place):
     tokens[1 + place] += 100
     changed = provenance(tokens, len(mask), requests(*pairs)).request
     assert changed[:place] == found.request[:place] and set(changed[place:]) == {-1}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [(None, [20, 21, 22, 23]), ([10], [20, 21, 22, 23]), ([10, 11], [20, 11, 22, 23])],
+    ids=["not recorded", "cut short", "complete"],
+)
+def test_experts_are_those_of_the_request_that_sampled(earlier, expected):
+    sample = Sample(tokens=[1, 2, 3, 8, 4], response_length=3, rollout_log_probs=[-1.0, 0.0, -1.0])
+    first, second = requests(([1, 2], [3]), ([1, 2, 3, 8], [4]))
+    if earlier is not None:
+        first = with_experts(first, earlier)
+    asked = [first, with_experts(second, [20, 21, 22, 23])]
+    copy_engine_records(sample, provenance(sample.tokens, 3, asked), asked)
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.flatten().tolist() == expected
 
 
 def test_tokens_keep_their_server_and_nothing_is_known_of_others(tmp_path):
