@@ -303,7 +303,9 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     log_prob_L = bounded(x.log_probs_L.detach())
     c = x.config.eps_clip_c
     prefix_L = x.prefix_sums(bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-    ratio_L = safe_exp((prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(10))
+    highest = FLOAT16_LOG_RATIO_BOUND if log_prob_L.dtype == torch.float16 else 10.0
+    # no bound from below, as its authors have it: a small ratio does not overflow
+    ratio_L = (prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(highest).exp()
     power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
     bounded_L = ratio_L.clamp((1 - x.config.eps_clip) ** power_L, (1 + x.config.clip_high) ** power_L)
     return _clipped(ratio_L, bounded_L, x.advantages_L, None if c is None else c**power_L)

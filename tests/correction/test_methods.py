@@ -71,6 +71,12 @@ def test_opsm_goes_by_the_advantage_of_each_token(advantages, mask, accepted):
     assert near.tolist() == [[bool(value) for value in mask]]
 
 
+def test_opsm_keeps_sequences_without_advantage():
+    old, current = torch.full((3, 2), -1.0), torch.full((3, 2), -2.0)
+    kept = off_policy_sequence_mask(current, old, torch.tensor([0.0, -0.0, -1e-30]), torch.ones(3, 2), delta=0.1)
+    assert kept.tolist() == [True, True, False]
+
+
 def test_opsm_of_tokens_is_the_same_in_every_layout():
     lengths = [3, 2, 0, 1]
     generator = torch.Generator().manual_seed(4)

@@ -192,7 +192,24 @@ def test_off_policy_sequence_masking_acts_with_one_step_per_rollout(delta, accep
     assert [policy.opsm_bound for policy in unset] == [0.1, 1e-4]
 
 
-@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
+OPSM_OF_TOKENS = {  # advantages, mask → accepted; log π_old − log π_θ is 1 at every token
+    "signs differ": ([2.0, -1.0, -0.5], [1, 1, 1], [True, False, False]),
+    "a masked token has the largest advantage": ([-1.0, 5.0, -1.0], [1, 0, 1], [False, False, False]),
+}
+
+
+@pytest.mark.parametrize(("advantages", "mask", "accepted"), OPSM_OF_TOKENS.values(), ids=OPSM_OF_TOKENS)
+def test_opsm_of_the_loss_goes_by_each_token(advantages, mask, accepted):
+    tokens = make([mask], rollout_log_probs=[[-1.0] * 3], advantages=[advantages])
+    step = build({"use_opsm": True, "opsm_delta": 0.1, "calculate_per_token_loss": True})
+    _, grad, sums = loss_of(step, tokens, [-2.0] * 3)
+    assert (grad != 0).tolist() == accepted
+    assert counts(sums)[2:] == [sum(accepted), sum(mask)]
+    rejected = sum(mask) - sum(accepted)
+    assert step_metrics(sums, step.correction, step.policy)["opsm_clipfrac"] == pytest.approx(rejected / sum(mask))
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf"), -9999.0, -1e6])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_log_prob_that_is_not_finite_is_rejected_without_a_trace(bad, bypass):
     options = {"use_rollout_logprobs": True} if bypass else {"use_tis": True}
