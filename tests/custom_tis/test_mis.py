@@ -76,3 +76,18 @@ def test_the_contract_and_metrics_only():
     pg_loss, masks, metrics = contract()
     assert torch.equal(pg_loss, torch.arange(1.0, 1.0 + sum(map(len, TRAIN))))
     assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS] and "mis_kl" in metrics
+
+
+@pytest.mark.parametrize("code", [-9999.0, -1e6, -float("inf")])
+def test_a_code_for_minus_infinity_is_in_no_metric(code):
+    options = Namespace(use_tis=True, tis_mode="truncate", tis_level="token", tis_upper_bound=2.0)
+    weights, masks, metrics = compute_mis_weights(
+        options,
+        train_log_probs=[torch.tensor([-0.5, -1.0])],
+        rollout_log_probs=[torch.tensor([code, -1.0])],
+        loss_masks=[torch.ones(2)],
+    )
+    assert weights is not None
+    assert weights[0].tolist() == [0.0, 1.0]
+    assert masks[0].tolist() == [0.0, 1.0]
+    assert metrics["k3_kl"][0].tolist() == [0.0, 0.0]

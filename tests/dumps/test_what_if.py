@@ -10,6 +10,7 @@ import torch
 
 from examples.collapse_study.cases import Grid
 from examples.comparison_study.compare import STUDY
+from slime_tis.analysis.diagnosis.tokens import tokens_of
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, what_if
@@ -35,6 +36,15 @@ def table(advantages=(1.0, -1.0)):
     if advantages is None:
         parts = [replace(part, advantage=None) for part in parts]
     return TokenTable.from_parts(parts)
+
+
+@pytest.mark.parametrize("code", [-9999.0, -1e6, -np.inf])
+def test_a_code_for_minus_infinity_is_no_log_prob(code):
+    low = SampleParts(train_log_prob=[code, -1.0, -200.0], rollout_log_prob=[-0.5, code, -1.0], step=0)
+    dump = TokenTable.from_parts([low])
+    assert dump.valid.tolist() == [False, False, True]
+    assert dump.log_ratio.tolist() == [0.0, 0.0, -199.0]
+    assert tokens_of(dump).finite.tolist() == [False, False, True]
 
 
 def one(config, of=None, **options):

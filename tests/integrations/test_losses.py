@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis import RolloutCorrectionConfig, context_parallel_slices, correct
+from slime_tis.correction import within_bound
 from slime_tis.integrations import losses, slime_modules
 from slime_tis.policy.losses import ppo_clip
 from slime_tis.user_functions import load_function
@@ -193,6 +194,27 @@ def test_metrics_alone_leave_the_loss_as_it_is(framework):
     assert torch.equal(loss, plain) and torch.equal(gradient(loss, x), gradient(plain, x))
     if framework in ("skyrl", "areal", "prime_rl"):
         assert metrics["correction/mismatch_k3_kl"] > 0
+
+
+BYPASS_FRAMEWORKS = sorted(FRAMEWORKS.keys() - {"ms_swift", "open_instruct"})
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf, -9999.0, -1e6, -500.0], ids=str)
+@pytest.mark.parametrize("policy", ["reject", "neutral"])
+@pytest.mark.parametrize("framework", BYPASS_FRAMEWORKS)
+def test_bypass_is_finite_at_any_rollout_log_prob(framework, policy, broken):
+    """The frameworks take exp of log π_θ − log π_rollout without a bound."""
+    x = batch(broken=broken)
+    config = RolloutCorrectionConfig(use_rollout_logprobs=True, nonfinite_policy=policy)
+    loss, _ = FRAMEWORKS[framework](config, x)
+    assert loss.isfinite()
+    assert gradient(loss, x).isfinite().all()
+
+
+def test_log_probs_within_the_bound_keep_their_bits():
+    other = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
+    log_probs = torch.tensor([-1.3, -20.9, -101.0, -9999.0, math.nan])
+    assert within_bound(log_probs, other).tolist() == [*log_probs[:2].tolist(), -21.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, -500.0], ids=str)

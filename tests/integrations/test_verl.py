@@ -212,3 +212,16 @@ def test_bypass_mode_writes_into_structs_and_dictionaries_and_needs_rollout_log_
     del batch.batch["rollout_log_probs"]
     with pytest.raises(ValueError, match="bypass_mode=True requires rollout_log_probs in batch"):
         apply_bypass_mode(batch)
+
+
+@pytest.mark.parametrize("sentinel", [-9999.0, -1e6, -math.inf])
+@pytest.mark.parametrize("side", ["old", "rollout"])
+def test_a_code_for_minus_infinity_gets_no_weight(side, sentinel):
+    pair = [torch.tensor([[sentinel, -1.0]]), torch.tensor([[-0.5, -1.0]])]
+    old, rollout = pair if side == "old" else reversed(pair)
+    proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        old, rollout, torch.ones(1, 2), rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold=2.0
+    )
+    assert proto.batch["rollout_is_weights"].tolist() == [[0.0, 1.0]]
+    assert mask.tolist() == [[0.0, 1.0]]
+    assert metrics["rollout_corr/k3_kl"] == 0.0
