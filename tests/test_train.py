@@ -225,6 +225,21 @@ def test_evaluation_is_of_the_training_policy(task, tmp_path):
     assert len({row["eval/accuracy"] for row in rows}) > 1  # the reward of the task grades any answer
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_compared"),
+    [([], True), (["--n-samples-per-eval-prompt", "2"], False)],
+    ids=["same evaluation", "another evaluation"],
+)
+def test_a_resumed_run_compares_with_the_accuracy_before_training(changed, is_compared, task, tmp_path, capsys):
+    prompts = tmp_path / "eval.jsonl"
+    prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n')
+    flags = [*task, "--eval-prompt-data", str(prompts), "--save", str(tmp_path / "save")]
+    run_here([*flags, "--num-rollout", "1"], tmp_path / "run")
+    assert "->" in capsys.readouterr().out.rpartition("eval accuracy: ")[2]
+    run_here([*flags, *changed, "--load", str(tmp_path / "save"), "--num-rollout", "2"], tmp_path / "resumed")
+    assert ("->" in capsys.readouterr().out.rpartition("eval accuracy: ")[2]) == is_compared
+
+
 def test_tool_tokens_are_neither_trained_on_nor_measured(task, run, tmp_path):
     """Multi-turn samples: whatever the log-probs under a loss mask of 0 are, nothing changes."""
     plain = tmp_path / "plain.jsonl"
