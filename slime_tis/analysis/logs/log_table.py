@@ -157,14 +157,14 @@ class LogRow(Mapping[str, float]):
         self._row = row
 
     def __getitem__(self, name: str) -> float:
-        value = float(self._step) if name == "step" else self._table.value(self._row, name)
+        value = self._step if name == "step" else self._table.value(self._row, name)
         if value is None:
             raise KeyError(name)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a metric, without the exception of Mapping.get, as reports ask for each name in each row."""
-        value = float(self._step) if name == "step" else self._table.value(self._row, name)
+        value = self._step if name == "step" else self._table.value(self._row, name)
         return default if value is None else value
 
     def __iter__(self) -> Iterator[str]:
