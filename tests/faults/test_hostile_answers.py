@@ -3,7 +3,9 @@
 import asyncio
 import gzip
 import json
+import os
 import random
+import time
 import zlib
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import httpx
 import pytest
 
 from slime_tis.trainer.agents import slime_client
-from slime_tis.trainer.data.sample import Sampling
+from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.schema import (
@@ -23,11 +25,14 @@ from slime_tis.trainer.engines.sglang.schema import (
     parse,
 )
 from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.rewards import symbolic
 from slime_tis.trainer.rewards.remote_reward import RewardServer
+from slime_tis.trainer.rewards.rewards import build_reward
 from tests.checkpoints import make_checkpoint
 from tests.faults.hostile import Raw, hostiles, http
 from tests.rollout.sglang.fake_sglang import recorded
 from tests.rollout.sglang.rollouts import LATE, Weights, make_engine
+from tests.samples import make_sample
 
 ZEROS = bytes(1 << 28)
 """256 MiB."""
@@ -197,3 +202,39 @@ def test_mutated_answers_of_a_server_are_asked_for_elsewhere(tmp_path):
         finally:
             engine.close()
     assert malformed > 0
+
+
+ENDLESS = {
+    "a tower of powers": lambda number: f"{number + 10}^{{10^{{10}}}}",
+    "factorials": lambda number: f"{number + 9}!!!!",
+    "parentheses": lambda number: "(" * (5000 + number),
+    "letters": lambda number: "a" * (100_000 + number),
+}
+"""Answers that a policy may learn, by number."""
+
+HONEST = {
+    "polynomial": ("2x^2+3x-1", "3x-1+2x^2"),
+    "root": (r"\frac{1}{\sqrt{3}}", r"\frac{\sqrt{3}}{3}"),
+    "angle": (r"5\pi/4", r"\frac{5}{4}\pi"),
+    "set": (r"\{3,1\}", r"\{1,3\}"),
+    "pair": ("(1, -2)", r"\left(1,-2\right)"),
+}
+
+
+def scored(response: str, label: str, group: int):
+    prompt = Prompt(index=group, text="?", token_ids=(1,), label=label)
+    return make_sample(prompt, [3], group_index=group, response=f"so \\boxed{{{response}}}")
+
+
+def test_endless_answers_take_bounded_time_beside_honest_ones(monkeypatch, caplog):
+    monkeypatch.setattr(symbolic, "LIMITS", ((2.0, 1.0), (4.0, 0.5)))
+    reward = build_reward(
+        RolloutConfig(prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, rm_type="math")
+    )
+    hostile = [scored(make(number), "x+1", 0) for number in range(20) for make in ENDLESS.values()]
+    honest = [scored(answer, label, 1 + index) for index, (answer, label) in enumerate(HONEST.values())]
+    began = time.process_time() + sum(os.times()[2:4])
+    assert reward([*hostile, *honest]) == [0.0] * len(hostile) + [1.0] * len(honest)
+    symbolic._worker._stop()  # so that its processor time is counted
+    assert time.process_time() + sum(os.times()[2:4]) - began < 30
+    assert caplog.text.count("answers count as wrong") == 1
