@@ -3,7 +3,7 @@
 torch's `FileSystemReader` loads `.metadata` with an unrestricted unpickler, and torch's planner loads objects in
 `.distcp` files likewise. A pickle may call any function. Here, a class in `.metadata` only becomes a record of data,
 from which torch's classes are made anew with checked fields, and objects are loaded with `weights_only=True`.
-`dist_checkpointing.load` takes the two strategies. The names that begin with `_` are private in torch 2.10 to 2.14 and
+`dist_checkpointing.load` takes the two strategies. The names that begin with `_` are private in torch 2.13 and
 megatron-core 0.16.1: check them after an upgrade.
 """
 
