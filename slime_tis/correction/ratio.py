@@ -58,8 +58,8 @@ def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     if chunk.are_densities:
         finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
     else:
-        finite = chunk.train_RK.abs().lt_(LOG_PROB_LIMIT).mul_(chunk.mask_RK)
-        finite.mul_(chunk.rollout_RK.abs().lt_(LOG_PROB_LIMIT))
+        larger = torch.maximum(chunk.train_RK.abs(), chunk.rollout_RK.abs())  # NaN if one of them is
+        finite = larger.lt_(LOG_PROB_LIMIT).mul_(chunk.mask_RK)
     log_ratio = difference.mul_(finite).nan_to_num_(0.0)
     if nonfinite_policy == "raise":
         _raise_nonfinite(chunk, chunk.mask_RK - finite)

@@ -62,6 +62,7 @@ TESTS = {
         "tests/correction/test_trimming.py",
         "tests/correction/test_context_parallel.py",
         "tests/policy/test_losses.py",
+        "tests/integrations/test_losses.py",
         "tests/correction/test_safety.py",
         "tests/correction/test_reference.py",
     ],
