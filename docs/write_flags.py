@@ -30,7 +30,8 @@ HEAD = """# Flags of train.py
 * An option without an effect is refused, for example `--rs-upper-bound 1.01` without `--use-rs`. If the switch is off
   explicitly (`use_rs: false`, `--no-use-rs`), its options are ignored.
 * YAML files have at most 64 KiB, no repeated keys and no YAML aliases (`*name`).
-* Errors end the run before anything is built, with one line on stderr and exit status 2.
+* A wrong command line ends the run before the model is built, with one line on stderr and exit status 2. So do prompts
+  that the flags do not fit. Other errors during a run have status 1, signals 128 plus their number.
 
 A YAML file may contain verl's block ([all keys](verl.md#verls-block-on-our-command-line)):
 

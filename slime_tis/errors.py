@@ -1,6 +1,7 @@
 """Exceptions that end a run with one message, and the exit status of each.
 
     ValueError
+     ├── CommandLineError         a flag does not fit the files that it names: status 2
      └── CustomFunctionError      a user-defined function cannot be loaded or breaks its contract: status 2
     RuntimeError
      ├── NonFiniteGradient        a gradient is NaN or infinite: status 1
@@ -9,6 +10,10 @@
 
 Other errors end with status 1, a refused command line with 2, a signal with 128 + its number.
 """
+
+
+class CommandLineError(ValueError):
+    """A flag does not fit the prompts or the model, which is known only after files were read."""
 
 
 class CustomFunctionError(ValueError):

@@ -161,3 +161,20 @@ def test_options_that_need_prompts_are_refused_without_them(task, tmp_path, caps
     with pytest.raises(SystemExit):
         train([*flags, "--disable-rollout-global-dataset", *flag, "--output-dir", str(tmp_path / "run")])
     assert f"{flag[0]} has no effect with --disable-rollout-global-dataset" in capsys.readouterr().err
+
+
+# (flags, part of the message)
+UNFIT_PROMPTS = {
+    "no remote reward": (["--rm-type", "exact_match", "--rm-url", "http://127.0.0.1:9"], "no prompt has a remote"),
+    "no label": (["--rm-type", "exact_match", "--label-key", "none"], "has no label"),
+    "no such key": (["--rm-type", "exact_match", "--input-key", "text"], "text"),
+}
+
+
+@pytest.mark.parametrize(("flags", "part"), UNFIT_PROMPTS.values(), ids=UNFIT_PROMPTS)
+def test_prompts_that_flags_do_not_fit_are_a_wrong_command_line(task, tmp_path, capsys, flags, part):
+    line = [*without(task, "--custom-rm-path"), *flags, "--output-dir", str(tmp_path / "run")]
+    assert train(line) == 2
+    error = capsys.readouterr().err
+    assert part in error
+    assert error.startswith("error: ")

@@ -5,8 +5,8 @@ user functions → checkpoint to resume → data → learner → rollout engine 
 
 import copy
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from slime_tis.errors import quoted_path
+from slime_tis.errors import CommandLineError, CustomFunctionError, quoted_path
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
@@ -206,23 +206,36 @@ def load_functions(process: Process) -> UserFunctions:
     )
 
 
+@contextmanager
+def refusing_prompts() -> Iterator[None]:
+    """Makes prompts that the flags do not fit an error of the command line."""
+    try:
+        yield
+    except CustomFunctionError:
+        raise  # of a user's function, with a status of its own
+    except ValueError as error:
+        raise CommandLineError(str(error)) from error
+
+
 def load_data(process: Process, resumed: TrainerState | None) -> Data:
     """Loads the tokenizer and the prompts, and checks that every prompt can be scored."""
     arguments = process.arguments
     rollout, tokenizer = arguments.rollout, load_tokenizer(arguments.megatron.hf_checkpoint)
     sizes = prompt_sizes(arguments.megatron, rollout)
     dataset: PromptDataset | CustomDataSource
-    if rollout.data_source_path is not None:
-        dataset = CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
-    else:
-        # the rollout function may read a file of its own kind by args.prompt_data
-        file = None if rollout.disable_rollout_global_dataset else rollout.prompt_data
-        dataset = PromptDataset(file, tokenizer, rollout, sizes)
+    with refusing_prompts():
+        if rollout.data_source_path is not None:
+            dataset = CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
+        else:
+            # the rollout function may read a file of its own kind by args.prompt_data
+            file = None if rollout.disable_rollout_global_dataset else rollout.prompt_data
+            dataset = PromptDataset(file, tokenizer, rollout, sizes)
     if resumed is not None:
         dataset.load_state_dict(resumed.dataset)
     first_batch = 0 if resumed is None else resumed.dataset[BATCH]
-    eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
-    check_rewards(arguments, dataset, eval_prompts)
+    with refusing_prompts():
+        eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
+        check_rewards(arguments, dataset, eval_prompts)
     num_rollout = arguments.loop.num_rollout
     if num_rollout is None:
         assert arguments.loop.num_epoch is not None  # parse_args requires one of the two

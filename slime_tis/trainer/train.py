@@ -27,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from slime_tis.errors import CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
+from slime_tis.errors import CommandLineError, CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.cli.arguments import describe
 from slime_tis.trainer.cli.preflight import held_outputs
@@ -225,7 +225,7 @@ def exit_status(error: Exception) -> int:
     """Returns the exit status of a run that ended with an error."""
     if isinstance(error, (RunStopped, Interrupted)):
         return error.status
-    return 2 if isinstance(error, CustomFunctionError) else 1
+    return 2 if isinstance(error, (CommandLineError, CustomFunctionError)) else 1
 
 
 def report_error(error: Exception, rank: int, interrupts: Interrupts) -> bool:

@@ -202,3 +202,9 @@ def test_help_of_what_if_is_its_own_wherever_the_flag_stands(argv, capsys):
         main(["what-if", *argv])
     assert end.value.code == 0
     assert "slime-tis what-if [-h]" in capsys.readouterr().out
+
+
+def test_help_shows_both_forms_of_a_switch_that_is_on():
+    shown = " ".join(build_parser().format_help().split())
+    assert "--progress, --no-progress Progress bar, if stderr is a terminal. (default: on)" in shown
+    assert "--no-use-tis" not in shown

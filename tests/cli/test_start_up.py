@@ -35,7 +35,10 @@ runpy.run_path({root!r} + "/" + script, run_name="__main__")
 @pytest.mark.parametrize("case", COMMANDS)
 def test_nothing_heavy_is_imported_before_a_command_line_is_accepted(case, tmp_path):
     script, argv, status = COMMANDS[case]
-    (tmp_path / "run.sh").write_text("python3 train.py --lr 1e-6 --hf-checkpoint /m --num-rollout 1\n")
+    (tmp_path / "run.sh").write_text(
+        "python3 train.py --hf-checkpoint /m --prompt-data /p.jsonl --rm-type math --num-rollout 1 "
+        "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8\n"
+    )
     command = [sys.executable, "-c", RUN.format(root=str(ROOT)), script, *argv]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == status, ended.stderr

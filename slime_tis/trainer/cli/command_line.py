@@ -134,10 +134,13 @@ def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -
 def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option) -> None:
     names = [option.name, *(old for old, new in line.aliases.items() if new == option.name)]
     text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
-    if option.type.kind is bool:  # the help shows the form that differs from the default
-        shown, hidden = (argparse.SUPPRESS, text) if option.default else (text, argparse.SUPPRESS)
-        group.add_argument(*map(flag, names), action="store_true", help=shown)
-        group.add_argument(*(flag(f"no_{name}") for name in names), action="store_true", help=hidden)
+    if option.type.kind is bool:
+        opposites = [flag(f"no_{name}") for name in names]
+        if option.default:  # the form that changes something is shown, too
+            group.add_argument(*map(flag, names), *opposites, action="store_true", help=text)
+        else:
+            group.add_argument(*map(flag, names), action="store_true", help=text)
+            group.add_argument(*opposites, action="store_true", help=argparse.SUPPRESS)
         return
     group.add_argument(*map(flag, names), dest=option.name, metavar=_metavar(option), help=text)
 
