@@ -103,7 +103,7 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
     except _UnfitText as error:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
-        advice = option.advice.get(str(items[0]))
+        advice = option.advice.get(value) if isinstance(value, str) else None
         hint = "" if advice is None else f"; {advice}"
         raise ValueError(f"{label} is {quoted(value)} but must be {option.type}{hint}.") from None
 
