@@ -37,6 +37,14 @@ SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
 }
 """Options that are switches, and their values here when off and on."""
 
+BOUNDS = (
+    "rollout_is_threshold",
+    "rollout_rs_threshold",
+    "rollout_rs_threshold_lower",
+    "rollout_token_veto_threshold",
+)
+"""Options that are numbers, or text with several."""
+
 LOSSES = {"ppo_clip": "ppo", "reinforce": "reinforce"}
 """Values of loss_type, and what each one is here."""
 
@@ -134,7 +142,7 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> di
             value = SWITCHES[key][value]
         elif key == "loss_type" and isinstance(value, str):
             value = LOSSES.get(value, value)
-        elif isinstance(value, bool) or not isinstance(value, Real | str):
+        elif key in BOUNDS and (isinstance(value, bool) or not isinstance(value, Real | str)):
             kind = "a boolean" if isinstance(value, bool) else f"a {type(value).__name__}"
             raise TypeError(f"{label(key)} must be a number or text, not {kind}.")
         other, other_key = options.setdefault(NAMES[key], (value, key))

@@ -147,3 +147,9 @@ BAD_ACTOR_BLOCKS = {
 def test_wrong_actor_blocks_are_refused(base, overrides, part):
     words = " ".join(f"actor_rollout_ref.actor.{word}" for word in overrides.split())
     assert part in refusal(f"{words} {base} --num-steps-per-rollout 2")
+
+
+def test_a_list_as_verls_threshold_is_one_message(base, tmp_path):
+    block = "rollout_is: token, rollout_is_threshold: [2.0]"
+    (tmp_path / "verl.yaml").write_text(f"algorithm: {{rollout_correction: {{{block}}}}}")
+    assert "must be a number or text, not a list" in refusal(f"{base} --custom-config-path verl.yaml")

@@ -184,9 +184,13 @@ def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
             raise ValueError(f"{entry.label} is not an option; {nearest(key, NAMES)}")
         is_switch = key in SWITCHES
         values[key] = None if is_unset(entry.value) else _switch(entry) if is_switch else entry.value
+    try:
+        options = translate(values, lambda key: block[key].label)
+    except TypeError as error:  # a list where verl has a number
+        raise ValueError(str(error)) from None
     return {
         name: replace(block[key], value=str(value) if isinstance(value, bool) else value)
-        for name, (value, key) in translate(values, lambda key: block[key].label).items()
+        for name, (value, key) in options.items()
     }
 
 
