@@ -291,3 +291,10 @@ def test_words_of_the_training_command(tmp_path, text, words):
 def test_other_files_are_refused(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
         read_launch(tmp_path / name)
+
+
+@pytest.mark.parametrize("memory", ["nan", "0", "-1", "inf"])
+def test_memory_that_is_no_size_is_refused(tmp_path, capsys, memory):
+    path = write(tmp_path, f"python train.py {COMPLETE} --hf-checkpoint /none/Qwen3-4B")
+    assert main(["port", str(path), "--gpu-memory", memory]) == 2
+    assert capsys.readouterr().err.startswith("--gpu-memory is ")

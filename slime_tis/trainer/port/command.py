@@ -37,6 +37,8 @@ COMMENT_WIDTH = 110
 MOST_ROLLOUTS = 10_000_000
 """Upper limit of --num-rollout; scripts of servers that never end write more."""
 
+MOST_MEMORY = 1e6
+"""Upper limit of --gpu-memory, GiB."""
 PATHS = ("--hf-checkpoint", "--prompt-data")
 """Paths that train.py requires."""
 DROPPED = {
@@ -120,8 +122,11 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         gpu_memory: Memory of a GPU for the check whether the layout fits, GiB.
 
     Raises:
-        ValueError: The script cannot be read, or trains something else than this program can.
+        ValueError: The script cannot be read, or trains something else than this program can, or the memory is no
+            size.
     """
+    if not 0 < gpu_memory <= MOST_MEMORY:
+        raise ValueError(f"--gpu-memory is {gpu_memory:g}; it must be above 0 and at most {MOST_MEMORY:g}.")
     launch = read_launch(path)
     ported = Ported(script=Path(path).name, python_path=launch.python_path)
     ported.notes[TODO] += [f"{note}." for note in launch.notes]
