@@ -60,7 +60,10 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Path, line of code and change; it does not depend on other lines of the file."""
+        """Path, line of code and change, which do not depend on other lines of the file.
+
+        Equal changes of one line have one name; the first of them is drawn.
+        """
         return f"{self.path}: {self.before}: {self.change}"
 
     def rank(self, seed: int) -> str:
