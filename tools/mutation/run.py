@@ -45,7 +45,12 @@ SGLANG_TESTS = [
 ]
 
 POLICY_TESTS = [
-    "tests/policy",
+    "tests/policy/test_losses.py",
+    "tests/policy/test_policy_loss.py",
+    "tests/policy/test_advantages.py",
+    "tests/policy/test_custom_loss.py",
+    "tests/policy/test_extreme_ratios.py",
+    "tests/policy/test_losses_2026.py",
     "tests/test_custom.py",
     "tests/integrations/test_losses.py",
     "tests/correction/test_config.py",
