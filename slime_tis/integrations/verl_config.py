@@ -216,15 +216,15 @@ def _is_ignored(key: str, mode: str) -> bool:
     return ACTOR_NAMES[key].startswith("sapo_") and mode != "sapo"
 
 
-def _aggregation(value: str | float, mode: str, label: Callable[[str], str]) -> str:
-    """Returns calculate_per_token_loss for loss_agg_mode, as text."""
+def _aggregation(value: str | float, mode: str, label: Callable[[str], str]) -> bool:
+    """Returns calculate_per_token_loss for loss_agg_mode."""
     if value not in LOSS_AGGREGATIONS:
         raise ValueError(
             f"{label('loss_agg_mode')} is {quoted(value)} but must be one of {', '.join(LOSS_AGGREGATIONS)}: other "
             "sums divide by the longest response or by nothing; slime_tis.policy.reducers has dr_grpo for "
             "--custom-pg-loss-reducer-function-path."
         )
-    return str(LOSS_AGGREGATIONS[str(value)] and mode not in SEQUENCE_MEAN_MODES)
+    return LOSS_AGGREGATIONS[str(value)] and mode not in SEQUENCE_MEAN_MODES
 
 
 def _weights(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, off_policy_sequence_mask, response_slices
-from slime_tis.integrations.verl_config import LOSS_MODE, translate_actor
+from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE, translate_actor
 from slime_tis.policy import losses
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
 from slime_tis.policy.losses import LOSSES, aspo, clip_cov, dro, gspo, kl_cov, kl_estimate, ppo_clip, sapo, vespo
@@ -212,10 +212,14 @@ def test_effective_share_of_sequences_equals_vcpo(case):
 def test_verls_loss_modes_equal_verl(mode):
     compared = 0
     for (case,) in (entry.values for entry in cases(f"verl.{mode}", without="rollout_is_threshold")):
-        keys = {**case.params, "policy_loss.dro_beta": case.params.get("policy_loss", {}).get("dro_beta")}
         if case.params["loss_agg_mode"] != "token-mean" or case.params.get("anchor") == "sampler":
             continue
-        options = {name: value for name, (value, _) in translate_actor({LOSS_MODE: mode, **keys}).items()}
+        keys = {name: value for name, value in case.params.items() if name in ACTOR_NAMES}
+        keys["policy_loss.dro_beta"] = case.params.get("policy_loss", {}).get("dro_beta")
+        translated = translate_actor({LOSS_MODE: mode, **keys})
+        options = {name: value for name, (value, _) in translated.items()}
+        # these numbers are of verl 0.9.1; newer versions take sequence means in gspo whatever the key says
+        options["calculate_per_token_loss"] = True
         policy = {name: value for name, value in options.items() if name in PolicyConfig.__dataclass_fields__}
         correction = {name: options[name] for name in options.keys() - policy.keys()}
         step = step_for(RolloutCorrectionConfig(**correction), **policy)
