@@ -379,7 +379,7 @@ WHOLE_RUNS = {
     "a file cut off": ("model/model.safetensors", lambda whole: whole[:-9], 2, "download it again."),
     "no configuration": ("model/config.json", lambda whole: b"{", 2, "its config.json is not JSON"),
     "a tokenizer of garbage": ("model/tokenizer.json", lambda whole: b"\xff", 1, "whose tokenizer does not load"),
-    "half a row": ("train.jsonl", lambda whole: whole[:-9], 1, ", line 16 is not JSON"),
+    "half a row": ("train.jsonl", lambda whole: whole[:-9], 2, ", line 16 is not JSON"),
 }
 
 

@@ -194,7 +194,9 @@ def test_a_command_reports_a_full_disk(run, tmp_path):
 
 def run_command(command, environment, run, directory, *, stdout):
     script = directory / "run.sh"
-    script.write_text("python3 train.py --hf-checkpoint /models/é… --rm-type math --rollout-batch-size 4\n")
+    flags = "--hf-checkpoint /models/é… --prompt-data /data/p.jsonl --rm-type math --num-rollout 1"
+    sizes = "--rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 64"
+    script.write_text(f"python3 train.py {flags} {sizes}\n")
     path = {"port": [str(script)], "diagnose": [str(run)], "report": [str(run)]}.get(command, [])
     return subprocess.run(
         [sys.executable, "-m", "slime_tis.main", *command.split(), *path],
