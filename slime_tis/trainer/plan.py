@@ -126,10 +126,14 @@ class Census:
 
     def _stage(self, config: MegatronConfig, world_size: int, index: int, shard: Sequence[Weight]) -> Stage:
         itemsize, per_value = (4, 8) if config.precision == "fp32" else (2, 12)
-        stages, transformer = config.pipeline_model_parallel_size, copy.copy(self.transformer)
+        stages = config.pipeline_model_parallel_size
+        transformer = copy.copy(self.transformer)
         transformer.tensor_model_parallel_size = config.tensor_model_parallel_size
         transformer.sequence_parallel = config.sequence_parallel
-        transformer.num_layers = transformer.num_layers // stages * (stages - index)
+        # a stage holds the micro-batches of itself and of the stages after it
+        in_flight = stages - index
+        transformer.num_layers = transformer.num_layers // stages * in_flight
+        transformer.pipeline_model_parallel_size = in_flight
         if config.precision != "fp32" and config.transformer_impl != "local" and transformer.num_moe_experts is None:
             transformer.use_te_activation_func = False  # transformer-engine's layers save more
         optimizer = 0

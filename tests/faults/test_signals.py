@@ -121,8 +121,30 @@ def prints(run, words):
     return lambda: any(path.exists() and words in path.read_text() for path in (run.stdout, run.stderr))
 
 
+@pytest.fixture(scope="module")
+def ahead(flags, tmp_path_factory):
+    """The flags of a run with rollouts in flight, and the metrics of an uninterrupted run, by step."""
+    directory = tmp_path_factory.mktemp("ahead")
+    flags = [*flags, "--rollout-lookahead", "2"]
+    outcome = run_forked(
+        [*flags, "--save", str(directory / "save"), "--output-dir", str(directory / "run")], directory, timeout=120
+    )
+    assert outcome.status == 0, outcome.error
+    return flags, by_step(directory / "run")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rollouts_in_flight_survive_interruptions_bitwise(seed, ahead, tmp_path):
+    flags, expected = ahead
+    interrupt_and_resume(flags, expected, tmp_path, seed)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_interrupted_at_random_moments_resumes_bitwise(seed, flags, expected, tmp_path):
+    interrupt_and_resume(flags, expected, tmp_path, seed)
+
+
+def interrupt_and_resume(flags, expected, tmp_path, seed):
     """The run is interrupted several times, as a process or a group, and resumed until it completes."""
     chance, save = random.Random(seed), str(tmp_path / "save")
     arguments = [*flags, "--save", save, "--load", save, "--save-interval", "3", "--output-dir", str(tmp_path / "run")]
@@ -265,7 +287,9 @@ def damage(save):
     return None
 
 
-def test_a_killed_run_resumes_bitwise(saving, tmp_path):
+@pytest.mark.parametrize("lookahead", ["0", "1"])
+def test_a_killed_run_resumes_bitwise(saving, lookahead, tmp_path):
+    saving = [*saving, "--rollout-lookahead", lookahead]
     whole = run_forked(own(saving, tmp_path / "whole", resumes=False), tmp_path / "whole", timeout=LIMIT)
     assert whole.status == 0, whole.error
     chance = random.Random(0)

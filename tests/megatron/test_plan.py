@@ -206,6 +206,23 @@ def trains_within_the_plan(parallel, directory, layout):
     [
         pytest.param("qwen3", 1, {}, id="one rank"),
         pytest.param("qwen3", 1, RECOMPUTE_LAYERS, id="recomputation"),
+        pytest.param("qwen3", 1, RECOMPUTE_LAYERS | {"recompute_num_layers": 4}, id="recomputation of four layers"),
+        pytest.param(
+            "qwen3", 1, RECOMPUTE_LAYERS | {"recompute_method": "block", "recompute_num_layers": 5}, id="block"
+        ),
+        pytest.param(
+            "qwen3",
+            2,
+            RECOMPUTE_LAYERS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            id="recomputation and sequence",
+        ),
+        pytest.param(
+            "qwen3",
+            2,
+            RECOMPUTE_LAYERS
+            | {"pipeline_model_parallel_size": 2, "recompute_method": "block", "recompute_num_layers": 2},
+            id="block and pipeline",
+        ),
         pytest.param("qwen3", 2, {"use_distributed_optimizer": True}, id="data"),
         pytest.param("qwen3", 2, {"pipeline_model_parallel_size": 2}, id="pipeline"),
         pytest.param("qwen3_moe", 1, {}, id="experts"),
@@ -229,6 +246,46 @@ def test_the_peak_of_a_step_is_predicted(family, ranks, layout, tmp_path):
     on_ranks(trains_within_the_plan, tmp_path, layout, ranks)
 
 
+def saves_layer_inputs(parallel, directory, layout):
+    """Compares the tensors that forward passes of four and of eight layers save for autograd."""
+    saved_bytes = []
+    for layers in (4, 8):
+        checkpoint = str(directory / str(layers))
+        config = MegatronConfig(hf_checkpoint=checkpoint, micro_batch_size=4, share_prompts=False, **layout)
+        engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=10)
+        rows = [[1] * (SEQUENCE - 8)] * 4
+        batch = make_batch([[3] * SEQUENCE] * 4, rows, rows, rows)
+        storages: dict[int, int] = {}
+
+        def note(tensor, storages=storages):
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            if not is_in_backward:  # layers that are computed again save more
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            engine.train_step(batch, [list(range(4))], likelihood)
+        weights = {weight.untyped_storage().data_ptr() for weight in engine.model.module.parameters()}
+        saved_bytes.append(sum(size for place, size in storages.items() if place not in weights))
+    tokens = 4 * SEQUENCE
+    hidden_bytes = 4 * 128
+    share = 2 if layout.get("sequence_parallel") else 1
+    assert saved_bytes[1] - saved_bytes[0] == 4 * tokens * hidden_bytes // share
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "tensor and sequence"])
+def test_sequence_parallelism_divides_saved_layer_inputs(sequence_parallel, tmp_path):
+    for layers in (4, 8):
+        (tmp_path / str(layers)).mkdir()
+        make_checkpoint(tmp_path / str(layers), "qwen3", hidden_size=128, num_hidden_layers=layers)
+    layout = RECOMPUTE_LAYERS | {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": sequence_parallel,
+    }
+    on_ranks(saves_layer_inputs, tmp_path, layout, 2)
+
+
 SMOLLM2 = {
     "params_dtype": torch.float32,
     "num_layers": 30,
@@ -241,12 +298,20 @@ SMOLLM2 = {
     "tensor_model_parallel_size": 1,
     "sequence_parallel": False,
     "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "pipeline_model_parallel_size": 1,
     "qk_layernorm": False,
     "use_te_activation_func": True,
 }
 HEAD = 12 * 576
 """Of log-probs: hidden states, a copy and their gradient."""
 PER_LAYER = 4 * 576 + 5 * 576 + 2 * 192 + 2 * 1536
+
+
+def recomputed(method, layers):
+    """Full recomputation, as megatron-core's options."""
+    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
 
 
 BF16 = {"params_dtype": torch.bfloat16}
@@ -266,7 +331,15 @@ CASES = {
     "bf16, logits requested": (BF16, 49152, -1, 2 * 30 * PER_LAYER + 10 * 576 + 18 * 49152),
     "tensor": (TENSOR, 49152, -1, 4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152),
     "tensor and sequence": (TENSOR | {"sequence_parallel": True}, 0, -1, 2 * 30 * PER_LAYER + HEAD),
-    "recomputation": ({"recompute_granularity": "full"}, 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD),
+    "recomputation": (recomputed("uniform", 1), 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD),
+    "recomputation of four layers": (recomputed("uniform", 4), 0, -1, 4 * (8 * 576 + 4 * PER_LAYER) + HEAD),
+    "recomputation of a block": (recomputed("block", 10), 0, -1, 4 * (10 * 576 + 20 * PER_LAYER) + HEAD),
+    "recomputation and sequence": (
+        recomputed("uniform", 1) | TENSOR | {"sequence_parallel": True},
+        0,
+        -1,
+        2 * (30 * 576 + PER_LAYER) + HEAD,
+    ),
     "norms of queries and keys": ({"qk_layernorm": True}, 0, -1, 4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD),
     "experts": (EXPERTS, 0, -1, 4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD),
 }

@@ -1,6 +1,7 @@
 """The default token budget of a micro-batch, from free memory; also trims the heap between passes on a CPU."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,34 +64,80 @@ def _free_in_container() -> int:
 def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
     """Bytes per token of a micro-batch at the peak of a training step: activations, and logits.
 
-    * Each layer saves for autograd: inputs and outputs of both norms (4 hidden vectors); queries, keys and values
-      repeated for them, and the output of the attention twice (5 vectors of all queries);
-      keys and values (2); with norms of queries and keys, whose inputs are views of queries, keys and values as they
-      leave their layer, these too; gate and up of the MLP (2 inner vectors; 4 for an expert; 5 with
-      transformer-engine).
-    * With pipeline parallelism the first stage holds one micro-batch per stage, hence all layers' activations.
-    * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32; their logits exist in small tiles.
+    * The layers save for autograd what `_saved_values` counts. With pipeline parallelism the first stage
+      holds one micro-batch per stage, hence all layers' activations.
+    * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32. The output layer has
+      them for all tokens, also under sequence parallelism. Their logits exist in small tiles.
     * Requested logits are one saved fp32 tensor, one that the loss gets, and two temporaries.
-    * Every token is counted as a response token. `logits` is 0 or, if logits are requested, the size of the vocabulary.
+    * Every token is counted as a response token.
+
+    Args:
+        config: The model's configuration, with the layers and the micro-batches
+            (`pipeline_model_parallel_size`) that a pipeline stage holds at once.
+        logits: 0 or, if logits are requested, the size of the vocabulary.
+        chunk_size: `--log-probs-chunk-size`.
     """
-    size, tensor = config.params_dtype.itemsize, config.tensor_model_parallel_size
-    queries = config.num_attention_heads * config.kv_channels
-    groups = config.num_query_groups * config.kv_channels
-    normed = queries + 2 * groups if config.qk_layernorm else 0
+    size = config.params_dtype.itemsize
+    log_probs = (size + 8) * config.hidden_size
+    bytes_per_logit = 8 if size == 4 else 8 + size
+    if chunk_size == -1:
+        bytes_per_logit += 8
+    logits_bytes = bytes_per_logit * logits / config.tensor_model_parallel_size
+    return int(size * _saved_values(config) + log_probs + logits_bytes)
+
+
+def _saved_values(config: TransformerConfig) -> float:
+    """Values per token that the layers of all micro-batches in flight keep for the backward pass.
+
+    With full recomputation, a layer (`block`), or a group of layers (`uniform`), keeps its input. One
+    layer or group at a time is computed again, and then keeps everything. A block is the first layers of
+    a stage, which are computed again when the layers after them are finished.
+    """
+    layers: int = config.num_layers
+    per_layer = _values_of_a_layer(config)
+    if config.recompute_granularity != "full":
+        return layers * per_layer
+    inputs = _hidden_values(config)
+    count: int = min(config.recompute_num_layers, layers)
+    if config.recompute_method == "uniform":
+        return math.ceil(layers / count) * inputs + count * per_layer
+    micro_batches: int = config.pipeline_model_parallel_size
+    recomputed = min(count * micro_batches, layers)
+    complete = max(layers - recomputed, 1)
+    return recomputed * inputs + complete * per_layer
+
+
+def _values_of_a_layer(config: TransformerConfig) -> float:
+    """Values per token that one layer saves for autograd.
+
+    * Inputs and outputs of both norms: 4 hidden vectors.
+    * Queries, keys and values repeated for them, and the output of the attention twice: 5 vectors of all
+      queries. Keys and values: 2 vectors of all groups.
+    * With norms of queries and keys, whose inputs are views of queries, keys and values as they leave
+      their layer: these too.
+    * Gate and up of the MLP: 2 inner vectors, 4 for an expert, 5 with transformer-engine.
+    """
+    tensor: int = config.tensor_model_parallel_size
+    queries: int = config.num_attention_heads * config.kv_channels
+    groups: int = config.num_query_groups * config.kv_channels
+    attention = 5 * queries + 2 * groups
+    if config.qk_layernorm:
+        attention += queries + 2 * groups
     inner = (2 if config.use_te_activation_func else 5) * config.ffn_hidden_size
     if config.num_moe_experts is not None:
-        sparse = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
-        inner = max(inner if 0 in config.moe_layer_freq else 0, 4 * sparse)
-    per_layer = (
-        4 * config.hidden_size / (tensor if config.sequence_parallel else 1)
-        + (5 * queries + 2 * groups + normed + inner) / tensor
-    )
-    layers = config.num_layers * per_layer
-    if config.recompute_granularity == "full":
-        layers = config.num_layers * config.hidden_size + per_layer
-    log_probs = (size + 8) * config.hidden_size
-    bytes_per_logit = (8 if size == 4 else 8 + size) + (8 if chunk_size == -1 else 0)
-    return int(size * layers + log_probs + bytes_per_logit * logits / tensor)
+        sparse = config.moe_router_topk * config.moe_ffn_hidden_size
+        sparse += config.moe_shared_expert_intermediate_size or 0
+        has_dense_layers = 0 in config.moe_layer_freq
+        inner = max(inner if has_dense_layers else 0, 4 * sparse)
+    values: float = 4 * _hidden_values(config) + (attention + inner) / tensor
+    return values
+
+
+def _hidden_values(config: TransformerConfig) -> float:
+    """Values per token of a hidden state on one rank; sequence parallelism divides the tokens."""
+    tensor: int = config.tensor_model_parallel_size
+    hidden: int = config.hidden_size
+    return hidden / tensor if config.sequence_parallel else hidden
 
 
 def trim_before_gradient(token_bytes: int, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
