@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.provenance import commit, machine
 from slime_tis.trainer.data.prompts import load_prompts
-from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer, weights_by_file_name
-from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.local.sampling import log_softmax
+from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer, weights_by_file_name
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.local.token_sampling import log_softmax
 from slime_tis.trainer.engines.weight_rounding import WeightRounder
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.options.rollout import Rounding

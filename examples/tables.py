@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from slime_tis.files import write_atomically
+from slime_tis.atomic_files import write_atomically
 
 RowT = TypeVar("RowT")
 

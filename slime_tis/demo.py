@@ -13,7 +13,7 @@ from transformers.utils import logging
 from slime_tis.analysis.diagnosis.rescore import load_model
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.analysis.report.command import diagnosis, report
+from slime_tis.analysis.report.report_commands import diagnosis, report
 from slime_tis.errors import quoted_path
 from slime_tis.trainer.sort_digits import EOS, Example, make_rows, prepare
 

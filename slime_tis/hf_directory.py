@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from slime_tis.atomic_files import parse_object
 from slime_tis.errors import first_line, one_line, quoted, quoted_path
-from slime_tis.files import parse_object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import slime_tis
-from slime_tis.terminal import protect_output
+from slime_tis.console_output import protect_output
 
 WHAT_IF_ORDER = (
     "Ordered by cosine, the closest to the exact gradient first. This is no recommendation: a dump cannot show a\n"
@@ -82,7 +82,7 @@ def _run(chosen: argparse.Namespace) -> int:
 
         return demo(chosen.out)
     if chosen.command == "port":
-        from slime_tis.trainer.port.command import port_script
+        from slime_tis.trainer.port.port_command import port_script
 
         if isinstance(sys.stdout, io.TextIOWrapper):  # a script is UTF-8 in every locale
             sys.stdout.reconfigure(encoding="utf-8")
@@ -95,12 +95,12 @@ def _run(chosen: argparse.Namespace) -> int:
     elif chosen.command == "plan":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made on the CPU
         from slime_tis.trainer.cli.arguments import read_layout
-        from slime_tis.trainer.plan import plan
+        from slime_tis.trainer.memory_plan import plan
 
         layout = read_layout(chosen.flags)
         text = plan(layout, chosen.world_size, gpu_memory=chosen.gpu_memory, bandwidth=chosen.bandwidth)
     elif chosen.command == "report":
-        from slime_tis.analysis.report.command import report
+        from slime_tis.analysis.report.report_commands import report
 
         if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
             raise ValueError("error: give one run or dump, or several after --compare.")
@@ -131,11 +131,11 @@ def _diagnose(chosen: argparse.Namespace) -> int:
     if chosen.compare:
         if chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
             raise ValueError("error: --compare takes no other option than --json.")
-        from slime_tis.analysis.report.command import comparison
+        from slime_tis.analysis.report.report_commands import comparison
 
         print(comparison(*chosen.compare, as_json=chosen.json))
         return 0
-    from slime_tis.analysis.report.command import LimitExceeded, diagnosis
+    from slime_tis.analysis.report.report_commands import LimitExceeded, diagnosis
 
     options = {"hf_checkpoint": chosen.hf_checkpoint, "other_checkpoints": chosen.other_checkpoint}
     try:
@@ -235,8 +235,8 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_pro
         from slime_tis.trainer.cli.arguments import parse_args
 
         arguments = parse_args(argv, prog=prog)
-        from slime_tis.trainer.engines.tasks import THREADS
-        from slime_tis.trainer.interrupt import end_process
+        from slime_tis.trainer.engines.event_loops import THREADS
+        from slime_tis.trainer.stop_signals import end_process
         from slime_tis.trainer.train import main as run
     except ModuleNotFoundError as error:
         return _package_is_missing(error, prog, "train")
@@ -262,7 +262,7 @@ def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) ->
 def what_if_table(path: str, flags: Sequence[str]) -> str:
     """Returns the table of `slime-tis what-if` for flags of a correction; without flags for presets and a sweep."""
     from slime_tis.analysis.dumps.what_if import as_text, policy_of, what_if
-    from slime_tis.analysis.report.source import open_source
+    from slime_tis.analysis.report.report_inputs import open_source
     from slime_tis.correction import RolloutCorrectionConfig
     from slime_tis.trainer.cli.arguments import read_correction
     from slime_tis.user_functions import load_custom_tis

@@ -2,8 +2,8 @@
 
 import json
 
-from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sample_file import from_dict, to_dict
 
 
 def make_sample(prompt, response_ids, **fields):

@@ -8,7 +8,7 @@ import pytest
 
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.main import train
-from slime_tis.trainer.data.dump import load_samples
+from slime_tis.trainer.data.sample_file import load_samples
 from tests.runs import make_task, read_metrics, run_apart, run_here
 
 ROOT = Path(__file__).parent.parent

@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from slime_tis.main import train
-from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.storage.checkpoints import checksums, files_of, write_manifest
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
+from slime_tis.trainer.storage.checkpoint_files import checksums, files_of, write_manifest
 from tests.runs import read_metrics, run_here
 
 

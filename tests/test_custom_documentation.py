@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime_tis.trainer.data.dump import load_samples
+from slime_tis.trainer.data.sample_file import load_samples
 from slime_tis.user_functions import USER_FUNCTIONS, load_function
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.runs import ROOT, read_metrics, run_apart, run_here, training_metrics, with_sglang

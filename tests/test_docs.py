@@ -19,7 +19,7 @@ from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
 from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED, VALUES
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.rollout.metrics import rollout_metrics
+from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from tests.checkpoints import make_checkpoint, make_task
 from tests.runs import ROOT
 

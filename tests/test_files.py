@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slime_tis.files import atomic_file, write_atomically
+from slime_tis.atomic_files import atomic_file, write_atomically
 from slime_tis.trainer.storage.directories import make_private, make_public
 
 

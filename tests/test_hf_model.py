@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_tis.analysis.diagnosis.rescore import load_model as load_for_diagnosis
-from slime_tis.trainer.engines.local.checkpoint import load_model as load_for_sampling
+from slime_tis.trainer.engines.local.load_model import load_model as load_for_sampling
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.faults.test_hostile_files import Evil
 

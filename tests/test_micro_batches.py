@@ -2,9 +2,9 @@
 
 import pytest
 
-from slime_tis.trainer.megatron import engine as engine_module
-from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron import training_engine as engine_module
 from slime_tis.trainer.megatron.micro_batches import token_budget_partitions
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from tests.runs import training_metrics
 
 

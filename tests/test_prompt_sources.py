@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slime_tis.main import train
-from slime_tis.trainer.data.dump import load_samples
+from slime_tis.trainer.data.sample_file import load_samples
 from tests.checkpoints import make_tokenizer
 from tests.runs import run_here, training_metrics
 

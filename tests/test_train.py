@@ -7,7 +7,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from slime_tis.trainer.storage import checkpoints as checkpoint_files
+from slime_tis.trainer.storage import checkpoint_files as checkpoint_files
 from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")

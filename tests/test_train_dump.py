@@ -7,10 +7,10 @@ import torch
 from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.what_if import what_if
+from slime_tis.analysis.report.mismatch_plots import summary
 from slime_tis.analysis.report.recommend import measured
-from slime_tis.analysis.report.shape import summary
 from slime_tis.correction import RolloutCorrectionConfig, correct
-from slime_tis.trainer.data.dump import load_samples, save_samples
+from slime_tis.trainer.data.sample_file import load_samples, save_samples
 from tests.runs import make_task, run_apart, run_here
 
 CORRECTION = (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_tis.correction.context_parallel import Ranks
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.weight_sync import PROBE_PROMPTS, PROBE_TOKENS, compare, make_probe, max_gap
 from tests.runs import read_metrics, run_apart, run_here
 

@@ -11,7 +11,7 @@ from typing import Any
 from examples.collapse_study.cases import ROOT, Curve, Grid, Study
 from examples.collapse_study.results import Row, read_table
 from slime_tis.analysis.report.overview import spread as spread_over_runs
-from slime_tis.files import atomic_file, write_atomically
+from slime_tis.atomic_files import atomic_file, write_atomically
 
 STUDIES = (
     Study(),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.tables import read_rows
-from slime_tis.files import METRICS
+from slime_tis.atomic_files import METRICS
 
 ACCURACY, REWARD = "eval/accuracy", "rollout/raw_reward"
 K3, STALENESS = "train/mismatch_k3_kl", "rollout/weight_staleness"

@@ -28,7 +28,7 @@ from examples.collapse_study.cases import Case, Grid, Study
 from examples.collapse_study.report import draw, table
 from examples.collapse_study.results import Row, read_metrics, read_table, summarize
 from examples.tables import write_rows
-from slime_tis.files import write_atomically
+from slime_tis.atomic_files import write_atomically
 from slime_tis.trainer.cli.arguments import configure
 
 FINISHED = "finished.json"

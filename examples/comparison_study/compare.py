@@ -31,7 +31,7 @@ from slime_tis.analysis.report.recommend import (
     is_negligible,
     study,
 )
-from slime_tis.files import atomic_file, write_atomically
+from slime_tis.atomic_files import atomic_file, write_atomically
 
 STUDY = Study(ROOT / "examples" / "comparison_study")
 EVIDENCE = ROOT / "slime_tis" / "analysis" / "report" / "comparison_study.json"

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from examples.diagnose_study import second
-from slime_tis.analysis.diagnosis.form_rules import concentration
-from slime_tis.analysis.diagnosis.tokens import Tokens, tokens_of
+from slime_tis.analysis.diagnosis.pattern_rules import concentration
+from slime_tis.analysis.diagnosis.trained_tokens import Tokens, tokens_of
 from slime_tis.analysis.dumps.files import parquet_tables
 from slime_tis.analysis.dumps.table import TokenTable
 

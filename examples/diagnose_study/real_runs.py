@@ -33,8 +33,8 @@ from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import train
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.engine import WeightSource
-from slime_tis.trainer.engines.local import engine as local
+from slime_tis.trainer.engines.local import local_engine as local
+from slime_tis.trainer.engines.rollout_engine import WeightSource
 
 RESULTS = Path(__file__).parent / "results_runs.csv"
 ROLLOUTS, PROMPTS, SAMPLES = 9, 6, 4

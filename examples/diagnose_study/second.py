@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2C
 
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.analysis.report.command import diagnosis
+from slime_tis.analysis.report.report_commands import diagnosis
 
 PAD, BOS, EOS, ASK, CALL, DONE, ANSWER, PLUS, SYSTEM = range(9)
 DIGIT, WORD, WORDS = 10, 20, 60

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from examples.curves import COLORS, Series, read_series, running_mean
-from slime_tis.files import METRICS, atomic_file
+from slime_tis.atomic_files import METRICS, atomic_file
 from slime_tis.torch_files import load_tensors
 
 SAMPLES, PICTURE = "samples.pt", "diffusion_digits.png"

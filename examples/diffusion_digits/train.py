@@ -30,6 +30,7 @@ from examples.diffusion_digits.sampling import (
     schedule,
     trajectory_log_probs,
 )
+from slime_tis.atomic_files import atomic_file
 from slime_tis.diffusion import (
     Diagnostics,
     DiffusionLoss,
@@ -38,7 +39,6 @@ from slime_tis.diffusion import (
     correct_trajectories,
     diffusion_loss,
 )
-from slime_tis.files import atomic_file
 from slime_tis.policy.advantages import grpo
 from slime_tis.trainer.reporting.reporters import open_reporters
 

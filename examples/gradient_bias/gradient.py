@@ -30,7 +30,7 @@ from examples.gradient_bias.estimators import (
 )
 from examples.tables import read_rows, write_rows
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.files import atomic_file
+from slime_tis.atomic_files import atomic_file
 
 TABLE = Path(__file__).with_name("gradient.csv")
 PAGE, PICTURE = Path(__file__).with_name("README.md"), Path(__file__).with_name("bias_variance.png")

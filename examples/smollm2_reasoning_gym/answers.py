@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 from examples.reasoning_gym.reward import RIGHT, entry_score
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Prompt, Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 
 
 def main() -> int:

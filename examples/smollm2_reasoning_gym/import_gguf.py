@@ -55,7 +55,7 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
     from transformers import AutoConfig, GenerationConfig
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, write_hf_checkpoint
+    from slime_tis.trainer.storage.hf_writer import SHARD_BYTES, write_hf_checkpoint
 
     path, target = Path(file), Path(directory).resolve()
     exports.check_target(target, f"OUT_DIR is {quoted_path(directory)}", "import")

@@ -26,14 +26,14 @@ from examples.tables import write_rows
 from slime_tis.policy.step_sums import mismatch, mismatch_metrics
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sample, Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.weight_rounding import round_fp8
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
-from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.step import training_batch
+from slime_tis.trainer.step_inputs import training_batch
 
 HERE = Path(__file__).resolve().parent
 DATA, RESULTS = Path("data/sort_digits_moe"), HERE / "mismatch.csv"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.curves import COLORS, Series, read_series, running_mean
-from slime_tis.files import METRICS, atomic_file
+from slime_tis.atomic_files import METRICS, atomic_file
 
 PICTURE = "replay.png"
 BLUE, RED = COLORS[:2]

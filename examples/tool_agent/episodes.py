@@ -16,8 +16,8 @@ from examples.tool_agent.agent import correct, generate
 from slime_tis.trainer.agents.custom_generate import slime_sampling_params
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sample, Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 
 PROMPTS = Path("data/tool_agent/eval.jsonl")
 RESPONSE = 64

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         context_parallel_slices,
         response_slices,
     )
-    from slime_tis.correction.metrics import Statistics
     from slime_tis.correction.modes import CRITERIA, LEVELS, MODES, Criterion, parse_criteria
     from slime_tis.correction.ratio import (
         LOG_RATIO_BOUND,
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
         safe_exp,
         within_bound,
     )
-    from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds
+    from slime_tis.correction.rejection import AdaptiveBounds, adaptive_bounds
     from slime_tis.correction.sequence_pass import perplexities
+    from slime_tis.correction.statistics import Statistics
     from slime_tis.correction.sums import SequenceSums
 
 __all__ = [

@@ -10,10 +10,10 @@ from torch import Tensor
 from slime_tis.correction.config import NonfinitePolicy, Normalizer, RolloutCorrectionConfig
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks, ResponseSlices, gather_slices, whole_sequence_levels
 from slime_tis.correction.layout import Layout, LogProbs, as_layout
-from slime_tis.correction.metrics import Statistics, usable_mean
 from slime_tis.correction.ratio import is_log_prob
-from slime_tis.correction.rules import AdaptiveBounds, adaptive_bounds, second_moment_limit
+from slime_tis.correction.rejection import AdaptiveBounds, adaptive_bounds, second_moment_limit
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
+from slime_tis.correction.statistics import Statistics, usable_mean
 from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
 from slime_tis.correction.token_pass import TokenPass, token_pass, trim
 

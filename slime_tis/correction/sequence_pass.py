@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.metrics import Statistics
 from slime_tis.correction.modes import LEVELS
 from slime_tis.correction.ratio import LOG_RATIO_BOUND, indicator, safe_exp, sequence_log_weights, weight_bounds
-from slime_tis.correction.rules import AdaptiveBounds, sequence_accepted
+from slime_tis.correction.rejection import AdaptiveBounds, sequence_accepted
+from slime_tis.correction.statistics import Statistics
 from slime_tis.correction.sums import (
     BOUNDS,
     EXTREMES,

@@ -23,7 +23,7 @@ from slime_tis.correction.ratio import (
     safe_expm1,
     weight_bounds,
 )
-from slime_tis.correction.rules import accepted, catastrophic_tokens, clamped_k3_of, token_statistic
+from slime_tis.correction.rejection import accepted, catastrophic_tokens, clamped_k3_of, token_statistic
 from slime_tis.correction.sums import SequenceSums, WeightSums, named, sequence_columns, stacked
 
 

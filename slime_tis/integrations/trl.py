@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import Correction, GlobalBatch, Ranks, RolloutCorrectionConfig, correct, within_bound
-from slime_tis.rules import Health
+from slime_tis.health import Health
 
 if TYPE_CHECKING:
     from slime_tis.analysis.dumps.table import TokenTable

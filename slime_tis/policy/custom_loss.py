@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from slime_tis.correction import GlobalBatch, is_log_prob
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.response_tokens import ResponseTokens
 from slime_tis.user_functions import accepted, call, calling, describe, load_user_function
 from slime_tis.user_functions.calling import isolated_global_state
 from slime_tis.user_functions.tensors import call_custom_tis, check_gradient, check_metric_names, check_metrics, kind

@@ -15,7 +15,7 @@ from slime_tis.correction.config import LOG_PROB_LIMIT
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.divergence import binary_tv
 from slime_tis.correction.ratio import FLOAT16_LOG_RATIO_BOUND, LOG_RATIO_BOUND, is_log_prob, safe_exp
-from slime_tis.correction.rules import order_statistic
+from slime_tis.correction.rejection import order_statistic
 from slime_tis.policy.config import PolicyConfig
 
 

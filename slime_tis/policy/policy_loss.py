@@ -39,8 +39,8 @@ from slime_tis.policy.losses import (
     kl_estimate,
     policy_ratio,
 )
+from slime_tis.policy.response_tokens import ResponseTokens, expand
 from slime_tis.policy.step_sums import STALENESS, TURN, WORKER, LossReduction, LossTerms, StepSums, sums_by
-from slime_tis.policy.tokens import ResponseTokens, expand
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from slime_tis.correction import (
     is_log_prob,
 )
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.tokens import ResponseTokens, expand
+from slime_tis.policy.response_tokens import ResponseTokens, expand
 
 
 @dataclass(frozen=True, kw_only=True)

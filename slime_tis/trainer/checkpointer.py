@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_tis.health import HealthState
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.limits import flag
-from slime_tis.rules import HealthState
 from slime_tis.trainer.data.data_source import CustomDataSource
-from slime_tis.trainer.data.dump import from_dict, load_batches, save_batches, to_dict
 from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sample_file import from_dict, load_batches, save_batches, to_dict
 from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation, is_due
-from slime_tis.trainer.megatron import checkpoint
+from slime_tis.trainer.megatron import sharded_checkpoint
 from slime_tis.trainer.megatron.routing_replay import drop_routing
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.rollout.prefetch import FinishedBatch
-from slime_tis.trainer.storage.checkpoints import (
+from slime_tis.trainer.storage.checkpoint_files import (
     IN_FLIGHT,
     TrainerState,
     changed,
@@ -73,7 +73,7 @@ def find_resume_point(
     config: MegatronConfig, options: dict[str, Any], *, is_main: bool
 ) -> tuple[Path, TrainerState] | None:
     """Returns the latest complete checkpoint under --load and its state, or None; a collective."""
-    latest = None if config.load is None else checkpoint.latest_complete_checkpoint(config.load)
+    latest = None if config.load is None else sharded_checkpoint.latest_complete_checkpoint(config.load)
     if latest is None:
         return None
     newest, damaged = latest
@@ -111,7 +111,7 @@ class Checkpointer:
         """Restores the policy, the rollout engine and the evaluation."""
         options = self.options
         learner, sampler, updates = self.weights.learner, self.weights.sampler, self.weights.updates
-        checkpoint.load(path, learner.engine)
+        sharded_checkpoint.load(path, learner.engine)
         learner.step = state.step
         learner.engine.keep_token_budget(state.token_budget)
         if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
@@ -130,7 +130,7 @@ class Checkpointer:
             self.weights.send()
         if learner.parallel.is_main:
             if resumes_there:  # a killed run may have skipped this, and this run may have nothing to save
-                checkpoint.remove_older(path, self.run_id, self.config.save_retain)
+                sharded_checkpoint.remove_older(path, self.run_id, self.config.save_retain)
             print(f"resumed from {path}, after step {state.step}", flush=True)
             difference = changed_options(state.options, options)
             if difference:
@@ -190,7 +190,7 @@ class Checkpointer:
         if learner.dump is not None:
             with engine.timer("train_dump"):
                 learner.dump.flush()
-        checkpoint.save(
+        sharded_checkpoint.save(
             config.save,
             position.step,
             engine,
@@ -221,7 +221,7 @@ class Checkpointer:
     def check_weights(self) -> None:
         """Raises CheckpointError if a weight is not finite, before it replaces good ones; a collective."""
         if not self.weights.learner.engine.weights_are_finite():
-            raise checkpoint.CheckpointError(
+            raise sharded_checkpoint.CheckpointError(
                 f"the weights are not finite after step {self.position.step} and were not saved; "
                 f"lower --lr or --weight-decay. {self._newest()}"
             )

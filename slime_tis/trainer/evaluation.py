@@ -11,11 +11,11 @@ from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_fail
 from slime_tis.trainer.data.prompts import load_prompts, prompt_options
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.engines.build import evaluation_sampling
-from slime_tis.trainer.engines.engine import RolloutEngine
-from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards
-from slime_tis.trainer.rollout.metrics import has_status, mean_parts, rollout_reward
+from slime_tis.trainer.rollout.rollout_metrics import has_status, mean_parts, rollout_reward
 
 EVALUATION_OPTIONS = (
     "eval_prompt_data",

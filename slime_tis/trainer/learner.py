@@ -38,11 +38,11 @@ from slime_tis.policy.step_sums import StepSums, mismatch, mismatch_metrics, ste
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fixed_partition, shard, unshard
-from slime_tis.trainer.megatron.engine import StepResult, TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
+from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.step import Step, advantages_of, training_batch, user_batch, with_token_baseline
+from slime_tis.trainer.step_inputs import Step, advantages_of, training_batch, user_batch, with_token_baseline
 from slime_tis.trainer.token_gradients import TokenGradients
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names

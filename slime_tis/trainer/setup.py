@@ -16,38 +16,38 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CommandLineError, CustomFunctionError, quoted_path
+from slime_tis.health import Health, HealthState
 from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
 from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
-from slime_tis.rules import Health, HealthState
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
+from slime_tis.trainer.check_engines import EngineCheck, show
 from slime_tis.trainer.checkpointer import Checkpointer, find_resume_point, model_hash
 from slime_tis.trainer.cli.arguments import effective_config, options_in_force
 from slime_tis.trainer.cli.preflight import prompt_sizes
 from slime_tis.trainer.cli.run_options import Arguments
-from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.engine_check import EngineCheck, show
 from slime_tis.trainer.engines.build import build_engine, training_sampling
-from slime_tis.trainer.engines.engine import EngineHost, RolloutEngine, RolloutFuture
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutEngine, RolloutFuture
 from slime_tis.trainer.evaluation import Evaluation, load_evaluation_prompts
-from slime_tis.trainer.interrupt import Interrupts
 from slime_tis.trainer.learner import Learner
-from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
+from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.trainer.reporting.reporters import Reporter, Reporters, Timer, open_reporters
 from slime_tis.trainer.reporting.run_directory import check_metrics
 from slime_tis.trainer.rewards.rewards import build_reward, check_prompts, check_reward_server
 from slime_tis.trainer.rollout.hooks import RolloutHooks
 from slime_tis.trainer.rollout.prefetch import BATCH, Prefetcher, Unfinished
-from slime_tis.trainer.samples import SampleSource
-from slime_tis.trainer.storage.checkpoints import TrainerState
+from slime_tis.trainer.sample_pipeline import SampleSource
+from slime_tis.trainer.stop_signals import Interrupts
+from slime_tis.trainer.storage.checkpoint_files import TrainerState
 from slime_tis.trainer.train_dump import DumpSettings, TrainDump, changed_fields
 from slime_tis.trainer.weight_sync import PolicyWeights
 from slime_tis.user_functions import load_custom_tis, load_user_function

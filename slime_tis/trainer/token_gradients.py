@@ -9,7 +9,7 @@ from slime_tis.errors import one_line
 from slime_tis.policy.policy_loss import LossInputs
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.step import Step
+from slime_tis.trainer.step_inputs import Step
 
 NO_TOKEN = (
     "No trained token has a log-prob, or a gradient of its log-prob, that is not finite: "

@@ -28,18 +28,18 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from slime_tis.errors import CommandLineError, CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
+from slime_tis.trainer.check_engines import show
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.cli.arguments import describe
 from slime_tis.trainer.cli.preflight import held_outputs
 from slime_tis.trainer.cli.run_options import Arguments
-from slime_tis.trainer.engine_check import show
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.evaluation import is_due
-from slime_tis.trainer.interrupt import Interrupted, Interrupts, stops_because
-from slime_tis.trainer.megatron.checkpoint import CheckpointError, save_hf
 from slime_tis.trainer.megatron.parallel import connect_store, initialize, lost_contact, shut_down
-from slime_tis.trainer.samples import Rollout
+from slime_tis.trainer.megatron.sharded_checkpoint import CheckpointError, save_hf
+from slime_tis.trainer.sample_pipeline import Rollout
 from slime_tis.trainer.setup import Run, set_up
+from slime_tis.trainer.stop_signals import Interrupted, Interrupts, stops_because
 
 EXPECTED = (ValueError, OSError, RolloutUnavailable, Interrupted, RunStopped, CheckpointError)
 """Errors that end a run with one message; any other exception is a defect of this program or of a library."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, WeightRounder, coarser
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 

@@ -13,7 +13,7 @@ from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.cli.preflight import held_outputs
-from slime_tis.trainer.storage.checkpoints import MANIFEST, TRAINER_STATE
+from slime_tis.trainer.storage.checkpoint_files import MANIFEST, TRAINER_STATE
 
 FLAGS = """
 --hf-checkpoint data/model --ref-load data/ref --use-kl-loss --kl-loss-coef 0.1 --prompt-data data/train.jsonl

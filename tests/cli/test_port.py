@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from slime_tis.main import main
-from slime_tis.trainer.port.command import port_script
 from slime_tis.trainer.port.launch_script import legible, read_launch
+from slime_tis.trainer.port.port_command import port_script
 
 FILES = {
     "train.jsonl": '{"prompt": "21>", "label": "12"}\n',

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slime_tis import Ranks, RolloutCorrectionConfig, adaptive_bounds, correct
-from slime_tis.correction.rules import order_statistic, second_moment_limit
+from slime_tis.correction.rejection import order_statistic, second_moment_limit
 from tests.correction import expected as oracle
 
 INF, NAN = math.inf, math.nan

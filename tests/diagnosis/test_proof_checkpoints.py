@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slime_tis.analysis.diagnosis.hypotheses.checkpoints import read_adapter
+from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
 from slime_tis.analysis.diagnosis.proof import Proof, explain_disagreement, prove
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.main import main

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS, SampleParts, TokenTable
-from slime_tis.analysis.report.source import open_source
+from slime_tis.analysis.report.report_inputs import open_source
 from slime_tis.main import main
 from slime_tis.trainer.options.loop import LoopConfig
 from tests.dumps.tables import assert_same, full_table

@@ -10,7 +10,7 @@ import torch
 
 from examples.collapse_study.cases import Grid
 from examples.comparison_study.compare import STUDY
-from slime_tis.analysis.diagnosis.tokens import tokens_of
+from slime_tis.analysis.diagnosis.trained_tokens import tokens_of
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, what_if

@@ -6,8 +6,8 @@ from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.faults import FAULTS
 from examples.diagnose_study.real_runs import planted
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.local import engine as local
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local import local_engine as local
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.rollout.conftest import make_prompts
 from tests.runs import ROOT

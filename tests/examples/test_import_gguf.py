@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
+from slime_tis.trainer.engines.local.load_model import eos_token_ids, load_model, load_tokenizer
 from tests.checkpoints import CHARACTERS, CHAT_TEMPLATE, make_checkpoint
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")

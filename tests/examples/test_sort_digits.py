@@ -15,8 +15,8 @@ from slime_tis.trainer import sort_digits as prepare
 from slime_tis.trainer.cli.arguments import configure, parse_args
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.evaluation import accuracy_metrics
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward

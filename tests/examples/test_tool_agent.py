@@ -10,7 +10,7 @@ from examples.tool_agent import agent, episodes, prepare
 from examples.tool_agent.calculator import calculate
 from slime_tis.trainer.cli.arguments import configure
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.sort_digits import make_tokenizer
 from tests.runs import ROOT, run_here
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
-from slime_tis.trainer.storage.checkpoints import TRAINER_STATE, checksums, files_of, write_manifest
+from slime_tis.trainer.storage.checkpoint_files import TRAINER_STATE, checksums, files_of, write_manifest
 from tests.faults.forked import ForkedRun, run_forked
 from tests.runs import largest_file, make_task, read_metrics, training_metrics
 

@@ -14,7 +14,7 @@ import pytest
 
 from slime_tis.trainer.agents import slime_client
 from slime_tis.trainer.data.sample import Prompt, Sampling
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.schema import (
     ControlAnswer,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from slime_tis.torch_files import UnsafeFile, UnsafeTorch, load_tensors
 from slime_tis.trainer.megatron.checkpoint_reader import read_metadata
-from slime_tis.trainer.storage.checkpoints import checksums, files_of, write_manifest
+from slime_tis.trainer.storage.checkpoint_files import checksums, files_of, write_manifest
 from tests.faults.forked import run_forked
 from tests.runs import make_task
 

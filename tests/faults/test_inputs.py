@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from slime_tis.hf_directory import ModelSizes, check_generation_config, check_tensors, read_model_config, tensor_files
 from slime_tis.trainer.data.prompts import load_prompts
-from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
+from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer
 from slime_tis.trainer.megatron.architecture import read_hf_config
 from slime_tis.trainer.megatron.hf_weights import HfTensors
 from tests.checkpoints import make_checkpoint, make_tokenizer

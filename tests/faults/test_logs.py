@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from slime_tis.analysis.logs.formats import wandb_records
+from slime_tis.analysis.logs.log_formats import wandb_records
 from slime_tis.analysis.logs.read_log import read_log
 from slime_tis.main import main
 from tests.faults.log_mutations import CHECKSUMMED, FORMATS, METRIC, MUTATIONS, VALUES, leveldb, with_hostile_values

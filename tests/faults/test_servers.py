@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check

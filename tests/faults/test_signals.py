@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_tis.trainer.storage.checkpoints import check, checkpoints, read_manifest
+from slime_tis.trainer.storage.checkpoint_files import check, checkpoints, read_manifest
 from tests.faults.forked import ForkedRun, group_is_empty, run_forked
 from tests.faults.forked import check as check_tries
 from tests.rollout.sglang.fake_sglang import fake_servers

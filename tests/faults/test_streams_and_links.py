@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from slime_tis.analysis.dumps.files import write
-from slime_tis.files import write_atomically
+from slime_tis.atomic_files import write_atomically
 from slime_tis.main import main
-from slime_tis.trainer.data.dump import save_samples
+from slime_tis.trainer.data.sample_file import save_samples
 from slime_tis.trainer.reporting.reporters import JsonLines
-from slime_tis.trainer.storage.checkpoints import checkpoints
+from slime_tis.trainer.storage.checkpoint_files import checkpoints
 from tests.dumps.tables import full_table
 from tests.faults.forked import run_forked
 from tests.runs import ROOT, make_task, read_metrics

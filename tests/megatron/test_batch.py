@@ -12,7 +12,7 @@ from slime_tis.correction import Ranks
 from slime_tis.policy.advantages import optimal_token_baseline
 from slime_tis.trainer.megatron.batch import assign_together, fixed_partition, make_batch, shard, unshard
 from slime_tis.trainer.megatron.micro_batches import PrefixTree, load_of, token_budget_partitions
-from slime_tis.trainer.step import Step, with_token_baseline
+from slime_tis.trainer.step_inputs import Step, with_token_baseline
 
 
 def test_partitions_are_fixed_and_rows_of_wrong_lengths_refused():

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
-from slime_tis.trainer.megatron import checkpoint
+from slime_tis.trainer.megatron import sharded_checkpoint
 from slime_tis.trainer.megatron.architecture import uses_transformer_engine
 from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.storage.checkpoints import read_state
+from slime_tis.trainer.storage.checkpoint_files import read_state
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import likelihood
 
@@ -45,11 +45,11 @@ FP16 = {"fp16": True, "initial_loss_scale": 1024.0}
 def test_resumption_is_bitwise(options, model, parallel, tmp_path):
     engine = build(model, parallel, **options)
     steps(engine, 2)
-    checkpoint.save(tmp_path, 2, engine, {"run": "a", "step": 2}, retain=2)
+    sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a", "step": 2}, retain=2)
     expected = steps(engine, 2)
     resumed = build(model, parallel, **options)
-    found = checkpoint.latest_complete_checkpoint(tmp_path)
-    checkpoint.load(found[0], resumed)
+    found = sharded_checkpoint.latest_complete_checkpoint(tmp_path)
+    sharded_checkpoint.load(found[0], resumed)
     assert read_state(found[0]) == {"run": "a", "step": 2}
     assert steps(resumed, 2) == expected
     for name, tensor in resumed.named_hf_tensors():
@@ -73,30 +73,30 @@ def test_an_overflow_of_float16_skips_the_step_and_a_loss_that_is_not_finite_is_
 
 
 def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
-    checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}, retain=1)
+    sharded_checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}, retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
-    with pytest.raises(checkpoint.CheckpointError, match="another model or layout"):
-        checkpoint.load(tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel))
+    with pytest.raises(sharded_checkpoint.CheckpointError, match="another model or layout"):
+        sharded_checkpoint.load(tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel))
 
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_options_of_the_optimizer_are_those_of_the_resumed_run(distributed, model, parallel, tmp_path):
     engine = build(model, parallel, use_distributed_optimizer=distributed)
     steps(engine, 2)
-    checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
+    sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
     options = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-4, "weight_decay": 0.3}
     config = MegatronConfig(
         hf_checkpoint=str(model), lr=1e-2, min_lr=2e-3, use_distributed_optimizer=distributed, **options
     )
     config = dataclasses.replace(config, lr_decay_style="linear")
     resumed = TrainingEngine(config, parallel, temperature=1.0, total_steps=4)
-    checkpoint.load(tmp_path / "iter_0000002", resumed)
+    sharded_checkpoint.load(tmp_path / "iter_0000002", resumed)
     found = resumed.train_step(BATCH, [[0, 2], [1]], likelihood)
     assert found.learning_rate == pytest.approx(2e-3 + (1e-2 - 2e-3) * (1 - 3 / 4))  # step 3 of 4
     for group in resumed.optimizer.param_groups:
         assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.6), 1e-4)
         assert group["weight_decay"] == 0.3 * group["wd_mult"]
-    states = [state for part in checkpoint.torch_adams(resumed.optimizer) for state in part.optimizer.state.values()]
+    states = [state for part in sharded_checkpoint.torch_adams(resumed.optimizer) for state in part.optimizer.state.values()]
     assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
 
 
@@ -106,7 +106,7 @@ def test_a_full_disk_is_found_behind_torchs_error(name):
     positions_differ, wrapped = RuntimeError("unexpected pos 64 vs 0"), ValueError("cannot write")
     setattr(positions_differ, name, disk_full)
     setattr(wrapped, name, positions_differ)
-    assert checkpoint._os_error(wrapped) is disk_full
+    assert sharded_checkpoint._os_error(wrapped) is disk_full
 
 
 def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
         raise AssertionError("a process was forked")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    checkpoint.save(tmp_path, 1, engine, {"run": "a"}, retain=1)
+    sharded_checkpoint.save(tmp_path, 1, engine, {"run": "a"}, retain=1)
     assert {path.name for path in (tmp_path / "iter_0000001").iterdir()} == {
         *("__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json"),
         *("trainer_state.json", "SHA256SUMS"),

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.hf_directory import FAMILIES, moe_sizes
-from slime_tis.trainer.megatron import checkpoint, hf_weights
+from slime_tis.trainer.megatron import hf_weights
 from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.checkpoint import save_hf
-from slime_tis.trainer.megatron.engine import TrainingEngine
 from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.trainer.megatron.packing import RowSplit, pack
+from slime_tis.trainer.megatron.sharded_checkpoint import save_hf
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import make_checkpoint
@@ -119,9 +119,9 @@ def engine(model, parallel):
 
 @pytest.mark.parametrize("shard_bytes", [2**40, 10_000])
 def test_the_hugging_face_directory_loads_with_the_weights(shard_bytes, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(sharded_checkpoint, "SHARD_BYTES", 20_000)
     assert save_hf(tmp_path / "hf", engine) == tmp_path / "hf"
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(sharded_checkpoint, "SHARD_BYTES", shard_bytes)
     save_hf(tmp_path / "hf", engine)  # again, over the first
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters())
     for name, tensor in engine.named_hf_tensors():

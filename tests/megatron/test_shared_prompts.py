@@ -11,7 +11,7 @@ from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron import log_probs
 from slime_tis.trainer.megatron.architecture import read_hf_config
 from slime_tis.trainer.megatron.batch import make_batch
-from slime_tis.trainer.megatron.engine import TrainingEngine, why_not_shared
+from slime_tis.trainer.megatron.training_engine import TrainingEngine, why_not_shared
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import RECOMPUTE_LAYERS, assert_same_results, on_ranks, results, weighted_loss

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slime_tis.trainer.data.dump import encoded, load_samples
+from slime_tis.trainer.data.sample_file import encoded, load_samples
 from tests.runs import make_task, run_here, training_metrics
 
 REPLAY = ("--use-rollout-routing-replay", "--measure-routing-mismatch", "1")

@@ -13,8 +13,8 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomTis, ObjectiveFunctions
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, rollout_pull
+from slime_tis.policy.response_tokens import ResponseTokens, turns_of
 from slime_tis.policy.step_sums import STALENESS, TURN, LossReduction, metrics_by, step_metrics
-from slime_tis.policy.tokens import ResponseTokens, turns_of
 from slime_tis.trainer.megatron.batch import make_batch
 
 NAN = float("nan")

@@ -16,11 +16,11 @@ from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.logs.log_table import KEPT_NAMES, LogTable
 from slime_tis.analysis.logs.peer_metrics import PEER_METRICS
 from slime_tis.analysis.logs.read_log import read_log
-from slime_tis.analysis.report.command import LimitExceeded, diagnosis
 from slime_tis.analysis.report.overview import PANELS
-from slime_tis.analysis.report.source import open_source
+from slime_tis.analysis.report.report_commands import LimitExceeded, diagnosis
+from slime_tis.analysis.report.report_inputs import open_source
+from slime_tis.health import METRIC_PREFIXES
 from slime_tis.main import main
-from slime_tis.rules import METRIC_PREFIXES
 from tests.report.dumps import make_table
 
 STEPS = 12

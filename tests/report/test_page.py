@@ -17,10 +17,10 @@ import pytest
 from slime_tis.analysis.diagnosis import CAUSES
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.analysis.report import overview, samples, shape
+from slime_tis.analysis.report import mismatch_plots, overview, page_samples
 from slime_tis.analysis.report.overview import group_runs
 from slime_tis.analysis.report.page import _front, page_data, render
-from slime_tis.analysis.report.source import Source, open_source
+from slime_tis.analysis.report.report_inputs import Source, open_source
 from slime_tis.main import main
 from tests.report.dumps import HOSTILE, SAMPLES, make_run, make_table
 from tests.test_docs import blocks
@@ -55,7 +55,7 @@ def inflated(packed):
 
 
 def unpacked(raw):
-    """The JSON and the columns of `samples.packed`, read as samples.js does."""
+    """The JSON and the columns of `page_samples.packed`, read as page_samples.js does."""
     (length,) = struct.unpack_from("<I", raw)
     head = json.loads(raw[4 : 4 + length])
     types = {"Float32Array": "<f4", "Int32Array": "<i4", "Int16Array": "<i2", "Uint8Array": "u1"}
@@ -264,7 +264,7 @@ def test_numbers_and_steps_of_a_table_by_hand():
     table = TokenTable.from_parts(
         [SampleParts(train_log_prob=[-1.0, -2.0, -3.0], rollout_log_prob=[-1.5, -2.0, -90.0], loss_mask=[1, 1, 0])]
     )
-    numbers = shape.summary(table)
+    numbers = mismatch_plots.summary(table)
     assert (numbers["tokens"], numbers["trained_tokens"], numbers["tokens_without_log_prob"]) == (3, 2, 0)
     assert numbers["mean_abs_log_ratio"] == 0.25 and numbers["max_abs_log_ratio"] == 0.5
     assert numbers["k3"] == pytest.approx((np.exp(0.5) - 0.5 - 1) / 2)
@@ -282,11 +282,11 @@ def test_numbers_and_steps_of_a_table_by_hand():
 
 def test_the_worst_samples_come_first_with_their_groups():
     table = make_table(40, 20)
-    shown = samples.chosen_samples(table, 400)
+    shown = page_samples.chosen_samples(table, 400)
     assert shown.tokens <= 400
-    size = samples.mean_size(shown)
+    size = page_samples.mean_size(shown)
     assert (np.diff(size) <= 0).all()
-    assert size[0] == samples.mean_size(table).max()
+    assert size[0] == page_samples.mean_size(table).max()
     assert shown.step is not None and shown.group is not None
     worst = (shown.step == shown.step[0]) & (shown.group == shown.group[0])
     assert worst.sum() == 4
@@ -294,16 +294,16 @@ def test_the_worst_samples_come_first_with_their_groups():
 
 def test_the_size_of_a_page_is_bounded(tmp_path):
     def size(payload):
-        return len(zlib.compress(samples.packed(payload)))
+        return len(zlib.compress(page_samples.packed(payload)))
 
-    long = samples.payload(samples.chosen_samples(repeated(make_table(24, 500), 10)))
+    long = page_samples.payload(page_samples.chosen_samples(repeated(make_table(24, 500), 10)))
     assert long["offsets"][-1] <= 100_000 and size(long) < 7_000_000
-    assert samples.payload(repeated(make_table(24, 500), 8))["experts"]["layers"] == 3
+    assert page_samples.payload(repeated(make_table(24, 500), 8))["experts"]["layers"] == 3
     wide = replace(make_table(24, 500), experts=np.zeros((12_000, 300, 8), np.int32))
-    assert samples.payload(wide)["experts"]["layers"] == 10  # of 300: a million numbers at most
+    assert page_samples.payload(wide)["experts"]["layers"] == 10  # of 300: a million numbers at most
     many = repeated(replace(make_table(24, 1), text=("x" * 9_000,) * 24, prompt_text=("y" * 9_000,) * 24), 300)
-    shown = samples.chosen_samples(many)
-    assert len(many) == 7_200 and len(shown) == 5_000 and size(samples.payload(shown)) < 8_300_000
+    shown = page_samples.chosen_samples(many)
+    assert len(many) == 7_200 and len(shown) == 5_000 and size(page_samples.payload(shown)) < 8_300_000
     rows = [
         {"step": i, "train/grad_norm": 50.0 if i == 12_345 else 1.0, "health/mismatch": i % 2} for i in range(20_000)
     ]
@@ -318,7 +318,7 @@ def repeated(table, times):
 
 def test_columns_survive_the_round_trip_through_the_page():
     table = make_table(3, 7)  # 21 values: a column of bytes is not aligned
-    head, columns = unpacked(samples.packed(samples.payload(table)))
+    head, columns = unpacked(page_samples.packed(page_samples.payload(table)))
     np.testing.assert_array_equal(columns["train"], table.train_log_prob)
     np.testing.assert_array_equal(columns["weight_version"], table.weight_version)
     np.testing.assert_array_equal(columns["mask"], table.loss_mask)

@@ -3,7 +3,7 @@
 import pytest
 
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.rules import STEP_RULES, Health, evaluate
+from slime_tis.health import STEP_RULES, Health, evaluate
 
 TIS = RolloutCorrectionConfig(use_tis=True)
 NO_CORRECTION = RolloutCorrectionConfig()

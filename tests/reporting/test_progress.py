@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from slime_tis.trainer import samples
+from slime_tis.trainer import sample_pipeline
 from slime_tis.trainer.reporting.reporters import Timer
 
 
@@ -17,9 +17,9 @@ class Terminal(io.StringIO):
 def test_the_bar_follows_and_leaves_nothing(monkeypatch):
     written = Terminal()
     monkeypatch.setattr("sys.stderr", written)
-    monkeypatch.setattr(samples, "PROGRESS_INTERVAL", 0.005)
+    monkeypatch.setattr(sample_pipeline, "PROGRESS_INTERVAL", 0.005)
     done = [0]
-    with samples.shown_progress(lambda: (done[0], 8), shown=True):
+    with sample_pipeline.shown_progress(lambda: (done[0], 8), shown=True):
         for done[0] in (3, 8):
             while f"{done[0]}/8" not in written.getvalue():
                 time.sleep(0.005)
@@ -31,7 +31,7 @@ def test_the_bar_follows_and_leaves_nothing(monkeypatch):
 def test_no_bar(shown, monkeypatch):
     written = Terminal()
     monkeypatch.setattr("sys.stderr", written)
-    with pytest.raises(KeyError), samples.shown_progress(lambda: (0, 1), shown=shown):
+    with pytest.raises(KeyError), sample_pipeline.shown_progress(lambda: (0, 1), shown=shown):
         raise KeyError
     assert written.getvalue() == ""
 

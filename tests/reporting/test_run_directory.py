@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from slime_tis.files import metrics_before
+from slime_tis.atomic_files import metrics_before
 from slime_tis.trainer.reporting.reporters import JsonLines
 from slime_tis.trainer.reporting.run_directory import METRICS, continues, foreign_file, prepare_run_directory
 from tests.storage.killed import killed_at_each_operation

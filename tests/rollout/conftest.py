@@ -3,7 +3,7 @@
 import pytest
 
 from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from tests.checkpoints import make_checkpoint
 
 

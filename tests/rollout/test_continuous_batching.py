@@ -9,13 +9,13 @@ import torch
 from transformers import Gemma2Config, LlamaConfig
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.generation import SampleEngine, SampleKey, request_uniforms
+from slime_tis.trainer.engines.function_requests import SampleEngine, SampleKey, request_uniforms
 from slime_tis.trainer.engines.local import continuous_batching
-from slime_tis.trainer.engines.local.checkpoint import load_model, load_tokenizer
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching, whole_blocks
+from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
-from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import check_config
+from slime_tis.trainer.engines.local.token_sampling import filtered_logits, log_softmax, sample_tokens
 from tests.checkpoints import EOS, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))

@@ -16,7 +16,7 @@ from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
 from slime_tis.trainer.agents.sampled_tokens import Sampled, copy_engine_records, provenance
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, SamplingMask, by_rollout
-from slime_tis.trainer.engines.generation import (
+from slime_tis.trainer.engines.function_requests import (
     Generation,
     RequestOptions,
     SampleEngine,
@@ -27,7 +27,7 @@ from slime_tis.trainer.engines.generation import (
     response_text,
 )
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.rollout.metrics import rollout_metrics
+from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from tests.checkpoints import CHARACTERS, make_tokenizer
 
 PROMPT = Prompt(index=3, text="abc", token_ids=(1, 2, 3), label="x", metadata={"level": 1})

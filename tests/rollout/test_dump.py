@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.trainer.data.dump import from_dict, load_samples, save_samples, to_dict
 from slime_tis.trainer.data.sample import Prompt, Sample, SamplingMask
+from slime_tis.trainer.data.sample_file import from_dict, load_samples, save_samples, to_dict
 from slime_tis.trainer.evaluation import accuracy_metrics
-from slime_tis.trainer.samples import check_sampling_masks, mask_earlier_tokens, mask_stale_samples
+from slime_tis.trainer.sample_pipeline import check_sampling_masks, mask_earlier_tokens, mask_stale_samples
 from tests.samples import make_sample
 
 PROMPT = Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3})

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sample, Sampling
-from slime_tis.trainer.engines.functions import numbered, resumed_groups
-from slime_tis.trainer.engines.local import engine as local_engine
-from slime_tis.trainer.engines.local.checkpoint import eos_token_ids, load_model, load_tokenizer
+from slime_tis.trainer.engines.function_rollouts import numbered, resumed_groups
+from slime_tis.trainer.engines.local import local_engine as local_engine
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
-from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax
-from slime_tis.trainer.interrupt import Interrupted
+from slime_tis.trainer.engines.local.load_model import eos_token_ids, load_model, load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.local.token_sampling import filtered_logits, log_softmax
+from slime_tis.trainer.rank_collectives import map_over_ranks
+from slime_tis.trainer.stop_signals import Interrupted
 from tests.checkpoints import EOS, make_checkpoint
 from tests.rollout.conftest import make_prompts
 from tests.runs import spawn

@@ -20,7 +20,7 @@ from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.rollout.filter_hub import (
     MAX_REASONS,
     DynamicFilterOutput,

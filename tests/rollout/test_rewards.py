@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.data.dump import from_dict, to_dict
 from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.data.sample_file import from_dict, to_dict
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.remote_reward import MAX_ANSWER_BYTES, RewardServer
 from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward, check_prompts, check_reward_server
-from slime_tis.trainer.rollout.metrics import rollout_metrics
-from slime_tis.trainer.samples import mask_removed_samples
+from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
+from slime_tis.trainer.sample_pipeline import mask_removed_samples
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
 from tests.runs import free_port
 from tests.samples import make_sample

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Prompt, Sampling
-from slime_tis.trainer.engines.local.checkpoint import (
+from slime_tis.trainer.engines.local.load_model import (
     linear_weight_names,
     load_model,
     load_tokenizer,
     weights_by_file_name,
 )
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from slime_tis.trainer.engines.weight_rounding import round_fp8, round_int8
 from tests.checkpoints import make_checkpoint

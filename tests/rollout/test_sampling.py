@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from slime_tis.trainer.engines.local import sampling
-from slime_tis.trainer.engines.local.sampling import (
+from slime_tis.trainer.engines.local import token_sampling
+from slime_tis.trainer.engines.local.token_sampling import (
     filtered_logits,
     inverse_cdf,
     log_softmax,
@@ -62,13 +62,13 @@ def test_log_probs_of_a_large_vocabulary_are_not_biased(vocab):
     error = log_softmax(logits) - logits.double().log_softmax(-1)
     assert error.mean().abs() < 2e-7 and error.abs().max() < 5e-6
     assert torch.equal(log_softmax(filtered_logits(logits, temperature=1.0, top_p=1.0, top_k=-1)), log_softmax(logits))
-    greedy, log_prob, _ = sampling.sample_tokens(logits, torch.zeros(4), temperature=0.0, top_p=1.0, top_k=-1)
+    greedy, log_prob, _ = token_sampling.sample_tokens(logits, torch.zeros(4), temperature=0.0, top_p=1.0, top_k=-1)
     assert torch.equal(log_prob, log_softmax(logits).gather(-1, greedy[:, None])[:, 0])
 
 
 @pytest.mark.parametrize("block", [2, 3, 512])
 def test_inverse_cdf_takes_the_first_token_past_the_uniform(monkeypatch, block):
-    monkeypatch.setattr(sampling, "CDF_CHUNK", block)
+    monkeypatch.setattr(token_sampling, "CDF_CHUNK", block)
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
     expected = {0.0: 1, 0.2499: 1, 0.25: 3, 0.7499: 3, 0.75: 4, math.nextafter(1.0, 0.0): 4}
     for uniform, token in expected.items():

@@ -8,11 +8,11 @@ import threading
 import pytest
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.engines.tasks import LoopThread, run
+from slime_tis.trainer.engines.event_loops import LoopThread, run
 
 STUBBORN = """
 import asyncio, time
-from slime_tis.trainer.engines.tasks import run
+from slime_tis.trainer.engines.event_loops import run
 
 async def stubborn():
     while True:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.weight_rounding import (
     WeightRounder,
     round_fp8,

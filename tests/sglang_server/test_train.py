@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from slime_tis.trainer.data.dump import from_dict, load_samples
 from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sample_file import from_dict, load_samples
 from tests.runs import free_port, make_task, read_metrics, run_apart, start_apart
 from tests.samples import flat
 from tests.sglang_server.servers import FLAGS, PYTHON

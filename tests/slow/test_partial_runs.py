@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slime_tis.main import train
-from slime_tis.trainer.data.dump import from_dict, load_samples
 from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.data.sample_file import from_dict, load_samples
 from tests.rollout.sglang.fake_sglang import fake_servers
 from tests.rollout.sglang.test_experts import assert_experts
 from tests.runs import make_task, read_metrics, with_sglang

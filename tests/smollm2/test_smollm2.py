@@ -15,8 +15,8 @@ from examples.reasoning_gym import prompts
 from examples.smollm2_reasoning_gym import answers, prepare
 from slime_tis.hf_directory import check_tensors, read_model_config
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from tests.runs import REWARD, ROOT, read_metrics, run_apart, run_here
 
 TASKS = ("chain_sum?max_terms=2&max_digits=1", "products?max_digits=1")

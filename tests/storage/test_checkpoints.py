@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from slime_tis.trainer.storage import checkpoints as files
-from slime_tis.trainer.storage.checkpoints import TrainerState, changed_options, check_options, read_trainer_state
+from slime_tis.trainer.storage import checkpoint_files as files
+from slime_tis.trainer.storage.checkpoint_files import TrainerState, changed_options, check_options, read_trainer_state
 from slime_tis.trainer.storage.directories import remove_files
 from tests.storage.killed import killed_at_each_operation
 

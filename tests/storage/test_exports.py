@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from slime_tis.trainer.storage import exports
 from slime_tis.trainer.storage.directories import DirectoryInUse, held, unwritable
-from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
+from slime_tis.trainer.storage.hf_writer import write_hf_checkpoint
 from tests.runs import largest_file
 from tests.storage.killed import killed_at_each_operation
 

@@ -74,16 +74,16 @@ TESTS = {
     "slime_tis/correction/reference.py": ["tests/correction/test_reference.py"],
     "slime_tis/policy/*.py": POLICY_TESTS,
     "slime_tis/policy/config.py": [*POLICY_TESTS, "tests/test_docs.py"],
-    "slime_tis/trainer/samples.py": [*SAMPLE_TESTS, "tests/reporting/test_progress.py", *RUN_TESTS],
+    "slime_tis/trainer/sample_pipeline.py": [*SAMPLE_TESTS, "tests/reporting/test_progress.py", *RUN_TESTS],
     "slime_tis/trainer/data/sample.py": [*SAMPLE_TESTS, "tests/rollout/test_routing.py", *SGLANG_TESTS, *RUN_TESTS],
     "slime_tis/trainer/engines/sglang/schema.py": SGLANG_TESTS,
     "slime_tis/trainer/engines/sglang/client.py": SGLANG_TESTS,
-    "slime_tis/trainer/engines/sglang/sampling.py": SGLANG_TESTS,
+    "slime_tis/trainer/engines/sglang/responses.py": SGLANG_TESTS,
     "slime_tis/trainer/agents/custom_generate.py": [*SAMPLE_TESTS, *AGENT_TESTS],
     "slime_tis/trainer/agents/sampled_tokens.py": [*SAMPLE_TESTS, *AGENT_TESTS, "tests/rollout/sglang/test_experts.py"],
     "slime_tis/trainer/storage/*.py": ["tests/storage", "tests/megatron/test_checkpoint.py", "tests/cli"],
     "slime_tis/trainer/checkpointer.py": [*CHECKPOINT_TESTS, "tests/test_interrupt.py", "tests/test_train.py"],
-    "slime_tis/trainer/megatron/checkpoint.py": [*CHECKPOINT_TESTS, "tests/test_interrupt.py"],
+    "slime_tis/trainer/megatron/sharded_checkpoint.py": [*CHECKPOINT_TESTS, "tests/test_interrupt.py"],
 }
 """Files or folders of tests for each file of the core, the fast ones first; the last pattern that matches counts."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis import form_rules, token_rules
+from slime_tis.analysis.diagnosis import pattern_rules, token_rules
 from slime_tis.analysis.diagnosis.metric_rules import (
     CERTAIN,
     MIN_NAMED_CONFIDENCE,
@@ -17,10 +17,10 @@ from slime_tis.analysis.diagnosis.metric_rules import (
     run_statistics,
 )
 from slime_tis.analysis.diagnosis.proof import Proof
-from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Tokens, tokens_of
+from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Tokens, tokens_of
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
+from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
 
 CAUSES: dict[str, tuple[str, str]] = {
     "shifted_tokens": (
@@ -193,7 +193,7 @@ def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()
     mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
     fact = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
     ranked = _ranked(findings, Finding("healthy", (fact,), 0.9))
-    if ranked[0].cause == "unexplained" and (fact := form_rules.sampling(tokens)):
+    if ranked[0].cause == "unexplained" and (fact := pattern_rules.sampling(tokens)):
         ranked = (replace(ranked[0], evidence=(fact, *ranked[0].evidence)), *ranked[1:])
     return Diagnosis(findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean)
 
@@ -240,7 +240,7 @@ def findings_of(tokens: Tokens) -> list[Finding]:
         return findings
     negligible = float(np.abs(tokens.log_ratio).mean()) < NEGLIGIBLE_DIFFERENCE
     remaining = float(tokens.size.sum()) / total
-    patterns = [rule(tokens) for rule in ((form_rules.sharper_sampling,) if negligible else form_rules.RULES)]
+    patterns = [rule(tokens) for rule in ((pattern_rules.sharper_sampling,) if negligible else pattern_rules.RULES)]
     return findings + [replace(each, share=each.share * remaining) for each in patterns if each and each.confidence]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from slime_tis.rules import MAX_K3, METRIC_PREFIXES, Finding, Rows, Rule, Values, evaluate, ramp
+from slime_tis.health import MAX_K3, METRIC_PREFIXES, Finding, Rows, Rule, Values, evaluate, ramp
 
 LARGEST_VALUE = 1e12
 """A metric above it counts as not finite. No mean over tokens reaches it, and its square is still a float."""

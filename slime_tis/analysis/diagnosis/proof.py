@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slime_tis.analysis.diagnosis.hypotheses.checkpoints import read_adapter
+from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
 from slime_tis.analysis.diagnosis.rescore import NEGLIGIBLE_ERROR, HfScorer, Rescored, Scorer, load_model, rescore
 from slime_tis.analysis.diagnosis.search import Edit, Measured, Search
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable

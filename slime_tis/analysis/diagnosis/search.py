@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, hypotheses, with_prompt
-from slime_tis.analysis.diagnosis.hypotheses.checkpoints import for_model, for_tensors, for_weights
 from slime_tis.analysis.diagnosis.hypotheses.sampler import logit_bias
+from slime_tis.analysis.diagnosis.hypotheses.weights import for_model, for_tensors, for_weights
 from slime_tis.analysis.diagnosis.rescore import HfScorer, Scorer
-from slime_tis.analysis.diagnosis.tokens import MAX_SIZE
+from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import quoted_path
 

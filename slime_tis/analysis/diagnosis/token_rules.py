@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.analysis.diagnosis.tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens
+from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens
 from slime_tis.analysis.dumps.table import worker_name
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding, ramp
+from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, ramp
 
 MIN_RUN = 2.5
 """Smallest mean run length of segments such as tool output; shorter runs are single broken tokens."""

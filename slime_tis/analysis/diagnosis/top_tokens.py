@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE
+from slime_tis.health import NEGLIGIBLE_DIFFERENCE
 
 Array = NDArray[Any]
 MAX_RESIDUAL, MAX_NOISY_RESIDUAL = 0.03, 0.1

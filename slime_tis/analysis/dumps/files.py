@@ -29,8 +29,8 @@ from slime_tis.analysis.dumps.table import (
     TokenTable,
     offsets_of,
 )
+from slime_tis.atomic_files import FOREIGN, atomic_file
 from slime_tis.errors import first_line, quoted
-from slime_tis.files import FOREIGN, atomic_file
 from slime_tis.torch_files import UnsafeTorch, load_tensors
 
 SCHEMA_VERSION = 1

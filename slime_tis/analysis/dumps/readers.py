@@ -19,10 +19,10 @@ import yaml
 from torch import Tensor
 
 from slime_tis.analysis.dumps.files import MAX_EXPANSION, MAX_GROUP_BYTES, is_own_parquet, parquet_rows, parquet_tables
-from slime_tis.analysis.dumps.formats import SLIME, RowFormat, format_of
+from slime_tis.analysis.dumps.row_formats import SLIME, RowFormat, format_of
 from slime_tis.analysis.dumps.table import Column, SampleParts, TokenTable, lowest_priorities
+from slime_tis.atomic_files import CONFIG, json_lines
 from slime_tis.errors import first_line, quoted_path
-from slime_tis.files import CONFIG, json_lines
 from slime_tis.torch_files import UnsafeFile, load_tensors
 
 CHUNK_TOKENS = 1 << 18

@@ -32,8 +32,8 @@ from slime_tis.correction.config import DIVERGENCE_BOUNDS
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig, needs_global_batch
 from slime_tis.policy.custom_loss import CustomTis
 from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss, without_correction
+from slime_tis.policy.response_tokens import ResponseTokens, turns_of
 from slime_tis.policy.step_sums import step_metrics
-from slime_tis.policy.tokens import ResponseTokens, turns_of
 
 MAX_TOKENS = 1 << 18
 """Default number of response tokens that `what_if` uses, a random part of a larger table."""

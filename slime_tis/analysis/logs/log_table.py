@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from slime_tis.analysis.logs.peer_metrics import OWN_PREFIXES, PEER_METRICS
-from slime_tis.rules import METRIC_PREFIXES
+from slime_tis.health import METRIC_PREFIXES
 
 MAX_STEPS = 200_000
 """Steps of a log."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from slime_tis.analysis.logs.formats import READERS, Reader, is_damage
+from slime_tis.analysis.logs.log_formats import READERS, Reader, is_damage
 from slime_tis.analysis.logs.log_table import LogTable
 from slime_tis.errors import first_line, quoted_path
 

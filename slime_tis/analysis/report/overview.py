@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slime_tis.analysis.report.shape import COLORS, Plot, axis, line
-from slime_tis.analysis.report.source import Source
+from slime_tis.analysis.report.mismatch_plots import COLORS, Plot, axis, line
+from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import one_line
-from slime_tis.rules import METRIC_PREFIXES, STEP_RULES, Rows, evaluate
+from slime_tis.health import METRIC_PREFIXES, STEP_RULES, Rows, evaluate
 
 Points = tuple[list[int], list[float], list[float], list[float]]
 """Steps, and the median, lowest and highest value over the runs of a group."""

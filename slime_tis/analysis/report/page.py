@@ -18,10 +18,10 @@ from plotly.offline import get_plotlyjs
 from slime_tis.analysis.diagnosis.diagnose import OVERLAP, Diagnosis, certainty, diagnose
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.dumps.what_if import MAX_TOKENS, WhatIf, by_cosine, what_if
-from slime_tis.analysis.report import overview, samples, shape
+from slime_tis.analysis.report import mismatch_plots, overview, page_samples
+from slime_tis.analysis.report.mismatch_plots import COLORS, Plot, axis, plain
 from slime_tis.analysis.report.recommend import measured, recommendation, study
-from slime_tis.analysis.report.shape import COLORS, Plot, axis, plain
-from slime_tis.analysis.report.source import Source
+from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import quoted_path
 
 MARK, MARK_WITHIN = '<meta name="generator" content="slime-tis report">', 400
@@ -70,13 +70,13 @@ MIN_PLOTTED = 1e-4
 
 
 def page_data(
-    sources: Sequence[Source], decode: samples.Decode | None = None, *, with_samples: bool = True
+    sources: Sequence[Source], decode: page_samples.Decode | None = None, *, with_samples: bool = True
 ) -> dict[str, Any]:
-    """All data of the page as JSON values, except `samples`, which `samples.packed` converts."""
+    """All data of the page as JSON values, except `samples`, which `page_samples.packed` converts."""
     first = sources[0]
     what_if_data = _what_if(first.table)
-    shown = None if first.table is None or not with_samples else samples.chosen_samples(first.table)
-    worst = [] if first.table is None else shape.worst_tokens(first.table)
+    shown = None if first.table is None or not with_samples else page_samples.chosen_samples(first.table)
+    worst = [] if first.table is None else mismatch_plots.worst_tokens(first.table)
     texts = [""] * len(worst) if decode is None else decode([row["token"] for row in worst])
     omitted = ""
     if first.table is not None and shown is not None and len(shown) < len(first.table):
@@ -103,7 +103,7 @@ def page_data(
         "shape": [plot for plot in drawn if not plot["id"].startswith("run-")],
         "facts": [{"name": source.name, "facts": _facts(source.table)} for source in sources],
         "worst": [{**row, "text": text} for row, text in zip(worst, texts, strict=True)],
-        "samples": None if shown is None else samples.payload(shown, decode),
+        "samples": None if shown is None else page_samples.payload(shown, decode),
         "what_if": what_if_data,
         "notes": {
             "overview": "" if has_metrics else "A dump has no metrics. Give the run directory to see them.",
@@ -211,7 +211,7 @@ def render(data: dict[str, Any]) -> str:
         "STYLE": (files / "page.css").read_text("utf-8"),
         "DATA": _json({name: value for name, value in data.items() if name != "samples"}),
         "SCRIPT": (files / "page.js").read_text("utf-8"),
-        "TOKENS": "" if shown is None else _deflated(samples.packed(_finite(shown))),
+        "TOKENS": "" if shown is None else _deflated(page_samples.packed(_finite(shown))),
         "SAMPLES": (files / "samples.js").read_text("utf-8"),
         "PLOTLY": _deflated(get_plotlyjs().encode()),
         "PLOTS": (files / "plots.js").read_text("utf-8"),
@@ -257,7 +257,7 @@ def _shapes(sources: Sequence[Source]) -> list[Plot]:
     tables = [(html.escape(source.name), source.table) for source in sources if source.table is not None]
     drawn: dict[str, Plot] = {}
     for index, (name, table) in enumerate(tables):
-        for plot in shape.plots(table, index, name if len(tables) > 1 else ""):
+        for plot in mismatch_plots.plots(table, index, name if len(tables) > 1 else ""):
             if plot.id not in drawn:
                 drawn[plot.id] = plot
             elif plot.id != "density":
@@ -266,7 +266,7 @@ def _shapes(sources: Sequence[Source]) -> list[Plot]:
 
 
 def _facts(table: TokenTable | None) -> list[dict[str, str]]:
-    numbers = {} if table is None else shape.summary(table)
+    numbers = {} if table is None else mismatch_plots.summary(table)
     shown = [key for key in FACTS if key in numbers and (numbers[key] or key != "tokens_without_log_prob")]
     return [{"name": FACTS[key][0], "value": FACTS[key][1].format(numbers[key])} for key in shown]
 

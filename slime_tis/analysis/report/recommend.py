@@ -13,8 +13,8 @@ import numpy as np
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.analysis.report.shape import summary
-from slime_tis.analysis.report.source import open_source
+from slime_tis.analysis.report.mismatch_plots import summary
+from slime_tis.analysis.report.report_inputs import open_source
 
 NOISE = ("rounding", "healthy")
 """Causes without old weights or a fault: the engines differ in precision, as in the study."""

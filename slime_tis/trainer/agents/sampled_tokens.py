@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Sample, SamplingMask
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.function_requests import Generation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from slime_tis.errors import first_line
 from slime_tis.trainer.agents.sampled_tokens import Sampled
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.engines.generation import Generation, TokenEngine
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
+from slime_tis.trainer.engines.function_requests import Generation, TokenEngine
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.plain_body import PLAIN, read_plain
 
 LOCAL_ADDRESS = ("127.0.0.1", 0)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from slime_tis.correction.modes import Criterion
 from slime_tis.errors import quoted
+from slime_tis.health import corrects_staleness
 from slime_tis.limits import flag
 from slime_tis.policy.config import clip_is_inactive, needs_old_log_probs
-from slime_tis.rules import corrects_staleness
 from slime_tis.trainer.cli.command_line import CORRECTION_SWITCHES
 from slime_tis.trainer.cli.run_options import OPTIONS, Arguments
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis import limits
+from slime_tis.atomic_files import json_lines, split_row_slice
 from slime_tis.errors import first_line, quoted_path
-from slime_tis.files import json_lines, split_row_slice
 from slime_tis.hf_directory import (
     FAMILIES,
     ModelSizes,
@@ -27,7 +27,7 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.reporting.run_directory import OWN_NAMES, foreign_file
 from slime_tis.trainer.storage import exports
-from slime_tis.trainer.storage.checkpoints import Damaged, check_options, checkpoints, read_state
+from slime_tis.trainer.storage.checkpoint_files import Damaged, check_options, checkpoints, read_state
 from slime_tis.trainer.storage.directories import LOCK, held, same_path, unwritable
 
 TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -258,7 +258,7 @@ def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) ->
     elif problem is None and os.path.lexists(file):
         # imported where there is a file: they bring torch, which takes seconds
         if flag == "--save-debug-rollout-data":
-            from slime_tis.trainer.data.dump import check_replaceable
+            from slime_tis.trainer.data.sample_file import check_replaceable
         else:
             from slime_tis.analysis.dumps.files import check_replaceable
         try:

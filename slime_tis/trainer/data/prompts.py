@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from slime_tis.atomic_files import json_lines, split_row_slice
 from slime_tis.errors import first_line, quoted
-from slime_tis.files import json_lines, split_row_slice
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.data.user_values import json_object

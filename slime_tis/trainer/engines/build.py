@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.engine import EngineHost, RolloutEngine
+from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import SGLangConfig
 
@@ -13,8 +13,8 @@ def build_engine(
 ) -> RolloutEngine:
     """Builds the engine that `--rollout-engine` names."""
     if config.rollout_engine == "sglang":
-        from slime_tis.trainer.engines.sglang.engine import SGLangEngine
         from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
+        from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
 
         settings = SGLangSettings(
             config=sglang,
@@ -23,7 +23,7 @@ def build_engine(
             rounding=config.weight_update_rounding,
         )
         return SGLangEngine(settings, tokenizer, host)
-    from slime_tis.trainer.engines.local.engine import LocalEngine
+    from slime_tis.trainer.engines.local.local_engine import LocalEngine
 
     return LocalEngine(
         host.hf_checkpoint,

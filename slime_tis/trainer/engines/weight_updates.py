@@ -19,9 +19,9 @@ from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.torch_files import load_tensors
-from slime_tis.trainer.engines.engine import SentRows, WeightSource
+from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder, coarser, round_nearest, rounds
-from slime_tis.trainer.storage.checkpoints import UPDATE_SAMPLES
+from slime_tis.trainer.storage.checkpoint_files import UPDATE_SAMPLES
 
 MIN_ROW_STRIDE = 61
 """Every 61st row is sampled; an odd stride does not align with the pattern of heads."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction import response_slices
-from slime_tis.policy.tokens import ResponseTokens, numbered, turns_of
+from slime_tis.policy.response_tokens import ResponseTokens, numbered, turns_of
 from slime_tis.trainer.data.sample import SamplingMask
 
 T = TypeVar("T")

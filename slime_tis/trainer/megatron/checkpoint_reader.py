@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from slime_tis.errors import first_line
 from slime_tis.torch_files import NOT_TENSORS, UnsafeFile, load_tensors
-from slime_tis.trainer.storage.checkpoints import COMMON, METADATA, SHARD_FILE
+from slime_tis.trainer.storage.checkpoint_files import COMMON, METADATA, SHARD_FILE
 
 RECORDS = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

@@ -16,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.response_tokens import ResponseTokens
 from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.micro_batches import PrefixTree

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_tis.files import CONFIG, METRICS, free_name, metrics_before, write_atomically
+from slime_tis.atomic_files import CONFIG, METRICS, free_name, metrics_before, write_atomically
 
 TENSORBOARD, IDENTITY, EARLIER = "tensorboard", "run.json", "earlier"
 REPORTS = (CONFIG, METRICS, TENSORBOARD, IDENTITY)

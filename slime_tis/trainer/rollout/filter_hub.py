@@ -8,7 +8,7 @@ from statistics import stdev
 from typing import Any
 
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 
 Groups = list[list[Sample]]
 PREFIX = "rollout/dynamic_filter/"

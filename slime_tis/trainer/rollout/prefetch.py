@@ -9,7 +9,7 @@ from typing import Any
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample
-from slime_tis.trainer.engines.engine import RolloutEngine, RolloutFuture
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine, RolloutFuture
 
 BATCH = "batch"
 COPIED = (*NUMBER_TYPES, "prompt", "label", "reward", "reward_parts", "metadata", "train_metadata")

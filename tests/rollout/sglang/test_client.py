@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.sglang.client import Keys, RequestRefused, Server, ServerError, make_client
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from tests.rollout.sglang.fake_sglang import continuation, log_prob, text_of, wait_until, when
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, held
 from tests.samples import flat, reloaded
@@ -129,7 +129,7 @@ def test_a_function_that_ignores_the_abort_begins_anew(start, monkeypatch):
             if answer.finish_reason == "abort":
                 aborts.append(answer.token_ids)
 
-    monkeypatch.setattr("slime_tis.trainer.engines.functions.ABORT_TIMEOUT", 0.05)
+    monkeypatch.setattr("slime_tis.trainer.engines.function_rollouts.ABORT_TIMEOUT", 0.05)
     with held(run, 6):
         future = run.engine.submit([LATE[0], EARLY[0]], RUN, function=stubborn, concurrency=8, num_groups=1)
         (group,) = future.result()

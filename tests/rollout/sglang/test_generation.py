@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.engine import RolloutUnavailable
-from slime_tis.trainer.engines.local.checkpoint import load_tokenizer
-from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.engines.sglang.sampling import Limits
+from slime_tis.trainer.engines.local.load_model import load_tokenizer
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
+from slime_tis.trainer.engines.sglang.responses import Limits
 from tests.checkpoints import make_checkpoint
 from tests.rollout.sglang.fake_sglang import (
     LAYERS,

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang import launch
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers, free_ports, server_command
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.sglang.schema import (
     GenerateRequest,
     InvalidAnswer,

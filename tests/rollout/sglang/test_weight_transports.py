@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from slime_tis.trainer.engines.engine import EngineHost
+from slime_tis.trainer.engines.rollout_engine import EngineHost
 from slime_tis.trainer.engines.sglang.client import ServerError
 from slime_tis.trainer.engines.sglang.weights import protocol
 from slime_tis.trainer.engines.sglang.weights.disk import DiskSync

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.engine import SentRows
-from slime_tis.trainer.engines.local.engine import LocalEngine
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.engines.rollout_engine import SentRows
 from slime_tis.trainer.engines.sglang.server_group import is_stale, server_name, server_precision
 from tests.rollout.sglang.fake_sglang import REFUSED, spoiled, wait_until, when
 from tests.rollout.sglang.rollouts import LATE, PROMPTS, SAMPLING, assert_exact, held, versions_of

@@ -28,10 +28,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.trainer.data.sample import FinishReason, SamplingMask
-from slime_tis.trainer.engines.generation import Generation, Request, StopStrings, request_uniforms, response_text
+from slime_tis.trainer.engines.function_requests import (
+    Generation,
+    Request,
+    StopStrings,
+    request_uniforms,
+    response_text,
+)
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
-from slime_tis.trainer.engines.local.sampling import sample_tokens
 from slime_tis.trainer.engines.local.slot_cache import Slot, SlotCache, Window, Work
+from slime_tis.trainer.engines.local.token_sampling import sample_tokens
 
 BLOCK = 32
 """Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies the cache."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from slime_tis.trainer.engines.generation import Generation, Request, StopStrings
+from slime_tis.trainer.engines.function_requests import Generation, Request, StopStrings
 from slime_tis.trainer.engines.local.routing import Routing
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

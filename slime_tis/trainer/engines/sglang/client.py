@@ -22,11 +22,11 @@ import aiohttp
 
 from slime_tis.errors import one_line, quoted
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
+from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
 from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
-from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.options.sglang import normalized_url
 
 Result = TypeVar("Result")

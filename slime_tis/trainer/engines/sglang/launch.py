@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from slime_tis.errors import one_line
-from slime_tis.trainer.engines.engine import RolloutUnavailable
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang import supervise
 from slime_tis.trainer.options.sglang import SGLangConfig
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import FinishReason, Numbers, Sampling, SamplingMask
-from slime_tis.trainer.engines.generation import Generation
+from slime_tis.trainer.engines.function_requests import Generation
 
 BYTES_PER_TOKEN = 256
 """Maximum average bytes of an answer per token; real answers have 50 to 80."""

@@ -13,7 +13,8 @@ from typing import Any
 
 from slime_tis.hf_directory import load_config, moe_sizes
 from slime_tis.trainer.data.sample import Sampling
-from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
+from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
+from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.sglang.client import (
     MalformedAnswer,
     RequestRefused,
@@ -24,10 +25,9 @@ from slime_tis.trainer.engines.sglang.client import (
 )
 from slime_tis.trainer.engines.sglang.health import Dispatcher, HealthMonitor, ServerState, Timeouts
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.sampling import RolloutTask
+from slime_tis.trainer.engines.sglang.responses import RolloutTask
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
-from slime_tis.trainer.engines.tasks import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
 from slime_tis.trainer.options.rollout import Rounding

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, WeightSource
+from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.storage.directories import LOCK, held, make_private, make_public
-from slime_tis.trainer.storage.hf_checkpoint import write_hf_checkpoint
+from slime_tis.trainer.storage.hf_writer import write_hf_checkpoint
 
 FINISHED, UNFINISHED = "weights_", "unfinished_"
 OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from slime_tis.errors import first_line
-from slime_tis.trainer.engines.engine import WeightSource
+from slime_tis.trainer.engines.event_loops import THREADS
+from slime_tis.trainer.engines.rollout_engine import WeightSource
 from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError
-from slime_tis.trainer.engines.tasks import THREADS
 
 Result = TypeVar("Result")
 

@@ -13,24 +13,24 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError, first_line
-from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, check_room
-from slime_tis.trainer.engines.engine import SentRows, WeightSource
-from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, calls_over_ranks, resumed_groups
-from slime_tis.trainer.engines.generation import Generation, Request, RequestOptions, RolloutFunction, sample_of
-from slime_tis.trainer.engines.local.checkpoint import (
+from slime_tis.trainer.engines.event_loops import CANCELLED, cancel_and_wait, run
+from slime_tis.trainer.engines.function_requests import Generation, Request, RequestOptions, RolloutFunction, sample_of
+from slime_tis.trainer.engines.function_rollouts import FunctionBatch, FunctionCall, calls_over_ranks, resumed_groups
+from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
+from slime_tis.trainer.engines.local.load_model import (
     eos_token_ids,
     linear_weight_names,
     load_model,
     weights_by_file_name,
 )
-from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
-from slime_tis.trainer.engines.local.sampling import filtered_logits, log_softmax, prompt_uniforms
 from slime_tis.trainer.engines.local.slot_cache import check_config
-from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait, run
+from slime_tis.trainer.engines.local.token_sampling import filtered_logits, log_softmax, prompt_uniforms
+from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
-from slime_tis.trainer.storage.checkpoints import ROLLOUT_WEIGHTS
+from slime_tis.trainer.rank_collectives import map_over_ranks
+from slime_tis.trainer.storage.checkpoint_files import ROLLOUT_WEIGHTS
 
 NAME = "the local engine"
 

@@ -13,14 +13,14 @@ import numpy as np
 from slime_tis.analysis.diagnosis.diagnose import Diagnosis, as_text, diagnose, with_proof
 from slime_tis.analysis.diagnosis.metric_rules import ABS, K3, invalid_values, series_of
 from slime_tis.analysis.diagnosis.proof import prove
-from slime_tis.analysis.diagnosis.tokens import mean_of
+from slime_tis.analysis.diagnosis.trained_tokens import mean_of
 from slime_tis.analysis.dumps.table import TokenTable
-from slime_tis.analysis.report import overview, shape
+from slime_tis.analysis.report import mismatch_plots, overview
 from slime_tis.analysis.report.page import check_output, page_data, render
-from slime_tis.analysis.report.samples import decoder
-from slime_tis.analysis.report.source import Source, open_source
+from slime_tis.analysis.report.page_samples import decoder
+from slime_tis.analysis.report.report_inputs import Source, open_source
+from slime_tis.atomic_files import write_atomically
 from slime_tis.errors import one_line
-from slime_tis.files import write_atomically
 
 MISMATCH = ("k3", "χ²", "mean abs(Δ)")
 """Metrics that are compared without dumps, by the labels of the overview."""
@@ -147,7 +147,7 @@ def _exceeded(limits: dict[str, float], result: Diagnosis, source: Source) -> li
 def _measured(name: str, source: Source) -> tuple[float, str]:
     """Mean k3 or abs(Δ) over the tokens of a dump, else over the steps of a log, and why it is unknown."""
     if source.table is not None and source.table.valid.any():
-        numbers = shape.summary(source.table)
+        numbers = mismatch_plots.summary(source.table)
         return numbers["k3"] if name == "k3" else numbers["mean_abs_log_ratio"], ""
     metric = MEASURES[name]
     if facts := invalid_values(source.metrics, (metric,)):
@@ -167,7 +167,7 @@ def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
                 "steps": len(source.metrics),
                 "last": overview.last_values(source.metrics),
                 "warnings": overview.warnings(source.metrics),
-                "mismatch": None if source.table is None else shape.summary(source.table),
+                "mismatch": None if source.table is None else mismatch_plots.summary(source.table),
                 "note": source.note,
             }
             for source in sources

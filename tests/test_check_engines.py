@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from slime_tis.main import train
-from slime_tis.trainer import engine_check, setup
-from slime_tis.trainer.engines.local.engine import LocalEngine
-from slime_tis.trainer.megatron.engine import TrainingEngine
+from slime_tis.trainer import check_engines, setup
+from slime_tis.trainer.engines.local.local_engine import LocalEngine
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
 
 generate = LocalEngine.generate
 
@@ -33,14 +33,14 @@ def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(run, 
 
 
 def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(run, monkeypatch, capsys):
-    monkeypatch.setattr(engine_check, "MAX_PROMPT_TOKENS", 1)
+    monkeypatch.setattr(check_engines, "MAX_PROMPT_TOKENS", 1)
     assert len(run("--num-rollout", "1", name="long")) == 1
     assert "the engines are not compared" in capsys.readouterr().out
     monkeypatch.undo()
 
     def silent(engine, prompts, sampling, seed):
         groups = generate(engine, prompts, sampling, seed)
-        return [[] for _ in groups] if len(prompts) == engine_check.PROMPTS else groups
+        return [[] for _ in groups] if len(prompts) == check_engines.PROMPTS else groups
 
     plant(monkeypatch, silent)
     assert len(run("--num-rollout", "1", name="silent")) == 1
@@ -74,7 +74,7 @@ def test_a_sampler_setting_is_named_without_scoring_again(run, task, tmp_path, f
         engine._model.get_output_embeddings().register_forward_hook(lambda _, __, logits: change(logits))
 
     monkeypatch.setattr(LocalEngine, "__init__", changed)
-    monkeypatch.setattr(engine_check, "MAX_PROVEN_BYTES", 0)  # as of a large model
+    monkeypatch.setattr(check_engines, "MAX_PROVEN_BYTES", 0)  # as of a large model
     flags = ["--num-rollout", "1", "--rollout-precision", "fp32"]
     assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
     shown = " ".join(capsys.readouterr().err.split())

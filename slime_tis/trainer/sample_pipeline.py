@@ -20,16 +20,16 @@ from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import mark_failed_samples, retokenized_message
 from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.cli.run_options import Arguments
-from slime_tis.trainer.data.dump import load_samples, save_samples
 from slime_tis.trainer.data.sample import Sample, SamplingMask
-from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.data.sample_file import load_samples, save_samples
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.megatron.routing_replay import drop_routing
 from slime_tis.trainer.reporting.reporters import Timer
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.filter_hub import collect
 from slime_tis.trainer.rollout.hooks import ALL_SAMPLES, SAMPLE_FILTER, RolloutHooks
-from slime_tis.trainer.rollout.metrics import rollout_metrics
 from slime_tis.trainer.rollout.prefetch import Prefetcher, Unfinished
+from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 
 Groups = list[list[Sample]]
 PROGRESS_INTERVAL = 0.5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.generation import RolloutFunction
+from slime_tis.trainer.engines.function_requests import RolloutFunction
 from slime_tis.trainer.engines.weight_rounding import Precision
 
 WeightSource = Callable[[], Iterable[tuple[str, Tensor]]]

@@ -11,8 +11,8 @@ from slime_tis.analysis.dumps.readers import dump_files, files_of, files_of_run,
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.logs.peer_metrics import dump_advice
 from slime_tis.analysis.logs.read_log import MAX_LOG_SIZE, Log, names_of_logs, read_log
+from slime_tis.atomic_files import METRICS, metrics_before
 from slime_tis.errors import quoted_path
-from slime_tis.files import METRICS, metrics_before
 
 MAX_TOKENS = 2_000_000
 """Largest number of tokens in memory, a random part of the samples of a larger dump."""

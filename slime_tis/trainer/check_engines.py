@@ -28,12 +28,12 @@ from slime_tis.analysis.diagnosis.top_tokens import Position, TopTokens, compare
 from slime_tis.analysis.dumps.files import check_replaceable, write
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import first_line
-from slime_tis.trainer.collectives import on_rank_zero
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.build import training_sampling
-from slime_tis.trainer.engines.engine import RolloutEngine
+from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.parallel import Parallel
+from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.trainer.train_dump import sample_parts
 from slime_tis.trainer.weight_sync import compare, max_gap
 

@@ -7,8 +7,8 @@ Each rule returns a finding with the share of these tokens' mismatch, or None. C
 
 import numpy as np
 
-from slime_tis.analysis.diagnosis.tokens import MIN_TOKENS, Floats, Mask, Tokens, mean_of
-from slime_tis.rules import NEGLIGIBLE_DIFFERENCE, Finding, ramp
+from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Floats, Mask, Tokens, mean_of
+from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, ramp
 
 MIN_LOG_MASS = -4.0
 """Smallest plausible logarithm of the mass that top-p or top-k keeps."""

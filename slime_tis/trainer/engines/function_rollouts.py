@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from slime_tis.errors import CustomFunctionError
-from slime_tis.trainer.collectives import map_over_ranks
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling, by_rollout
-from slime_tis.trainer.engines.generation import Generation, Request, RolloutFunction, SampleEngine, SampleKey
-from slime_tis.trainer.engines.tasks import CANCELLED, cancel_and_wait
+from slime_tis.trainer.engines.event_loops import CANCELLED, cancel_and_wait
+from slime_tis.trainer.engines.function_requests import Generation, Request, RolloutFunction, SampleEngine, SampleKey
+from slime_tis.trainer.rank_collectives import map_over_ranks
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from slime_tis.trainer.data.sample import Numbers, Prompt, Sample, Sampling, SamplingMask, check_room
-from slime_tis.trainer.engines.functions import FunctionBatch
-from slime_tis.trainer.engines.generation import (
+from slime_tis.trainer.engines.event_loops import cancel_and_wait
+from slime_tis.trainer.engines.function_requests import (
     Generation,
     Request,
     RequestOptions,
@@ -20,10 +20,10 @@ from slime_tis.trainer.engines.generation import (
     response_text,
     sample_of,
 )
+from slime_tis.trainer.engines.function_rollouts import FunctionBatch
 from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
 from slime_tis.trainer.engines.sglang.health import Dispatcher, ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
-from slime_tis.trainer.engines.tasks import cancel_and_wait
 
 ABORTED_PAUSE = 0.01
 """Seconds before a request is answered with abort, so that functions which retry do not block the loop."""

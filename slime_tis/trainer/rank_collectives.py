@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_tis.errors import CustomFunctionError, OtherRankFailed
-from slime_tis.trainer.engines.engine import RolloutUnavailable, WeightSource
-from slime_tis.trainer.interrupt import Interrupted
+from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable, WeightSource
+from slime_tis.trainer.stop_signals import Interrupted
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

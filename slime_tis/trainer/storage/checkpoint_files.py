@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from slime_tis.atomic_files import free_name
 from slime_tis.errors import quoted
-from slime_tis.files import free_name
+from slime_tis.health import HealthState
 from slime_tis.limits import flag
-from slime_tis.rules import HealthState
 from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, make_private, make_public, remove_files
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"

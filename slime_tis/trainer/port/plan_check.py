@@ -235,7 +235,7 @@ def _is_real_model(words: Words, folder: str) -> bool:
 def _memory_problems(megatron: MegatronConfig, arguments: Arguments, ranks: int, gpu_memory: float) -> list[str]:
     """Returns what does not fit into the memory of a GPU, as `slime-tis plan` computes it."""
     try:
-        from slime_tis.trainer.plan import GIB, USABLE, census
+        from slime_tis.trainer.memory_plan import GIB, USABLE, census
     except ModuleNotFoundError as error:
         return [f"not checked, because the package {error.name} is not installed."]
     logging.getLogger("megatron").setLevel(logging.ERROR)

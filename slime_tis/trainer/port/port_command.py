@@ -28,10 +28,10 @@ from slime_tis.trainer.cli.slime_flags import (
     is_checked,
 )
 from slime_tis.trainer.options.words import Flag, flags_of
-from slime_tis.trainer.port.check import OPTION_OF, REQUIRED, check
 from slime_tis.trainer.port.gpus import GPUS_PER_NODE, PLACEMENT, Placement, count, place
 from slime_tis.trainer.port.launch_script import CLOSE, OPEN, UNSET_VARIABLE, LaunchScript, legible, read_launch
-from slime_tis.trainer.port.models import model_from_script, name_problem
+from slime_tis.trainer.port.plan_check import OPTION_OF, REQUIRED, check
+from slime_tis.trainer.port.published_models import model_from_script, name_problem
 
 COMMENT_WIDTH = 110
 MOST_ROLLOUTS = 10_000_000

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slime_tis.atomic_files import FOREIGN, atomic_file, json_lines
 from slime_tis.errors import first_line, quoted, quoted_path
-from slime_tis.files import FOREIGN, atomic_file, json_lines
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample, SampleStatus, SamplingMask, by_rollout

@@ -19,17 +19,23 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.hf_directory import model_sizes, read_model_config
-from slime_tis.trainer.collectives import RankZero
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
-from slime_tis.trainer.engines.engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
-from slime_tis.trainer.engines.functions import FunctionBatch, FunctionCall, is_complete, numbered, resumed_groups
-from slime_tis.trainer.engines.generation import Generation, RolloutFunction
+from slime_tis.trainer.engines.event_loops import CANCELLED, LoopThread
+from slime_tis.trainer.engines.function_requests import Generation, RolloutFunction
+from slime_tis.trainer.engines.function_rollouts import (
+    FunctionBatch,
+    FunctionCall,
+    is_complete,
+    numbered,
+    resumed_groups,
+)
+from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
-from slime_tis.trainer.engines.sglang.sampling import Limits, PendingSample, RolloutTask, seed_of
+from slime_tis.trainer.engines.sglang.responses import Limits, PendingSample, RolloutTask, seed_of
 from slime_tis.trainer.engines.sglang.server_group import ServerGroup, SGLangSettings
-from slime_tis.trainer.engines.tasks import CANCELLED, LoopThread
 from slime_tis.trainer.engines.weight_rounding import Precision
+from slime_tis.trainer.rank_collectives import RankZero
 
 Groups = list[list[Sample]]
 Result = TypeVar("Result")

@@ -12,12 +12,12 @@ from slime_tis.correction import Ranks
 from slime_tis.policy.advantages import advantages, optimal_token_baseline
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import loss_batch
-from slime_tis.policy.tokens import ResponseTokens
+from slime_tis.policy.response_tokens import ResponseTokens
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
-from slime_tis.trainer.rollout.metrics import rollout_reward
+from slime_tis.trainer.rollout.rollout_metrics import rollout_reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from slime_tis.trainer import interrupt
-from slime_tis.trainer.interrupt import Failure, Interrupted, Interrupts, stops_because
+from slime_tis.trainer import stop_signals
+from slime_tis.trainer.stop_signals import Failure, Interrupted, Interrupts, stops_because
 
 
 def until(condition):
@@ -65,7 +65,7 @@ def test_a_second_signal_ends_the_process_and_its_children(capfd, tmp_path):
             (tmp_path / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: interrupts.number)
-            interrupt.REPEAT_WINDOW = 0.0  # the next signal is a second one, in this process alone
+            stop_signals.REPEAT_WINDOW = 0.0  # the next signal is a second one, in this process alone
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 

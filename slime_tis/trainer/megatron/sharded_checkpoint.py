@@ -1,7 +1,7 @@
 """Training checkpoints and exports: complete or absent, their files checked before they are loaded.
 
 A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random state, and the
-trainer's state; `slime_tis.trainer.storage.checkpoints` has the names of its files. All functions except
+trainer's state; `slime_tis.trainer.storage.checkpoint_files` has the names of its files. All functions except
 `remove_older` are collectives. The second half works around megatron-core 0.16.1 and uses its private names: check it
 after an upgrade.
 """
@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from slime_tis.torch_files import UnsafeFile
-from slime_tis.trainer.collectives import on_every_rank
 from slime_tis.trainer.megatron.checkpoint_reader import SafeCommonStrategy, SafeShardedStrategy, check_extra_state
-from slime_tis.trainer.megatron.engine import TrainingEngine
-from slime_tis.trainer.storage import checkpoints as files
+from slime_tis.trainer.megatron.training_engine import TrainingEngine
+from slime_tis.trainer.rank_collectives import on_every_rank
+from slime_tis.trainer.storage import checkpoint_files as files
 from slime_tis.trainer.storage import exports
-from slime_tis.trainer.storage.hf_checkpoint import SHARD_BYTES, write_hf_checkpoint
+from slime_tis.trainer.storage.hf_writer import SHARD_BYTES, write_hf_checkpoint
 
 SET_BY_STATE = ("params", "step", "lr", "weight_decay")
 """Entries of an optimizer's parameter groups that are not options: parameters, and values that the scheduler sets."""
