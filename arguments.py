@@ -1,7 +1,15 @@
 """The command line: `parse_args` for `train.py`, and the flags of the correction for the parsers of other trainers."""
 
-from slime_tis.integrations.arguments import add_rollout_correction_arguments, rollout_correction_config
+from slime_tis.integrations.arguments import (
+    add_rollout_correction_arguments,
+    rollout_correction_config,
+)
 from slime_tis.trainer.cli.arguments import parse_args
 from slime_tis.trainer.cli.run_options import Arguments
 
-__all__ = ["Arguments", "add_rollout_correction_arguments", "parse_args", "rollout_correction_config"]
+__all__ = [
+    "Arguments",
+    "add_rollout_correction_arguments",
+    "parse_args",
+    "rollout_correction_config",
+]

@@ -1,7 +1,7 @@
 """Trains a language model by reinforcement learning. The program itself is slime_tis/trainer/train.py.
 
-`python train.py --help` lists the flags; docs/quick_start.md walks through a run. Where slime_tis is installed,
-`slime-tis train` does the same.
+`python train.py --help` lists the flags; docs/quick_start.md walks through a run. Where slime_tis
+is installed, `slime-tis train` does the same.
 """
 
 import sys

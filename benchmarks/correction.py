@@ -2,10 +2,11 @@
 
     python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9] [--device cuda]
 
-Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read; lists in and lists
-out (verl and the reference: padded). CPU time of one thread, or time between CUDA events; contenders take
-turns within a round, and a row has the 20, 50 and 80 % quantiles over rounds. verl is installed from PyPI without its
-dependencies into `.venv-verl`. Appends rows to correction.csv and draws correction.png.
+Everything on: truncated weights, batch normalisation, geometric rejection, veto, all metrics read;
+lists in and lists out (verl and the reference: padded). CPU time of one thread, or time between
+CUDA events; contenders take turns within a round, and a row has the 20, 50 and 80 % quantiles over
+rounds. verl is installed from PyPI without its dependencies into `.venv-verl`. Appends rows to
+correction.csv and draws correction.png.
 """
 
 import argparse
@@ -36,7 +37,8 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "MALLOC_TOP_PAD_": "268435456",
 }
-"""One thread, and an allocator that keeps its pages, as in training; else page faults drown everything."""
+"""One thread, and an allocator that keeps its pages, as in training; else page faults drown
+everything."""
 COLUMNS = (
     "date",
     "machine",
@@ -74,7 +76,8 @@ SIZES = {
     "512 x 2k ragged": (512, 2000, 8192, True),
     "4096 x 2k ragged": (4096, 2000, 8192, True),
 }
-"""Name to sequences, mean length, longest, and whether lengths vary; a fifth of the tokens is masked in spans."""
+"""Name to sequences, mean length, longest, and whether lengths vary; a fifth of the tokens is
+masked in spans."""
 
 
 @dataclass
@@ -87,7 +90,9 @@ class Batch:
 
     def to(self, device: str) -> "Batch":
         """The same batch on a device."""
-        train, rollout, mask = ([x.to(device) for x in xs] for xs in (self.train, self.rollout, self.mask))
+        train, rollout, mask = (
+            [x.to(device) for x in xs] for xs in (self.train, self.rollout, self.mask)
+        )
         return Batch(train, rollout, mask)
 
     def __post_init__(self) -> None:
@@ -103,14 +108,20 @@ def make_batch(sequences: int, mean: int, longest: int, ragged: bool) -> Batch:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.full((sequences,), float(mean))
     if ragged:
-        lengths = (torch.randn(sequences, generator=generator) * 0.8 + math.log(mean) - 0.32).exp().clamp(16, longest)
+        lengths = (
+            (torch.randn(sequences, generator=generator) * 0.8 + math.log(mean) - 0.32)
+            .exp()
+            .clamp(16, longest)
+        )
     batch: tuple[list, list, list] = ([], [], [])
     for length in lengths.int().tolist():
         rollout = -torch.empty(length).exponential_(2.0, generator=generator)
         outlier = torch.rand(length, generator=generator) < 5e-5
         noise = torch.randn(length, generator=generator) * torch.where(outlier, 4.0, 0.02)
         spans = torch.rand(-(-length // 64), generator=generator) > 0.2
-        for part, values in zip(batch, (rollout + noise, rollout, spans.repeat_interleave(64)[:length]), strict=True):
+        for part, values in zip(
+            batch, (rollout + noise, rollout, spans.repeat_interleave(64)[:length]), strict=True
+        ):
             part.append(values)
     return Batch(*batch)
 
@@ -129,16 +140,34 @@ def contenders(batch: Batch, slime: Any, verl: Any) -> dict[str, Callable[[], An
             rs_upper_bound=UPPER,
             rs_veto_threshold=VETO,
         )
-        found[f"ours, {level}, lists"] = lambda c=config: _ours(c, batch.train, batch.rollout, batch.mask)
-        found[f"ours, {level}, packed"] = lambda c=config: _ours(c, *batch.packed, lengths=batch.lengths)
+        found[f"ours, {level}, lists"] = lambda c=config: _ours(
+            c, batch.train, batch.rollout, batch.mask
+        )
+        found[f"ours, {level}, packed"] = lambda c=config: _ours(
+            c, *batch.packed, lengths=batch.lengths
+        )
         found[f"reference, {level}, padded"] = lambda c=config: reference_correct(c, *batch.padded)
     if slime is not None:
         args = Namespace(
-            **{"use_tis": True, "tis_mode": "truncate", "tis_level": "token", "tis_batch_normalize": True},
-            **{"tis_lower_bound": None, "tis_upper_bound": 2.0, "use_rs": True, "rs_level": "geometric"},
+            **{
+                "use_tis": True,
+                "tis_mode": "truncate",
+                "tis_level": "token",
+                "tis_batch_normalize": True,
+            },
+            **{
+                "tis_lower_bound": None,
+                "tis_upper_bound": 2.0,
+                "use_rs": True,
+                "rs_level": "geometric",
+            },
             **{"rs_lower_bound": LOWER, "rs_upper_bound": UPPER, "rs_veto_threshold": VETO},
         )
-        lists = {"train_log_probs": batch.train, "rollout_log_probs": batch.rollout, "loss_masks": batch.int_mask}
+        lists = {
+            "train_log_probs": batch.train,
+            "rollout_log_probs": batch.rollout,
+            "loss_masks": batch.int_mask,
+        }
         found["slime mis.py"] = lambda: slime.compute_mis_weights(args, **lists)
     if verl is not None:
         options = {
@@ -147,7 +176,9 @@ def contenders(batch: Batch, slime: Any, verl: Any) -> dict[str, Callable[[], An
             "rollout_rs": "seq_mean_k1,seq_max_k3",
             "rollout_rs_threshold": f"{LOWER}_{UPPER},8.2",
         }
-        found["verl 0.9.1"] = lambda: verl.compute_rollout_correction_and_rejection_mask(*batch.padded, **options)
+        found["verl 0.9.1"] = lambda: verl.compute_rollout_correction_and_rejection_mask(
+            *batch.padded, **options
+        )
     return found
 
 
@@ -223,7 +254,9 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         call()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         result = call()
     del result
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -239,7 +272,15 @@ def prepare_verl() -> Any:
     try:
         if not list(VERL_VENV.glob("lib/python*/site-packages/verl")):
             venv.create(VERL_VENV, with_pip=True)
-            pip = [str(VERL_VENV / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", VERL_PACKAGE]
+            pip = [
+                str(VERL_VENV / "bin" / "python"),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                VERL_PACKAGE,
+            ]
             subprocess.run(pip, check=True)
         return load_verl_helper(next(VERL_VENV.glob("lib/python*/site-packages")))
     except (subprocess.CalledProcessError, OSError) as error:
@@ -250,7 +291,10 @@ def prepare_verl() -> Any:
 def prepare_slime(path: Path | None) -> Any:
     """slime's mis.py from a path; None, with a message, if the file is missing."""
     if path is None or not path.is_file():
-        print("slime is skipped: give --slime-mis PATH/mis.py (examples/train_infer_mismatch_helper)", file=sys.stderr)
+        print(
+            "slime is skipped: give --slime-mis PATH/mis.py (examples/train_infer_mismatch_helper)",
+            file=sys.stderr,
+        )
         return None
     spec = importlib.util.spec_from_file_location("slime_mis", path)
     assert spec is not None and spec.loader is not None
@@ -261,10 +305,18 @@ def prepare_slime(path: Path | None) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slime-mis", type=Path, help="slime's examples/train_infer_mismatch_helper/mis.py")
-    parser.add_argument("--rounds", type=int, default=9, help="times that all contenders take their turn")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="which batches")
+    parser.add_argument(
+        "--slime-mis", type=Path, help="slime's examples/train_infer_mismatch_helper/mis.py"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="times that all contenders take their turn"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are"
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="which batches"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     slime, verl = prepare_slime(options.slime_mis), prepare_verl()
@@ -274,15 +326,25 @@ def main() -> None:
         calls = contenders(batch, slime, verl)
         times = measure(calls, options.rounds, options.device)
         valid = int(batch.packed[2].sum())
-        peaks = {name: peak_bytes(call, options.device) / (4 * valid) for name, call in calls.items()}
-        rows += [row(options.device, size, batch, valid, name, times, peaks[name]) for name in calls]
+        peaks = {
+            name: peak_bytes(call, options.device) / (4 * valid) for name, call in calls.items()
+        }
+        rows += [
+            row(options.device, size, batch, valid, name, times, peaks[name]) for name in calls
+        ]
         report(size, times, peaks)
     append(rows)
     plot(rows)
 
 
 def row(
-    device: str, size: str, batch: Batch, valid: int, name: str, times: dict[str, Quantiles], peak: float
+    device: str,
+    size: str,
+    batch: Batch,
+    valid: int,
+    name: str,
+    times: dict[str, Quantiles],
+    peak: float,
 ) -> dict[str, Any]:
     """When, where, what, and how long."""
     return {
@@ -311,8 +373,8 @@ def report(size: str, times: dict[str, Quantiles], peaks: dict[str, float]) -> N
     for name, quantiles in times.items():
         value = quantiles.median
         print(
-            f"  {name:24s} {value:10.3f} ms  {value / copy:8.1f} x copy  {value / ours:7.2f} x ours  "
-            f"peak {peaks[name]:5.2f}"
+            f"  {name:24s} {value:10.3f} ms  {value / copy:8.1f} x copy  {value / ours:7.2f} x ours"
+            f"  peak {peaks[name]:5.2f}"
         )
 
 
@@ -337,7 +399,9 @@ def plot(rows: list[dict[str, Any]]) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 4.5))
     for i, name in enumerate(names):
         values = [r["median_ms"] for r in rows if r["contender"] == name]
-        axes.bar([s + (i - len(names) / 2) * 0.1 for s in range(len(sizes))], values, 0.09, label=name)
+        axes.bar(
+            [s + (i - len(names) / 2) * 0.1 for s in range(len(sizes))], values, 0.09, label=name
+        )
     axes.set_yscale("log")
     axes.set_ylabel("CPU time of one thread, ms")
     axes.set_xticks(range(len(sizes)), sizes)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_steps [--model toy|smollm2] [--steps N] [--device cpu]
 
-A first run saves a checkpoint, and a second run resumes from it. All metrics must be finite; otherwise the exit status
-is 1. Appends rows to gpu_steps.csv: median seconds per step without warm-up, and the peak of torch's memory on the GPU.
+A first run saves a checkpoint, and a second run resumes from it. All metrics must be finite;
+otherwise the exit status is 1. Appends rows to gpu_steps.csv: median seconds per step without
+warm-up, and the peak of torch's memory on the GPU.
 """
 
 import argparse
@@ -31,16 +32,19 @@ ROWS = Path(__file__).with_suffix(".csv")
 WARM_UP = 3
 """First steps, which compile kernels; the median excludes them if there are more steps."""
 COMMON = (
-    "--input-key prompt --label-key label --rm-type exact_match --rollout-shuffle --bf16 --rollout-precision bf16 "
-    "--seed 0 --lr 1e-5 --weight-decay 0 --use-tis --tis-upper-bound 2.0 --use-rs --rs-level geometric "
-    "--rs-lower-bound 0.8 --rs-upper-bound 1.25 --rs-veto-threshold 1e-4 "
-    "--no-progress --no-use-tensorboard"
+    "--input-key prompt --label-key label --rm-type exact_match --rollout-shuffle --bf16"
+    " --rollout-precision bf16 --seed 0 --lr 1e-5 --weight-decay 0 --use-tis --tis-upper-bound 2.0"
+    " --use-rs --rs-level geometric --rs-lower-bound 0.8 --rs-upper-bound 1.25 --rs-veto-threshold"
+    " 1e-4 --no-progress --no-use-tensorboard"
 )
 MODELS = {
-    "toy": "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 12 --micro-batch-size 64",
+    "toy": (
+        "--rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 12"
+        " --micro-batch-size 64"
+    ),
     "smollm2": (
-        "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 64 --micro-batch-size 32 "
-        "--apply-chat-template"
+        "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 64"
+        " --micro-batch-size 32 --apply-chat-template"
     ),
 }
 PLAIN = "from the start"
@@ -50,7 +54,8 @@ CONTENDERS = {
     RESUMED: "--load {first}/checkpoints",
 }
 SAVES = "--save {first}/checkpoints --save-interval 1000"
-"""The first contender saves a checkpoint, from which the last one resumes; only with the toy model."""
+"""The first contender saves a checkpoint, from which the last one resumes; only with the toy
+model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +70,21 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=tuple(MODELS), default="toy", help="toy is the sort-digits example")
-    parser.add_argument("--data", type=Path, help="the example's directory, or the checkpoint's (default .gpu, data)")
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default="toy", help="toy is the sort-digits example"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="the example's directory, or the checkpoint's (default .gpu, data)",
+    )
     parser.add_argument("--steps", type=int, default=12, help="steps of a contender")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the code out")
-    parser.add_argument("--out", type=Path, default=ROWS, help="table to append to (default gpu_steps.csv)")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the code out"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROWS, help="table to append to (default gpu_steps.csv)"
+    )
     parser.add_argument("--peak", type=Path, help=argparse.SUPPRESS)
     options, flags = parser.parse_known_args()
     if options.peak is not None:
@@ -79,13 +94,18 @@ def main() -> None:
     if options.steps < 1:
         parser.error(f"--steps is {options.steps} but must be 1 or more.")
     if (options.device == "cuda") != torch.cuda.is_available():
-        sys.exit(f"--device is {options.device} but train.py takes a GPU if and only if torch sees one.")
+        sys.exit(
+            f"--device is {options.device} but train.py takes a GPU if and only if torch sees one."
+        )
     if options.device == "cpu" and options.out == ROWS:
         sys.exit("--device cpu measures no GPU; name another table than gpu_steps.csv with --out.")
     with tempfile.TemporaryDirectory() as scratch:
         task = task_flags(options.model, options.data, Path(scratch))
         names = [name for name in CONTENDERS if name != RESUMED or options.model == "toy"]
-        runs = {name: measure(name, task, options.steps, Path(scratch), saves=RESUMED in names) for name in names}
+        runs = {
+            name: measure(name, task, options.steps, Path(scratch), saves=RESUMED in names)
+            for name in names
+        }
     append(options.out, [row(options, name, run) for name, run in runs.items()])
     problems = []
     for name, run in runs.items():
@@ -97,12 +117,19 @@ def task_flags(model: str, data: Path | None, scratch: Path) -> list[str]:
     """Model and prompts."""
     if model == "toy":
         data = data or CARRIED / "sort_digits"
-        found = ["--hf-checkpoint", str(data / "checkpoint"), "--prompt-data", str(data / "train.jsonl")]
+        found = [
+            "--hf-checkpoint",
+            str(data / "checkpoint"),
+            "--prompt-data",
+            str(data / "train.jsonl"),
+        ]
     else:
         prompts = scratch / "prompts.jsonl"
         rows = [
             {
-                "prompt": [{"role": "user", "content": f"What is {a} plus {b}? Answer with a number."}],
+                "prompt": [
+                    {"role": "user", "content": f"What is {a} plus {b}? Answer with a number."}
+                ],
                 "label": str(a + b),
             }
             for a in range(8)
@@ -130,7 +157,10 @@ def measure(name: str, task: list[str], steps: int, scratch: Path, *, saves: boo
     command += ["--num-rollout", str(rollouts), "--output-dir", str(output / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{name} ended with status {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+        sys.exit(
+            f"{name} ended with status"
+            f" {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        )
     lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [found for found in map(json.loads, lines) if "train/loss" in found]
     return Run(rows=rows, peak_bytes=int(peak.read_text()))
@@ -165,7 +195,10 @@ def row(options: argparse.Namespace, name: str, run: Run) -> dict[str, Any]:
         "gpu_name": torch.cuda.get_device_name() if options.device == "cuda" else "none, on a CPU",
         "commit": commit(),
         "python": platform.python_version(),
-        **{package: importlib.metadata.version(package) for package in ("torch", "transformers", "megatron-core")},
+        **{
+            package: importlib.metadata.version(package)
+            for package in ("torch", "transformers", "megatron-core")
+        },
         "model": options.model,
         "contender": name,
         "steps": len(run.rows),

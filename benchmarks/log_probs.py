@@ -3,8 +3,8 @@
     python -m benchmarks.log_probs --hf-checkpoint data/smollm2/checkpoint --rounds 5
     python -m benchmarks.log_probs --vocabulary 151936 --rounds 5
 
-One micro-batch of random tokens, one thread, float32. CPU time; every round runs each contender once. The log-probs
-of all contenders are compared with the first one's.
+One micro-batch of random tokens, one thread, float32. CPU time; every round runs each contender
+once. The log-probs of all contenders are compared with the first one's.
 """
 
 import argparse
@@ -63,7 +63,9 @@ class Contender(Measured):
 
         return peak_mib(once)
 
-    def _loss(self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor, None]:
+    def _loss(
+        self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         loss, denominator, _ = super()._loss(micro, log_probs_L[:: self.every], entropy_L)
         self.log_probs = log_probs_L.detach()
         return loss, denominator, None
@@ -96,7 +98,9 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     config = MegatronConfig(hf_checkpoint=str(model), micro_batch_size=1_000_000)
     parallel = initialize(config)
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
-    contenders = {name: Contender(engine, kind, every) for name, (kind, every) in CONTENDERS.items()}
+    contenders = {
+        name: Contender(engine, kind, every) for name, (kind, every) in CONTENDERS.items()
+    }
     vocabulary = engine.model.hf_config.vocab_size
     batch = batch_of(vocabulary, options.prompts, options.prompt_tokens, options.response_tokens)
     contenders["all logits"].seconds(batch)  # makes buffers
@@ -105,7 +109,10 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         name: statistics.median(one.logits_mib(batch) for _ in range(options.rounds))
         for name, one in contenders.items()
     }
-    seconds = [{name: one.seconds(batch) for name, one in contenders.items()} for _ in range(options.rounds)]
+    seconds = [
+        {name: one.seconds(batch) for name, one in contenders.items()}
+        for _ in range(options.rounds)
+    ]
     first = contenders["all logits"]
     rows = [
         {
@@ -113,10 +120,14 @@ def measure(model: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             "response_tokens": sum(batch.responses.response_lengths),
             "contender": name,
             "median_s": round(statistics.median(row[name] for row in seconds), 3),
-            "times_all_logits": round(statistics.median(row[name] / row["all logits"] for row in seconds), 3),
+            "times_all_logits": round(
+                statistics.median(row[name] / row["all logits"] for row in seconds), 3
+            ),
             "peak_mib": round(peaks[name], 1),
             "logits_mib": round(logits[name], 1),
-            "log_prob_difference": float(f"{float((one.log_probs - first.log_probs).abs().max()):.1e}"),
+            "log_prob_difference": float(
+                f"{float((one.log_probs - first.log_probs).abs().max()):.1e}"
+            ),
         }
         for name, one in contenders.items()
     ]
@@ -129,17 +140,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hf-checkpoint", type=Path)
     parser.add_argument(
-        "--vocabulary", type=int, default=151_936, help="of a random model, where no checkpoint is given"
+        "--vocabulary",
+        type=int,
+        default=151_936,
+        help="of a random model, where no checkpoint is given",
     )
     parser.add_argument("--prompts", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=48)
-    parser.add_argument("--response-tokens", type=int, default=96, help="of each of the 8 samples of a prompt")
+    parser.add_argument(
+        "--response-tokens", type=int, default=96, help="of each of the 8 samples of a prompt"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROWS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     about = provenance(
-        "random" if options.hf_checkpoint is None else options.hf_checkpoint.resolve().parent.name, options.rounds
+        "random" if options.hf_checkpoint is None else options.hf_checkpoint.resolve().parent.name,
+        options.rounds,
     )
     with tempfile.TemporaryDirectory() as directory:
         if options.hf_checkpoint is None:

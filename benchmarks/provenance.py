@@ -11,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CARRIED = ROOT / ".gpu"
-"""What `make gpu-wheels` made for a machine without a network, where the checkout arrives without .git."""
+"""What `make gpu-wheels` made for a machine without a network, where the checkout arrives without
+.git."""
 SOURCES = ("slime_tis", "custom_tis", "benchmarks", "tools/gpu", "tests")
 
 
@@ -21,7 +22,10 @@ def machine() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def provenance(model: str, rounds: int) -> dict[str, object]:
@@ -56,5 +60,7 @@ def source_digest() -> str:
     """Of all Python files whose results rows report."""
     digest = hashlib.sha256()
     for path in sorted(path for name in SOURCES for path in (ROOT / name).rglob("*.py")):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(
+            path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
     return digest.hexdigest()[:16]

@@ -2,8 +2,9 @@
 
     python -m benchmarks.report DIRECTORY [MILLIONS] [PAGE …]
 
-Writes a run of 500 steps whose dumps have 0.1 or MILLIONS million tokens below DIRECTORY, if it is missing, and the
-report on it. Chromium opens the page five times, alternating with the PAGEs, such as another version's.
+Writes a run of 500 steps whose dumps have 0.1 or MILLIONS million tokens below DIRECTORY, if it is
+missing, and the report on it. Chromium opens the page five times, alternating with the PAGEs, such
+as another version's.
 """
 
 import json
@@ -32,7 +33,8 @@ def main(directory: Path, millions: float, others: Sequence[Path]) -> None:
     assert slime_tis(["report", str(run)]) == 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"{millions:g} million tokens: {time.process_time() - begun:.1f} s CPU, imports included, peak {peak:.2f} GiB"
+        f"{millions:g} million tokens: {time.process_time() - begun:.1f} s CPU, imports included,"
+        f" peak {peak:.2f} GiB"
     )
     open_pages([run / "report.html", *others])
 
@@ -41,8 +43,13 @@ def write_run(run: Path, samples: int) -> None:
     """A run of 500 steps of some samples each."""
     for step in range(STEPS):
         write(run / "dumps" / f"{step}.parquet", tokens_of(step, samples))
-    rows = [{"step": i, "train/mismatch_k3_kl": 1e-3, "train/grad_norm": 1 + i / STEPS} for i in range(STEPS)]
-    (run / "config.yaml").write_text(f"save_debug_train_data: {run.resolve()}/dumps/{{rollout_id}}.parquet\n")
+    rows = [
+        {"step": i, "train/mismatch_k3_kl": 1e-3, "train/grad_norm": 1 + i / STEPS}
+        for i in range(STEPS)
+    ]
+    (run / "config.yaml").write_text(
+        f"save_debug_train_data: {run.resolve()}/dumps/{{rollout_id}}.parquet\n"
+    )
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -118,17 +125,31 @@ def open_pages(paths: Sequence[Path], repeats: int = 5) -> None:
                 session = page.context.new_cdp_session(page)
                 session.send("Performance.enable", {"timeDomain": "threadTicks"})
                 page.goto(path.resolve().as_uri(), wait_until="commit")
-                times = page.wait_for_selector("html[data-times]", state="attached").get_attribute("data-times")
-                metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-                found[path].append({**json.loads(times), "CPU, all plots": 1e3 * metrics["TaskDuration"]})
+                times = page.wait_for_selector("html[data-times]", state="attached").get_attribute(
+                    "data-times"
+                )
+                metrics = {
+                    one["name"]: one["value"]
+                    for one in session.send("Performance.getMetrics")["metrics"]
+                }
+                found[path].append(
+                    {**json.loads(times), "CPU, all plots": 1e3 * metrics["TaskDuration"]}
+                )
                 page.close()
         browser.close()
     for path, rows in found.items():
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; milliseconds, {repeats} repeats")
         for name in rows[0]:
             values = [row[name] for row in rows]
-            print(f"  {name}: {statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})")
+            print(
+                f"  {name}: {statistics.median(values):.0f} ({min(values):.0f} to"
+                f" {max(values):.0f})"
+            )
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.1, [Path(name) for name in sys.argv[3:]])
+    main(
+        Path(sys.argv[1]),
+        float(sys.argv[2]) if len(sys.argv) > 2 else 0.1,
+        [Path(name) for name in sys.argv[3:]],
+    )

@@ -1,11 +1,13 @@
 """A rollout of many long responses from many servers: what the client on rank 0 costs per token.
 
-    python -m benchmarks.rollout_load [--servers 64] [--requests 1024] [--tokens 4096 32768] [--experts]
+    python -m benchmarks.rollout_load [--servers 64] [--requests 1024] [--tokens 4096 32768]
+    [--experts]
 
-Servers are loops in another process; each sends one of a few prepared answers, with log-probs, weight versions and with
---experts, the routed experts of 48 layers × 8. Prints, per token of the responses: processor time of this process from
-the submission to the samples, of parsing alone, of pickling and unpickling for other ranks, and of batching; memory of
-the samples, and the same data in packed arrays (ids, log-probs, versions and workers in 4 bytes, loss mask in 1).
+Servers are loops in another process; each sends one of a few prepared answers, with log-probs,
+weight versions and with --experts, the routed experts of 48 layers × 8. Prints, per token of the
+responses: processor time of this process from the submission to the samples, of parsing alone, of
+pickling and unpickling for other ranks, and of batching; memory of the samples, and the same data
+in packed arrays (ids, log-probs, versions and workers in 4 bytes, loss mask in 1).
 """
 
 import argparse
@@ -58,13 +60,19 @@ def answers(shortest: int, longest: int, *, experts: bool) -> list[bytes]:
         log_probs = (-chance.exponential(1.0, length)).astype(np.float32).tolist()
         meta: dict[str, Any] = {
             "finish_reason": {"type": "length", "length": length},
-            "output_token_logprobs": [[value, token, None] for value, token in zip(log_probs, ids, strict=True)],
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(log_probs, ids, strict=True)
+            ],
             "completion_tokens": length,
             "weight_versions": [{"version": "0", "start": 0, "end": length}],
         }
         if experts:
-            first = chance.integers(0, EXPERTS - TOP_K, (PROMPT + length - 1, LAYERS, 1), dtype=np.int32)
-            meta["routed_experts"] = base64.b64encode((first + np.arange(TOP_K, dtype="<i4")).tobytes()).decode()
+            first = chance.integers(
+                0, EXPERTS - TOP_K, (PROMPT + length - 1, LAYERS, 1), dtype=np.int32
+            )
+            meta["routed_experts"] = base64.b64encode(
+                (first + np.arange(TOP_K, dtype="<i4")).tobytes()
+            ).decode()
         bodies.append(json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode())
     return bodies
 
@@ -78,16 +86,22 @@ def serve(count: int, bodies: Sequence[bytes], connection: Connection) -> None:
             self.answers, self.sending = itertools.cycle(bodies), asyncio.Lock()
             self.info["max_req_input_len"] = 1 << 20
 
-        async def _answer(self, method: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        async def _answer(
+            self, method: str, path: str, body: dict[str, Any], headers: dict[str, str]
+        ) -> Any:
             return (
-                (200, next(self.answers)) if path == "/generate" else await super()._answer(method, path, body, headers)
+                (200, next(self.answers))
+                if path == "/generate"
+                else await super()._answer(method, path, body, headers)
             )
 
         async def _send(self, writer: Any, path: str, status: int, content: Any) -> bool:
             if not isinstance(content, bytes):
                 return await super()._send(writer, path, status, content)
             async with self.sending:  # responses of one server end one after another
-                writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode())
+                writer.write(
+                    f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+                )
                 for start in range(0, len(content), 1 << 20):
                     writer.write(memoryview(content)[start : start + (1 << 20)])
                     await writer.drain()
@@ -102,7 +116,9 @@ def serve(count: int, bodies: Sequence[bytes], connection: Connection) -> None:
 def prepared_servers(count: int, bodies: Sequence[bytes]) -> Iterator[tuple[str, ...]]:
     """URLs of servers in another process."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=serve, args=(count, bodies, there), daemon=True)
+    process = multiprocessing.get_context("fork").Process(
+        target=serve, args=(count, bodies, there), daemon=True
+    )
     process.start()
     try:
         yield tuple(here.recv())
@@ -120,10 +136,14 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, nargs=2, default=(4096, 32768), metavar=("MIN", "MAX"))
+    parser.add_argument(
+        "--tokens", type=int, nargs=2, default=(4096, 32768), metavar=("MIN", "MAX")
+    )
     parser.add_argument("--experts", action="store_true")
     options = parser.parse_args()
     bodies = answers(*options.tokens, experts=options.experts)
@@ -138,7 +158,9 @@ def main() -> None:
         report(checkpoint, urls, options, bodies)
 
 
-def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, bodies: Sequence[bytes]) -> None:
+def report(
+    checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, bodies: Sequence[bytes]
+) -> None:
     """Samples and prints."""
     sampling = Sampling(max_response_len=options.tokens[1], return_routed_experts=options.experts)
     engine = make_engine(
@@ -149,7 +171,10 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
         sampling=sampling,
         timeouts=Timeouts(),
     )
-    prompts = [Prompt(index=i, text="", token_ids=(1, *[3 + i % 60] * (PROMPT - 1))) for i in range(options.requests)]
+    prompts = [
+        Prompt(index=i, text="", token_ids=(1, *[3 + i % 60] * (PROMPT - 1)))
+        for i in range(options.requests)
+    ]
     process = psutil.Process()
     gc.collect()
     return_memory()
@@ -160,10 +185,15 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
     gc.collect()
     memory = process.memory_info().rss - before
     tokens = sum(sample.response_length for sample in samples)
-    experts = sum(each.nbytes for sample in samples if (each := sample.rollout_routed_experts) is not None)
+    experts = sum(
+        each.nbytes for sample in samples if (each := sample.rollout_routed_experts) is not None
+    )
     assert len(samples) == options.requests and (experts > 0) == options.experts
     packed = PACKED * tokens + experts
-    print(f"{options.servers} servers, {len(samples):,} requests, {tokens:,} tokens, {os.cpu_count()} cores")
+    print(
+        f"{options.servers} servers, {len(samples):,} requests, {tokens:,} tokens, {os.cpu_count()}"
+        " cores"
+    )
     line("client", seconds, tokens)
     line("wall", wall, tokens)
     layout = expert_layout(checkpoint)
@@ -178,7 +208,9 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
     def parse(body: bytes) -> int:
         text = ExpertText(layout) if options.experts else None
         rest = body if text is None else text.cut(body) + text.end()
-        return len(schema.parse_generation(rest, request, experts=text and text.experts)[0].token_ids)
+        return len(
+            schema.parse_generation(rest, request, experts=text and text.experts)[0].token_ids
+        )
 
     parsing, lengths = timed(lambda: [*map(parse, bodies)])
     line("parsing", parsing, sum(lengths))
@@ -187,9 +219,19 @@ def report(checkpoint: Path, urls: Sequence[str], options: argparse.Namespace, b
     sending, data = timed(lambda: pickle.dumps(part))
     line("pickling", sending, count)
     line("unpickling", timed(lambda: pickle.loads(data))[0], count)
-    columns = [[getattr(each, field) for each in part] for field in ("tokens", "loss_mask", "rollout_log_probs")]
-    line("batching", timed(lambda: make_batch(*columns, [each.weight_versions for each in part]))[0], count)
-    print(f"memory: {memory / tokens:.0f} bytes per token, {memory / packed:.2f} × packed ({packed / tokens:.0f})")
+    columns = [
+        [getattr(each, field) for each in part]
+        for field in ("tokens", "loss_mask", "rollout_log_probs")
+    ]
+    line(
+        "batching",
+        timed(lambda: make_batch(*columns, [each.weight_versions for each in part]))[0],
+        count,
+    )
+    print(
+        f"memory: {memory / tokens:.0f} bytes per token, {memory / packed:.2f} × packed"
+        f" ({packed / tokens:.0f})"
+    )
     engine.close()
 
 

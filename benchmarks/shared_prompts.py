@@ -1,10 +1,12 @@
 """Shared prompts, and logits of response rows only: time and peak memory of forward and backward.
 
-    python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint --prompts 8 --prompt-tokens 48 \\
+    python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint --prompts 8
+    --prompt-tokens 48 \\
         --response-tokens 12 64 --rounds 5
 
-Random prompts and responses, 8 responses per prompt, one micro-batch, one thread, float32. CPU time; every
-round runs each contender once. The log-probs of all contenders are compared with the first one's.
+Random prompts and responses, 8 responses per prompt, one micro-batch, one thread, float32. CPU
+time; every round runs each contender once. The log-probs of all contenders are compared with the
+first one's.
 """
 
 import argparse
@@ -70,16 +72,22 @@ CONTENDERS: dict[str, tuple[type[TrainingEngine], bool]] = {
 }
 
 
-def batch_of(vocabulary: int, prompts: int, prompt_tokens: int, response_tokens: int) -> TrainingBatch:
+def batch_of(
+    vocabulary: int, prompts: int, prompt_tokens: int, response_tokens: int
+) -> TrainingBatch:
     """Random groups."""
     chance = torch.Generator().manual_seed(0)
 
     def draw(count: int, length: int) -> list[list[int]]:
-        found: list[list[int]] = torch.randint(3, vocabulary, (count, length), generator=chance).tolist()
+        found: list[list[int]] = torch.randint(
+            3, vocabulary, (count, length), generator=chance
+        ).tolist()
         return found
 
     tokens = [
-        [*prompt, *response] for prompt in draw(prompts, prompt_tokens) for response in draw(SAMPLES, response_tokens)
+        [*prompt, *response]
+        for prompt in draw(prompts, prompt_tokens)
+        for response in draw(SAMPLES, response_tokens)
     ]
     rows = [[1] * response_tokens] * len(tokens)
     return make_batch(tokens, rows, rows, rows)
@@ -103,7 +111,9 @@ class Measured:
         """Memory of a pass in addition to weights and gradients."""
         return peak_mib(lambda: self.seconds(batch))
 
-    def _loss(self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor) -> tuple[Tensor, Tensor, None]:
+    def _loss(
+        self, micro: MicroBatch, log_probs_L: Tensor, entropy_L: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         self.log_probs = log_probs_L.detach()
         return -log_probs_L.sum(), torch.tensor(len(log_probs_L), dtype=torch.int), None
 
@@ -124,19 +134,27 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def measure(contenders: dict[str, Measured], batch: TrainingBatch, rounds: int) -> list[dict[str, str | float | int]]:
+def measure(
+    contenders: dict[str, Measured], batch: TrainingBatch, rounds: int
+) -> list[dict[str, str | float | int]]:
     """The rows of one size."""
     for one in contenders.values():
         one.seconds(batch)  # makes buffers
-    seconds = [{name: one.seconds(batch) for name, one in contenders.items()} for _ in range(rounds)]
+    seconds = [
+        {name: one.seconds(batch) for name, one in contenders.items()} for _ in range(rounds)
+    ]
     first = next(iter(contenders.values()))
     return [
         {
             "contender": name,
             "median_s": round(statistics.median(row[name] for row in seconds), 4),
-            "times_response_rows": round(statistics.median(row[name] / row["response rows"] for row in seconds), 3),
+            "times_response_rows": round(
+                statistics.median(row[name] / row["response rows"] for row in seconds), 3
+            ),
             "peak_mib": round(one.peak_mib(batch), 1),
-            "log_prob_difference": float(f"{float((one.log_probs - first.log_probs).abs().max()):.1e}"),
+            "log_prob_difference": float(
+                f"{float((one.log_probs - first.log_probs).abs().max()):.1e}"
+            ),
         }
         for name, one in contenders.items()
     ]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.train_dump [PAIRS]
 
-Prints, as medians over the pairs with intervals that have the true median in 95 of 100 cases or more: the CPU time of
-the whole process with dumps divided by that without, the same for the wall time of a step, and the share of a step
-that training spends on the dump itself.
+Prints, as medians over the pairs with intervals that have the true median in 95 of 100 cases or
+more: the CPU time of the whole process with dumps divided by that without, the same for the wall
+time of a step, and the share of a step that training spends on the dump itself.
 """
 
 import math
@@ -19,8 +19,24 @@ from tests.runs import make_task, run_here
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 FLAGS = (
-    *("--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"),
-    *("--num-rollout", "4", "--use-tis", "--use-rs", "--rs-upper-bound", "1.2", "--rs-veto-threshold", "1e-3"),
+    *(
+        "--rollout-batch-size",
+        "8",
+        "--n-samples-per-prompt",
+        "8",
+        "--rollout-max-response-len",
+        "64",
+    ),
+    *(
+        "--num-rollout",
+        "4",
+        "--use-tis",
+        "--use-rs",
+        "--rs-upper-bound",
+        "1.2",
+        "--rs-veto-threshold",
+        "1e-3",
+    ),
 )
 
 
@@ -33,12 +49,19 @@ def main(pairs: int) -> None:
         for pair in range(pairs):
             found = {}
             for dumps in (False, True) if pair % 2 else (True, False):
-                extra = ["--save-debug-train-data", str(directory / "{rollout_id}.parquet")] if dumps else []
+                extra = (
+                    ["--save-debug-train-data", str(directory / "{rollout_id}.parquet")]
+                    if dumps
+                    else []
+                )
                 found[dumps] = measure([*flags, *extra], directory / f"{pair}-{dumps}")
             cpu.append(found[True][0] / found[False][0])
             wall.append(found[True][1] / found[False][1])
             share.append(found[True][2])
-            print(f"pair {pair}: CPU {cpu[-1]:.4f}, step {wall[-1]:.4f}, share {share[-1]:.4f}", flush=True)
+            print(
+                f"pair {pair}: CPU {cpu[-1]:.4f}, step {wall[-1]:.4f}, share {share[-1]:.4f}",
+                flush=True,
+            )
     for title, values in (("CPU time", cpu), ("step time", wall), ("share of a step", share)):
         low, high = interval(values)
         print(f"{title}: {statistics.median(values):.4f} ({low:.4f} to {high:.4f}, {pairs} pairs)")

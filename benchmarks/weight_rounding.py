@@ -1,11 +1,13 @@
 """The share of small weight updates that reaches a rollout engine in bf16, by rounding mode.
 
-    python -m benchmarks.weight_rounding --hf-checkpoint data/smollm2/checkpoint --prompts data/smollm2/prompts
+    python -m benchmarks.weight_rounding --hf-checkpoint data/smollm2/checkpoint --prompts
+    data/smollm2/prompts
 
-The checkpoint is rounded to bfloat16 first, where published ones lie. One series of Adam steps per learning rate, in
-float32, raises the log-probs of right answers to training prompts; after each step an engine in bf16 per rounding mode
-is sent the weights. Of right answers to held-out prompts: the rise of their mean log-prob in training and in each
-engine, and the k3 divergence between the two. Nothing is sampled: the series is the same for every mode.
+The checkpoint is rounded to bfloat16 first, where published ones lie. One series of Adam steps per
+learning rate, in float32, raises the log-probs of right answers to training prompts; after each
+step an engine in bf16 per rounding mode is sent the weights. Of right answers to held-out prompts:
+the rise of their mean log-prob in training and in each engine, and the k3 divergence between the
+two. Nothing is sampled: the series is the same for every mode.
 """
 
 import argparse
@@ -20,7 +22,11 @@ from transformers import PreTrainedModel
 
 from benchmarks.provenance import commit, machine
 from slime_tis.trainer.data.prompts import load_prompts
-from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer, weights_by_file_name
+from slime_tis.trainer.engines.local.load_model import (
+    load_model,
+    load_tokenizer,
+    weights_by_file_name,
+)
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.local.token_sampling import log_softmax
 from slime_tis.trainer.engines.weight_rounding import WeightRounder
@@ -43,8 +49,13 @@ def texts(path: Path, checkpoint: Path) -> list[Text]:
     """The prompts of a file with their labels as answers."""
     tokenizer = load_tokenizer(checkpoint)
     found = []
-    for prompt in load_prompts(path, tokenizer, input_key="prompt", label_key="label", apply_chat_template=True):
-        answer = [*tokenizer.encode(str(prompt.label), add_special_tokens=False), tokenizer.eos_token_id]
+    for prompt in load_prompts(
+        path, tokenizer, input_key="prompt", label_key="label", apply_chat_template=True
+    ):
+        answer = [
+            *tokenizer.encode(str(prompt.label), add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
         found.append(Text(token_ids=(*prompt.token_ids, *answer), answer_len=len(answer)))
     return found
 
@@ -73,7 +84,12 @@ class Lane:
 
 
 def series(
-    checkpoint: Path, lr: float, steps: int, batches: Sequence[Sequence[Text]], held_out: Sequence[Text], every: int
+    checkpoint: Path,
+    lr: float,
+    steps: int,
+    batches: Sequence[Sequence[Text]],
+    held_out: Sequence[Text],
+    every: int,
 ) -> None:
     """Makes the series of one learning rate, and prints its rows."""
     model = load_model(checkpoint, torch.float32).requires_grad_(True)
@@ -109,15 +125,26 @@ def series(
             rises = trained.mean().item() - started["trained"], served.mean().item() - started[mode]
             k3 = (delta.expm1() - delta).mean().item()
             received = lane.updates.metrics().get("rollout/update_received", float("nan"))
-            row = [f"{lr:g}", mode, str(step), *(f"{rise:+.4f}" for rise in rises), f"{k3:.2e}", f"{received:.3f}"]
+            row = [
+                f"{lr:g}",
+                mode,
+                str(step),
+                *(f"{rise:+.4f}" for rise in rises),
+                f"{k3:.2e}",
+                f"{received:.3f}",
+            ]
             print("| " + " | ".join(row) + " |", flush=True)
 
 
 def main() -> None:
     """Prints the table, row after row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hf-checkpoint", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True, help="directory of train.jsonl and eval.jsonl")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help="directory of train.jsonl and eval.jsonl"
+    )
     parser.add_argument("--lr", nargs="+", type=float, default=[1e-6, 5e-6])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=4, help="steps between two rows")

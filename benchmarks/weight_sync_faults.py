@@ -3,8 +3,9 @@
     python -m benchmarks.weight_sync_faults --plant-at 1 50 -- \
         --custom-config-path examples/smollm2_reasoning_gym/train.yaml --num-rollout 50 ...
 
-Everything after `--` goes to train.py. After each of the run's updates local engines of several precisions are given
-the new weights and checked; at the updates that --plant-at names they are then given wrong ones.
+Everything after `--` goes to train.py. After each of the run's updates local engines of several
+precisions are given the new weights and checked; at the updates that --plant-at names they are then
+given wrong ones.
 """
 
 import argparse
@@ -89,7 +90,9 @@ def stale_quarter(history: History) -> Weights:
 def _stale(history: History, layers: set[int]) -> Weights:
     new, before = history.weights[-1], history.weights[-2]
     parts = tuple(f"model.layers.{layer}." for layer in layers)
-    return {name: before[name] if name.startswith(parts) else tensor for name, tensor in new.items()}
+    return {
+        name: before[name] if name.startswith(parts) else tensor for name, tensor in new.items()
+    }
 
 
 FAULTS: dict[str, Callable[[History], Weights]] = {
@@ -160,7 +163,11 @@ class Planter:
     lanes: dict[str, Lane] = field(default_factory=dict)
 
     def __call__(
-        self, engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
+        self,
+        engine: TrainingEngine,
+        sampler: RolloutEngine,
+        check: SyncCheck,
+        updates: WeightUpdates,
     ) -> dict[str, float]:
         """Checks the run's own engine, then the others."""
         found = check_weight_sync(engine, sampler, check, updates)
@@ -181,7 +188,9 @@ class Planter:
 
     def _lane(self, precision: Precision, rounding: Rounding, check: SyncCheck) -> Lane:
         engine = LocalEngine(self.checkpoint, load_tokenizer(self.checkpoint), precision=precision)
-        updates = WeightUpdates(WeightRounder(rounding, 0), engine.weight_precision, samples_all=True)
+        updates = WeightUpdates(
+            WeightRounder(rounding, 0), engine.weight_precision, samples_all=True
+        )
         return Lane(
             engine=engine,
             updates=updates,
@@ -190,7 +199,9 @@ class Planter:
 
     def _plant(self, engine: TrainingEngine, lane: Lane, before: SyncCheck, name: str) -> None:
         version = lane.engine.weight_version
-        layers = 1 + max(int(one.split(".")[2]) for one in lane.sent[-1] if one.startswith("model.layers."))
+        layers = 1 + max(
+            int(one.split(".")[2]) for one in lane.sent[-1] if one.startswith("model.layers.")
+        )
         history = History(weights=lane.sent, layers=layers)
         for title, fault in FAULTS.items():
             check = copy(before)
@@ -202,7 +213,9 @@ class Planter:
             lane.engine.update_weights(fault(history).items, version)
             self._record(engine, lane, check, name, title)
 
-    def _record(self, engine: TrainingEngine, lane: Lane, check: SyncCheck, name: str, fault: str) -> None:
+    def _record(
+        self, engine: TrainingEngine, lane: Lane, check: SyncCheck, name: str, fault: str
+    ) -> None:
         wrong = lane.engine.wrong_weights(lane.updates.sent_rows())
         metrics, log_probs = lane.updates.metrics(), "nothing"
         try:
@@ -234,7 +247,10 @@ def table(rows: Iterable[Row]) -> list[str]:
     """Markdown: per fault and engine the tensors that differ and what the log-probs alone show."""
     rows = list(rows)
     engines = list(dict.fromkeys(row.engine for row in rows))
-    lines = ["| weights that arrived | " + " | ".join(engines) + " |", "|---" * (len(engines) + 1) + "|"]
+    lines = [
+        "| weights that arrived | " + " | ".join(engines) + " |",
+        "|---" * (len(engines) + 1) + "|",
+    ]
     for fault in dict.fromkeys(row.fault for row in rows):
         cells = []
         for engine in engines:
@@ -251,13 +267,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Makes the run, and prints the table; rows go to weight_sync_faults.jsonl in its directory."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     place = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hf-checkpoint", required=True)
-    parser.add_argument("--plant-at", type=int, nargs="+", default=[2], help="updates at which faults are planted")
-    parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES), help="engines that are checked")
+    parser.add_argument(
+        "--plant-at", type=int, nargs="+", default=[2], help="updates at which faults are planted"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=NAMES, default=list(NAMES), help="engines that are checked"
+    )
     parser.add_argument("--out", type=Path, required=True, help="file of rows, JSON lines")
     given, flags = parser.parse_args(arguments[:place]), arguments[place + 1 :]
-    planter = Planter(checkpoint=given.hf_checkpoint, plant_at=given.plant_at, engines=given.engines)
+    planter = Planter(
+        checkpoint=given.hf_checkpoint, plant_at=given.plant_at, engines=given.engines
+    )
     weight_sync.check_weight_sync = planter
     status = run_train(["--hf-checkpoint", given.hf_checkpoint, "--check-weight-sync", *flags])
     with open(given.out, "w") as lines:

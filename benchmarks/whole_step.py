@@ -3,10 +3,11 @@
     python benchmarks/whole_step.py --threads 2 1 --rounds 3 --steps 40
     python benchmarks/whole_step.py --task smollm2 --threads 1 --rounds 3 --steps 1
 
-Every round runs each contender once in a separate process, one after another (or --jobs at a time), so that other load
-on the machine affects all contenders equally. A contender's time is the median over rounds of its median step after
-warm-up; its memory is the median over rounds of its process's peak resident set. Prints the medians, the ratios and the
-time of each part, and appends a row per contender to whole_step.csv.
+Every round runs each contender once in a separate process, one after another (or --jobs at a time),
+so that other load on the machine affects all contenders equally. A contender's time is the median
+over rounds of its median step after warm-up; its memory is the median over rounds of its process's
+peak resident set. Prints the medians, the ratios and the time of each part, and appends a row per
+contender to whole_step.csv.
 """
 
 import argparse
@@ -42,7 +43,8 @@ TASK_FLAGS = "--input-key prompt --label-key label --weight-decay 0 --no-progres
 
 OURS = {
     "slime_tis, decoupled TIS + RS + veto": (
-        "--use-tis --use-rs --rs-level geometric --rs-lower-bound 0.5 --rs-upper-bound 2.0 --rs-veto-threshold 1e-4"
+        "--use-tis --use-rs --rs-level geometric --rs-lower-bound 0.5 --rs-upper-bound 2.0"
+        " --rs-veto-threshold 1e-4"
     ),
     "slime_tis, --use-rollout-logprobs": "--use-rollout-logprobs",
 }
@@ -64,8 +66,8 @@ status = subprocess.run(sys.argv[2:]).returncode
 open(sys.argv[1], "w").write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 sys.exit(status)
 """
-"""Runs a command and writes its peak resident set in KiB. The kernel counts the parent's memory as the child's, so that
-the parent must be small."""
+"""Runs a command and writes its peak resident set in KiB. The kernel counts the parent's memory as
+the child's, so that the parent must be small."""
 
 COLUMNS = (
     "date",
@@ -133,31 +135,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="sort_digits", help="the task")
     parser.add_argument("--data", type=Path, help="directory of the task, data/TASK by default")
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help="CPU threads, each measured alone")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[2, 1], help="CPU threads, each measured alone"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of every contender")
     parser.add_argument("--steps", type=int, default=40, help="training steps of a run")
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="how seconds are measured: cpu on a busy machine"
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="how seconds are measured: cpu on a busy machine",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="contenders that run at the same time, for --clock cpu")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="contenders that run at the same time, for --clock cpu"
+    )
     parser.add_argument("--only", nargs="+", help="contenders to run, by a part of their names")
     options = parser.parse_args()
     task = TASKS[options.task]
     if options.steps <= task.warm_up:
-        parser.error(f"--steps is {options.steps} but the first {task.warm_up} are warm-up; raise it.")
+        parser.error(
+            f"--steps is {options.steps} but the first {task.warm_up} are warm-up; raise it."
+        )
     names = chosen([*OURS, *PEER_SCRIPTS], options.only)
     if not names:
-        parser.error(f"--only {' '.join(options.only)} names none of {', '.join([*OURS, *PEER_SCRIPTS])}.")
+        parser.error(
+            f"--only {' '.join(options.only)} names none of {', '.join([*OURS, *PEER_SCRIPTS])}."
+        )
     data = (options.data or ROOT / "data" / task.data).resolve()
     prepare_task(task, data)
     trl_python = prepare_trl() if any(script_of(name) == TRL_SCRIPT for name in names) else None
     for threads in options.threads:
-        setting = Setting(name=options.task, data=data, threads=threads, steps=options.steps, clock=options.clock)
+        setting = Setting(
+            name=options.task, data=data, threads=threads, steps=options.steps, clock=options.clock
+        )
         runs: dict[str, list[Run]] = {name: [] for name in names}
 
         def run_once(turn: int, name: str, setting: Setting = setting) -> tuple[str, Run]:
             run = measure(name, setting, trl_python)
-            shown = f"{run.median:.3f} s, {run.peak_memory:.0f} MB, {run.response_len:.1f} tokens per response"
+            shown = (
+                f"{run.median:.3f} s, {run.peak_memory:.0f} MB, {run.response_len:.1f} tokens per"
+                " response"
+            )
             print(f"round {turn}: {name} {shown}", file=sys.stderr, flush=True)
             return name, run
 
@@ -173,7 +191,11 @@ def chosen(names: Sequence[str], parts: Sequence[str] | None) -> list[str]:
     """The names that contain one of the parts, or are it where it is a whole name; all without parts."""
     if not parts:
         return list(names)
-    return [name for name in names if any(part == name if part in names else part in name for part in parts)]
+    return [
+        name
+        for name in names
+        if any(part == name if part in names else part in name for part in parts)
+    ]
 
 
 def script_of(name: str) -> str | None:
@@ -191,14 +213,26 @@ def measure(name: str, setting: Setting, trl_python: Path | None) -> Run:
         out = Path(scratch) / "times.json"
         script, *switches = PEER_SCRIPTS[name]
         python = str(trl_python if script == TRL_SCRIPT else sys.executable)
-        line = [python, str(PEERS / script), "--task", setting.name, "--checkpoint", str(checkpoint)]
+        line = [
+            python,
+            str(PEERS / script),
+            "--task",
+            setting.name,
+            "--checkpoint",
+            str(checkpoint),
+        ]
         line += ["--rows", str(rows), "--out", str(out), "--clock", setting.clock, *switches]
-        memory = run_quietly([*line, "--threads", str(setting.threads), "--steps", str(setting.steps)], setting.threads)
+        memory = run_quietly(
+            [*line, "--threads", str(setting.threads), "--steps", str(setting.steps)],
+            setting.threads,
+        )
         found = json.loads(out.read_text())
     warm_up = setting.task.warm_up
     return Run(
         steps=found["steps"],
-        parts={part: statistics.median(seconds[warm_up:]) for part, seconds in found["parts"].items()},
+        parts={
+            part: statistics.median(seconds[warm_up:]) for part, seconds in found["parts"].items()
+        },
         reward=statistics.mean(found["rewards"][-10:]),
         response_len=statistics.mean(found["lengths"][warm_up:]),
         warm_up=warm_up,
@@ -211,15 +245,33 @@ def our_flags(task: Task) -> list[str]:
     """The task's flags of train.py, without its files."""
     line = [*TASK_FLAGS.split(), *task.our_reward.split(), "--lr", str(task.learning_rate)]
     line += ["--clip-grad", str(MAX_GRAD_NORM), "--rollout-batch-size", str(task.prompts)]
-    line += ["--n-samples-per-prompt", str(task.group), "--rollout-max-response-len", str(task.max_new_tokens)]
+    line += [
+        "--n-samples-per-prompt",
+        str(task.group),
+        "--rollout-max-response-len",
+        str(task.max_new_tokens),
+    ]
     return [*line, "--micro-batch-size", str(task.micro_batch)]
 
 
 def measure_ours(correction: Sequence[str], setting: Setting, rows: Path, scratch: Path) -> Run:
     """Runs train.py and reads its steps from the metrics.jsonl that every run leaves."""
-    line = [sys.executable, str(PEERS / "ours.py"), setting.clock, *our_flags(setting.task), *correction]
+    line = [
+        sys.executable,
+        str(PEERS / "ours.py"),
+        setting.clock,
+        *our_flags(setting.task),
+        *correction,
+    ]
     line += ["--hf-checkpoint", str(setting.data / "checkpoint"), "--prompt-data", str(rows)]
-    line += ["--num-rollout", str(setting.steps), "--num-threads", str(setting.threads), "--output-dir", str(scratch)]
+    line += [
+        "--num-rollout",
+        str(setting.steps),
+        "--num-threads",
+        str(setting.threads),
+        "--output-dir",
+        str(scratch),
+    ]
     memory = run_quietly(line, setting.threads)
     found = [json.loads(text) for text in (scratch / "metrics.jsonl").read_text().splitlines()]
     found = [row for row in found if "train/loss" in row]
@@ -228,7 +280,9 @@ def measure_ours(correction: Sequence[str], setting: Setting, rows: Path, scratc
 
 def of_metrics(rows: Sequence[dict[str, float]], warm_up: int) -> Run:
     """The steps of train.py's metrics."""
-    names = {name for row in rows for name in row if name.startswith("perf/") and name.endswith("_time")}
+    names = {
+        name for row in rows for name in row if name.startswith("perf/") and name.endswith("_time")
+    }
     parts = {
         name.removeprefix("perf/").removesuffix("_time"): statistics.median(
             row.get(name, 0.0) for row in rows[warm_up:]
@@ -242,7 +296,10 @@ def of_metrics(rows: Sequence[dict[str, float]], warm_up: int) -> Run:
         reward=statistics.mean(row["rollout/raw_reward"] for row in rows[-10:]),
         response_len=statistics.mean(row["rollout/response_len"] for row in rows[warm_up:]),
         warm_up=warm_up,
-        versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "megatron-core")},
+        versions={
+            name: importlib.metadata.version(name)
+            for name in ("torch", "transformers", "megatron-core")
+        },
     )
 
 
@@ -256,7 +313,9 @@ def run_quietly(command: Sequence[str], threads: int) -> float:
         SystemExit: it failed.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), environment.get("PYTHONPATH")))
+    )
     with tempfile.NamedTemporaryFile() as found:
         line = [sys.executable, "-c", MEASURE, found.name, *command]
         done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -294,10 +353,12 @@ def report(runs: dict[str, list[Run]], setting: Setting) -> None:
     """Prints medians, each round's time, ratios, memory, and where the time of each contender goes."""
     width, threads = max(map(len, runs)), setting.threads
     medians = {name: statistics.median(run.median for run in found) for name, found in runs.items()}
-    memory = {name: statistics.median(run.peak_memory for run in found) for name, found in runs.items()}
+    memory = {
+        name: statistics.median(run.peak_memory for run in found) for name, found in runs.items()
+    }
     print(
-        f"\n{setting.name}, {threads} thread{'s' * (threads > 1)}: {setting.clock} seconds per step, "
-        "median of rounds (each round), relative to TRL"
+        f"\n{setting.name}, {threads} thread{'s' * (threads > 1)}: {setting.clock} seconds per"
+        " step, median of rounds (each round), relative to TRL"
     )
     for name, found in sorted(runs.items(), key=lambda item: medians[item[0]]):
         rounds = " ".join(f"{run.median:.3f}" for run in found)
@@ -310,18 +371,25 @@ def report(runs: dict[str, list[Run]], setting: Setting) -> None:
         print(f"  {name:<{width}}  {memory[name]:.0f}  {ratio}  {tokens:.1f}")
     print("parts, ms:")
     for name, found in runs.items():
-        parts = {part: statistics.median(run.parts[part] for run in found) for part in found[0].parts}
+        parts = {
+            part: statistics.median(run.parts[part] for run in found) for part in found[0].parts
+        }
         if not parts:
             continue
         rest = medians[name] - sum(parts.values())
-        shown = [f"{part} {seconds * 1e3:.1f}" for part, seconds in sorted(parts.items(), key=lambda item: -item[1])]
+        shown = [
+            f"{part} {seconds * 1e3:.1f}"
+            for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
+        ]
         print(f"  {name:<{width}}  {', '.join(shown)}, rest {rest * 1e3:.1f}")
 
 
 def append_rows(runs: dict[str, list[Run]], setting: Setting) -> None:
     """Appends one row per contender to whole_step.csv, with date, machine and versions."""
     medians = {name: statistics.median(run.median for run in found) for name, found in runs.items()}
-    memory = {name: statistics.median(run.peak_memory for run in found) for name, found in runs.items()}
+    memory = {
+        name: statistics.median(run.peak_memory for run in found) for name, found in runs.items()
+    }
     is_new = not TABLE.exists()
     with open(TABLE, "a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -342,12 +410,16 @@ def append_rows(runs: dict[str, list[Run]], setting: Setting) -> None:
                     "times_trl": f"{medians[name] / medians[TRL]:.3f}" if TRL in medians else "",
                     "reward_at_end": f"{statistics.mean(run.reward for run in found):.3f}",
                     "python": platform.python_version(),
-                    "versions": " ".join(f"{package}=={version}" for package, version in found[0].versions.items()),
+                    "versions": " ".join(
+                        f"{package}=={version}" for package, version in found[0].versions.items()
+                    ),
                     "task": setting.name,
                     "clock": setting.clock,
                     "response_len": f"{statistics.mean(run.response_len for run in found):.1f}",
                     "peak_memory_mb": f"{memory[name]:.0f}",
-                    "memory_times_trl": f"{memory[name] / memory[TRL]:.3f}" if TRL in memory else "",
+                    "memory_times_trl": f"{memory[name] / memory[TRL]:.3f}"
+                    if TRL in memory
+                    else "",
                 }
             )
 

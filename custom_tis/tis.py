@@ -15,7 +15,8 @@ from slime_tis.correction import MODES
 from slime_tis.integrations.slime import TisResult, refuse_unread, weighted_by_token
 
 check_args = partial(refuse_unread, function="vanilla_tis", read=("use_tis", "nonfinite_policy"))
-"""Refuses options that `vanilla_tis` does not follow; train.py calls it before anything is built."""
+"""Refuses options that `vanilla_tis` does not follow; train.py calls it before anything is
+built."""
 
 
 def vanilla_tis(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
@@ -26,7 +27,7 @@ def vanilla_tis(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
         pg_loss: [N], flat over this rank's response tokens.
         call: The other arguments of slime's contract, which `weighted_by_token` describes.
 
-    Returns:
-        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
+    Returns: pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio),
+        tis_clipfrac, tis_abs, [N] each.
     """
     return weighted_by_token(args, MODES["clip"].bound, pg_loss, call)

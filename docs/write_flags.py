@@ -70,7 +70,8 @@ def render() -> str:
         shared = common if common and 2 * count > len(names) else None
         note = [f"Flags whose row names no other requirement need {shared}.\n"] if shared else []
         rows = [
-            f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} | {_meaning(name, shared)} |"
+            f"| `{flag(name)}` | {_values(name, metavars.get(name))} | {_default(name)} |"
+            f" {_meaning(name, shared)} |"
             for name in names
         ]
         table = ["| flag | value | default | meaning |", "|---|---|---|---|", *rows, ""]
@@ -78,13 +79,18 @@ def render() -> str:
     old = [f"| `{flag(name)}` | `{flag(new)}` |" for name, new in ALIASES.items()]
     parts.append("\n".join(["## old names\n", "| old | now |", "|---|---|", *old, ""]))
     presets = [f"| `{name}` | {_preset(name)} |" for name in PRESETS]
-    parts.append("\n".join(["## presets\n", PRESETS_NOTE, "| preset | means |", "|---|---|", *presets, ""]))
+    parts.append(
+        "\n".join(["## presets\n", PRESETS_NOTE, "| preset | means |", "|---|---|", *presets, ""])
+    )
     return "\n".join([*parts, FROM_SLIME, _renamed()])
 
 
 def _renamed() -> str:
     """Flags of slime and Megatron-core with another name here."""
-    rows = [f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |" for name, new in RENAMED.items()]
+    rows = [
+        f"| `{name}` | `{new.name}`{', ' * bool(new.note)}{new.note} |"
+        for name, new in RENAMED.items()
+    ]
     return "\n".join(["| flag | here |", "|---|---|", *rows, ""])
 
 
@@ -94,10 +100,14 @@ def _preset(name: str) -> str:
     rests = {}
     for earlier in list(PRESETS)[: list(PRESETS).index(name)]:
         if len(PRESETS[earlier]) > 2 and PRESETS[earlier].keys() <= values.keys():
-            rests[earlier] = {key: value for key, value in values.items() if PRESETS[earlier].get(key) != value}
+            rests[earlier] = {
+                key: value for key, value in values.items() if PRESETS[earlier].get(key) != value
+            }
     base = min(rests, key=lambda earlier: len(rests[earlier]), default=None)
     rest = values if base is None else rests[base]
-    flags = " ".join(flag(key) if value is True else f"{flag(key)} {value}" for key, value in rest.items())
+    flags = " ".join(
+        flag(key) if value is True else f"{flag(key)} {value}" for key, value in rest.items()
+    )
     return " and ".join([*([f"`{base}`"] if base else []), *([f"`{flags}`"] if flags else [])])
 
 
@@ -106,8 +116,20 @@ def _values(name: str, metavar: str | tuple[str, ...] | None) -> str:
     values = "switch" if metavar is None else _escape(f"`{metavar}`")
     if limits is None:
         return values
-    low = f"[{limits.ge:.10g}" if limits.ge is not None else f"({limits.gt:.10g}" if limits.gt is not None else "(-∞"
-    high = f"{limits.le:.10g}]" if limits.le is not None else f"{limits.lt:.10g})" if limits.lt is not None else "∞)"
+    low = (
+        f"[{limits.ge:.10g}"
+        if limits.ge is not None
+        else f"({limits.gt:.10g}"
+        if limits.gt is not None
+        else "(-∞"
+    )
+    high = (
+        f"{limits.le:.10g}]"
+        if limits.le is not None
+        else f"{limits.lt:.10g})"
+        if limits.lt is not None
+        else "∞)"
+    )
     return ", or ".join([f"{values} {low}, {high}", *(f"{value:g}" for value in limits.also)])
 
 
@@ -117,7 +139,9 @@ def _needs(name: str) -> str:
     previous = ""
     for need in needs_of(COMMAND_LINE, name):
         if need.suggested:
-            words.append(f"`{need.value}`" if need.option == previous and need.value else f"`{need}`")
+            words.append(
+                f"`{need.value}`" if need.option == previous and need.value else f"`{need}`"
+            )
             previous = need.option
     return ", ".join(words[:-1]) + " or " * (len(words) > 1) + "".join(words[-1:])
 

@@ -16,10 +16,8 @@ RowT = TypeVar("RowT")
 def write_rows(path: Path, kind: type[RowT], rows: Iterable[RowT]) -> None:
     """Writes a table, whole or not at all.
 
-    Args:
-        path: CSV file to make or to replace.
-        kind: dataclass of the rows.
-        rows: numbers are written with five digits, None as nothing, curves as `step:value step:value`.
+    Args: path: CSV file to make or to replace. kind: dataclass of the rows. rows: numbers are
+        written with five digits, None as nothing, curves as `step:value step:value`.
     """
     columns = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     text = io.StringIO()
@@ -41,9 +39,13 @@ def read_rows(path: Path, kind: type[RowT]) -> list[RowT]:
         lines = csv.DictReader(file)
         if lines.fieldnames != columns:
             raise ValueError(
-                f"{path} does not have the columns {', '.join(columns)}; move it away, and it is written again."
+                f"{path} does not have the columns {', '.join(columns)}; move it away, and it is"
+                " written again."
             )
-        return [kind(**{name: _read(hints[name], text) for name, text in line.items()}) for line in lines]
+        return [
+            kind(**{name: _read(hints[name], text) for name, text in line.items()})
+            for line in lines
+        ]
 
 
 def _written(value: Any) -> str:
@@ -56,7 +58,10 @@ def _written(value: Any) -> str:
 
 def _read(hint: Any, text: str) -> Any:
     if get_origin(hint) is tuple:
-        return tuple((int(step), float(height)) for step, height in (point.split(":") for point in text.split()))
+        return tuple(
+            (int(step), float(height))
+            for step, height in (point.split(":") for point in text.split())
+        )
     if get_origin(hint) is types.UnionType:  # X | None
         return get_args(hint)[0](text) if text else None
     return hint(text)

@@ -14,7 +14,9 @@ from slime_tis.errors import first_line
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 """Files of a run directory that other programs read."""
-ROW_SLICE = re.compile(r"(?P<file>.+)@\[(?P<start>-?[0-9]{1,18})?:(?P<stop>-?[0-9]{1,18})?\]", re.DOTALL)
+ROW_SLICE = re.compile(
+    r"(?P<file>.+)@\[(?P<start>-?[0-9]{1,18})?:(?P<stop>-?[0-9]{1,18})?\]", re.DOTALL
+)
 FOREIGN = "the file exists and is no dump of this program; move it, or give another name"
 
 
@@ -31,10 +33,12 @@ def free_name(path: Path) -> Path:
 def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
     """Yields a new binary file, which replaces the file `path` at the end of the `with` block.
 
-    The file is `.NAME.partial` until then. After an exception it is removed and `path` is unchanged.
+    The file is `.NAME.partial` until then. After an exception it is removed and `path` is
+    unchanged.
 
-    Whoever may write to the directory can replace `.NAME.partial` by a link to another file at any time. Therefore the
-    file is never opened again by its name: all bytes go to the descriptor of the file that was made here.
+    Whoever may write to the directory can replace `.NAME.partial` by a link to another file at any
+    time. Therefore the file is never opened again by its name: all bytes go to the descriptor of
+    the file that was made here.
 
     Raises:
         OSError: The file cannot be written, or somebody else has replaced or removed it meanwhile.
@@ -42,13 +46,17 @@ def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
     path = Path(path)
     partial = path.with_name(f".{path.name.removeprefix('.')}.partial")
     partial.unlink(missing_ok=True)  # from a killed run, or a link that another user made
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )
     try:
         with os.fdopen(descriptor, "w+b") as file:
             yield file
             file.flush()
             if not os.path.samestat(os.fstat(descriptor), partial.lstat()):
-                raise OSError(errno.ESTALE, "another process replaced it while it was written", str(partial))
+                raise OSError(
+                    errno.ESTALE, "another process replaced it while it was written", str(partial)
+                )
             partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -72,9 +80,13 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read.") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: {error.reason} at byte {error.start}; unpack or convert it.") from None
+        raise ValueError(
+            f"{where} is not UTF-8: {error.reason} at byte {error.start}; unpack or convert it."
+        ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg} at character {error.pos + 1}.") from None
+        raise ValueError(
+            f"{where} is not JSON: {error.msg} at character {error.pos + 1}."
+        ) from None
     except ValueError as error:  # Python's own bound on digits
         raise ValueError(f"{where} is not JSON: {first_line(error)}.") from None
     if not isinstance(value, dict):
@@ -86,7 +98,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields file and line for messages, and the object, of each line that is not blank; raises as `parse_object`."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # Excel and Notepad write it
+            content = (
+                line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            )  # Excel and Notepad write it
             if content.strip():
                 place = f"{path}, line {number}"
                 yield place, parse_object(content, place)
@@ -97,17 +111,17 @@ def split_row_slice(path: str | Path) -> tuple[Path, slice]:
     match = ROW_SLICE.fullmatch(str(path))
     if match is None:
         return Path(path), slice(None)
-    start, stop = (None if number is None else int(number) for number in match.group("start", "stop"))
+    start, stop = (
+        None if number is None else int(number) for number in match.group("start", "stop")
+    )
     return Path(match["file"]), slice(start, stop)
 
 
 def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:
     """Returns the lines of a metrics.jsonl before a step, without a truncated last line.
 
-    Args:
-        path: The metrics.jsonl.
-        step: First step that will be logged again.
-        evaluates_again: Whether an earlier resumption's row of its evaluation at the step before is dropped, too.
+    Args: path: The metrics.jsonl. step: First step that will be logged again. evaluates_again:
+        Whether an earlier resumption's row of its evaluation at the step before is dropped, too.
     """
     kept = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -126,7 +140,7 @@ def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> l
             if number == len(lines) and not line.endswith(b"\n"):
                 break
             raise ValueError(
-                f"{path}, line {number}, is not the metrics of a step ({type(error).__name__}: {error}); "
-                "remove that line, or give another --output-dir."
+                f"{path}, line {number}, is not the metrics of a step ({type(error).__name__}:"
+                f" {error}); remove that line, or give another --output-dir."
             ) from None
     return kept

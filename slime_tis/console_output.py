@@ -25,7 +25,10 @@ class _Descriptor(io.FileIO):
             os.dup2(null, self.fileno())
             os.close(null)
             if self.fileno() == 1 and self.keep_running:
-                print(f"warning: stdout: {error.strerror}; the run continues without it.", file=sys.stderr)
+                print(
+                    f"warning: stdout: {error.strerror}; the run continues without it.",
+                    file=sys.stderr,
+                )
             elif self.fileno() == 1 and not isinstance(error, BrokenPipeError):
                 raise OSError(error.errno, error.strerror, "stdout") from error
             return memoryview(data).nbytes
@@ -36,8 +39,8 @@ def protect_output(*, keep_running: bool) -> None:
 
     Streams that are not the process's own, for example a notebook's, stay as they are.
 
-    Args:
-        keep_running: Whether failing stdout is only a warning; otherwise anything but a closed pipe raises OSError.
+    Args: keep_running: Whether failing stdout is only a warning; otherwise anything but a closed
+        pipe raises OSError.
     """
     for descriptor in range(3):
         try:
@@ -53,10 +56,14 @@ def protect_output(*, keep_running: bool) -> None:
 def _protected(stream: Any, descriptor: int) -> Any:
     if stream is None:
         buffered, encoding = False, None
-    elif type(stream) is not io.TextIOWrapper or isinstance(getattr(stream.buffer, "raw", None), _Descriptor):
+    elif type(stream) is not io.TextIOWrapper or isinstance(
+        getattr(stream.buffer, "raw", None), _Descriptor
+    ):
         return stream
     else:
         stream.flush()
         buffered, encoding = not (stream.line_buffering or stream.write_through), stream.encoding
     raw = _Descriptor(descriptor, stream)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=not buffered)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, "backslashreplace", line_buffering=not buffered
+    )

@@ -18,12 +18,29 @@ from slime_tis.errors import quoted_path
 from slime_tis.trainer.sort_digits import EOS, Example, make_rows, prepare
 
 FLAGS = (
-    *("--input-key", "prompt", "--label-key", "label", "--rm-type", "exact_match", "--rollout-shuffle"),
+    *(
+        "--input-key",
+        "prompt",
+        "--label-key",
+        "label",
+        "--rm-type",
+        "exact_match",
+        "--rollout-shuffle",
+    ),
     *("--num-rollout", "100", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8"),
     *("--rollout-max-response-len", "12", "--lr", "1.5e-4", "--weight-decay", "0"),
-    *("--rollout-precision", "fp8", "--update-weights-interval", "3", "--use-tis", "--num-threads", "1"),
+    *(
+        "--rollout-precision",
+        "fp8",
+        "--update-weights-interval",
+        "3",
+        "--use-tis",
+        "--num-threads",
+        "1",
+    ),
 )
-"""Training on samples of an fp8 engine whose weights are up to two steps old, with truncated importance weights."""
+"""Training on samples of an fp8 engine whose weights are up to two steps old, with truncated
+importance weights."""
 NEXT_STEPS = """
 Next steps
   open {report}
@@ -31,14 +48,22 @@ Next steps
   slime-tis train --help            trains your model on your prompts
   slime-tis port run.sh             rewrites a launch script of slime"""
 EXAMPLE = Example(
-    digits=8, train_prompts=512, eval_prompts=64, hidden_size=64, layers=2, accuracy=(0.1, 1.0), sampled_accuracy=0.05
+    digits=8,
+    train_prompts=512,
+    eval_prompts=64,
+    hidden_size=64,
+    layers=2,
+    accuracy=(0.1, 1.0),
+    sampled_accuracy=0.05,
 )
 PENALTY = 1.1
 
 
 def demo(out: str) -> int:
     """Trains the tiny model in a new directory, writes the report and prints the diagnosis; returns the exit status."""
-    from slime_tis.trainer.cli.arguments import parse_args  # Megatron-core, which `diagnose --demo` does not need
+    from slime_tis.trainer.cli.arguments import (
+        parse_args,
+    )  # Megatron-core, which `diagnose --demo` does not need
     from slime_tis.trainer.train import main as train
     from slime_tis.trainer.train import prepare_terminal
 
@@ -47,7 +72,10 @@ def demo(out: str) -> int:
     prepare_terminal()
     with _one_thread():
         made = prepare(data)
-    print(f"{data}: {made['parameters']:,} parameters, greedy accuracy {made['accuracy']:.2f}", flush=True)
+    print(
+        f"{data}: {made['parameters']:,} parameters, greedy accuracy {made['accuracy']:.2f}",
+        flush=True,
+    )
     paths = {
         "--hf-checkpoint": data / "checkpoint",
         "--prompt-data": data / "train.jsonl",
@@ -77,15 +105,22 @@ def diagnosis_demo(out: str) -> str:
         write(dump, _samples(str(checkpoint)))
         page = report([str(dump)], out=str(directory / "report.html"))
         text = diagnosis(str(dump), hf_checkpoint=str(checkpoint))
-    planted = f"Planted: a repetition penalty of {PENALTY} in the rollout engine, which training does not know."
-    again = "Again: " + shlex.join(["slime-tis", "diagnose", str(dump), "--hf-checkpoint", str(checkpoint)])
+    planted = (
+        f"Planted: a repetition penalty of {PENALTY} in the rollout engine, which training does not"
+        " know."
+    )
+    again = "Again: " + shlex.join(
+        ["slime-tis", "diagnose", str(dump), "--hf-checkpoint", str(checkpoint)]
+    )
     return "\n\n".join((planted, text, page, again))
 
 
 def _new_directory(out: str, option: str) -> Path:
     """Returns a path at which a directory can be made; raises ValueError before any work is done for it."""
     if os.path.lexists(out):
-        raise ValueError(f"error: {quoted_path(out)} exists already; remove it, or give another {option}.")
+        raise ValueError(
+            f"error: {quoted_path(out)} exists already; remove it, or give another {option}."
+        )
     directory = Path(out)
     try:
         # permissions alone do not tell: root may write to /proc, where nothing can be made
@@ -93,7 +128,9 @@ def _new_directory(out: str, option: str) -> Path:
         directory.rmdir()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"error: {quoted_path(out)} cannot be made ({reason}); give another {option}.") from None
+        raise ValueError(
+            f"error: {quoted_path(out)} cannot be made ({reason}); give another {option}."
+        ) from None
     return directory
 
 
@@ -109,10 +146,20 @@ def _one_thread() -> Iterator[None]:
 @torch.no_grad()
 def _samples(checkpoint: str) -> TokenTable:
     """Samples of transformers' `generate` with the penalty, with the log-probs of both engines."""
-    model, tokenizer = load_model(checkpoint), AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
-    prompts = tokenizer([row["prompt"] for row in make_rows(EXAMPLE, 0)[1]], return_tensors="pt")["input_ids"]
+    model, tokenizer = (
+        load_model(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint, local_files_only=True),
+    )
+    prompts = tokenizer([row["prompt"] for row in make_rows(EXAMPLE, 0)[1]], return_tensors="pt")[
+        "input_ids"
+    ]
     torch.manual_seed(0)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": EXAMPLE.digits + 1, "repetition_penalty": PENALTY}
+    options = {
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": EXAMPLE.digits + 1,
+        "repetition_penalty": PENALTY,
+    }
     made = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -121,11 +168,17 @@ def _samples(checkpoint: str) -> TokenTable:
         **options,
     )
     tokens = made.sequences[:, prompts.shape[1] :, None]
-    train = model(made.sequences).logits[:, prompts.shape[1] - 1 : -1].log_softmax(-1).gather(2, tokens)
+    train = (
+        model(made.sequences).logits[:, prompts.shape[1] - 1 : -1].log_softmax(-1).gather(2, tokens)
+    )
     rollout = torch.stack(made.scores, 1).log_softmax(-1).gather(2, tokens)
     parts = []
     for i, prompt in enumerate(prompts):
         end = [*tokens[i, :, 0].tolist(), EOS].index(EOS) + 1
         columns = {"train_log_prob": train, "rollout_log_prob": rollout, "token": tokens}
-        parts.append(SampleParts(prompt=prompt.numpy(), **{k: v[i, :end, 0].numpy() for k, v in columns.items()}))
+        parts.append(
+            SampleParts(
+                prompt=prompt.numpy(), **{k: v[i, :end, 0].numpy() for k, v in columns.items()}
+            )
+        )
     return TokenTable.from_parts(parts, {"tokenizer": checkpoint})

@@ -49,7 +49,9 @@ class RunStopped(RuntimeError):
 def one_line(text: str, limit: int = 80) -> str:
     """Returns the text on one line, with control characters escaped, cut to `limit` characters."""
     text = " ".join(text.split())[: limit + 1]
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    text = "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

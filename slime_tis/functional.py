@@ -1,8 +1,8 @@
 """The correction as one pure function: tensors in, tensors out, no look at their values.
 
-`correct` here gives the weights and the mask of `slime_tis.correct` for padded tensors [..., T], without statistics.
-torch.fx, `torch.compile(fullgraph=True)` and torch.func trace it, because only the options decide what is computed.
-Options that need order statistics of the batch are refused.
+`correct` here gives the weights and the mask of `slime_tis.correct` for padded tensors [..., T],
+without statistics. torch.fx, `torch.compile(fullgraph=True)` and torch.func trace it, because only
+the options decide what is computed. Options that need order statistics of the batch are refused.
 """
 
 from typing import NamedTuple
@@ -33,20 +33,26 @@ def correct(
 ) -> WeightsAndMask:
     """Importance weights and mask; see `slime_tis.correct` for the arguments, here tensors [..., T].
 
-    Computes in float32, or in float64 where log-probs are. `tis_batch_normalize` divides by the mean weight of this
-    call. Meta tensors give meta tensors.
+    Computes in float32, or in float64 where log-probs are. `tis_batch_normalize` divides by the
+    mean weight of this call. Meta tensors give meta tensors.
 
-    Raises:
-        ValueError: an option needs the values of the batch, advantages are missing, or a tensor is float8.
+    Raises: ValueError: an option needs the values of the batch, advantages are missing, or a tensor
+        is float8.
     """
     wrong = config.batch_options + ["nonfinite_policy"] * (config.nonfinite_policy == "raise")
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} needs the values of the batch; call slime_tis.correct instead.")
+        raise ValueError(
+            f"{', '.join(wrong)} needs the values of the batch; call slime_tis.correct instead."
+        )
     if config.needs_advantages and advantages is None:
-        raise ValueError("the divergence mask or the bounds by sign need advantages; pass advantages=.")
+        raise ValueError(
+            "the divergence mask or the bounds by sign need advantages; pass advantages=."
+        )
     train = _working("train_log_probs", train_log_probs)
     rollout = _working("rollout_log_probs", rollout_log_probs)
-    current = None if current_log_probs is None else _working("current_log_probs", current_log_probs)
+    current = (
+        None if current_log_probs is None else _working("current_log_probs", current_log_probs)
+    )
     advantages = None if advantages is None else _working("advantages", advantages)
     steps = correction_steps(config, (train, rollout), loss_mask, current, advantages)
     return WeightsAndMask(steps.weights.float(), steps.mask)
@@ -56,5 +62,6 @@ def _working(name: str, values: Tensor) -> Tensor:
     """Detached values in float32 or float64."""
     if isinstance(values, Tensor):  # a tracer's proxy has no dtype yet
         check_precision(name, values)
-    # The product has the wider dtype of both, also for the tensors that a traced program is run with later.
+    # The product has the wider dtype of both, also for the tensors that a traced program is run
+    # with later.
     return values.detach() * torch.ones(1, dtype=torch.float32, device=values.device)

@@ -1,8 +1,8 @@
 """The rule engine of health warnings and of the diagnosis: rules are table entries, their results are findings.
 
-`evaluate` applies a table of rules to named values. `STEP_RULES` are the health warnings: they read the metrics of one
-optimizer step, and `Health` reports when one begins and ends. The rules of the diagnosis on a run's metrics are in
-`slime_tis.analysis.diagnosis.metric_rules`.
+`evaluate` applies a table of rules to named values. `STEP_RULES` are the health warnings: they read
+the metrics of one optimizer step, and `Health` reports when one begins and ends. The rules of the
+diagnosis on a run's metrics are in `slime_tis.analysis.diagnosis.metric_rules`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,8 @@ Rows = Sequence[Mapping[str, Any]]
 """Rows of a metrics.jsonl."""
 
 METRIC_PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/", "correction/")
-"""A run logs the metrics of the correction under one of these prefixes; the last one is that of the TRL adapter."""
+"""A run logs the metrics of the correction under one of these prefixes; the last one is that of the
+TRL adapter."""
 MAX_REJECTED = 0.1
 """Largest healthy share of rejected tokens."""
 MIN_EFFECTIVE_SAMPLES = 0.5
@@ -25,7 +26,8 @@ MIN_EFFECTIVE_SAMPLES = 0.5
 MAX_WEIGHTS_AT_BOUND = 0.05
 """Largest healthy share of weights at the upper bound."""
 MAX_K3 = 0.05
-"""Largest healthy k3 KL, nats per token. Low precision and a few steps of staleness stay below it."""
+"""Largest healthy k3 KL, nats per token. Low precision and a few steps of staleness stay below
+it."""
 MAX_WORKER_RATIO = 3.0
 """Largest healthy ratio of a server's mean abs(Δ) to the other servers'."""
 NEGLIGIBLE_DIFFERENCE = 2e-4
@@ -77,9 +79,11 @@ class Rule:
     metric: str
     """Name of the value that shows the problem. The rule is skipped if the value is missing."""
     condition: Callable[[float, Values, RolloutCorrectionConfig], float | bool]
-    """Confidence from 0 to 1, or a bool, from the metric's value, all values and the run's configuration."""
+    """Confidence from 0 to 1, or a bool, from the metric's value, all values and the run's
+    configuration."""
     message: str
-    """Template of the evidence, with `value`, `complement` (1 − value), `values` and `correction`."""
+    """Template of the evidence, with `value`, `complement` (1 − value), `values` and
+    `correction`."""
     fix: str = ""
     after: int = 1
     """Consecutive steps with the finding before a health warning is printed."""
@@ -112,7 +116,9 @@ def evaluate(
         except KeyError:  # a value is missing
             continue
         if findings.setdefault(rule.cause, None) is None and confidence > 0:
-            text = rule.message.format(value=value, complement=1 - value, values=values, correction=correction)
+            text = rule.message.format(
+                value=value, complement=1 - value, values=values, correction=correction
+            )
             findings[rule.cause] = Finding(
                 cause=rule.cause,
                 evidence=tuple(text.split("\n")),
@@ -130,7 +136,11 @@ OPSM, PULL = "train/opsm_clipfrac", "train/rollout_pull"
 
 def corrects_staleness(correction: RolloutCorrectionConfig) -> bool:
     """Whether weights, rejection or the clip compare the policy with the policy that sampled."""
-    return correction.corrects or correction.use_rollout_logprobs or correction.old_logprobs == "interpolate"
+    return (
+        correction.corrects
+        or correction.use_rollout_logprobs
+        or correction.old_logprobs == "interpolate"
+    )
 
 
 def _all_retokenized(values: Values) -> bool:
@@ -146,15 +156,20 @@ def _at_bound_rule(fraction: str) -> Rule:
         condition=lambda value, values, correction: (
             correction.mode.high_fraction == fraction and value > MAX_WEIGHTS_AT_BOUND
         ),
-        message=f"in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the weights were at "
-        f"--tis-upper-bound {{correction.tis_upper_bound:g}}, so the bound determines the weights",
+        message=(
+            f"in each of the last 10 steps more than {MAX_WEIGHTS_AT_BOUND:.0%} of the weights were"
+            " at --tis-upper-bound {correction.tis_upper_bound:g}, so the bound determines the"
+            " weights"
+        ),
         fix="raise the bound, weight at a lower level, or reduce the mismatch.",
         after=10,
     )
 
 
 def _positive_rule(cause: str, metric: str, message: str, fix: str) -> Rule:
-    return Rule(cause=cause, metric=metric, condition=lambda value, *_: value > 0, message=message, fix=fix)
+    return Rule(
+        cause=cause, metric=metric, condition=lambda value, *_: value > 0, message=message, fix=fix
+    )
 
 
 def _zero_gradient_rule(holds: Callable[[Values], bool], message: str, fix: str) -> Rule:
@@ -171,11 +186,17 @@ _STEP_RULES = (
     Rule(
         cause="rejection",
         metric="train/gradient_kept_fraction",
-        condition=lambda value, values, _: 1 - value > MAX_REJECTED and not _all_retokenized(values),
-        message=f"{{complement:.1%}} of the tokens are rejected, more than {MAX_REJECTED:.0%}, so training sees a "
-        "biased selection",
-        fix="widen the rejection bounds, adapt them to length and noise (--rs-target-fraction 0.02), or reduce the "
-        "mismatch (higher precision, newer weights).",
+        condition=lambda value, values, _: (
+            1 - value > MAX_REJECTED and not _all_retokenized(values)
+        ),
+        message=(
+            f"{{complement:.1%}} of the tokens are rejected, more than {MAX_REJECTED:.0%}, so"
+            " training sees a biased selection"
+        ),
+        fix=(
+            "widen the rejection bounds, adapt them to length and noise (--rs-target-fraction"
+            " 0.02), or reduce the mismatch (higher precision, newer weights)."
+        ),
         after=2,
     ),
     Rule(
@@ -183,14 +204,18 @@ _STEP_RULES = (
         metric="train/mis_eff_sample_size",
         condition=lambda value, *_: value < MIN_EFFECTIVE_SAMPLES,
         message=f"fewer than {MIN_EFFECTIVE_SAMPLES:.0%} of the samples carry the gradient",
-        fix="lower --tis-upper-bound, weight at a lower level (--tis-level token), or reduce the mismatch.",
+        fix=(
+            "lower --tis-upper-bound, weight at a lower level (--tis-level token), or reduce the"
+            " mismatch."
+        ),
         after=2,
     ),
     *(_at_bound_rule(mode.high_fraction) for mode in MODES.values() if not mode.rejects),
     _zero_gradient_rule(
         _all_retokenized,
         "every sample was retokenized, so no token was trained on",
-        "return the token ids that the engine sampled, or add --retokenization keep-mask (docs/agents.md).",
+        "return the token ids that the engine sampled, or add --retokenization keep-mask"
+        " (docs/agents.md).",
     ),
     _zero_gradient_rule(
         lambda values: values.get("train/skipped_steps", 0) > 0,
@@ -213,14 +238,17 @@ _STEP_RULES = (
         "nonfinite_log_probs",
         "train/nonfinite_token_fraction",
         "log-probs of the rollout or training engine are NaN, infinite or missing",
-        "check the rollout engine's numerics; --nonfinite-policy {correction.nonfinite_policy} handles these tokens.",
+        "check the rollout engine's numerics; --nonfinite-policy {correction.nonfinite_policy}"
+        " handles these tokens.",
     ),
     Rule(
         cause="no_variance",
         metric="rollout/zero_std_groups",
         condition=lambda value, *_: value >= 1,
         message="within every group all rewards are equal, so all advantages are 0",
-        fix="use prompts of another difficulty, more samples per prompt, or a finer-grained reward.",
+        fix=(
+            "use prompts of another difficulty, more samples per prompt, or a finer-grained reward."
+        ),
         after=2,
     ),
     Rule(
@@ -228,8 +256,10 @@ _STEP_RULES = (
         metric="rollout/raw_reward",
         condition=lambda _, values, __: values[EQUAL_REWARD_ROLLOUTS] >= CONSTANT_REWARD_ROLLOUTS,
         message=f"every sample of the last {CONSTANT_REWARD_ROLLOUTS} rollouts has this reward",
-        fix="check that the reward function reads the answer and the label correctly (--rm-type, --custom-rm-path, "
-        "--label-key).",
+        fix=(
+            "check that the reward function reads the answer and the label correctly (--rm-type,"
+            " --custom-rm-path, --label-key)."
+        ),
     ),
     Rule(
         cause="staleness",
@@ -238,26 +268,35 @@ _STEP_RULES = (
             value > 0 and not corrects_staleness(correction) and not values.keys() & {OPSM, PULL}
         ),
         message="samples come from older weights and nothing corrects for it",
-        fix="add the correction that `slime-tis recommend` names for a dump (docs/choosing.md), or update the rollout "
-        "engine after every rollout (--update-weights-interval 1, --rollout-lookahead 0).",
+        fix=(
+            "add the correction that `slime-tis recommend` names for a dump (docs/choosing.md), or"
+            " update the rollout engine after every rollout (--update-weights-interval 1,"
+            " --rollout-lookahead 0)."
+        ),
     ),
     Rule(
         cause="mismatch",
         metric="train/mismatch_k3_kl",
         condition=lambda value, *_: value > MAX_K3,
         message=f"the KL between rollout and training policy is above {MAX_K3:g} nats per token",
-        fix="compare weights (--check-weight-sync), temperature, tokenizer and chat template of both engines, then "
-        "raise the rollout's precision.",
+        fix=(
+            "compare weights (--check-weight-sync), temperature, tokenizer and chat template of"
+            " both engines, then raise the rollout's precision."
+        ),
         after=2,
     ),
     Rule(
         cause="worst_worker",
         metric="train/worst_worker_ratio",
         condition=lambda value, values, _: (
-            value > MAX_WORKER_RATIO and values["train/worst_worker_abs_diff"] > NEGLIGIBLE_DIFFERENCE
+            value > MAX_WORKER_RATIO
+            and values["train/worst_worker_abs_diff"] > NEGLIGIBLE_DIFFERENCE
         ),
-        message="the tokens of rollout server {values[train/worst_worker]:.0f} (from 0, in the order of --sglang-url) "
-        "differ this many times as much from training as the other servers' tokens",
+        message=(
+            "the tokens of rollout server {values[train/worst_worker]:.0f} (from 0, in the order of"
+            " --sglang-url) differ this many times as much from training as the other servers'"
+            " tokens"
+        ),
         fix="restart the server, and compare its version, flags and weights with the others'.",
         after=3,
     ),
@@ -271,28 +310,41 @@ _STEP_RULES = (
         "routing_replay",
         "train/routing_replay_missing",
         "this number of samples has no recorded experts, so training routes their tokens itself",
-        "generate with --use-rollout-routing-replay and an engine that records experts (docs/moe.md).",
+        "generate with --use-rollout-routing-replay and an engine that records experts"
+        " (docs/moe.md).",
     ),
     Rule(
         cause="absorbed_updates",
         metric="rollout/update_received",
         condition=lambda value, *_: value < MIN_UPDATE_RECEIVED,
-        message="in each of the last 3 updates, rounding to the rollout engine's precision lost more than "
-        f"{1 - MIN_UPDATE_RECEIVED:.0%}, so samples are staler than rollout/weight_staleness reports",
-        fix="add --weight-update-rounding stochastic, train in the engine's precision (--bf16), or raise --lr or the "
-        "engine's precision.",
+        message=(
+            "in each of the last 3 updates, rounding to the rollout engine's precision lost more"
+            f" than {1 - MIN_UPDATE_RECEIVED:.0%}, so samples are staler than"
+            " rollout/weight_staleness reports"
+        ),
+        fix=(
+            "add --weight-update-rounding stochastic, train in the engine's precision (--bf16), or"
+            " raise --lr or the engine's precision."
+        ),
         after=3,
     ),
     Rule(
         cause="micro_batch_load",
         metric="perf/micro_batch_load",
         condition=lambda value, *_: value > 1,
-        message="a micro-batch exceeds the token budget and may not fit into memory; one sample, or all segments of "
-        "one rollout, are larger than the budget",
-        fix="raise --max-tokens-per-gpu, lower --rollout-max-context-len, or return fewer or shorter segments.",
+        message=(
+            "a micro-batch exceeds the token budget and may not fit into memory; one sample, or all"
+            " segments of one rollout, are larger than the budget"
+        ),
+        fix=(
+            "raise --max-tokens-per-gpu, lower --rollout-max-context-len, or return fewer or"
+            " shorter segments."
+        ),
     ),
 )
-STEP_RULES = tuple(replace(rule, message=f"{rule.metric} is {{value:.3g}}: {rule.message}") for rule in _STEP_RULES)
+STEP_RULES = tuple(
+    replace(rule, message=f"{rule.metric} is {{value:.3g}}: {rule.message}") for rule in _STEP_RULES
+)
 """Health warnings. The cause is the name of the metric `health/CAUSE`."""
 
 
@@ -332,7 +384,9 @@ class Health:
             if is_on and not was_on:
                 messages.append(str(finding))
             elif was_on and not is_on:
-                messages.append(f"health/{name} has ended: the finding is absent since {CALM_STEPS} steps.")
+                messages.append(
+                    f"health/{name} has ended: the finding is absent since {CALM_STEPS} steps."
+                )
         return health, messages
 
     def state(self) -> HealthState:

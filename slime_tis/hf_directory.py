@@ -24,7 +24,8 @@ class Family:
     moe: bool = False
     """Whether layers are mixtures of experts."""
     sigmoid_router: bool = False
-    """Whether routers score experts by a sigmoid and choose them by score and bias, instead of by a softmax."""
+    """Whether routers score experts by a sigmoid and choose them by score and bias, instead of by a
+    softmax."""
     shared_expert: str | None = None
     """Tensor prefix of the shared expert within a layer."""
     shared_expert_gate: str | None = None
@@ -43,7 +44,9 @@ FAMILIES = {
         shared_expert="mlp.shared_expert",
         shared_expert_gate="mlp.shared_expert_gate",
     ),
-    "Qwen3MoeForCausalLM": Family(rotary_class=ROTARY.format("qwen3_moe", "Qwen3Moe"), qk_norm=True, moe=True),
+    "Qwen3MoeForCausalLM": Family(
+        rotary_class=ROTARY.format("qwen3_moe", "Qwen3Moe"), qk_norm=True, moe=True
+    ),
     "Glm4MoeForCausalLM": Family(
         rotary_class=ROTARY.format("glm4_moe", "Glm4Moe"),
         qkv_bias="attention_bias",
@@ -57,12 +60,30 @@ FAMILIES = {
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 COUNTS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "max_position_embeddings", "num_experts", "num_local_experts"),
-    *("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"),
+    *(
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "num_experts",
+        "num_local_experts",
+    ),
+    *(
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "decoder_sparse_step",
+    ),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group"),
 )
 FLAGS = (
-    *("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", "mlp_bias", "use_sliding_window"),
+    *(
+        "tie_word_embeddings",
+        "attention_bias",
+        "qkv_bias",
+        "use_qk_norm",
+        "mlp_bias",
+        "use_sliding_window",
+    ),
     "norm_topk_prob",
 )
 
@@ -82,11 +103,15 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_hidden_layers": (lambda value: _is_count(value, 1024), "a whole number from 1 to 1024"),
     "rms_norm_eps": (lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to 1"),
     **dict.fromkeys(
-        ("routed_scaling_factor", "rope_theta", "factor"), (lambda x: _is_number(x) and x > 0, "a number above 0")
+        ("routed_scaling_factor", "rope_theta", "factor"),
+        (lambda x: _is_number(x) and x > 0, "a number above 0"),
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "an object")),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_parameters"), (lambda value: isinstance(value, dict), "an object")
+    ),
 }
-"""Test and description of the valid values of optional fields of config.json and its rope objects."""
+"""Test and description of the valid values of optional fields of config.json and its rope
+objects."""
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the supported types of weights."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -134,14 +159,14 @@ def read_model_config(directory: str | Path, flag: str = "--hf-checkpoint") -> d
     if not isinstance(architectures, list) or architectures[0] not in FAMILIES:
         name = architectures[0] if isinstance(architectures, list) else architectures
         raise ValueError(
-            f"{where} of the architecture {one_line(str(name))} but supported are {', '.join(FAMILIES)}; give a "
-            "checkpoint of one of these."
+            f"{where} of the architecture {one_line(str(name))} but supported are"
+            f" {', '.join(FAMILIES)}; give a checkpoint of one of these."
         )
     quantization = model.get("quantization_config")
     if quantization is not None:
         raise ValueError(
-            f"{where}, whose config.json has quantization_config {quoted(quantization)}; give a checkpoint that is not "
-            "quantized."
+            f"{where}, whose config.json has quantization_config {quoted(quantization)}; give a"
+            " checkpoint that is not quantized."
         )
     _check_fields(model, f"{where}, whose config.json has")
     return model
@@ -154,7 +179,9 @@ def load_config(directory: str | Path) -> Any:
     try:
         hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers checks fields with errors of several libraries
-        raise ValueError(f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}.") from error
+        raise ValueError(
+            f"{Path(directory) / 'config.json'} is not accepted: {first_line(error)}."
+        ) from error
     problem = _moe_problem(hf)
     if problem:
         raise ValueError(f"{Path(directory) / 'config.json'} has {problem}.")
@@ -168,7 +195,11 @@ def moe_layers(hf: Any) -> list[int]:
     if hasattr(hf, "first_k_dense_replace"):
         return list(range(hf.first_k_dense_replace, hf.num_hidden_layers))
     step, dense = hf.decoder_sparse_step, set(hf.mlp_only_layers)
-    return [layer for layer in range(hf.num_hidden_layers) if layer not in dense and (layer + 1) % step == 0]
+    return [
+        layer
+        for layer in range(hf.num_hidden_layers)
+        if layer not in dense and (layer + 1) % step == 0
+    ]
 
 
 def moe_sizes(hf: Any) -> MoeSizes | None:
@@ -192,7 +223,9 @@ def moe_sizes(hf: Any) -> MoeSizes | None:
 def _moe_problem(hf: Any) -> str:
     """Returns an unsupported property of the sparse layers, or an empty text."""
     family = FAMILIES[hf.architectures[0]]
-    if family.moe and not (hasattr(hf, "first_k_dense_replace") or hasattr(hf, "decoder_sparse_step")):
+    if family.moe and not (
+        hasattr(hf, "first_k_dense_replace") or hasattr(hf, "decoder_sparse_step")
+    ):
         return f"model_type {quoted(hf.model_type)}, which does not match {hf.architectures[0]}"
     sizes = moe_sizes(hf)
     if sizes is None:
@@ -204,14 +237,22 @@ def _moe_problem(hf: Any) -> str:
         routing += f" of {experts} experts, n_group {groups}, topk_group {chosen}"
         fits = experts % groups == 0 and chosen <= groups and chosen * (experts // groups) >= top_k
         problems = {
-            f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more": sizes.layers[0] < 0,
-            # megatron-core divides the scores of several experts by their sum, and of a single one by nothing
+            f"first_k_dense_replace {sizes.layers[0]}, which must be 0 or more": (
+                sizes.layers[0] < 0
+            ),
+            # megatron-core divides the scores of several experts by their sum, and of a single one
+            # by nothing
             f"norm_topk_prob {norm} with {routing}, which is not supported": norm != (top_k > 1),
-            # megatron-core scores a group by its best top_k / topk_group experts, the model by its best two
+            # megatron-core scores a group by its best top_k / topk_group experts, the model by its
+            # best two
             f"{routing}, which do not fit": groups > 1 and (not fits or top_k // chosen != 2),
         }
     else:
-        problems = {f"norm_topk_prob true with {routing}, whose router has no gradient": top_k == 1 and bool(norm)}
+        problems = {
+            f"norm_topk_prob true with {routing}, whose router has no gradient": (
+                top_k == 1 and bool(norm)
+            )
+        }
     problems[f"num_experts_per_tok {top_k}, of {experts} experts"] = top_k > experts
     return next((problem for problem, holds in problems.items() if holds), "")
 
@@ -225,12 +266,17 @@ def check_generation_config(directory: str | Path) -> None:
     ids = parse_object(path.read_bytes(), where).get("eos_token_id")
     for token in ids if isinstance(ids, list) else [ids]:
         if token is not None and not (type(token) is int and 0 <= token < 2**31):
-            raise ValueError(f"{where} has eos_token_id {quoted(ids)}, which must be a token id or a list of them.")
+            raise ValueError(
+                f"{where} has eos_token_id {quoted(ids)}, which must be a token id or a list of"
+                " them."
+            )
 
 
 def model_sizes(model: Mapping[str, Any]) -> ModelSizes:
     """Returns the sizes in config.json."""
-    return ModelSizes(context_len=model.get("max_position_embeddings"), vocab_size=model.get("vocab_size"))
+    return ModelSizes(
+        context_len=model.get("max_position_embeddings"), vocab_size=model.get("vocab_size")
+    )
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
@@ -241,7 +287,9 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
         return _indexed_files(directory, index)
     single = directory / SINGLE
     if not single.is_file():
-        raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read.")
+        raise ValueError(
+            f"{directory} has no {SINGLE} and no {INDEX}; only checkpoints in safetensors are read."
+        )
     return dict.fromkeys(_tensors_of(single), single)
 
 
@@ -260,17 +308,30 @@ def check_tensors(directory: str | Path, model: Mapping[str, Any]) -> None:
         kind, actual = headers[path][name]
         if actual != shape:
             raise ValueError(
-                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is {list(shape)}."
+                f"{path}: the tensor {name} has the shape {list(actual)}, but by config.json it is"
+                f" {list(shape)}."
             )
         if kind not in FLOAT_TYPES:
-            raise ValueError(f"{path}: the tensor {name} is of type {kind}, not one of {', '.join(FLOAT_TYPES)}.")
+            raise ValueError(
+                f"{path}: the tensor {name} is of type {kind}, not one of {', '.join(FLOAT_TYPES)}."
+            )
 
 
-def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_tensors(
+    directory: str | Path, model: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the name and shape of every tensor of a model."""
-    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ):
         if model.get(name) is None:
-            raise ValueError(f"{Path(directory) / 'config.json'} has no {name}, which every model has.")
+            raise ValueError(
+                f"{Path(directory) / 'config.json'} has no {name}, which every model has."
+            )
     family = FAMILIES[model["architectures"][0]]
     hf = load_config(directory) if family.moe else None
     moe = moe_sizes(hf) if family.moe else None
@@ -289,9 +350,14 @@ def expected_tensors(directory: str | Path, model: Mapping[str, Any]) -> Iterato
             yield f"model.layers.{layer}.{name}", shape
 
 
-def _attention_tensors(model: Mapping[str, Any], family: Family, hf: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention_tensors(
+    model: Mapping[str, Any], family: Family, hf: Any
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    groups, width = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
+    groups, width = (
+        model.get("num_key_value_heads") or heads,
+        model.get("head_dim") or hidden // heads,
+    )
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield f"{norm}.weight", (hidden,)
     for part, rows in (("q", heads * width), ("k", groups * width), ("v", groups * width)):
@@ -310,7 +376,9 @@ def _mlp_tensors(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tu
     yield f"{prefix}.down_proj.weight", (hidden, inner)
 
 
-def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _moe_tensors(
+    hidden: int, family: Family, moe: MoeSizes
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mlp.gate.weight", (moe.num_experts, hidden)
     if family.sigmoid_router:
         yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
@@ -324,32 +392,50 @@ def _moe_tensors(hidden: int, family: Family, moe: MoeSizes) -> Iterator[tuple[s
 
 def _check_fields(model: Mapping[str, Any], where: str) -> None:
     """Refuses invalid fields of config.json and its rope objects, and sizes that do not divide."""
-    ropes = [model[name] for name in ("rope_scaling", "rope_parameters") if isinstance(model.get(name), dict)]
+    ropes = [
+        model[name]
+        for name in ("rope_scaling", "rope_parameters")
+        if isinstance(model.get(name), dict)
+    ]
     for fields in (model, *ropes):
         for name, (is_valid, description) in FIELDS.items():
             if fields.get(name) is not None and not is_valid(fields[name]):
-                raise ValueError(f"{where} {name} {quoted(fields[name])}, which must be {description}.")
+                raise ValueError(
+                    f"{where} {name} {quoted(fields[name])}, which must be {description}."
+                )
     for rope in ropes:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
-            raise ValueError(f"{where} rope_type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}.")
+            raise ValueError(
+                f"{where} rope_type {quoted(kind)}, but known are {', '.join(ROPE_TYPES)}."
+            )
     heads = model.get("num_attention_heads") or 1
     hidden = model.get("hidden_size") or 2 * heads
     groups, width = model.get("num_key_value_heads") or 1, model.get("head_dim")
     if heads % groups:
-        raise ValueError(f"{where} num_attention_heads {heads}, which must be a multiple of {groups} key-value heads.")
+        raise ValueError(
+            f"{where} num_attention_heads {heads}, which must be a multiple of {groups} key-value"
+            " heads."
+        )
     if (width or hidden // heads) % 2 or (width is None and hidden % heads):
-        raise ValueError(f"{where} heads of {width or hidden / heads:g} numbers, which must be whole and even.")
+        raise ValueError(
+            f"{where} heads of {width or hidden / heads:g} numbers, which must be whole and even."
+        )
 
 
 def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
     weight_map = parse_object(index.read_bytes(), str(index)).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no weight_map, an object that names the file of each tensor.")
+        raise ValueError(
+            f"{index} has no weight_map, an object that names the file of each tensor."
+        )
     known: dict[str, Path] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file:
-            raise ValueError(f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is not a file name.")
+            raise ValueError(
+                f"{index} names {quoted(file)} for the tensor {quoted(name)}, which is not a file"
+                " name."
+            )
         if file not in known:
             known[file] = _file_within(directory, index, file)
     return {name: known[file] for name, file in weight_map.items()}
@@ -357,13 +443,21 @@ def _indexed_files(directory: Path, index: Path) -> dict[str, Path]:
 
 def _file_within(directory: Path, index: Path, file: str) -> Path:
     """Returns the path of a file in an index; links are allowed, as in Hugging Face's cache, names outside are not."""
-    if "\0" in file or "\\" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+    if (
+        "\0" in file
+        or "\\" in file
+        or PurePosixPath(file).is_absolute()
+        or ".." in PurePosixPath(file).parts
+    ):
         raise ValueError(
-            f"{index} names {quoted(file)}, which is not a file within the directory; files outside are not read."
+            f"{index} names {quoted(file)}, which is not a file within the directory; files outside"
+            " are not read."
         )
     path = directory / file
     if not path.is_file():
-        raise ValueError(f"{index} names {quoted(file)}, which does not exist; download the checkpoint again.")
+        raise ValueError(
+            f"{index} names {quoted(file)}, which does not exist; download the checkpoint again."
+        )
     return path
 
 
@@ -375,8 +469,11 @@ def _tensors_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         open(path, "rb").close()  # safetensors reports a file without read permission as missing
         with safe_open(str(path), "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            return {
+                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+            }
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); download it again."
+            f"{quoted_path(path)} cannot be read as safetensors ({first_line(error)}); download it"
+            " again."
         ) from None

@@ -15,16 +15,17 @@ from slime_tis.torch_files import NOT_TENSORS, check_torch
 def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: str) -> Any:
     """Returns the model of a directory on the CPU, in evaluation mode.
 
-    transformers fills tensors that a checkpoint lacks with random numbers and drops those that the model does not know.
-    Log-probs of such a model look like a fault of the engine that is compared with it. Here both are refused.
+    transformers fills tensors that a checkpoint lacks with random numbers and drops those that the
+    model does not know. Log-probs of such a model look like a fault of the engine that is compared
+    with it. Here both are refused.
 
     Args:
         directory: A Hugging Face checkpoint.
         dtype: Of the parameters.
         architecture: The class that its config.json names first.
 
-    Raises:
-        ValueError: The checkpoint does not load, or has other tensors than the model, or NaN or infinity in a tensor.
+    Raises: ValueError: The checkpoint does not load, or has other tensors than the model, or NaN or
+        infinity in a tensor.
             The message is the end of a sentence about the directory.
     """
     from transformers import AutoModelForCausalLM
@@ -41,24 +42,30 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported in `loaded`, by name
             )
-    except Exception as error:  # of transformers, safetensors, torch and huggingface_hub, which share no class
+    except (
+        Exception
+    ) as error:  # of transformers, safetensors, torch and huggingface_hub, which share no class
         reason = NOT_TENSORS if "weights_only" in str(error) else first_line(error)
         raise ValueError(f"does not load: {reason}") from error
     name = type(model).__name__
     if name != architecture:
         raise ValueError(
-            f"has the model_type {model.config.model_type} of {name}, but its config.json names {architecture}; copy "
-            "config.json from the model again"
+            f"has the model_type {model.config.model_type} of {name}, but its config.json names"
+            f" {architecture}; copy config.json from the model again"
         )
     problems = {
         "lacks": loaded["missing_keys"],
         f"has tensors that {name} does not have:": loaded["unexpected_keys"],
         "has tensors of another shape:": loaded["mismatched_keys"],
-        "holds NaN or infinity in": [name for name, tensor in _tensors(model) if not tensor.isfinite().all()],
+        "holds NaN or infinity in": [
+            name for name, tensor in _tensors(model) if not tensor.isfinite().all()
+        ],
     }
     for problem, names in problems.items():
         if names:
-            raise ValueError(f"{problem} {_some(names)}; give a complete checkpoint of {architecture}")
+            raise ValueError(
+                f"{problem} {_some(names)}; give a complete checkpoint of {architecture}"
+            )
     return model.eval()
 
 

@@ -3,7 +3,8 @@
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
 
-Upper limits are far above what any real run needs: they refuse a slip of the finger before it takes all memory.
+Upper limits are far above what any real run needs: they refuse a slip of the finger before it takes
+all memory.
 """
 
 import ast
@@ -55,7 +56,9 @@ class Limits:
             words = f"{_plain(self.ge)} to {_plain(self.le)}"
         else:
             bounds = {"above": self.gt, "at least": self.ge, "at most": self.le, "below": self.lt}
-            words = " and ".join(f"{word} {_plain(bound)}" for word, bound in bounds.items() if bound is not None)
+            words = " and ".join(
+                f"{word} {_plain(bound)}" for word, bound in bounds.items() if bound is not None
+            )
             if self.gt is not None and self.le is None and self.lt is None:
                 words += " and finite"  # whole numbers have ge
         return ", or ".join([words, *map(_plain, self.also)])
@@ -102,12 +105,11 @@ def option(
 ) -> Any:
     """Declares a dataclass field as an option of the command line.
 
-    Args:
-        default: The default; without one the option is required.
-        group: Title of the option's group in --help.
-        metavar: The value in --help; numbers show N (whole) or X without it.
+    Args: default: The default; without one the option is required. group: Title of the option's
+        group in --help. metavar: The value in --help; numbers show N (whole) or X without it.
         needs: Flags, as `--flag` or `--flag=value`; the option has no effect without one of them.
-        suffices: Further flags that give the option an effect. Help and messages do not name them: a user function may
+        suffices: Further flags that give the option an effect. Help and messages do not name them:
+        a user function may
             read any option, and in bypass mode weights are measured but not applied.
     """
     metadata = {"group": group, "metavar": metavar, "needs": needs, "suffices": suffices}
@@ -136,7 +138,11 @@ def field_types(config: type) -> dict[str, FieldType]:
 @functools.cache
 def field_docs(config: type) -> dict[str, str]:
     """Returns the docstring under each field of a dataclass, on one line."""
-    (body,) = (node.body for node in ast.parse(inspect.getsource(config)).body if isinstance(node, ast.ClassDef))
+    (body,) = (
+        node.body
+        for node in ast.parse(inspect.getsource(config)).body
+        if isinstance(node, ast.ClassDef)
+    )
     return {
         field.target.id: " ".join(doc.value.value.split())
         for field, doc in itertools.pairwise(body)
@@ -161,7 +167,9 @@ def check_fields(config: object) -> None:
                 raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field}.")
             if field.limits is not None and not field.limits.allow(item):
                 hint = f"; {field.limits.hint}" if field.limits.hint else ""
-                raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field.limits}{hint}.")
+                raise ValueError(
+                    f"{flag(name)} is {quoted(item)} but must be {field.limits}{hint}."
+                )
 
 
 def flag(name: str) -> str:
@@ -185,7 +193,9 @@ def _field_type(hint: Any) -> FieldType:
         hint = get_args(hint)[0]
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = [part for part in parts if part is not type(None)]
-    return FieldType(kind=str if str in kinds else kinds[0], limits=limits, optional=len(kinds) < len(parts))
+    return FieldType(
+        kind=str if str in kinds else kinds[0], limits=limits, optional=len(kinds) < len(parts)
+    )
 
 
 def _is_finite(value: float) -> bool:

@@ -9,7 +9,8 @@
     slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
     slime-tis recommend RUN_OR_DUMP          prints the correction that the comparison study supports for this mismatch
 
-A command line is read and checked before torch, transformers and Megatron-core are imported, which takes seconds.
+A command line is read and checked before torch, transformers and Megatron-core are imported, which
+takes seconds.
 """
 
 import argparse
@@ -25,8 +26,8 @@ import slime_tis
 from slime_tis.console_output import protect_output
 
 WHAT_IF_ORDER = (
-    "Ordered by cosine, the closest to the exact gradient first. This is no recommendation: a dump cannot show a\n"
-    "later collapse. `slime-tis recommend` prints the recommended correction."
+    "Ordered by cosine, the closest to the exact gradient first. This is no recommendation: a dump"
+    " cannot show a\nlater collapse. `slime-tis recommend` prints the recommended correction."
 )
 TRAINING_COMMANDS = ("demo", "port", "plan")
 """Commands that need the extra `train`; the others need `analysis`."""
@@ -71,7 +72,9 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
         chosen.flags = flags
     elif flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    if chosen.command == "what-if" and {"-h", "--help"} & set(chosen.flags):  # after DUMP, argparse keeps them as flags
+    if chosen.command == "what-if" and {"-h", "--help"} & set(
+        chosen.flags
+    ):  # after DUMP, argparse keeps them as flags
         parser.parse_args(["what-if", "--help"])
     return chosen
 
@@ -98,14 +101,18 @@ def _run(chosen: argparse.Namespace) -> int:
         from slime_tis.trainer.memory_plan import plan
 
         layout = read_layout(chosen.flags)
-        text = plan(layout, chosen.world_size, gpu_memory=chosen.gpu_memory, bandwidth=chosen.bandwidth)
+        text = plan(
+            layout, chosen.world_size, gpu_memory=chosen.gpu_memory, bandwidth=chosen.bandwidth
+        )
     elif chosen.command == "report":
         from slime_tis.analysis.report.report_commands import report
 
         if (chosen.path is None) == (chosen.compare is None) or len(chosen.compare or (1, 2)) < 2:
             raise ValueError("error: give one run or dump, or several after --compare.")
         paths = chosen.compare or [chosen.path]
-        text = report(paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint)
+        text = report(
+            paths, out=chosen.out, as_json=chosen.json, hf_checkpoint=chosen.hf_checkpoint
+        )
     elif chosen.command == "diagnose":
         return _diagnose(chosen)
     elif chosen.command == "recommend":
@@ -120,7 +127,13 @@ def _run(chosen: argparse.Namespace) -> int:
 
 def _diagnose(chosen: argparse.Namespace) -> int:
     if chosen.demo:
-        if chosen.json or chosen.compare or chosen.fail_on or chosen.hf_checkpoint or chosen.other_checkpoint:
+        if (
+            chosen.json
+            or chosen.compare
+            or chosen.fail_on
+            or chosen.hf_checkpoint
+            or chosen.other_checkpoint
+        ):
             raise ValueError("error: --demo takes a directory and no other option.")
         from slime_tis.demo import diagnosis_demo
 
@@ -149,7 +162,8 @@ def _diagnose(chosen: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="slime-tis", description="Training with rollout correction, and tools for its analysis."
+        prog="slime-tis",
+        description="Training with rollout correction, and tools for its analysis.",
     )
     parser.add_argument("--version", action="version", version=f"slime-tis {slime_tis.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -162,9 +176,16 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=description, **options).add_argument
 
     add = command("demo", "train a tiny model for a minute and write a report on its mismatch")
-    add("--out", default="slime-tis-demo", metavar="DIR", help="directory to make (default %(default)s)")
+    add(
+        "--out",
+        default="slime-tis-demo",
+        metavar="DIR",
+        help="directory to make (default %(default)s)",
+    )
 
-    add = command("port", "print a launch script of slime in the flags of train.py, without running it")
+    add = command(
+        "port", "print a launch script of slime in the flags of train.py, without running it"
+    )
     add("script", metavar="SCRIPT", help="launch script, for example slime/scripts/run-qwen3-4B.sh")
     memory = "memory of a GPU, for the check whether the layout fits (default %(default)g)"
     add("--gpu-memory", type=float, default=80.0, metavar="GIB", help=memory)
@@ -173,15 +194,28 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         "print the memory of each rank for a model and a layout, without weights and without a GPU",
         ", from the config.json in --hf-checkpoint DIR",
-        usage="slime-tis plan --world-size N [--gpu-memory GIB] [--bandwidth GB/S] FLAGS OF train.py",
+        usage=(
+            "slime-tis plan --world-size N [--gpu-memory GIB] [--bandwidth GB/S] FLAGS OF train.py"
+        ),
         allow_abbrev=False,
     )
     add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-    add("--gpu-memory", type=float, default=80.0, metavar="GIB", help="memory of a GPU (default %(default)g)")
-    bandwidth = "GB/s from training to rollout, for the time of a weight update (default %(default)g)"
+    add(
+        "--gpu-memory",
+        type=float,
+        default=80.0,
+        metavar="GIB",
+        help="memory of a GPU (default %(default)g)",
+    )
+    bandwidth = (
+        "GB/s from training to rollout, for the time of a weight update (default %(default)g)"
+    )
     add("--bandwidth", type=float, default=25.0, metavar="GB/S", help=bandwidth)
 
-    dumps = "directory of a run, dumps of tokens (a file or a directory), or for report and diagnose a log of metrics"
+    dumps = (
+        "directory of a run, dumps of tokens (a file or a directory), or for report and diagnose a"
+        " log of metrics"
+    )
     add = command("report", "write one HTML file on a run or on dumps of its tokens")
     add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
     several = "several in one file; runs that differ in seeds form a group"
@@ -193,22 +227,30 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("diagnose", "name the causes of the mismatch between training and rollout")
     add("path", metavar="RUN_OR_DUMP", nargs="?", help=dumps)
-    demo = "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default slime-tis-diagnosis), and find it"
+    demo = (
+        "plant a fault in a tiny model, in the new directory RUN_OR_DUMP (default"
+        " slime-tis-diagnosis), and find it"
+    )
     add("--demo", action="store_true", help=demo)
     model = "model that scores samples again in fp32: names the wrong engine and proves the cause"
     add("--hf-checkpoint", default="", metavar="DIR", help=model)
-    other = "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
+    other = (
+        "another checkpoint of the run, whose weights the rollout engine may have; may be repeated"
+    )
     add("--other-checkpoint", action="append", default=[], metavar="DIR", help=other)
     add("--json", action="store_true", help="print JSON")
     two = "name the differences between two: options, precisions, size and cause of the mismatch"
     add("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
     limits = (
-        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X, abs=X (mean abs(Δ)), cause (any but "
+        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X, abs=X (mean abs(Δ)),"
+        " cause (any but "
     )
     limits += "healthy)"
     add("--fail-on", default="", metavar="LIMITS", help=limits)
 
-    add = command("recommend", "print the correction that the comparison study supports for a mismatch")
+    add = command(
+        "recommend", "print the correction that the comparison study supports for a mismatch"
+    )
     add("path", metavar="RUN_OR_DUMP", help=dumps)
 
     add = command(
@@ -218,12 +260,17 @@ def _parser() -> argparse.ArgumentParser:
         usage="slime-tis what-if [-h] RUN_OR_DUMP [FLAGS OF A CORRECTION]",
     )
     add("dump", metavar="RUN_OR_DUMP", help=dumps)
-    flags = "as train.py takes them, e.g. --use-tis --tis-level sequence, or --rollout-correction-preset NAME"
+    flags = (
+        "as train.py takes them, e.g. --use-tis --tis-level sequence, or"
+        " --rollout-correction-preset NAME"
+    )
     add("flags", metavar="FLAGS", nargs=argparse.REMAINDER, help=flags)
     return parser
 
 
-def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False) -> int:
+def train(
+    argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False
+) -> int:
     """Checks a command line and runs `slime_tis.trainer.train`; returns the exit status.
 
     `owns_process` says that the process ends with the run, also if argv is given.
@@ -242,7 +289,9 @@ def train(argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_pro
         return _package_is_missing(error, prog, "train")
     protect_output(keep_running=True)
     status = run(arguments)
-    if owns_process and THREADS.running:  # Python aborts where a daemon thread holds a lock of stdin, or runs C++
+    if (
+        owns_process and THREADS.running
+    ):  # Python aborts where a daemon thread holds a lock of stdin, or runs C++
         sys.stdout.flush()
         sys.stderr.flush()
         end_process(status)
@@ -255,7 +304,9 @@ def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) ->
     if package == "slime_tis":
         raise error
     install = f"pip install 'slime_tis[{extra}]'"
-    print(f"error: {command} needs the package {package}; install it with: {install}", file=sys.stderr)
+    print(
+        f"error: {command} needs the package {package}; install it with: {install}", file=sys.stderr
+    )
     return 2
 
 
@@ -274,7 +325,9 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
     chosen = load_custom_tis(function, args) if function else correction
     changed = replace(table, metadata=dict(table.metadata) | {"policy": asdict(policy)})
     (row,) = what_if(changed, [chosen], args=args)
-    return as_text([*what_if(table, [RolloutCorrectionConfig()]), replace(row, flags=" ".join(flags))])
+    return as_text(
+        [*what_if(table, [RolloutCorrectionConfig()]), replace(row, flags=" ".join(flags))]
+    )
 
 
 def _own_command_line() -> list[str]:

@@ -15,7 +15,8 @@ SAFE_TORCH = (2, 10)
 CVE-2025-32434 (code runs, before 2.6) and CVE-2026-24747 (memory is corrupted, before 2.10).
 """
 NOT_TENSORS = "it is damaged, or holds objects other than tensors, which are never loaded"
-"""The reason of a refusal, in place of torch's, which recommends weights_only=False and thus to run the code."""
+"""The reason of a refusal, in place of torch's, which recommends weights_only=False and thus to run
+the code."""
 
 
 class UnsafeFile(ValueError):
@@ -26,7 +27,9 @@ class UnsafeTorch(UnsafeFile):
     """This torch cannot load the file safely, whatever the file contains."""
 
 
-def load_tensors(file: str | Path | IO[bytes], *, where: str | Path | None = None, mmap: bool = False) -> Any:
+def load_tensors(
+    file: str | Path | IO[bytes], *, where: str | Path | None = None, mmap: bool = False
+) -> Any:
     """Returns the tensors and plain data (numbers, texts, lists, dicts) in a file of `torch.save`, on the CPU.
 
     Args:
@@ -57,7 +60,8 @@ def check_torch(where: object) -> None:
     assert version is not None, torch.__version__
     if (int(version[1]), int(version[2])) < SAFE_TORCH:
         raise UnsafeTorch(
-            f"{where} was not loaded: a file of torch.save can run code in torch {torch.__version__}, even with "
-            "weights_only=True (CVE-2025-32434, CVE-2026-24747); install torch>=2.10, or convert the file to parquet "
-            "or safetensors where it was written."
+            f"{where} was not loaded: a file of torch.save can run code in torch"
+            f" {torch.__version__}, even with weights_only=True (CVE-2025-32434, CVE-2026-24747);"
+            " install torch>=2.10, or convert the file to parquet or safetensors where it was"
+            " written."
         )

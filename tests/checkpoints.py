@@ -35,8 +35,8 @@ PAD, BOS, EOS = 0, 1, 2
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNO >+-*=:.,?"
 VOCAB_SIZE = 3 + len(CHARACTERS)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '.' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '.' }}{% endfor"
+    " %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 )
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -62,14 +62,21 @@ MOE_SIZES = {
         "moe_intermediate_size": 24,
         "routed_scaling_factor": 1.5,
     },
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
 }
 """Further sizes of mixtures of experts, by family."""
 
 
 def make_tokenizer(*, adds_bos=False):
     """A byte-level BPE without merges: every character is a token; `adds_bos` puts `<bos>` before a text as Llama's."""
-    characters = ["Ġ" if character == " " else character for character in CHARACTERS]  # byte-level space
+    characters = [
+        "Ġ" if character == " " else character for character in CHARACTERS
+    ]  # byte-level space
     tokenizer = sort_digits.make_tokenizer(128, characters, ("<pad>", "<bos>", "<eos>"))
     tokenizer.chat_template = CHAT_TEMPLATE
     if adds_bos:
@@ -81,8 +88,9 @@ def make_tokenizer(*, adds_bos=False):
 def make_checkpoint(path, family, *, seed=0, **sizes):
     """Writes a random float32 model of `family` with its tokenizer to `path`, and returns that path.
 
-    Weights are ten times larger than the families' initialization, so that the next-token distribution is far from
-    uniform. Norm weights and biases differ from 1 and 0, so that a converter that swaps them fails.
+    Weights are ten times larger than the families' initialization, so that the next-token
+    distribution is far from uniform. Norm weights and biases differ from 1 and 0, so that a
+    converter that swaps them fails.
     """
     config_class, model_class = FAMILIES[family]
     config = config_class(
@@ -114,6 +122,8 @@ def make_checkpoint(path, family, *, seed=0, **sizes):
 def make_task(directory, architecture="Qwen3ForCausalLM"):
     """A directory with the files that a recipe names: checkpoint/config.json, train.jsonl and eval.jsonl."""
     (directory / "checkpoint").mkdir(parents=True, exist_ok=True)
-    (directory / "checkpoint" / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (directory / "checkpoint" / "config.json").write_text(
+        json.dumps({"architectures": [architecture]})
+    )
     for name in ("train.jsonl", "eval.jsonl"):
         (directory / name).write_text('{"prompt": "21>", "label": "12"}\n')

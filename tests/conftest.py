@@ -20,7 +20,10 @@ settings.load_profile("busy machine")
 def pytest_addoption(parser):
     """`--device`, for the tests of what is computed with tensors."""
     parser.addoption(
-        "--device", default="cpu", choices=["cpu", "cuda", SIMULATED], help="device of the tensors that tests make"
+        "--device",
+        default="cpu",
+        choices=["cpu", "cuda", SIMULATED],
+        help="device of the tensors that tests make",
     )
 
 
@@ -44,14 +47,21 @@ def pytest_collection_modifyitems(config, items):
             continue
         fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
         if any("spawn" in function.__code__.co_names for function in (item.function, *fixtures)):
-            item.add_marker(pytest.mark.skip(reason="the processes that it starts compute on the CPU"))
+            item.add_marker(
+                pytest.mark.skip(reason="the processes that it starts compute on the CPU")
+            )
 
 
 def pytest_collection_finish(session):
     """Leaves the imported modules out of every search, and starts the fork server where tests need it."""
     gc.freeze()
     gc.enable()
-    used = {name for item in session.items if isinstance(item, pytest.Function) for name in vars(item.module)}
+    used = {
+        name
+        for item in session.items
+        if isinstance(item, pytest.Function)
+        for name in vars(item.module)
+    }
     if used & {"run_apart", "start_apart"}:
         import slime_tis.trainer.train  # noqa: F401  (what the forked processes run)
     if used & {"run_apart", "start_apart", "spawn", "fork_server", "WeightServer"}:

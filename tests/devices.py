@@ -1,11 +1,12 @@
 """The device of the tests' tensors: `pytest --device cuda`, or `--device simulated`, which needs no GPU.
 
-Tensors that a test makes without a device are made on the CPU, so that they are equal on every device, and moved.
-Tensors that the package makes without a device stay on the CPU, as for a user, and then meet tensors of the other
-device.
+Tensors that a test makes without a device are made on the CPU, so that they are equal on every
+device, and moved. Tensors that the package makes without a device stay on the CPU, as for a user,
+and then meet tensors of the other device.
 
-`simulated` is an accelerator that computes on the CPU. Its tensors refuse the same operations as on a GPU: operations
-with CPU tensors other than scalars, and `numpy()`. It also counts how often a GPU would make the host wait.
+`simulated` is an accelerator that computes on the CPU. Its tensors refuse the same operations as on
+a GPU: operations with CPU tensors other than scalars, and `numpy()`. It also counts how often a GPU
+would make the host wait.
 """
 
 import sys
@@ -23,7 +24,16 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 TESTS = str(Path(__file__).parent)
 MAKERS = {
     *(torch.tensor, torch.as_tensor, torch.from_numpy, torch.arange, torch.linspace, torch.eye),
-    *(torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.randperm),
+    *(
+        torch.empty,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.rand,
+        torch.randn,
+        torch.randint,
+        torch.randperm,
+    ),
 }
 SIMULATED = "simulated"
 aten = torch.ops.aten
@@ -33,8 +43,14 @@ WAITS = {
     *(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default),
     *(aten.nonzero.default, aten.masked_select.default, aten._unique2.default),
 }
-"""Operations for which the host waits: it reads values, or the size of the result depends on values."""
-INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+"""Operations for which the host waits: it reads values, or the size of the result depends on
+values."""
+INDEXING = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
 """Operations that accept indices on the CPU, for which the host waits as well."""
 
 
@@ -70,7 +86,13 @@ def simulate():
     _setup_privateuseone_for_python_backend(SIMULATED)
     made = Library("aten", "IMPL")  # its operations end with it
     # most others use the first two; arange resizes their result
-    for name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
+    for name in (
+        "empty.memory_format",
+        "empty_strided",
+        "arange",
+        "arange.start",
+        "arange.start_step",
+    ):
         on_cpu = partial(getattr(aten, name.split(".")[0]), device="cpu")
         made.impl(name, partial(_made, on_cpu), "PrivateUse1")
     made.impl("_copy_from", _copy_from, "PrivateUse1")  # torch.tensor(…, device=…) calls it
@@ -124,7 +146,9 @@ class SimulatedTensor(Tensor):
         return self.inner.tolist()
 
     def numpy(self, **_):
-        raise TypeError("can't convert a tensor of a simulated device to numpy; use Tensor.cpu() first")
+        raise TypeError(
+            "can't convert a tensor of a simulated device to numpy; use Tensor.cpu() first"
+        )
 
 
 def dispatch(func, args, kwargs):
@@ -156,7 +180,9 @@ def _waits(func, args, kwargs, *, to_device):
     is_in_place = func is aten.copy_.default
     if isinstance(args[is_in_place], SimulatedTensor):
         return not to_device
-    return to_device and not (kwargs.get("non_blocking") or (is_in_place and len(args) > 2 and args[2]))
+    return to_device and not (
+        kwargs.get("non_blocking") or (is_in_place and len(args) > 2 and args[2])
+    )
 
 
 def _check(func, tensors, args):
@@ -169,10 +195,14 @@ def _check(func, tensors, args):
         SimulatedTensor.waits += bool(indices)
         tensors = [x for x in tensors if not any(x is index for index in indices)]
     pointwise = torch.Tag.pointwise in func.tags
-    is_written = func._schema.arguments[0].alias_info is not None and func._schema.arguments[0].alias_info.is_write
+    is_written = (
+        func._schema.arguments[0].alias_info is not None
+        and func._schema.arguments[0].alias_info.is_write
+    )
     for index, x in enumerate(tensors):
         scalar = pointwise and x.dim() == 0 and not (index == 0 and is_written)
         if not isinstance(x, SimulatedTensor) and not scalar:
             raise RuntimeError(
-                f"{func}: expected all tensors to be on the same device, but one {tuple(x.shape)} is on the CPU"
+                f"{func}: expected all tensors to be on the same device, but one {tuple(x.shape)}"
+                " is on the CPU"
             )

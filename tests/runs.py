@@ -29,19 +29,38 @@ def reward(args, sample):
 
 def make_task(directory, family="qwen3", prompts=16, **sizes):
     """A checkpoint, prompts of several lengths and a reward without ties; the flags that train on them."""
-    from tests.checkpoints import make_checkpoint  # slow to import, and this file is part of every session
+    from tests.checkpoints import (
+        make_checkpoint,
+    )  # slow to import, and this file is part of every session
 
     make_checkpoint(directory / "model", family, **sizes)
     chance = random.Random(0)
     rows = ["".join(chance.choices("0123456789", k=chance.randint(3, 12))) for _ in range(prompts)]
     with open(directory / "train.jsonl", "w") as lines:
-        lines.writelines(json.dumps({"prompt": f"<bos>{row}>", "label": "".join(sorted(row))}) + "\n" for row in rows)
+        lines.writelines(
+            json.dumps({"prompt": f"<bos>{row}>", "label": "".join(sorted(row))}) + "\n"
+            for row in rows
+        )
     (directory / "reward.py").write_text(REWARD)
     return [
         *("--hf-checkpoint", str(directory / "model")),
-        *("--prompt-data", str(directory / "train.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+        *(
+            "--prompt-data",
+            str(directory / "train.jsonl"),
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+        ),
         *("--custom-rm-path", f"{directory / 'reward.py'}:reward"),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "10"),
+        *(
+            "--rollout-batch-size",
+            "4",
+            "--n-samples-per-prompt",
+            "4",
+            "--rollout-max-response-len",
+            "10",
+        ),
         *("--num-rollout", "3", "--lr", "1e-3", "--rollout-precision", "int8", "--no-progress"),
         *("--num-threads", "1"),  # the same sums in the same order, in this process and in others
     ]
@@ -50,7 +69,14 @@ def make_task(directory, family="qwen3", prompts=16, **sizes):
 def with_sglang(flags):
     """The flags of a task with SGLang servers, which get weights over the disk, instead of the local engine."""
     place = flags.index("--rollout-precision")
-    return [*flags[:place], *flags[place + 2 :], "--rollout-engine", "sglang", "--sglang-weight-sync", "disk"]
+    return [
+        *flags[:place],
+        *flags[place + 2 :],
+        "--rollout-engine",
+        "sglang",
+        "--sglang-weight-sync",
+        "disk",
+    ]
 
 
 @contextmanager
@@ -71,7 +97,8 @@ def run_here(flags, output):
     from slime_tis.main import train
 
     assert train([*flags, "--output-dir", str(output)]) == 0
-    gc.collect()  # a run's process groups lie in reference cycles, and each gloo group keeps two threads
+    # a run's process groups lie in reference cycles, and each gloo group keeps two threads
+    gc.collect()
     return read_metrics(output)
 
 
@@ -118,15 +145,18 @@ class Started:
         self.kill()
         for process in self.processes:
             process.join()
-        out, err = ("".join(Path(f"{log}.{name}").read_text() for log in self.logs) for name in ("out", "err"))
+        out, err = (
+            "".join(Path(f"{log}.{name}").read_text() for log in self.logs)
+            for name in ("out", "err")
+        )
         return Completed(statuses, out, err)
 
 
 def run_apart(flags, output, ranks=1, timeout=600):
     """Runs train.py in `ranks` new processes, which are forked from one that imported the libraries already.
 
-    Forked from a process that has never run autograd (multiprocessing's fork server), each run starts in milliseconds
-    instead of the nine seconds of imports.
+    Forked from a process that has never run autograd (multiprocessing's fork server), each run
+    starts in milliseconds instead of the nine seconds of imports.
     """
     return start_apart(flags, output, ranks).wait(timeout)
 
@@ -138,11 +168,17 @@ def start_apart(flags, output, ranks=1, prepare=None):
     """
     context, port, argv = fork_server(), free_port(), [*flags, "--output-dir", str(output)]
     output.parent.mkdir(parents=True, exist_ok=True)
-    logs = [output] if ranks == 1 else [output.with_name(f"{output.name}.{rank}") for rank in range(ranks)]
+    logs = (
+        [output]
+        if ranks == 1
+        else [output.with_name(f"{output.name}.{rank}") for rank in range(ranks)]
+    )
     processes = []
     for rank, log in enumerate(logs):
         environment = {} if ranks == 1 else rank_environment(rank, ranks, port)
-        processes.append(context.Process(target=_run_rank, args=(argv, environment, str(log), prepare)))
+        processes.append(
+            context.Process(target=_run_rank, args=(argv, environment, str(log), prepare))
+        )
         processes[-1].start()
     return Started(processes, logs)
 
@@ -171,10 +207,16 @@ def _fork_instead(path, arguments, descriptors):
     if pid:
         return pid
     try:
-        # Others become /dev/null instead of being closed: pytest's streams, which loggers hold, would else write to
-        # whatever gets their number next.
+        # Others become /dev/null instead of being closed: pytest's streams, which loggers hold,
+        # would else write to whatever gets their number next.
         null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, null, *descriptors}:
+        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {
+            0,
+            1,
+            2,
+            null,
+            *descriptors,
+        }:
             os.dup2(null, descriptor, inheritable=False)
         exec(arguments[-1], {})
     finally:
@@ -192,8 +234,8 @@ def spawn(function, args, nprocs):
 def free_port():
     """A TCP port of this machine that nobody listens on.
 
-    It lies below the ports that the kernel gives out (from 32768 on Linux): another socket may get one of those before
-    the program that this port is meant for listens.
+    It lies below the ports that the kernel gives out (from 32768 on Linux): another socket may get
+    one of those before the program that this port is meant for listens.
     """
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         try:
@@ -222,7 +264,10 @@ def _run_rank(argv, environment, log, prepare):
     from slime_tis.main import train
 
     for name, descriptor in (("out", 1), ("err", 2)):
-        os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), descriptor)
+        os.dup2(
+            os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600),
+            descriptor,
+        )
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
     if prepare is not None:
@@ -234,10 +279,16 @@ def _run_rank(argv, environment, log, prepare):
 
 def run_program(flags, output, ranks=1):
     """Runs `python train.py`, or `torchrun` with several ranks, as a user does."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *launcher, "train.py", *flags, "--output-dir", str(output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
 
 
 def read_metrics(output):
@@ -254,4 +305,8 @@ def metrics_of(flags, output, ranks=1):
 
 def training_metrics(row):
     """The metrics of a row that do not depend on the clock."""
-    return {name: value for name, value in row.items() if name.startswith(("train/", "rollout/", "eval/"))}
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith(("train/", "rollout/", "eval/"))
+    }

@@ -25,7 +25,9 @@ def make_sample(prompt, response_ids, **fields):
 
 def reloaded(groups):
     """Groups as they come back from a checkpoint."""
-    return [[from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in group] for group in groups]
+    return [
+        [from_dict(json.loads(json.dumps(to_dict(sample)))) for sample in group] for group in groups
+    ]
 
 
 def flat(groups):

@@ -107,16 +107,23 @@ def agent(task, name):
 
 
 def test_log_probs_of_eight_turns_are_those_that_megatron_computes(task, tmp_path):
-    (row,) = run_here([*agent(task, "eight_turns"), "--dump-details", str(tmp_path / "dump")], tmp_path / "run")
+    (row,) = run_here(
+        [*agent(task, "eight_turns"), "--dump-details", str(tmp_path / "dump")], tmp_path / "run"
+    )
     table = read(tmp_path / "dump" / "train_data" / "0_0.parquet")
     trained = table.loss_mask > 0
     gap = np.abs(table.train_log_prob - table.rollout_log_prob)
     assert table.turn.max() == 7 and gap[trained].max() < 1e-4
-    assert (table.rollout_log_prob[~trained] == 0).all() and (table.train_log_prob[~trained] < -0.01).all()
+    assert (table.rollout_log_prob[~trained] == 0).all() and (
+        table.train_log_prob[~trained] < -0.01
+    ).all()
     shift = np.abs(table.train_log_prob - np.roll(table.rollout_log_prob, 1))
     assert (shift[trained] > 1e-2).mean() > 0.9  # what a shift by one would show
     assert row["rollout/turns"] == 8.0 and row["rollout/observation_len"] == 13.0
-    assert row["rollout/response_len"] == pytest.approx(trained.sum() / 16) and row["rollout/retokenized"] == 0.0
+    assert (
+        row["rollout/response_len"] == pytest.approx(trained.sum() / 16)
+        and row["rollout/retokenized"] == 0.0
+    )
     by_turn = [row[f"train/token_fraction_turn_{name}"] for name in ("1", "2", "3", "4", "5_to_8")]
     assert sum(by_turn) == pytest.approx(1.0)
     assert row["train/train_rollout_logprob_abs_diff_turn_5_to_8"] < 1e-5
@@ -142,7 +149,10 @@ def test_a_built_in_reward_does_not_train_on_excluded_samples(task, name, share,
     place = flags.index("--custom-rm-path")
     flags[place : place + 2] = ["--rm-type", "random"]
     (row,) = run_here(flags, tmp_path / "run")
-    assert row["train/loss_denominator"] == row["train/grad_norm"] == 0 and row["rollout/retokenized"] == share
+    assert (
+        row["train/loss_denominator"] == row["train/grad_norm"] == 0
+        and row["rollout/retokenized"] == share
+    )
     output = capsys.readouterr()
     assert ("every sample was retokenized" in output.out + output.err) == (share == 1)
     assert ("widen the bounds" in output.out + output.err) == (share == 0)
@@ -159,7 +169,13 @@ def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path):
     two = run_apart(flags, tmp_path / "two", ranks=2)
     assert two.returncode == 0, two.stderr[-3000:]
     for one, other in zip(alone, read_metrics(tmp_path / "two"), strict=True):
-        for name in ("train/grad_norm", "train/loss", "train/entropy_loss", "rollout/raw_reward", "rollout/turns"):
+        for name in (
+            "train/grad_norm",
+            "train/loss",
+            "train/entropy_loss",
+            "rollout/raw_reward",
+            "rollout/turns",
+        ):
             if name in one:
                 assert other[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6)
     again = run_here([*flags, "--load-debug-rollout-data", str(data)], tmp_path / "again")
@@ -169,24 +185,39 @@ def test_segments_train_alike_on_one_rank_and_on_two(task, tmp_path):
 def test_failures_cost_their_samples_alone(task, tmp_path, capsys):
     (row,) = run_here(agent(task, "unreliable"), tmp_path / "run")
     assert row["rollout/generate_failed"] == 0.5
-    assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/response"]) == (4.0, 4.0)
-    assert row["train/loss_denominator"] == 8.0 and row["train/train_rollout_logprob_abs_diff"] < 1e-5
+    assert (row["rollout/generate_failed/raised"], row["rollout/generate_failed/response"]) == (
+        4.0,
+        4.0,
+    )
+    assert (
+        row["train/loss_denominator"] == 8.0 and row["train/train_rollout_logprob_abs_diff"] < 1e-5
+    )
     assert "8 of 16 samples could not be made and train nothing: " in capsys.readouterr().err
 
 
 def test_a_run_continues_without_the_samples_whose_tools_hang(task, tmp_path):
-    hung = run_apart([*agent(task, "hung_tools"), "--generate-timeout", "3", "--num-rollout", "2"], tmp_path / "run")
+    hung = run_apart(
+        [*agent(task, "hung_tools"), "--generate-timeout", "3", "--num-rollout", "2"],
+        tmp_path / "run",
+    )
     assert hung.returncode == 0, hung.stderr
     rows = read_metrics(tmp_path / "run")
     assert [row["rollout/generate_failed/timeout"] for row in rows] == [3.0, 3.0]
 
 
 def test_a_resumed_run_goes_on_to_the_bit_and_evaluates_with_the_function(task, tmp_path):
-    evaluation = ["--eval-prompt-data", str(task[1] / "train.jsonl"), "--eval-max-response-len", "4"]
+    evaluation = [
+        "--eval-prompt-data",
+        str(task[1] / "train.jsonl"),
+        "--eval-max-response-len",
+        "4",
+    ]
     flags = [*agent(task, "segments"), "--rollout-precision", "int8", *evaluation]
     whole = run_here([*flags, "--num-rollout", "2"], tmp_path / "whole")
     run_here([*flags, "--save", str(tmp_path / "save")], tmp_path / "first")
-    (row,) = run_here([*flags, "--num-rollout", "2", "--load", str(tmp_path / "save")], tmp_path / "resumed")
+    (row,) = run_here(
+        [*flags, "--num-rollout", "2", "--load", str(tmp_path / "save")], tmp_path / "resumed"
+    )
     for name in ("rollout/raw_reward", "rollout/response_len", "train/grad_norm", "eval/accuracy"):
         assert row[name] == whole[-1][name]
 

@@ -18,8 +18,14 @@ def test_lookahead_makes_samples_as_many_rollouts_stale(run):
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 2, 2]
     assert [row["rollout/weight_staleness_max"] for row in rows] == [0, 1, 2, 2, 2]
     assert "train/mismatch_kl_staleness_0" not in rows[0]  # all of one staleness says nothing more
-    assert rows[1]["train/token_fraction_staleness_1"] == rows[2]["train/token_fraction_staleness_2"] == 1.0
-    assert rows[2]["train/mismatch_k3_kl_staleness_2"] == pytest.approx(rows[2]["train/mismatch_k3_kl"], rel=1e-5)
+    assert (
+        rows[1]["train/token_fraction_staleness_1"]
+        == rows[2]["train/token_fraction_staleness_2"]
+        == 1.0
+    )
+    assert rows[2]["train/mismatch_k3_kl_staleness_2"] == pytest.approx(
+        rows[2]["train/mismatch_k3_kl"], rel=1e-5
+    )
 
 
 def test_stale_samples_are_left_out_and_counted(run):
@@ -46,7 +52,9 @@ def resume_at(step, flags, whole, directory):
 
 def all_metrics(rows):
     """Metrics that do not depend on the clock, with the health warnings."""
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows
+    ]
 
 
 MUTATING = """
@@ -117,7 +125,10 @@ def test_changed_sampling_options_sample_rollouts_in_flight_again(task, tmp_path
     flags = resumable(task, resumed, "--rollout-lookahead", "1", "--rollout-temperature", "0.9")
     rows = resume_at(2, flags, whole, resumed)
     assert rows[0]["rollout/weight_staleness"] == 0
-    assert "rollouts in flight are sampled again: --rollout-temperature changed" in capsys.readouterr().out
+    assert (
+        "rollouts in flight are sampled again: --rollout-temperature changed"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_checkpoint_without_rollouts_in_flight_is_resumed(task, tmp_path):
@@ -150,7 +161,15 @@ def test_health_warnings_count_on_in_a_resumed_run(task, tmp_path):
 
 def test_evaluation_by_the_rollout_engine_has_the_present_weights(run, task, tmp_path):
     held_out = ["--eval-prompt-data", task[task.index("--prompt-data") + 1], "--eval-interval", "1"]
-    flags = [*held_out, "--rollout-precision", "fp32", "--update-weights-interval", "3", "--num-rollout", "2"]
+    flags = [
+        *held_out,
+        "--rollout-precision",
+        "fp32",
+        "--update-weights-interval",
+        "3",
+        "--num-rollout",
+        "2",
+    ]
     local = run(*flags, name="local")
     remote = run(*flags, "--eval-engine", "rollout", name="rollout")
     assert remote[0]["eval/accuracy"] == local[0]["eval/accuracy"]
@@ -176,4 +195,7 @@ def test_a_lost_engine_ends_the_run_with_a_checkpoint(task, tmp_path, monkeypatc
     assert (tmp_path / "save" / "iter_0000002").is_dir()
     assert len(read_metrics(tmp_path / "run")) == 2
     monkeypatch.undo()
-    assert [row["step"] for row in run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "resumed")] == [3]
+    assert [
+        row["step"]
+        for row in run_here([*flags, "--load", str(tmp_path / "save")], tmp_path / "resumed")
+    ] == [3]

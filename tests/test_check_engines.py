@@ -18,13 +18,18 @@ def plant(monkeypatch, fault):
 
 
 def hotter(engine, prompts, sampling, seed):
-    return generate(engine, prompts, replace(sampling, temperature=1.5 * sampling.temperature), seed)
+    return generate(
+        engine, prompts, replace(sampling, temperature=1.5 * sampling.temperature), seed
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "int8", "int4"])
 def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(run, precision, capsys):
     flags = ["--num-rollout", "2", "--rollout-precision", precision]
-    checked, unchecked = run(*flags, name="checked"), run(*flags, "--check-engines", "off", name="unchecked")
+    checked, unchecked = (
+        run(*flags, name="checked"),
+        run(*flags, "--check-engines", "off", name="unchecked"),
+    )
     shown = capsys.readouterr()
     assert shown.out.count("engines agree") == 1 and "disagree" not in shown.err
     for row, other in zip(checked, unchecked, strict=True):
@@ -32,7 +37,9 @@ def test_engines_that_agree_raise_no_alarm_and_the_check_changes_no_number(run, 
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
 
-def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(run, monkeypatch, capsys):
+def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(
+    run, monkeypatch, capsys
+):
     monkeypatch.setattr(check_engines, "MAX_PROMPT_TOKENS", 1)
     assert len(run("--num-rollout", "1", name="long")) == 1
     assert "the engines are not compared" in capsys.readouterr().out
@@ -48,35 +55,56 @@ def test_a_check_without_short_prompts_or_without_answers_does_not_end_the_run(r
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_another_temperature_is_named_and_proven(run, task, tmp_path, precision, monkeypatch, capsys):
+def test_another_temperature_is_named_and_proven(
+    run, task, tmp_path, precision, monkeypatch, capsys
+):
     plant(monkeypatch, hotter)
     flags = ["--num-rollout", "1", "--rollout-precision", precision]
     assert len(run(*flags, name="warned")) == 1
     assert "samples at 1.5 times" in capsys.readouterr().err
-    assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
-    assert "samples at 1.5 times" in capsys.readouterr().err and not (tmp_path / "stopped" / "metrics.jsonl").exists()
+    assert (
+        train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")])
+        == 1
+    )
+    assert (
+        "samples at 1.5 times" in capsys.readouterr().err
+        and not (tmp_path / "stopped" / "metrics.jsonl").exists()
+    )
     assert (tmp_path / "stopped" / "engine_check.pt").exists()
 
 
 LOGITS = {
-    "temperature": (lambda logits: logits / 1.3, "samples at 1.3 times the training temperature, or scales"),
-    "bias": (lambda logits: logits + 2 * torch.nn.functional.one_hot(torch.tensor(5), logits.shape[-1]), "ids [5]"),
+    "temperature": (
+        lambda logits: logits / 1.3,
+        "samples at 1.3 times the training temperature, or scales",
+    ),
+    "bias": (
+        lambda logits: logits + 2 * torch.nn.functional.one_hot(torch.tensor(5), logits.shape[-1]),
+        "ids [5]",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", LOGITS)
-def test_a_sampler_setting_is_named_without_scoring_again(run, task, tmp_path, fault, monkeypatch, capsys):
+def test_a_sampler_setting_is_named_without_scoring_again(
+    run, task, tmp_path, fault, monkeypatch, capsys
+):
     change, words = LOGITS[fault]
     build = LocalEngine.__init__
 
     def changed(engine, *arguments, **options):
         build(engine, *arguments, **options)
-        engine._model.get_output_embeddings().register_forward_hook(lambda _, __, logits: change(logits))
+        engine._model.get_output_embeddings().register_forward_hook(
+            lambda _, __, logits: change(logits)
+        )
 
     monkeypatch.setattr(LocalEngine, "__init__", changed)
     monkeypatch.setattr(check_engines, "MAX_PROVEN_BYTES", 0)  # as of a large model
     flags = ["--num-rollout", "1", "--rollout-precision", "fp32"]
-    assert train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")]) == 1
+    assert (
+        train([*task, *flags, "--check-engines", "stop", "--output-dir", str(tmp_path / "stopped")])
+        == 1
+    )
     shown = " ".join(capsys.readouterr().err.split())
     assert words in shown and "the 8 likeliest tokens at 16 positions" in shown
 
@@ -84,8 +112,12 @@ def test_a_sampler_setting_is_named_without_scoring_again(run, task, tmp_path, f
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param("embedding.word_embeddings.weight", "hidden states of the embedding are", id="embedding"),
-        pytest.param("decoder.layers.1.mlp.linear_fc1.weight", "hidden states after layer 1 of 2", id="layer"),
+        pytest.param(
+            "embedding.word_embeddings.weight", "hidden states of the embedding are", id="embedding"
+        ),
+        pytest.param(
+            "decoder.layers.1.mlp.linear_fc1.weight", "hidden states after layer 1 of 2", id="layer"
+        ),
         pytest.param("decoder.final_layernorm.weight", "All hidden states agree", id="final norm"),
     ],
 )
@@ -120,7 +152,9 @@ def test_the_wrong_one_of_four_servers_is_named(run, monkeypatch, capsys):
     assert rows[0]["train/worst_worker"] == 2 and rows[0]["train/worst_worker_ratio"] > 1.5
 
 
-def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(run, monkeypatch, capsys):
+def test_an_engine_that_answers_with_older_weights_after_the_first_update_is_found(
+    run, monkeypatch, capsys
+):
     build, update = setup.EngineCheck, LocalEngine.update_weights
     monkeypatch.setattr(setup, "EngineCheck", lambda **values: build(**{**values, "repeats": True}))
     flags = ["--num-rollout", "2", "--rollout-precision", "fp32", "--lr", "1e-2"]

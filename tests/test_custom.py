@@ -31,14 +31,29 @@ def written(directory, text, name="mine.py"):
 
 
 @pytest.mark.parametrize(
-    "path", ["./mine.py:f", "~/mine.py:f", "link.py:f", "some.dots/a.b-c.py:f", "mine.py:Group.f", "pkg/mod.py:f"]
+    "path",
+    [
+        "./mine.py:f",
+        "~/mine.py:f",
+        "link.py:f",
+        "some.dots/a.b-c.py:f",
+        "mine.py:Group.f",
+        "pkg/mod.py:f",
+    ],
 )
 def test_files_are_found(path, tmp_path, monkeypatch):
-    body = "from helper import value\n\ndef f():\n    return value\n\nclass Group:\n    f = staticmethod(f)\n"
+    body = (
+        "from helper import value\n\ndef f():\n    return value\n\nclass Group:\n    f ="
+        " staticmethod(f)\n"
+    )
     for name in ("mine.py", "some.dots/a.b-c.py"):
         written(tmp_path, body, name)
         written((tmp_path / name).parent, "value = 7", "helper.py")
-    written(tmp_path, "from .helper import value\nfrom . import helper\n\ndef f():\n    return value", "pkg/mod.py")
+    written(
+        tmp_path,
+        "from .helper import value\nfrom . import helper\n\ndef f():\n    return value",
+        "pkg/mod.py",
+    )
     written(tmp_path, "value = 7", "pkg/helper.py")
     (tmp_path / "links").mkdir()
     (tmp_path / "link.py").symlink_to("mine.py")
@@ -119,13 +134,22 @@ def test_a_missing_function_is_one_short_message(path, message):
 
 NOT_IMPORTED = {
     "syntax": ("def f(:", r"raised SyntaxError: .*/mine.py, line 1\)"),
-    "raises": ("import os\n1 / 0", r"raised ZeroDivisionError: division by zero \(.*/mine.py, line 2\)"),
+    "raises": (
+        "import os\n1 / 0",
+        r"raised ZeroDivisionError: division by zero \(.*/mine.py, line 2\)",
+    ),
     "its import raises": (
         "from helper_with_a_fault import x",
         r"RuntimeError: deep \(.*/helper_with_a_fault.py, line 2\)",
     ),
-    "long text": ("raise RuntimeError('a\\nb\\x1b[31m' * 1000)", r"RuntimeError: a b\\x1b\[31ma b.*… "),
-    "no such module": ("import not_there_at_all", "No module named 'not_there_at_all'.*install it, copy it"),
+    "long text": (
+        "raise RuntimeError('a\\nb\\x1b[31m' * 1000)",
+        r"RuntimeError: a b\\x1b\[31ma b.*… ",
+    ),
+    "no such module": (
+        "import not_there_at_all",
+        "No module named 'not_there_at_all'.*install it, copy it",
+    ),
     "module that slime has": (
         "from slime.ray.misc import x",
         "slime is not installed, and of its modules this program has",
@@ -173,11 +197,19 @@ def message_of(function, *args):
 def test_an_exception_is_one_message_with_the_line_in_the_users_file():
     line = failing.__code__.co_firstlineno + 1
     expected = (
-        f"failing ({__file__}, line {line}) raised KeyError: 'missing'. SLIME_TIS_TRACEBACK=1 shows the traceback."
+        f"failing ({__file__}, line {line}) raised KeyError: 'missing'. SLIME_TIS_TRACEBACK=1 shows"
+        " the traceback."
     )
-    assert message_of(failing, {}) == message_of(functools.partial(failing, {})) == message_of(wrapped, {}) == expected
+    assert (
+        message_of(failing, {})
+        == message_of(functools.partial(failing, {}))
+        == message_of(wrapped, {})
+        == expected
+    )
     long = message_of(Callables(), {})
-    assert re.search(r"Callables \(.*test_custom.py, line \d+\) raised RuntimeError: a b\\x1b\[2Jx+…", long)
+    assert re.search(
+        r"Callables \(.*test_custom.py, line \d+\) raised RuntimeError: a b\\x1b\[2Jx+…", long
+    )
     assert len(long) < 600 and "\n" not in long
     assert "called sys.exit('bye'); return a value" in message_of(sys.exit, "bye")
 
@@ -198,7 +230,12 @@ def keyword(*, args, pg_loss, loss_masks, **_):
 
 
 def test_slimes_signature_without_kwargs_and_args_by_keyword_work():
-    more = {"train_log_probs": [], "rollout_log_probs": [], "total_lengths": [], "response_lengths": []}
+    more = {
+        "train_log_probs": [],
+        "rollout_log_probs": [],
+        "total_lengths": [],
+        "response_lengths": [],
+    }
     loss, _, _ = call(slimes, **more, log_probs=[], cp_group=None)
     assert loss.tolist() == [1, 1, 1]
     given = {"pg_loss": torch.ones(3), "loss_masks": MASKS}
@@ -216,7 +253,8 @@ def test_a_signature_that_does_not_fit_is_refused_before_it_is_called(tmp_path):
     for number, (text, message) in enumerate(cases.items()):
         file = written(tmp_path, text, f"case_{number}.py")
         with pytest.raises(
-            CustomFunctionError, match=rf"f \(.*, line 1\) cannot be called as f\(args=…, pg_loss=….*{message}"
+            CustomFunctionError,
+            match=rf"f \(.*, line 1\) cannot be called as f\(args=…, pg_loss=….*{message}",
         ):
             load_custom_tis(f"{file}:f", Namespace())
     file = written(tmp_path, "async def f(args, **kw): pass", "asynchronous.py")
@@ -237,19 +275,35 @@ def test_a_module_may_refuse_options(tmp_path):
     """
     path = f"{written(tmp_path, text)}:f"
     assert load_custom_tis(path, Namespace(use_rs=False))
-    with pytest.raises(CustomFunctionError, match=r"--custom-tis-function-path .*mine.py:f: --use-rs is not followed"):
+    with pytest.raises(
+        CustomFunctionError,
+        match=r"--custom-tis-function-path .*mine.py:f: --use-rs is not followed",
+    ):
         load_custom_tis(path, Namespace(use_rs=True))
 
 
 def test_double_precision_and_masks_are_fitted_to_the_input():
-    result = call(lambda args, **kw: [kw["pg_loss"].double() / 3, tuple(kw["loss_masks"]), {"m": kw["pg_loss"] > 0}])
+    result = call(
+        lambda args, **kw: [
+            kw["pg_loss"].double() / 3,
+            tuple(kw["loss_masks"]),
+            {"m": kw["pg_loss"] > 0},
+        ]
+    )
     loss, masks, metrics = result
-    assert loss.dtype == torch.float32 and loss.requires_grad and len(masks) == 2 and metrics["m"].all()
+    assert (
+        loss.dtype == torch.float32
+        and loss.requires_grad
+        and len(masks) == 2
+        and metrics["m"].all()
+    )
     assert loss.tolist() == pytest.approx([1 / 3] * 3)
     masks = [torch.tensor([1, 0]), torch.ones(1)]
     with pytest.raises(CustomFunctionError, match="a mask with 1 where the loss mask is 0"):
         call(returning(masks=lambda kw: [torch.ones(2), torch.ones(1)]), loss_masks=masks)
-    _, found, _ = call(returning(masks=lambda kw: [m.bool() for m in kw["loss_masks"]]), loss_masks=masks)
+    _, found, _ = call(
+        returning(masks=lambda kw: [m.bool() for m in kw["loss_masks"]]), loss_masks=masks
+    )
     assert [mask.tolist() for mask in found] == [[True, False], [True]]
 
 
@@ -279,24 +333,45 @@ def loss(change):
 
 
 WRONG = {
-    "loss alone": (lambda args, **kw: kw["pg_loss"], r"returned a tensor of shape \(3,\).*; return the tuple"),
+    "loss alone": (
+        lambda args, **kw: kw["pg_loss"],
+        r"returned a tensor of shape \(3,\).*; return the tuple",
+    ),
     "no metrics": (lambda args, **kw: (kw["pg_loss"], kw["loss_masks"]), "returned a tuple of 2"),
     "loss None": (loss(lambda _: None), r"function \(.*, line \d+\) returned NoneType as pg_loss"),
-    "loss shorter": (shorter, r"shorter \(.*test_custom.py, line \d+\) returned .* shape \(2,\) .* as pg_loss"),
+    "loss shorter": (
+        shorter,
+        r"shorter \(.*test_custom.py, line \d+\) returned .* shape \(2,\) .* as pg_loss",
+    ),
     "loss on meta": (loss(lambda loss: loss.to("meta")), "on meta as pg_loss"),
-    "loss of integers": (loss(lambda loss: loss.long()), "a pg_loss of torch.int64; return torch.float32"),
+    "loss of integers": (
+        loss(lambda loss: loss.long()),
+        "a pg_loss of torch.int64; return torch.float32",
+    ),
     "loss detached": (loss(lambda loss: loss.detach()), "lost the gradient of pg_loss"),
     "loss without grad mode": (without_grad, "without_grad .*lost the gradient of pg_loss"),
     "loss NaN": (loss(lambda loss: loss * NAN), "made a finite pg_loss NaN or infinite, at 3 of 3"),
     "backward": (loss(lambda loss: loss.sum().backward()), "belongs to training"),
     "one mask of two": (returning(masks=lambda kw: kw["loss_masks"][:1]), "a list of 1 as masks"),
     "mask shorter": (returning(masks=lambda kw: [torch.ones(1), torch.ones(1)]), "as mask 0"),
-    "mask NaN": (returning(masks=lambda kw: [torch.ones(2), torch.tensor([NAN])]), "a mask with nan in it"),
-    "mask below 0": (returning(masks=lambda kw: [-torch.ones(2), torch.ones(1)]), "a mask with -1 in it"),
-    "mask of halves": (returning(masks=lambda kw: [torch.ones(2) / 2, torch.ones(1)]), "a mask with 0.5 in it"),
+    "mask NaN": (
+        returning(masks=lambda kw: [torch.ones(2), torch.tensor([NAN])]),
+        "a mask with nan in it",
+    ),
+    "mask below 0": (
+        returning(masks=lambda kw: [-torch.ones(2), torch.ones(1)]),
+        "a mask with -1 in it",
+    ),
+    "mask of halves": (
+        returning(masks=lambda kw: [torch.ones(2) / 2, torch.ones(1)]),
+        "a mask with 0.5 in it",
+    ),
     "metrics None": (returning(metrics=lambda kw: None), "returned NoneType as metrics"),
     "metric a float": (returning(metrics=lambda kw: {"m": 1.0}), "returned float as metric 'm'"),
-    "metric of two": (returning(metrics=lambda kw: {"m": torch.ones(2)}), r"shape \(2,\) .* as metric 'm'"),
+    "metric of two": (
+        returning(metrics=lambda kw: {"m": torch.ones(2)}),
+        r"shape \(2,\) .* as metric 'm'",
+    ),
     "name 3": (returning(metrics=lambda kw: {3: torch.ones(3)}), "returned a metric named 3"),
 }
 
@@ -311,7 +386,9 @@ MIS = ("--custom-tis-function-path", "custom_tis.mis.compute_mis_weights_with_cp
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2", "--micro-batch-size", "4")
 CORRECTIONS = {
     "token, one bound, veto": "--use-rs --rs-upper-bound 1.01 --rs-veto-threshold 0.95",
-    "normalised over micro-batches": "--use-tis --tis-level sequence --tis-mode clip --tis-batch-normalize",
+    "normalised over micro-batches": (
+        "--use-tis --tis-level sequence --tis-mode clip --tis-batch-normalize"
+    ),
     "share of the global batch": "--use-rs --rs-level sequence --rs-target-fraction 0.25",
 }
 SAME = ("train/loss", "train/grad_norm", "train/gradient_kept_fraction", "train/loss_denominator")
@@ -322,16 +399,19 @@ def test_the_same_flags_train_alike_whoever_computes(flags, run):
     built_in = run(*flags.split(), *TWO_STEPS, name="built_in")
     custom = run(*flags.split(), *TWO_STEPS, *MIS, name="custom")
     for one, other in zip(built_in, custom, strict=True):
-        assert [other[name] for name in SAME] == pytest.approx([one[name] for name in SAME], rel=1e-4, abs=1e-6)
+        assert [other[name] for name in SAME] == pytest.approx(
+            [one[name] for name in SAME], rel=1e-4, abs=1e-6
+        )
     if "--tis-level sequence" not in flags:
         assert any(row["train/gradient_kept_fraction"] < 1 for row in built_in)
 
 
-def test_a_function_that_works_in_place_leaves_metrics_only_runs_as_they_are_to_the_bit(run, tmp_path):
+def test_a_function_that_works_in_place_leaves_metrics_only_runs_as_they_are_to_the_bit(
+    run, tmp_path
+):
     file = tmp_path / "half.py"
     file.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import random
             import torch
 
@@ -344,20 +424,29 @@ def test_a_function_that_works_in_place_leaves_metrics_only_runs_as_they_are_to_
                 torch.set_grad_enabled(False)
                 torch.set_default_dtype(torch.float64)
                 return pg_loss, loss_masks, {"loss": torch.full_like(pg_loss, 99.0)}
-            """
-        )
+            """)
     )
     flags = ("--get-mismatch-metrics", "--num-rollout", "2")
     plain = run(*flags, name="plain")
     careless = run(*flags, "--custom-tis-function-path", f"{file}:fn", name="careless")
     for row, other in zip(plain, careless, strict=True):
         assert other["train/custom_loss"] == pytest.approx(99)
-        same = {name: value for name, value in row.items() if name.startswith(("train/", "rollout/"))}
+        same = {
+            name: value for name, value in row.items() if name.startswith(("train/", "rollout/"))
+        }
         assert {name: other[name] for name in same} == same
 
 
 def test_off_policy_sequence_masking_acts_on_stale_samples_with_one_step_per_rollout(run):
-    flags = ("--use-opsm", "--opsm-delta", "0.005", "--update-weights-interval", "3", "--num-rollout", "3")
+    flags = (
+        "--use-opsm",
+        "--opsm-delta",
+        "0.005",
+        "--update-weights-interval",
+        "3",
+        "--num-rollout",
+        "3",
+    )
     rows = run(*flags, "--rollout-precision", "fp32")
     clipped = [row["train/opsm_clipfrac"] for row in rows]
     assert clipped[0] == 0 < max(clipped[1:])  # the engines agree, and the weights do not

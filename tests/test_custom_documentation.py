@@ -41,9 +41,16 @@ def test_the_reward_shown_scores(run):
 
 
 def test_the_filters_logs_and_shaped_rewards_shown_run(run, task, tmp_path, capsys):
-    reward = "def reward(args, sample):\n    return float((sample.index + len(sample.prompt)) % 2)\n"
+    reward = (
+        "def reward(args, sample):\n    return float((sample.index + len(sample.prompt)) % 2)\n"
+    )
     (tmp_path / "half.py").write_text(reward)
-    flags = ["--custom-rm-path", "half.py:reward", "--dynamic-sampling-filter-path", "my_filter.py:solvable"]
+    flags = [
+        "--custom-rm-path",
+        "half.py:reward",
+        "--dynamic-sampling-filter-path",
+        "my_filter.py:solvable",
+    ]
     flags += ["--rollout-sample-filter-path", "my_samples.py:drop_truncated"]
     flags += ["--rollout-all-samples-process-path", "my_samples.py:record"]
     flags += ["--custom-reward-post-process-path", "my_shaping.py:centered"]
@@ -52,17 +59,36 @@ def test_the_filters_logs_and_shaped_rewards_shown_run(run, task, tmp_path, caps
     flags += ["--eval-prompt-data", held_out, "--skip-eval-before-train"]
     flags += ["--custom-eval-rollout-log-function-path", "my_log.py:log_evaluation"]
     (row,) = run(*flags, "--num-rollout", "1")
-    (evaluated,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("eval accuracy: ")]
+    (evaluated,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("eval accuracy: ")
+    ]
     assert "->" not in evaluated  # nothing was measured before training
     assert row["rollout/dynamic_filter/dropped"] == 0 and row["rollout/raw_reward"] == 0.5
     assert row["train/loss_denominator"] == pytest.approx(16 * (1 - row["rollout/truncated"]))
     assert len(json.loads((tmp_path / "run" / "all_samples.jsonl").read_text())["rewards"]) == 4
-    assert json.loads((tmp_path / "run" / "longest.jsonl").read_text())["rollout/dynamic_filter/sampled"] == 4
+    assert (
+        json.loads((tmp_path / "run" / "longest.jsonl").read_text())[
+            "rollout/dynamic_filter/sampled"
+        ]
+        == 4
+    )
 
 
 def test_the_buffer_filter_shown_runs(task, tmp_path):
-    flags = [*with_sglang(task), "--partial-rollout", "--over-sampling-batch-size", "8", "--num-rollout", "4"]
-    flags += ["--rollout-max-response-len", "60", "--buffer-filter-path", "my_buffer.py:most_complete"]
+    flags = [
+        *with_sglang(task),
+        "--partial-rollout",
+        "--over-sampling-batch-size",
+        "8",
+        "--num-rollout",
+        "4",
+    ]
+    flags += [
+        "--rollout-max-response-len",
+        "60",
+        "--buffer-filter-path",
+        "my_buffer.py:most_complete",
+    ]
     with fake_servers(1) as (server,):
         server.pace = 0.01  # so that all requests are under way before the first of them ends
         rows = run_here([*flags, "--sglang-url", server.url], tmp_path / "run")
@@ -73,25 +99,44 @@ def test_the_buffer_filter_shown_runs(task, tmp_path):
 
 def test_the_data_source_shown_is_taken_up_where_it_was(task, tmp_path):
     data = str(tmp_path / "{rollout_id}.jsonl")
-    flags = [*task, "--data-source-path", "my_data.py:Sums", "--rollout-lookahead", "1", "--num-rollout", "3"]
+    flags = [
+        *task,
+        "--data-source-path",
+        "my_data.py:Sums",
+        "--rollout-lookahead",
+        "1",
+        "--num-rollout",
+        "3",
+    ]
     flags += ["--save-debug-rollout-data", data]
     run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
 
     def prompts(number):
-        return [group[0].metadata["number"] for group in load_samples(tmp_path / f"{number}.jsonl", 4, 4)]
+        return [
+            group[0].metadata["number"]
+            for group in load_samples(tmp_path / f"{number}.jsonl", 4, 4)
+        ]
 
     assert [prompts(number) for number in range(3)] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     (tmp_path / "load").mkdir()
     (tmp_path / "load" / "iter_0000002").symlink_to(tmp_path / "save" / "iter_0000002")
     (tmp_path / "load" / "sums_1.json").symlink_to(tmp_path / "save" / "sums_1.json")
-    assert json.loads((tmp_path / "load" / "sums_1.json").read_text()) == 12  # the third rollout is in flight
+    assert (
+        json.loads((tmp_path / "load" / "sums_1.json").read_text()) == 12
+    )  # the third rollout is in flight
     (tmp_path / "2.jsonl").rename(tmp_path / "whole.jsonl")
     run_here([*flags, "--load", "load"], tmp_path / "resumed")
     assert prompts(2) == [9, 10, 11, 12]
 
 
 def test_the_rollout_shown_is_trained_on_and_resumed(task, tmp_path):
-    flags = [*task, "--rollout-function-path", "my_rollout.py:generate_rollout", "--num-rollout", "3"]
+    flags = [
+        *task,
+        "--rollout-function-path",
+        "my_rollout.py:generate_rollout",
+        "--num-rollout",
+        "3",
+    ]
     rows = run_here([*flags, "--save", "save", "--save-interval", "2"], tmp_path / "run")
     assert [row["rollout/response_len"] for row in rows] == [3, 3, 3]
     assert rows[0]["rollout/teacher"] == 1 and rows[0]["train/loss_denominator"] == 16
@@ -103,18 +148,31 @@ def test_the_rollout_shown_is_trained_on_and_resumed(task, tmp_path):
 
 
 LOSS = ("--loss-type", "custom_loss", "--custom-loss-function-path", "my_objective.py:clipped")
-CORRECTION = ("--use-tis", "--tis-batch-normalize", "--use-rs", "--rs-level", "token", "--rs-upper-bound", "1.001")
+CORRECTION = (
+    "--use-tis",
+    "--tis-batch-normalize",
+    "--use-rs",
+    "--rs-level",
+    "token",
+    "--rs-upper-bound",
+    "1.001",
+)
 
 
 def objective(run, *flags, name, step=1):
     """The metrics of a step, the first or the second of a rollout of two."""
-    return training_metrics(run("--num-rollout", "1", "--num-steps-per-rollout", "2", *flags, name=name)[step])
+    return training_metrics(
+        run("--num-rollout", "1", "--num-steps-per-rollout", "2", *flags, name=name)[step]
+    )
 
 
 @pytest.mark.parametrize("flags", [(), CORRECTION], ids=["alone", "corrected"])
 def test_the_loss_shown_is_the_built_in_one(run, flags):
     flags = (*flags, "--micro-batch-size", "4")
-    built_in, shown = objective(run, *flags, name="built_in"), objective(run, *flags, *LOSS, name="own")
+    built_in, shown = (
+        objective(run, *flags, name="built_in"),
+        objective(run, *flags, *LOSS, name="own"),
+    )
     assert ("train/mis_eff_sample_size" in shown) == ("--use-tis" in flags)
     assert (shown["train/gradient_kept_fraction"] < 1) == ("--use-rs" in flags)
     assert shown.pop("train/my_ratio") == pytest.approx(shown["train/ois"], rel=1e-5)
@@ -125,16 +183,22 @@ def test_the_advantages_and_the_reducer_shown_act(run):
     reducer = "--custom-pg-loss-reducer-function-path"
     plain = objective(run, "--calculate-per-token-loss", name="plain", step=0)["train/grad_norm"]
     flags = ("--calculate-per-token-loss", reducer, "my_objective.py:constant_divisor")
-    assert objective(run, *flags, name="reduced", step=0)["train/grad_norm"] == pytest.approx(plain / 100, rel=1e-4)
+    assert objective(run, *flags, name="reduced", step=0)["train/grad_norm"] == pytest.approx(
+        plain / 100, rel=1e-4
+    )
     mean = objective(run, name="mean", step=0)["train/grad_norm"]
     flags = (reducer, "slime_tis.policy.reducers.dr_grpo")
-    dr_grpo = objective(run, *flags, name="dr_grpo", step=0)  # every response here reaches the limit
+    dr_grpo = objective(
+        run, *flags, name="dr_grpo", step=0
+    )  # every response here reaches the limit
     assert dr_grpo["train/grad_norm"] == pytest.approx(mean, rel=1e-5)
     flags = ("--custom-advantage-function-path", "my_objective.py:fading")
     assert 0 < objective(run, *flags, name="faded", step=0)["train/grad_norm"] < mean
 
 
-ONE_STEP = "--num-rollout 1 --lr 0.01 --adam-eps 1 --weight-decay 0 --clip-grad 0 --micro-batch-size 4"
+ONE_STEP = (
+    "--num-rollout 1 --lr 0.01 --adam-eps 1 --weight-decay 0 --clip-grad 0 --micro-batch-size 4"
+)
 ADVANTAGE = ("--custom-advantage-function-path", "my_objective.py:fading")
 REDUCER = ("--custom-pg-loss-reducer-function-path", "my_objective.py:constant_divisor")
 
@@ -142,9 +206,17 @@ REDUCER = ("--custom-pg-loss-reducer-function-path", "my_objective.py:constant_d
 @pytest.mark.parametrize(
     ("flags", "layouts"),
     [
-        pytest.param([*ADVANTAGE, *REDUCER, "--use-kl-loss", "--kl-loss-coef", "0.1"], [()], id="advantages, reducer"),
-        pytest.param([*LOSS, *CORRECTION], [(), ("--context-parallel-size", "2")], id="corrected loss"),
-        pytest.param([*ADVANTAGE, *LOSS], [(), ("--tensor-model-parallel-size", "2")], id="advantages, loss"),
+        pytest.param(
+            [*ADVANTAGE, *REDUCER, "--use-kl-loss", "--kl-loss-coef", "0.1"],
+            [()],
+            id="advantages, reducer",
+        ),
+        pytest.param(
+            [*LOSS, *CORRECTION], [(), ("--context-parallel-size", "2")], id="corrected loss"
+        ),
+        pytest.param(
+            [*ADVANTAGE, *LOSS], [(), ("--tensor-model-parallel-size", "2")], id="advantages, loss"
+        ),
     ],
 )
 def test_objectives_are_those_of_one_rank(flags, layouts, task, tmp_path):
@@ -158,7 +230,9 @@ def test_objectives_are_those_of_one_rank(flags, layouts, task, tmp_path):
     assert moved > 1e-4
     for layout in layouts:
         name = f"two{len(layout)}"
-        two = run_apart([*flags, *layout, "--save-hf", str(tmp_path / f"{name}_hf")], tmp_path / name, ranks=2)
+        two = run_apart(
+            [*flags, *layout, "--save-hf", str(tmp_path / f"{name}_hf")], tmp_path / name, ranks=2
+        )
         assert two.returncode == 0, two.stderr[-3000:]
         found = load_file(tmp_path / f"{name}_hf" / "model.safetensors")
         assert found.keys() == weights.keys()
@@ -172,10 +246,17 @@ def test_the_page_lists_every_function_with_its_arguments():
     rows = dict(re.findall(r"^\| (?:\[)?`--([\w-]+-path)`.*? \| (.*?) \| ", PAGE, re.M))
     for option, signature in USER_FUNCTIONS.items():
         row = rows[option.replace("_", "-")]
-        names = signature.methods or (() if option == "custom_tis_function_path" else signature.positional)
-        assert all(re.search(rf"\b{'groups' if name == 'samples' else name}\b|\b{name}\b", row) for name in names), row
+        names = signature.methods or (
+            () if option == "custom_tis_function_path" else signature.positional
+        )
+        assert all(
+            re.search(rf"\b{'groups' if name == 'samples' else name}\b|\b{name}\b", row)
+            for name in names
+        ), row
 
 
-@pytest.mark.parametrize("path", re.findall(r"^\| `((?:slime_tis|custom_tis)\.[\w.]+)`", PAGE, re.M))
+@pytest.mark.parametrize(
+    "path", re.findall(r"^\| `((?:slime_tis|custom_tis)\.[\w.]+)`", PAGE, re.M)
+)
 def test_the_functions_listed_are_there(path):
     assert load_function(path).__doc__

@@ -9,7 +9,9 @@ def too_late(*args, **kwargs):
     raise AssertionError("the model is trained before the directory is refused")
 
 
-@pytest.mark.parametrize("command", [demo.demo, demo.diagnosis_demo], ids=["demo", "diagnose --demo"])
+@pytest.mark.parametrize(
+    "command", [demo.demo, demo.diagnosis_demo], ids=["demo", "diagnose --demo"]
+)
 @pytest.mark.parametrize("place", ["/proc/x", "file/x", "a" * 300, "nul\0", "/dev/null/x"])
 def test_a_directory_that_cannot_be_made_is_refused_first(command, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -42,8 +42,9 @@ def task(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_task(tmp_path / "data" / "sort_digits")
     return (
-        "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl --num-rollout 1 "
-        "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 12 --rm-type exact_match "
+        "--hf-checkpoint data/sort_digits/checkpoint --prompt-data data/sort_digits/train.jsonl"
+        " --num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 2"
+        " --rollout-max-response-len 12 --rm-type exact_match "
     )
 
 
@@ -55,17 +56,27 @@ def test_flags_page_is_what_its_writer_writes():
 
 
 def test_commands_on_the_quick_start_are_accepted_and_refused_as_shown(task):
-    (command,) = [block for block in blocks("quick_start.md", "") if block.startswith("python train.py \\")]
+    (command,) = [
+        block for block in blocks("quick_start.md", "") if block.startswith("python train.py \\")
+    ]
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
     assert got.correction.rs_z_score == 3.0 and got.correction.rs_level == "geometric"
     assert got.rollout.eval_prompt_sets == (("sort_digits", "data/sort_digits/eval.jsonl"),)
     assert got.loop.global_batch_size == 256
-    (choices,) = [block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")]
-    corrections = [configure(shlex.split(task + line), {}).correction for line in choices.splitlines()]
+    (choices,) = [
+        block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")
+    ]
+    corrections = [
+        configure(shlex.split(task + line), {}).correction for line in choices.splitlines()
+    ]
     assert [c.use_rollout_logprobs for c in corrections] == [False] * 4 + [True] * 3 + [False]
     assert [c.corrects for c in corrections] == [True] * 4 + [False] + [True] * 3
-    (chat,) = [block for block in blocks("quick_start.md", "") if block.startswith("--apply-chat-template")]
-    assert configure(shlex.split(task + chat), {}).rollout.chat_template_options == {"enable_thinking": False}
+    (chat,) = [
+        block for block in blocks("quick_start.md", "") if block.startswith("--apply-chat-template")
+    ]
+    assert configure(shlex.split(task + chat), {}).rollout.chat_template_options == {
+        "enable_thinking": False
+    }
     (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
     command, message = block.splitlines()
     with pytest.raises(ValueError) as error:
@@ -74,18 +85,28 @@ def test_commands_on_the_quick_start_are_accepted_and_refused_as_shown(task):
 
 
 def test_commands_on_the_sglang_page_and_the_block_on_the_verl_page_are_accepted(task, tmp_path):
-    (commands,) = [block for block in blocks("sglang.md", "") if block.startswith("python train.py")]
-    found = [configure(shlex.split(task + line.split("…")[1]), {}).sglang for line in commands.splitlines()]
+    (commands,) = [
+        block for block in blocks("sglang.md", "") if block.startswith("python train.py")
+    ]
+    found = [
+        configure(shlex.split(task + line.split("…")[1]), {}).sglang
+        for line in commands.splitlines()
+    ]
     assert [config.sglang_launch for config in found] == [1, None, None]
     assert found[0].sglang_server_args == ("--mem-fraction-static", "0.8")
     assert len(found[1].server_urls) == 2 and found[2].router_url == "http://10.0.0.4:8000"
     (block,) = blocks("verl.md", "yaml")
     (tmp_path / "verl.yaml").write_text(block)
     got = configure(shlex.split(task + "--custom-config-path verl.yaml"), {}).correction
-    same = "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0 --rs-lower-bound 0.5 "
+    same = (
+        "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0"
+        " --rs-lower-bound 0.5 "
+    )
     assert (
         got
-        == configure(shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}).correction
+        == configure(
+            shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}
+        ).correction
     )
 
 
@@ -101,18 +122,32 @@ def test_the_staged_roll_out_is_accepted_stage_by_stage(task, tmp_path):
     found = []
     for block in blocks("off_policy.md", "yaml"):
         (tmp_path / "stage.yaml").write_text(block)
-        found.append(configure(shlex.split(task + "--custom-config-path stage.yaml"), {}).correction)
+        found.append(
+            configure(shlex.split(task + "--custom-config-path stage.yaml"), {}).correction
+        )
     ours, verls = found[:3], found[3:]
     for stages in (ours, verls):
-        assert [(stage.use_rs, stage.use_tis) for stage in stages] == [(False, False), (True, False), (True, True)]
+        assert [(stage.use_rs, stage.use_tis) for stage in stages] == [
+            (False, False),
+            (True, False),
+            (True, True),
+        ]
     assert not any(stage.use_rollout_logprobs for stage in ours)
     assert all(stage.use_rollout_logprobs and stage.policy_loss == "reinforce" for stage in verls)
-    assert verls[2].tis_level == verls[2].rs_level == "sequence" and verls[2].rs_bounds == (0.5, 2.0)
+    assert verls[2].tis_level == verls[2].rs_level == "sequence" and verls[2].rs_bounds == (
+        0.5,
+        2.0,
+    )
 
 
 CORRECTIONS = [
     {"use_tis": True, "use_rs": True, "rs_veto_threshold": 1e-4, "tis_batch_normalize": True},
-    {"use_tis": True, "tis_mode": "clip", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": 2.0},
+    {
+        "use_tis": True,
+        "tis_mode": "clip",
+        "rollout_rs": "token_k1,seq_max_k3",
+        "rollout_rs_threshold": 2.0,
+    },
     {"use_tis": True, "tis_mode": "mask", "tis_level": "sequence", "rs_second_moment_bound": 0.04},
     {"use_rs": True, "rs_level": "geometric"},
     {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0},
@@ -127,7 +162,9 @@ def test_every_metric_of_the_correction_is_in_the_glossary(options):
     mask = [torch.ones(2), torch.ones(1)]
     names = correct(config, train, rollout, mask).statistics.metrics()
     criteria = "|".join(criterion.name for criterion in config.rejections) or "none"
-    general = {re.sub(rf"mis_rs_({criteria})_", "mis_rs_CRITERION_", f"train/{name}") for name in names}
+    general = {
+        re.sub(rf"mis_rs_({criteria})_", "mis_rs_CRITERION_", f"train/{name}") for name in names
+    }
     assert len(names) >= 15 and general - documented(r"train/\w+") == set()
 
 
@@ -143,8 +180,12 @@ def test_every_metric_of_a_rollout_and_every_timed_part_is_in_the_glossary():
 
 @pytest.mark.parametrize("by", [STALENESS, TURN], ids=["staleness", "turn"])
 def test_every_metric_of_a_breakdown_is_in_the_glossary(by):
-    sums = sums_by(by, torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12]))
-    names = {re.sub(f"_{by.name}_.*", f"_{by.name}_N", f"train/{name}") for name in metrics_by(by, sums)}
+    sums = sums_by(
+        by, torch.zeros(6), torch.ones(6), torch.ones(6), torch.tensor([0, 1, 2, 4, 7, 12])
+    )
+    names = {
+        re.sub(f"_{by.name}_.*", f"_{by.name}_N", f"train/{name}") for name in metrics_by(by, sums)
+    }
     assert len(names) == 4 and names - documented(r"train/\w+") == set()
     page = (DOCS / "metrics.md").read_text()
     assert all(f"`{bucket}`" in page for bucket in by.buckets)
@@ -152,7 +193,9 @@ def test_every_metric_of_a_breakdown_is_in_the_glossary(by):
 
 @pytest.fixture
 def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -163,7 +206,9 @@ def test_python_on_the_library_page_runs(process_group):
     for block in blocks("library.md", "python"):
         exec(block, found)
     weights = [math.exp(0.1), 2.0, 1.0], [math.exp(-0.1), 1.0, 0.0]
-    assert found["correction"].weights.flatten().tolist() == pytest.approx([*weights[0], *weights[1]])
+    assert found["correction"].weights.flatten().tolist() == pytest.approx(
+        [*weights[0], *weights[1]]
+    )
     assert found["loss"].item() == pytest.approx((sum(weights[0]) + sum(weights[1])) / 5)
     assert found["metrics"]["mis_truncate_fraction"] == pytest.approx(0.2)
 
@@ -180,7 +225,9 @@ def test_python_on_the_page_for_verl_runs():
     }
     for block in blocks("verl.md", "python"):
         exec(block, found)
-        if block.startswith("import slime_tis"):  # w = exp(ΣΔ) = e bounded to 2, and e^-0.1; on −log π of 1, 2 and 1/2
+        if block.startswith(
+            "import slime_tis"
+        ):  # w = exp(ΣΔ) = e bounded to 2, and e^-0.1; on −log π of 1, 2 and 1/2
             row = math.exp(1.0), math.exp(-0.1)
             assert found["loss"].item() == pytest.approx((min(row[0], 2.0) * 3 + row[1] * 0.5) / 3)
     assert found["config"].tis_level == "token" and found["weights"].max() == 2.0
@@ -190,7 +237,9 @@ def test_python_on_the_page_for_verl_runs():
 def test_the_switch_on_the_page_for_verl_replaces_its_helper(monkeypatch):
     name = "verl.trainer.ppo.rollout_corr_helper"
     monkeypatch.setitem(sys.modules, name, None)  # restored afterwards
-    (code,) = [block for block in blocks("verl.md", "python") if block.startswith("# use_slime_tis.py")]
+    (code,) = [
+        block for block in blocks("verl.md", "python") if block.startswith("# use_slime_tis.py")
+    ]
     found = {}
     exec(code, found)
     found["switch"]()
@@ -208,16 +257,22 @@ def test_extras_functions_and_pages_are_there():
     assert project["license"] == "Apache-2.0" and (ROOT / "LICENSE").exists()
     from slime_tis.user_functions import load_function
 
-    (flags,) = [block for block in blocks(README_FILE, "") if block.startswith("--use-tis --custom")]
+    (flags,) = [
+        block for block in blocks(README_FILE, "") if block.startswith("--use-tis --custom")
+    ]
     assert callable(load_function(flags.split()[-1]))
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in README] == []
+    assert [
+        page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in README
+    ] == []
 
 
 def test_the_command_is_accepted(tmp_path):
     (command,) = [block for block in blocks(README_FILE, "") if block.startswith("python train.py")]
     make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=4096)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    command = command.replace("DIR", str(tmp_path / "model")).replace("FILE.jsonl", str(tmp_path / "prompts.jsonl"))
+    command = command.replace("DIR", str(tmp_path / "model")).replace(
+        "FILE.jsonl", str(tmp_path / "prompts.jsonl")
+    )
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
     assert got.correction.is_bounds[1] == 2.0 and got.correction.rs_z_score == 3.0
 
@@ -246,7 +301,9 @@ def test_the_five_lines_run(layout, rejected):
         assert names["loss"].item() == 0.0 and not leaf.grad.any()
         return
     assert names["metrics"]["gradient_kept_fraction"] == 1.0
-    assert names["loss"].item() == pytest.approx(3 * (old_log_probs - rollout_log_probs).exp().mean().item())
+    assert names["loss"].item() == pytest.approx(
+        3 * (old_log_probs - rollout_log_probs).exp().mean().item()
+    )
 
 
 def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatch):
@@ -260,7 +317,11 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatc
         if language == "python":
             exec(text, {})
         for line in text.replace("\\\n", " ").splitlines() if not language else ():
-            words = shlex.split(line, comments=True) if re.match(r"make |pip |slime-tis |python |\.venv/", line) else []
+            words = (
+                shlex.split(line, comments=True)
+                if re.match(r"make |pip |slime-tis |python |\.venv/", line)
+                else []
+            )
             match words:
                 case ["slime-tis", "demo"]:
                     assert "pip install" in seen
@@ -270,10 +331,16 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatc
                         make_task(tmp_path / "data/sort_digits")
                 case ["pip", "install", package]:
                     assert re.fullmatch(r"\.(\[(analysis|train)\])?", package)
-                case [python, "train.py", *flags] if not any(word in ("DIR", "FILE.jsonl") for word in flags):
+                case [python, "train.py", *flags] if not any(
+                    word in ("DIR", "FILE.jsonl") for word in flags
+                ):
                     assert python == ".venv/bin/python"
                     configure(flags, {})
-                    runs.update(flags[flags.index("--output-dir") + 1 :][:1] if "--output-dir" in flags else ())
+                    runs.update(
+                        flags[flags.index("--output-dir") + 1 :][:1]
+                        if "--output-dir" in flags
+                        else ()
+                    )
                 case [".venv/bin/slime-tis", "report" | "diagnose", run]:
                     assert run in runs
             seen.add(" ".join(words[:2]))
@@ -334,7 +401,8 @@ OTHER_PROGRAMS = """
 --device --stages --model --other-checkpoint --fail-on --demo --only --sample
 --world-size --gpu-memory --bandwidth --master-port --master-addr --node-rank
 """
-"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other `slime-tis …`."""
+"""Flags of tensorboard, pip, torchrun, Slurm, SGLang, pytest, examples/, benchmarks/, tools/, other
+`slime-tis …`."""
 
 
 @pytest.mark.parametrize(
@@ -343,11 +411,22 @@ OTHER_PROGRAMS = """
     ids=lambda page: page.name,
 )
 def test_every_flag_exists(page):
-    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {"--help", *OTHER_PROGRAMS.split()}
-    known |= {*FIXED, *RESTATED, *RENAMED, *(flag for flags in ADVICE for flag in flags.split()), *VALUES}
+    known = {"--" + name.replace("_", "-") for name in (*OPTIONS, *ALIASES)} | {
+        "--help",
+        *OTHER_PROGRAMS.split(),
+    }
+    known |= {
+        *FIXED,
+        *RESTATED,
+        *RENAMED,
+        *(flag for flags in ADVICE for flag in flags.split()),
+        *VALUES,
+    }
     known |= {f"--no-{name[2:]}" for name in known}
     found = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text()))
-    assert {name for name in found - known if not name.startswith("--sglang-")} == set()  # those go to the servers
+    assert {
+        name for name in found - known if not name.startswith("--sglang-")
+    } == set()  # those go to the servers
 
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -355,7 +434,10 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 def test_files_and_shape_suffixes_of_contributing_exist():
     paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
-    assert len(paths) > 20 and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+    assert (
+        len(paths) > 20
+        and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
+    )
     table = CONTRIBUTING.split("## Notation")[1].split("Lists of tensors")[0]
     known = set(re.findall(r"`_([A-Z]+)`", table))
     for path in (ROOT / "slime_tis").rglob("*.py"):

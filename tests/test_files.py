@@ -33,7 +33,9 @@ def test_a_file_swapped_while_it_is_written_is_reported(tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o755), (0o002, 0o775), (0o077, 0o700)], ids=oct)
+@pytest.mark.parametrize(
+    ("mask", "mode"), [(0o022, 0o755), (0o002, 0o775), (0o077, 0o700)], ids=oct
+)
 def test_a_private_directory_gets_its_usual_mode_when_complete(mask, mode, tmp_path):
     earlier = os.umask(mask)
     try:

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(f"gpu_{name}", ROOT / "tools" / "gpu" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"gpu_{name}", ROOT / "tools" / "gpu" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -41,9 +43,12 @@ def make_wheel(directory, name, version, requires=()):
         archive.writestr(f"{name}.py", "answer = 42\n")
         archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
         archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
-        archive.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        archive.writestr(
+            f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
     return path
 
 
@@ -67,7 +72,11 @@ def test_without_a_gpu_nothing_is_run(capsys, monkeypatch):
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Where the runner takes wheels from and writes to, with a torch that sees no GPU."""
-    machine = {"gpu": None, "python": "3.12.3", "versions": {"torch": "2.11.0", "pytest-xdist": None}}
+    machine = {
+        "gpu": None,
+        "python": "3.12.3",
+        "versions": {"torch": "2.11.0", "pytest-xdist": None},
+    }
     monkeypatch.setattr(run, "probe", lambda python, environment: machine)
     monkeypatch.setattr(run, "CARRIED", tmp_path / ".gpu")
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
@@ -103,13 +112,21 @@ def test_stages_fail_alone(machine, monkeypatch):
         ("imports", "passed", ""),
         ("more", "passed", ""),
     ]
-    assert {(row["gpu_name"], row["torch"]) for row in rows} == {("none, rehearsal on a CPU", "2.11.0")}
+    assert {(row["gpu_name"], row["torch"]) for row in rows} == {
+        ("none, rehearsal on a CPU", "2.11.0")
+    }
     assert run.main(["--device", "cpu", "--stages", "imports"]) == 0
 
 
 @pytest.mark.parametrize("model", gpu_steps.MODELS)
 def test_the_flags_of_the_runs_are_accepted(model, task):
-    flags = [*task[:4], "--num-rollout", "1", *gpu_steps.COMMON.split(), *gpu_steps.MODELS[model].split()]
+    flags = [
+        *task[:4],
+        "--num-rollout",
+        "1",
+        *gpu_steps.COMMON.split(),
+        *gpu_steps.MODELS[model].split(),
+    ]
     arguments = configure(flags, {})
     assert arguments.megatron.bf16 and arguments.correction.use_tis
     assert arguments.rollout.rollout_precision == "bf16"
@@ -128,7 +145,9 @@ def test_a_nonfinite_metric_is_named_with_its_step():
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("whole_step", ROOT / "benchmarks" / "whole_step.py")
+    spec = importlib.util.spec_from_file_location(
+        "whole_step", ROOT / "benchmarks" / "whole_step.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -139,7 +158,14 @@ def benchmark():
 
 def timed_run(module, seconds, **options):
     steps = [9.0] * 5 + [seconds - 0.1, seconds, seconds + 0.2]
-    return module.Run(steps=steps, parts={"generate": seconds / 4}, reward=0.5, response_len=11.5, warm_up=5, **options)
+    return module.Run(
+        steps=steps,
+        parts={"generate": seconds / 4},
+        reward=0.5,
+        response_len=11.5,
+        warm_up=5,
+        **options,
+    )
 
 
 def setting(module, name="sort_digits", **options):
@@ -163,10 +189,16 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
     assert [row["contender"] for row in rows] == [benchmark.TRL, ours] * 2
     assert [row["median_step_s"] for row in rows[:2]] == ["0.5000", "0.2500"]
     assert [row["times_trl"] for row in rows[:2]] == ["1.000", "0.500"]
-    assert rows[0]["versions"] == "torch==2 trl==1" and rows[0]["rounds"] == "3" and rows[0]["machine"]
+    assert (
+        rows[0]["versions"] == "torch==2 trl==1" and rows[0]["rounds"] == "3" and rows[0]["machine"]
+    )
     assert [row["peak_memory_mb"] for row in rows[:2]] == ["1600", "800"]
     assert [row["memory_times_trl"] for row in rows[:2]] == ["1.000", "0.500"]
-    assert [rows[0][name] for name in ("task", "clock", "response_len")] == ["sort_digits", "wall", "11.5"]
+    assert [rows[0][name] for name in ("task", "clock", "response_len")] == [
+        "sort_digits",
+        "wall",
+        "11.5",
+    ]
     benchmark.report(runs, setting(benchmark))
     assert "× 0.50" in capsys.readouterr().out.splitlines()[2]
 
@@ -175,18 +207,32 @@ def test_rows_have_the_medians_and_their_ratio_to_trl(benchmark, tmp_path, monke
 def test_our_command_lines_are_accepted(benchmark, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "checkpoint" / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"]})
+    )
     (tmp_path / "train.jsonl").write_text('{"prompt": "21>", "label": "12"}\n')
     task = benchmark.TASKS[name]
-    reward = tmp_path / "benchmarks" / "peers"  # relative to the repository, where contenders timed_run
+    reward = (
+        tmp_path / "benchmarks" / "peers"
+    )  # relative to the repository, where contenders timed_run
     reward.mkdir(parents=True)
     (reward / "task.py").write_text((ROOT / "benchmarks" / "peers" / "task.py").read_text())
-    line = [*benchmark.our_flags(task), "--hf-checkpoint", "checkpoint", "--prompt-data", "train.jsonl"]
+    line = [
+        *benchmark.our_flags(task),
+        "--hf-checkpoint",
+        "checkpoint",
+        "--prompt-data",
+        "train.jsonl",
+    ]
     decoupled, bypass = (
         configure([*line, *flags.split(), "--num-rollout", "40", "--num-threads", "2"], {})
         for flags in benchmark.OURS.values()
     )
-    assert decoupled.loop.global_batch_size == bypass.loop.global_batch_size == task.prompts * task.group
+    assert (
+        decoupled.loop.global_batch_size
+        == bypass.loop.global_batch_size
+        == task.prompts * task.group
+    )
     assert decoupled.megatron.micro_batch_size == task.micro_batch
     assert decoupled.correction.use_tis and decoupled.correction.rs_veto_threshold == 1e-4
     assert bypass.correction.use_rollout_logprobs and not bypass.correction.corrects

@@ -20,7 +20,9 @@ def models(tmp_path_factory):
     """A checkpoint of each family, with and without tied embeddings."""
     directory = tmp_path_factory.mktemp("models")
     return {
-        (family, tied): make_checkpoint(directory / f"{family}_{tied}", family, tie_word_embeddings=tied)
+        (family, tied): make_checkpoint(
+            directory / f"{family}_{tied}", family, tie_word_embeddings=tied
+        )
         for family in FAMILIES
         for tied in (False, True)
     }
@@ -136,7 +138,9 @@ def test_another_model_type_is_refused(model_type, loader, models, tmp_path):
 def test_a_pickled_checkpoint_runs_no_code(loader, models, tmp_path):
     shutil.copytree(models["qwen3", False], tmp_path / "model")
     os.remove(tmp_path / "model" / "model.safetensors")
-    torch.save({"model.norm.weight": Evil(tmp_path / "ran")}, tmp_path / "model" / "pytorch_model.bin")
+    torch.save(
+        {"model.norm.weight": Evil(tmp_path / "ran")}, tmp_path / "model" / "pytorch_model.bin"
+    )
     with pytest.raises(ValueError, match="which are never loaded") as error:
         LOADERS[loader](tmp_path / "model")
     assert not (tmp_path / "ran").exists()

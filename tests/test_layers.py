@@ -71,7 +71,9 @@ def sources():
 
 def layer_of(module):
     """The most specific layer that a dotted name belongs to."""
-    return max((layer for layer in HEIGHT if f"{module}.".startswith(f"{layer}.")), key=len, default=None)
+    return max(
+        (layer for layer in HEIGHT if f"{module}.".startswith(f"{layer}.")), key=len, default=None
+    )
 
 
 def module_of(path):
@@ -105,13 +107,17 @@ def test_imports_point_downward(path):
 
 def test_training_imports_no_report_and_config_modules_the_standard_library_alone():
     trainer = [path for path in sources() if "trainer" in path.relative_to(ROOT).parts]
-    used = {name for path in trainer for name in imports(path) if name.startswith("slime_tis.analysis.")}
+    used = {
+        name for path in trainer for name in imports(path) if name.startswith("slime_tis.analysis.")
+    }
     assert used and not any(name.startswith("slime_tis.analysis.report") for name in used), used
     for name in ("config", "modes"):
         for node in ast.parse((ROOT / f"slime_tis/correction/{name}.py").read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-                assert module and module.split(".")[0] in sys.stdlib_module_names | {"slime_tis"}, module
+                assert module and module.split(".")[0] in sys.stdlib_module_names | {"slime_tis"}, (
+                    module
+                )
 
 
 def test_no_module_imports_itself_through_others():
@@ -125,4 +131,6 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize("folder", ["custom_tis", "slime_tis/integrations", "slime_tis/diffusion"])
 def test_the_outside_uses_public_names_of_the_correction(folder):
     for path in (ROOT / folder).rglob("*.py"):
-        assert not {name for name in imports(path) if name.startswith("slime_tis.correction.")}, path
+        assert not {name for name in imports(path) if name.startswith("slime_tis.correction.")}, (
+            path
+        )

@@ -12,7 +12,12 @@ INFINITE, NAN = math.inf, math.nan
 
 CASES = [
     (Limits(ge=1, le=4096), "1 to 4096", [1, 4096], [0, 4097, -1, INFINITE, -INFINITE, NAN]),
-    (Limits(ge=0.01, le=100, also=(0,)), "0.01 to 100, or 0", [0, 0.01, 100], [1e-300, 0.009, 100.1, -1]),
+    (
+        Limits(ge=0.01, le=100, also=(0,)),
+        "0.01 to 100, or 0",
+        [0, 0.01, 100],
+        [1e-300, 0.009, 100.1, -1],
+    ),
     (Limits(ge=1, le=10, also=(-1,)), "1 to 10, or -1", [-1, 1], [0, -2]),
     (Limits(gt=0, lt=1), "above 0 and below 1", [1e-300, 0.999], [0, 1, NAN]),
     (Limits(gt=0, le=1), "above 0 and at most 1", [1], [0, 1.0001]),
@@ -29,7 +34,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("limits", "words", "inside", "outside"), CASES, ids=[case[1] for case in CASES])
+@pytest.mark.parametrize(
+    ("limits", "words", "inside", "outside"), CASES, ids=[case[1] for case in CASES]
+)
 def test_limits(limits, words, inside, outside):
     assert str(limits) == words
     assert [value for value in inside if not limits.allow(value)] == []
@@ -55,8 +62,14 @@ REFUSED = {
     "item of a list": ({"ids": (0, 8)}, "--ids is 8 but must be 0 to 7."),
     "infinite": ({"scale": INFINITE}, "--scale is inf but must be above 0 and finite."),
     "not whole": ({"width": 2.0}, "--width is 2.0 but must be a whole number, 1 to 9."),
-    "switch for a number": ({"scale": True}, "--scale is True but must be a number, above 0 and finite."),
-    "text for a number": ({"scale": "1"}, "--scale is '1' but must be a number, above 0 and finite."),
+    "switch for a number": (
+        {"scale": True},
+        "--scale is True but must be a number, above 0 and finite.",
+    ),
+    "text for a number": (
+        {"scale": "1"},
+        "--scale is '1' but must be a number, above 0 and finite.",
+    ),
     "number for a switch": ({"filled": 1}, "--filled is 1 but must be true or false."),
     "unset": ({"width": None}, "--width is None but must be a whole number, 1 to 9."),
     "other choice": ({"shape": "oval"}, "--shape is 'oval' but must be one of square, round."),

@@ -9,10 +9,23 @@ from tests.runs import training_metrics
 
 
 def test_micro_batches_that_fit_give_the_same_results(run, monkeypatch, capsys):
-    flags = ["--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--num-rollout", "2"]
+    flags = [
+        "--use-tis",
+        "--use-rs",
+        "--rs-level",
+        "geometric",
+        "--rs-upper-bound",
+        "1.01",
+        "--num-rollout",
+        "2",
+    ]
     whole = run(*flags, name="whole")
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches: ")]
-    assert " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches: ")
+    ]
+    assert (
+        " tokens on a rank (" in line and " GiB free, " in line and "--micro-batch-size N" in line
+    )
     sizes = []
 
     def counted(trees, budget, rollouts):
@@ -34,7 +47,9 @@ def test_a_resumed_run_has_the_micro_batches_that_it_had(run, monkeypatch, capsy
     monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**21)
     run("--num-rollout", "1", "--save", save, name="first")
     (first,) = [
-        line.split(" (")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("micro-batches")
+        line.split(" (")[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("micro-batches")
     ]
     monkeypatch.setattr(engine_module, "free_memory", lambda device, processes: 2**40)
     run("--num-rollout", "2", "--save", save, "--load", save, name="second")
@@ -52,13 +67,33 @@ def reward(args, sample):
 @pytest.mark.parametrize(
     ("certain", "flags", "without_gradient"),
     [
-        pytest.param("sample.group_index % 2", [], 3, id="every second group, in separate micro-batches"),
-        pytest.param("True", [], 6, id="all, and no gradient at all"),
-        pytest.param("sample.group_index % 2", ["--rollout-pull-coef", "0.01"], 0, id="the pull has a gradient"),
-        pytest.param("sample.group_index % 2", ["--policy-loss", "dro"], 0, id="the loss has a term without advantage"),
-        pytest.param("sample.group_index % 2", ["--entropy-coef", "0.01"], 0, id="another term has a gradient"),
         pytest.param(
-            "sample.group_index % 2", ["--use-kl-loss", "--kl-loss-coef", "0.1"], 0, id="the reference policy, too"
+            "sample.group_index % 2", [], 3, id="every second group, in separate micro-batches"
+        ),
+        pytest.param("True", [], 6, id="all, and no gradient at all"),
+        pytest.param(
+            "sample.group_index % 2",
+            ["--rollout-pull-coef", "0.01"],
+            0,
+            id="the pull has a gradient",
+        ),
+        pytest.param(
+            "sample.group_index % 2",
+            ["--policy-loss", "dro"],
+            0,
+            id="the loss has a term without advantage",
+        ),
+        pytest.param(
+            "sample.group_index % 2",
+            ["--entropy-coef", "0.01"],
+            0,
+            id="another term has a gradient",
+        ),
+        pytest.param(
+            "sample.group_index % 2",
+            ["--use-kl-loss", "--kl-loss-coef", "0.1"],
+            0,
+            id="the reference policy, too",
         ),
     ],
 )
@@ -99,6 +134,10 @@ def test_the_effective_share_of_sequences_scales_the_learning_rate(run):
 def test_float16_in_both_engines_leaves_less_mismatch_than_bfloat16(run):
     k3 = {}
     for precision in ("fp16", "bf16"):
-        rows = run(f"--{precision}", "--rollout-precision", precision, "--num-rollout", "2", name=precision)
-        k3[precision] = max(row["train/mismatch_k3_kl"] for row in rows if "train/mismatch_k3_kl" in row)
+        rows = run(
+            f"--{precision}", "--rollout-precision", precision, "--num-rollout", "2", name=precision
+        )
+        k3[precision] = max(
+            row["train/mismatch_k3_kl"] for row in rows if "train/mismatch_k3_kl" in row
+        )
     assert 0 < k3["fp16"] < k3["bf16"] / 5, k3

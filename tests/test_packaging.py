@@ -15,9 +15,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_the_wheel_has_every_folder_and_the_console_script_is_the_command():
-    folders = {path.parent for name in ("slime_tis", "custom_tis") for path in (ROOT / name).rglob("*.py")}
+    folders = {
+        path.parent for name in ("slime_tis", "custom_tis") for path in (ROOT / name).rglob("*.py")
+    }
     expected = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert set(find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])) == expected
+    assert (
+        set(find_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"]))
+        == expected
+    )
     (script,) = [each for each in entry_points(group="console_scripts") if each.name == "slime-tis"]
     assert script.value == PROJECT["project"]["scripts"]["slime-tis"] == "slime_tis.main:main"
     assert script.load() is main
@@ -25,5 +30,9 @@ def test_the_wheel_has_every_folder_and_the_console_script_is_the_command():
 
 @pytest.mark.parametrize("extra", ["train", "analysis", "diffusion"])
 def test_extras_that_load_torch_files_need_a_safe_torch(extra):
-    (requirement,) = [each for each in PROJECT["project"]["optional-dependencies"][extra] if each.startswith("torch")]
+    (requirement,) = [
+        each
+        for each in PROJECT["project"]["optional-dependencies"][extra]
+        if each.startswith("torch")
+    ]
     assert requirement == f"torch>={'.'.join(map(str, SAFE_TORCH))}"

@@ -9,7 +9,8 @@ from slime_tis.trainer.data.sample_file import load_samples
 from tests.checkpoints import make_tokenizer
 from tests.runs import run_here, training_metrics
 
-# slime's generate function without its retries: the prompt is tokenized by the function, and the server is asked
+# slime's generate function without its retries: the prompt is tokenized by the function, and the
+# server is asked
 OWN_TOKENS = """
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
@@ -80,9 +81,18 @@ def test_a_generate_function_of_slime_samples_the_engines_tokens(llama_like, tmp
     flags = [*llama_like, "--num-rollout", "1", "--save-debug-rollout-data", str(data)]
     (engine,) = run_here(flags, tmp_path / "engine")
     own = tmp_path / "own.jsonl"
-    flags = task_with(llama_like, tmp_path, OWN_TOKENS, "--custom-generate-function-path", "generate", SPECIAL="False")
+    flags = task_with(
+        llama_like,
+        tmp_path,
+        OWN_TOKENS,
+        "--custom-generate-function-path",
+        "generate",
+        SPECIAL="False",
+    )
     (row,) = run_here([*flags, "--save-debug-rollout-data", str(own)], tmp_path / "own")
-    assert [list(sample.prompt_ids) for sample in samples(own)] == [list(one.prompt_ids) for one in samples(data)]
+    assert [list(sample.prompt_ids) for sample in samples(own)] == [
+        list(one.prompt_ids) for one in samples(data)
+    ]
     assert row["rollout/retokenized"] == 0
     assert row["train/mismatch_k3_kl"] == pytest.approx(engine["train/mismatch_k3_kl"], abs=1e-3)
 
@@ -114,13 +124,17 @@ def test_a_rollout_function_that_brings_prompts_needs_no_file(task, tmp_path):
     assert row["train/loss_denominator"] > 0 and row["rollout/raw_reward"] == 0.5
     flags[flags.index("--num-rollout") + 1] = "2"
     flags = [*flags, *save]
-    rows = run_here([*flags, "--num-rollout", "2", "--disable-rollout-global-dataset"], tmp_path / "run")
+    rows = run_here(
+        [*flags, "--num-rollout", "2", "--disable-rollout-global-dataset"], tmp_path / "run"
+    )
     assert [row["step"] for row in rows] == [1, 2]
 
 
 def test_saved_samples_need_no_reward_function(task, tmp_path):
     data = tmp_path / "d.jsonl"
-    (first,) = run_here([*task, "--num-rollout", "1", "--save-debug-rollout-data", str(data)], tmp_path / "first")
+    (first,) = run_here(
+        [*task, "--num-rollout", "1", "--save-debug-rollout-data", str(data)], tmp_path / "first"
+    )
     flags = without([*task, "--num-rollout", "1"], "--custom-rm-path")
     (again,) = run_here([*flags, "--load-debug-rollout-data", str(data)], tmp_path / "again")
     assert training_metrics(again) == training_metrics(first)
@@ -143,7 +157,10 @@ REFUSED = {
     "prompts for the engine": (["--prompt-data", "none"], "--prompt-data is unset but required"),
     "a switch without a function": (["--disable-rollout-global-dataset"], "has no effect without"),
     "a slice of a missing file": (["--prompt-data", "none.jsonl@[0:3]"], "there is no such file"),
-    "nothing that scores": (["--custom-rm-path", "none"], "--rm-type is unset and so is --custom-rm-path"),
+    "nothing that scores": (
+        ["--custom-rm-path", "none"],
+        "--rm-type is unset and so is --custom-rm-path",
+    ),
 }
 
 
@@ -155,24 +172,41 @@ def test_a_source_that_cannot_work_is_refused(task, tmp_path, capsys, flags, mes
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", [["--check-weight-sync"], ["--rollout-shuffle"]], ids=lambda flag: flag[0])
+@pytest.mark.parametrize(
+    "flag", [["--check-weight-sync"], ["--rollout-shuffle"]], ids=lambda flag: flag[0]
+)
 def test_options_that_need_prompts_are_refused_without_them(task, tmp_path, capsys, flag):
     flags = task_with(task, tmp_path, OWN_PROMPTS, "--rollout-function-path", "generate_rollout")
     with pytest.raises(SystemExit):
-        train([*flags, "--disable-rollout-global-dataset", *flag, "--output-dir", str(tmp_path / "run")])
-    assert f"{flag[0]} has no effect with --disable-rollout-global-dataset" in capsys.readouterr().err
+        train(
+            [
+                *flags,
+                "--disable-rollout-global-dataset",
+                *flag,
+                "--output-dir",
+                str(tmp_path / "run"),
+            ]
+        )
+    assert (
+        f"{flag[0]} has no effect with --disable-rollout-global-dataset" in capsys.readouterr().err
+    )
 
 
 # (flags, part of the message)
 UNFIT_PROMPTS = {
-    "no remote reward": (["--rm-type", "exact_match", "--rm-url", "http://127.0.0.1:9"], "no prompt has a remote"),
+    "no remote reward": (
+        ["--rm-type", "exact_match", "--rm-url", "http://127.0.0.1:9"],
+        "no prompt has a remote",
+    ),
     "no label": (["--rm-type", "exact_match", "--label-key", "none"], "has no label"),
     "no such key": (["--rm-type", "exact_match", "--input-key", "text"], "text"),
 }
 
 
 @pytest.mark.parametrize(("flags", "part"), UNFIT_PROMPTS.values(), ids=UNFIT_PROMPTS)
-def test_prompts_that_flags_do_not_fit_are_a_wrong_command_line(task, tmp_path, capsys, flags, part):
+def test_prompts_that_flags_do_not_fit_are_a_wrong_command_line(
+    task, tmp_path, capsys, flags, part
+):
     line = [*without(task, "--custom-rm-path"), *flags, "--output-dir", str(tmp_path / "run")]
     assert train(line) == 2
     error = capsys.readouterr().err

@@ -37,7 +37,10 @@ def test_dropped_prompts_are_replaced_in_the_order_of_the_data(run, parity, tmp_
     found = prompts_of(data, 2)
     assert all(len(texts) == 4 and all(len(text) % 2 == 0 for text in texts) for texts in found)
     for row in rows:
-        sampled, dropped = row["rollout/dynamic_filter/sampled"], row["rollout/dynamic_filter/dropped"]
+        sampled, dropped = (
+            row["rollout/dynamic_filter/sampled"],
+            row["rollout/dynamic_filter/dropped"],
+        )
         assert sampled == 5 * row["rollout/dynamic_filter/batches"]
         assert dropped == row.get("rollout/dynamic_filter/drop_odd", 0)
         assert sampled - dropped - row["rollout/dynamic_filter/unused"] == 4
@@ -60,16 +63,27 @@ def test_a_resumed_run_samples_the_same(task, parity, tmp_path):
     whole = run_here([*flags, "--save", str(tmp_path / "whole")], tmp_path / "run")
     (tmp_path / "load").mkdir()
     (tmp_path / "load" / "iter_0000002").symlink_to(tmp_path / "whole" / "iter_0000002")
-    resumed = run_here([*flags, "--load", str(tmp_path / "load"), "--save", str(tmp_path / "other")], tmp_path / "two")
+    resumed = run_here(
+        [*flags, "--load", str(tmp_path / "load"), "--save", str(tmp_path / "other")],
+        tmp_path / "two",
+    )
     assert list(map(training_metrics, resumed)) == list(map(training_metrics, whole))[2:]
 
 
 def test_a_filter_that_drops_everything_stops_the_run_where_it_was(task, tmp_path, capsys):
     (tmp_path / "never.py").write_text("def fn(args, samples, **kwargs):\n    return False\n")
     flags = [*task, "--dynamic-sampling-filter-path", f"{tmp_path / 'never.py'}:fn"]
-    assert train([*flags, "--dynamic-sampling-max-batches", "2", "--output-dir", str(tmp_path / "run")]) == 1
+    assert (
+        train(
+            [*flags, "--dynamic-sampling-max-batches", "2", "--output-dir", str(tmp_path / "run")]
+        )
+        == 1
+    )
     said = capsys.readouterr().err
-    assert "error: the dynamic sampling filter accepted 0 of the 8 prompts of 2 batches, and a rollout needs 4" in said
+    assert (
+        "error: the dynamic sampling filter accepted 0 of the 8 prompts of 2 batches, and a rollout"
+        " needs 4" in said
+    )
 
 
 def test_two_ranks_train_on_the_groups_that_rank_0_accepts(task, parity, tmp_path):
@@ -77,8 +91,15 @@ def test_two_ranks_train_on_the_groups_that_rank_0_accepts(task, parity, tmp_pat
     alone = run_apart(flags, tmp_path / "one")
     both = run_apart(flags, tmp_path / "two", ranks=2)
     assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
-    rows = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in ("one", "two")]
-    for name in ("rollout/dynamic_filter/sampled", "rollout/dynamic_filter/dropped", "rollout/raw_reward"):
+    rows = [
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        for name in ("one", "two")
+    ]
+    for name in (
+        "rollout/dynamic_filter/sampled",
+        "rollout/dynamic_filter/dropped",
+        "rollout/raw_reward",
+    ):
         assert rows[0][name] == rows[1][name]
     assert rows[0]["train/loss"] == pytest.approx(rows[1]["train/loss"], abs=1e-6)
 
@@ -108,12 +129,25 @@ def test_filters_shaped_rewards_and_logs_have_their_effect(run, tmp_path):
         return f"{tmp_path / 'hooks.py'}:{name}"
 
     plain = run("--num-rollout", "1", name="plain")
-    flags = ["--rollout-sample-filter-path", path("remove_first"), "--rollout-all-samples-process-path", path("record")]
-    flags += ["--custom-reward-post-process-path", path("shape"), "--custom-rollout-log-function-path", path("log")]
+    flags = [
+        "--rollout-sample-filter-path",
+        path("remove_first"),
+        "--rollout-all-samples-process-path",
+        path("record"),
+    ]
+    flags += [
+        "--custom-reward-post-process-path",
+        path("shape"),
+        "--custom-rollout-log-function-path",
+        path("log"),
+    ]
     rows = run(*flags, "--num-rollout", "2")
     assert rows[0]["train/loss_denominator"] == plain[0]["train/loss_denominator"] - 4
     assert (tmp_path / "seen").read_text() == "[4, 16]\n[4, 16]\n"
-    assert rows[0]["rollout/raw_reward"] == 7.0 and rows[0]["train/pg_loss"] != plain[0]["train/pg_loss"]
+    assert (
+        rows[0]["rollout/raw_reward"] == 7.0
+        and rows[0]["train/pg_loss"] != plain[0]["train/pg_loss"]
+    )
     assert "rollout/response_len" in rows[0] and "rollout/response_len" not in rows[1]
 
 
@@ -194,7 +228,13 @@ def test_a_function_may_see_missing_log_probs(task, tmp_path):
         "    sample.response_length = len(out.token_ids) + 1\n"
         "    return sample\n"
     )
-    flags = [*task, "--custom-generate-function-path", f"{agent}:generate", "--retokenization", "keep-mask"]
+    flags = [
+        *task,
+        "--custom-generate-function-path",
+        f"{agent}:generate",
+        "--retokenization",
+        "keep-mask",
+    ]
     flags += ["--rollout-sample-filter-path", f"{tmp_path / 'user.py'}:keep", "--num-rollout", "1"]
     (row,) = run_here(flags, tmp_path / "run")
     assert row["train/loss_denominator"] > 0

@@ -139,9 +139,31 @@ def flags(directory, file, example):
     rows = [json.dumps({"prompt": text, "label": LABELS[example]}) for text in ("ab", "cd")]
     (directory / "train.jsonl").write_text("\n".join(rows) + "\n")
     return [
-        *("--hf-checkpoint", str(model), "--prompt-data", str(directory / "train.jsonl"), "--num-rollout", "1"),
-        *("--input-key", "prompt", "--label-key", "label", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
-        *("--rollout-max-response-len", "6", "--custom-generate-function-path", f"{file}:generate", "--no-progress"),
+        *(
+            "--hf-checkpoint",
+            str(model),
+            "--prompt-data",
+            str(directory / "train.jsonl"),
+            "--num-rollout",
+            "1",
+        ),
+        *(
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+            "--rollout-batch-size",
+            "2",
+            "--n-samples-per-prompt",
+            "2",
+        ),
+        *(
+            "--rollout-max-response-len",
+            "6",
+            "--custom-generate-function-path",
+            f"{file}:generate",
+            "--no-progress",
+        ),
         *("--no-use-tensorboard", "--num-threads", "1"),
         *(word.format(file=file) for word in NEED[example]),
     ]
@@ -153,9 +175,15 @@ def test_the_control_flow_of_the_example_trains(example, installed, tmp_path, mo
     if installed:  # a slime whose own modules need servers
         for folder in ("utils", "rollout"):
             (tmp_path / "site" / "slime" / folder).mkdir(parents=True)
-        (tmp_path / "site" / "slime" / "utils" / "http_utils.py").write_text("async def post(*_): return None.post\n")
-        (tmp_path / "site" / "slime" / "rollout" / "sglang_rollout.py").write_text("raise ImportError('ray')\n")
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        (tmp_path / "site" / "slime" / "utils" / "http_utils.py").write_text(
+            "async def post(*_): return None.post\n"
+        )
+        (tmp_path / "site" / "slime" / "rollout" / "sglang_rollout.py").write_text(
+            "raise ImportError('ray')\n"
+        )
+        monkeypatch.setenv(
+            "PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        )
     file = tmp_path / "example.py"
     file.write_text(FILES[example])
     run = run_apart(flags(tmp_path, file, example), tmp_path / "run")

@@ -19,7 +19,9 @@ def until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
 def test_a_signal_is_raised_where_work_may_be_abandoned(number, status):
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
@@ -65,14 +67,24 @@ def test_a_second_signal_ends_the_process_and_its_children(capfd, tmp_path):
             (tmp_path / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGINT)
             until(lambda: interrupts.number)
-            stop_signals.REPEAT_WINDOW = 0.0  # the next signal is a second one, in this process alone
+            stop_signals.REPEAT_WINDOW = (
+                0.0  # the next signal is a second one, in this process alone
+            )
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
 
     assert run_child(body) == 143
-    assert [line.split(":")[0] for line in capfd.readouterr().err.splitlines()] == ["SIGINT", "SIGTERM"]
+    assert [line.split(":")[0] for line in capfd.readouterr().err.splitlines()] == [
+        "SIGINT",
+        "SIGTERM",
+    ]
     child = int((tmp_path / "child").read_text())
-    until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+    until(
+        lambda: (
+            not Path(f"/proc/{child}").exists()
+            or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+        )
+    )
 
 
 def test_a_forked_child_has_its_own_signals():
@@ -86,7 +98,9 @@ def test_a_forked_child_has_its_own_signals():
         assert run_child(body) == -signal.SIGTERM
         os.kill(os.getpid(), signal.SIGUSR1)
         until(lambda: interrupts.number)
-        assert interrupts.number == signal.SIGUSR1  # the child's signal, which came first, is not among this process's
+        assert (
+            interrupts.number == signal.SIGUSR1
+        )  # the child's signal, which came first, is not among this process's
 
 
 def test_an_ignored_signal_stays_ignored():
@@ -114,5 +128,10 @@ def test_ranks_share_signals_and_the_first_failure():
     assert first.report_failure("no memory") == Failure(0, "no memory")
     assert second.report_failure("the same, later") == Failure(0, "no memory")
     assert first.failure_elsewhere() is None
-    assert stops_because(1, second.failure_elsewhere()) == "rank 1 stops because rank 0 failed: no memory"
-    assert stops_because(1, None).startswith("rank 1 stops because another rank ended without a message")
+    assert (
+        stops_because(1, second.failure_elsewhere())
+        == "rank 1 stops because rank 0 failed: no memory"
+    )
+    assert stops_because(1, None).startswith(
+        "rank 1 stops because another rank ended without a message"
+    )

@@ -12,7 +12,13 @@ from tests.runs import read_metrics, run_here, start_apart, training_metrics
 
 TWO_STEPS = ("--num-rollout", "2", "--num-steps-per-rollout", "2")
 BYPASSED_BASELINE = (
-    *("--advantage-estimator", "optimal_token_baseline", "--use-rollout-logprobs", "--policy-loss", "reinforce"),
+    *(
+        "--advantage-estimator",
+        "optimal_token_baseline",
+        "--use-rollout-logprobs",
+        "--policy-loss",
+        "reinforce",
+    ),
 )
 ALGORITHMS = {
     # flags: forward passes for the old log-probs, with one optimizer step per rollout and with two
@@ -22,7 +28,14 @@ ALGORITHMS = {
     ("--use-tis", "--tis-mode", "mask", "--use-rs", "--rs-veto-threshold", "1e-4"): (0, 1),
     ("--use-tis", "--tis-level", "geometric", "--tis-batch-normalize"): (1, 1),
     ("--use-rollout-logprobs", "--use-rs"): (0, 0),
-    ("--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-level", "sequence"): (0, 0),
+    (
+        "--use-rollout-logprobs",
+        "--policy-loss",
+        "reinforce",
+        "--use-tis",
+        "--tis-level",
+        "sequence",
+    ): (0, 0),
     ("--get-mismatch-metrics",): (0, 1),
     ("--rollout-rs", "token_k1,seq_max_k3", "--rollout-rs-threshold", "0.5_2.0,0.01"): (0, 1),
     ("--use-tis", "--policy-loss", "gspo", "--eps-clip", "3e-4", "--eps-clip-high", "4e-4"): (0, 1),
@@ -30,7 +43,10 @@ ALGORITHMS = {
     ("--policy-loss", "clip_cov", "--cov-ratio", "0.1", "--clip-cov-lower-bound", "0.1"): (1, 1),
     ("--use-tis", "--tis-level", "prefix", "--tis-batch-normalize"): (1, 1),
     ("--use-rs", "--rs-level", "segment", "--reject-before-advantage"): (1, 1),
-    ("--use-rollout-logprobs", "--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (1, 1),
+    ("--use-rollout-logprobs", "--use-rs", "--rs-level", "sequence", "--reject-before-advantage"): (
+        1,
+        1,
+    ),
     ("--rs-second-moment-bound", "3e-4"): (1, 1),
     ("--advantage-estimator", "optimal_token_baseline", "--use-tis"): (1, 1),
     (*BYPASSED_BASELINE, "--use-tis", "--use-rs", "--reject-before-advantage"): (1, 1),
@@ -44,15 +60,24 @@ def test_every_algorithm_trains_and_skips_the_forward_pass_it_can(flags, run):
     rows = run(*flags, "--num-rollout", "2", name="one")
     assert [row["train/old_log_prob_forwards"] for row in rows] == [once] * 2
     rows = run(*flags, *TWO_STEPS, name="two")
-    assert [row["train/old_log_prob_forwards"] for row in rows] == [2 * twice, 0] * 2  # before the first step
+    assert [row["train/old_log_prob_forwards"] for row in rows] == [
+        2 * twice,
+        0,
+    ] * 2  # before the first step
     for row in rows:
         assert row["train/grad_norm"] > 0
         assert all(value is not None for value in row.values())  # nothing that was not finite
-        if "interpolate" not in flags:  # at a staleness of one step or none the interpolated π_old is π_rollout
-            assert row["train/train_rollout_logprob_abs_diff"] > 0  # int8 weights: the mismatch is real
+        if (
+            "interpolate" not in flags
+        ):  # at a staleness of one step or none the interpolated π_old is π_rollout
+            assert (
+                row["train/train_rollout_logprob_abs_diff"] > 0
+            )  # int8 weights: the mismatch is real
 
 
-@pytest.mark.parametrize("base", [(), ("--use-rollout-logprobs",), TWO_STEPS], ids=["one", "bypass", "two"])
+@pytest.mark.parametrize(
+    "base", [(), ("--use-rollout-logprobs",), TWO_STEPS], ids=["one", "bypass", "two"]
+)
 def test_metrics_only_leaves_training_as_it_is_to_the_bit(base, run):
     plain = run(*base, name="plain")
     measured = run(*base, "--get-mismatch-metrics", name="measured")
@@ -63,25 +88,51 @@ def test_metrics_only_leaves_training_as_it_is_to_the_bit(base, run):
 
 def test_the_first_step_of_a_rollout_takes_no_pass_twice(run):
     """What is known of π_old is known of π_θ, too, as long as no step was made: the loss is the same to the bit."""
-    flags = ("--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis", "--tis-batch-normalize", *TWO_STEPS)
+    flags = (
+        "--use-rollout-logprobs",
+        "--policy-loss",
+        "reinforce",
+        "--use-tis",
+        "--tis-batch-normalize",
+        *TWO_STEPS,
+    )
     plain = run(*flags, name="plain")
     measured = run(*flags, "--get-mismatch-metrics", name="measured")
     assert [row["train/old_log_prob_forwards"] for row in plain] == [1, 1, 1, 1]
-    assert [row["train/old_log_prob_forwards"] for row in measured] == [2, 1, 2, 1]  # both steps', and the second anew
+    assert [row["train/old_log_prob_forwards"] for row in measured] == [
+        2,
+        1,
+        2,
+        1,
+    ]  # both steps', and the second anew
     for row, other in zip(plain, measured, strict=True):
         for name in ("train/loss", "train/grad_norm", "train/mis_batch_norm_factor"):
             assert row[name] == other[name]
 
 
 def test_stale_rollouts_by_the_update_interval(run):
-    rows = run("--update-weights-interval", "3", "--num-rollout", "5", "--rollout-precision", "fp32")
+    rows = run(
+        "--update-weights-interval", "3", "--num-rollout", "5", "--rollout-precision", "fp32"
+    )
     assert [row["rollout/weight_staleness"] for row in rows] == [0, 1, 2, 0, 1]
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in rows]
-    assert max(differences[0], differences[3]) < 1e-5 < min(differences[1], differences[2], differences[4])
+    assert (
+        max(differences[0], differences[3])
+        < 1e-5
+        < min(differences[1], differences[2], differences[4])
+    )
 
 
 def test_one_step_and_several_micro_batches_give_the_same_step(run):
-    flags = ("--use-rollout-logprobs", "--policy-loss", "kl_cov", "--cov-ratio", "0.2", "--kl-cov-coef", "10")
+    flags = (
+        "--use-rollout-logprobs",
+        "--policy-loss",
+        "kl_cov",
+        "--cov-ratio",
+        "0.2",
+        "--kl-cov-coef",
+        "10",
+    )
     (whole,) = run(*flags, "--num-rollout", "1", name="whole")
     (split,) = run(*flags, "--num-rollout", "1", "--micro-batch-size", "4", name="split")
     assert training_metrics(split) == pytest.approx(training_metrics(whole), rel=1e-4, abs=1e-5)
@@ -89,9 +140,21 @@ def test_one_step_and_several_micro_batches_give_the_same_step(run):
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
 def test_recomputed_activations_give_the_same_step_to_the_bit(granularity, run):
-    layers = ("--recompute-method", "uniform", "--recompute-num-layers", "1") if granularity == "full" else ()
+    layers = (
+        ("--recompute-method", "uniform", "--recompute-num-layers", "1")
+        if granularity == "full"
+        else ()
+    )
     (plain,) = run("--use-tis", "--num-rollout", "1", name="plain")
-    (again,) = run("--use-tis", "--num-rollout", "1", "--recompute-granularity", granularity, *layers, name="again")
+    (again,) = run(
+        "--use-tis",
+        "--num-rollout",
+        "1",
+        "--recompute-granularity",
+        granularity,
+        *layers,
+        name="again",
+    )
     assert training_metrics(again) == training_metrics(plain)
 
 
@@ -136,24 +199,57 @@ def test_limits_follow_the_whole_step(mode, run):
 def test_rejected_siblings_shift_no_baseline(run, tmp_path):
     """With the reward of a rejected sample made huge, nothing that is trained on changes."""
     data = tmp_path / "rollout.jsonl"
-    bounds = ("--use-rs", "--rs-level", "geometric", "--rs-lower-bound", "0.99", "--rs-upper-bound", "1.01")
-    flags = (*bounds, "--reject-before-advantage", "--num-rollout", "1", "--rollout-batch-size", "2")
+    bounds = (
+        "--use-rs",
+        "--rs-level",
+        "geometric",
+        "--rs-lower-bound",
+        "0.99",
+        "--rs-upper-bound",
+        "1.01",
+    )
+    flags = (
+        *bounds,
+        "--reject-before-advantage",
+        "--num-rollout",
+        "1",
+        "--rollout-batch-size",
+        "2",
+    )
     (row,) = run(*flags, "--save-debug-rollout-data", str(data), name="sample")
     assert 0 < row["train/mis_rs_seq_masked_fraction"] < 1
     samples = [json.loads(line) for line in data.read_text().splitlines()]
     losses = []
     for index, sample in enumerate(samples):
         changed = [{**other, "reward": 1e6} if other is sample else other for other in samples]
-        (tmp_path / "changed.jsonl").write_text("".join(json.dumps(other) + "\n" for other in changed))
-        (found,) = run(*flags, "--load-debug-rollout-data", str(tmp_path / "changed.jsonl"), name=f"run_{index}")
+        (tmp_path / "changed.jsonl").write_text(
+            "".join(json.dumps(other) + "\n" for other in changed)
+        )
+        (found,) = run(
+            *flags,
+            "--load-debug-rollout-data",
+            str(tmp_path / "changed.jsonl"),
+            name=f"run_{index}",
+        )
         losses.append(found["train/grad_norm"])
     unchanged = sum(loss == row["train/grad_norm"] for loss in losses)
     rejected = round(row["train/mis_rs_seq_masked_fraction"] * len(samples))
-    assert rejected <= unchanged < len(samples)  # an accepted sample without accepted siblings shifts nothing either
+    assert (
+        rejected <= unchanged < len(samples)
+    )  # an accepted sample without accepted siblings shifts nothing either
 
 
 def test_everything_rejected_makes_no_step(run, tmp_path):
-    rows = run("--use-rs", "--rs-level", "token", "--rs-lower-bound", "8", "--rs-upper-bound", "9", name="none")
+    rows = run(
+        "--use-rs",
+        "--rs-level",
+        "token",
+        "--rs-lower-bound",
+        "8",
+        "--rs-upper-bound",
+        "9",
+        name="none",
+    )
     assert [row["train/skipped_steps"] for row in rows] == [1, 1, 1]
     assert rows[-1]["train/gradient_kept_fraction"] == 0
     unchanged = run("--lr", "1e-30", "--weight-decay", "0", name="still")
@@ -187,7 +283,9 @@ def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(task, tmp_pa
 
     def observed(unfinished, checkpoint, run):
         rows = [row["step"] for row in read_metrics(tmp_path / "out")]
-        found.append((checkpoint.name, rows, sorted(path.name for path in (tmp_path / "dump").iterdir())))
+        found.append(
+            (checkpoint.name, rows, sorted(path.name for path in (tmp_path / "dump").iterdir()))
+        )
         finish(unfinished, checkpoint, run)
 
     monkeypatch.setattr(checkpoint_files, "finish", observed)
@@ -203,7 +301,9 @@ def test_a_checkpoint_counts_once_its_steps_are_reported_and_dumped(task, tmp_pa
 
 def test_a_finished_run_has_left_everything(task, tmp_path):
     prompts = tmp_path / "eval.jsonl"
-    prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n{"prompt": "<bos>52>", "label": "25"}\n')
+    prompts.write_text(
+        '{"prompt": "<bos>31>", "label": "13"}\n{"prompt": "<bos>52>", "label": "25"}\n'
+    )
     output = tmp_path / "run"
     flags = [*task, "--eval-prompt-data", str(prompts), "--use-tensorboard", "--eval-interval", "2"]
     flags += ["--save", str(output / "checkpoints"), "--save-hf", str(output / "hf")]
@@ -218,11 +318,23 @@ def test_a_finished_run_has_left_everything(task, tmp_path):
 
 def test_evaluation_is_of_the_training_policy(task, tmp_path):
     """With weights that never reach the sampler, evaluation still follows training."""
-    flags = [*task, "--update-weights-interval", "99", "--lr", "3e-2", "--eval-interval", "1", "--num-rollout", "2"]
+    flags = [
+        *task,
+        "--update-weights-interval",
+        "99",
+        "--lr",
+        "3e-2",
+        "--eval-interval",
+        "1",
+        "--num-rollout",
+        "2",
+    ]
     prompts = tmp_path / "eval.jsonl"
     prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n')
     rows = run_here([*flags, "--eval-prompt-data", str(prompts)], tmp_path / "run")
-    assert len({row["eval/accuracy"] for row in rows}) > 1  # the reward of the task grades any answer
+    assert (
+        len({row["eval/accuracy"] for row in rows}) > 1
+    )  # the reward of the task grades any answer
 
 
 @pytest.mark.parametrize(
@@ -230,13 +342,18 @@ def test_evaluation_is_of_the_training_policy(task, tmp_path):
     [([], True), (["--n-samples-per-eval-prompt", "2"], False)],
     ids=["same evaluation", "another evaluation"],
 )
-def test_a_resumed_run_compares_with_the_accuracy_before_training(changed, is_compared, task, tmp_path, capsys):
+def test_a_resumed_run_compares_with_the_accuracy_before_training(
+    changed, is_compared, task, tmp_path, capsys
+):
     prompts = tmp_path / "eval.jsonl"
     prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n')
     flags = [*task, "--eval-prompt-data", str(prompts), "--save", str(tmp_path / "save")]
     run_here([*flags, "--num-rollout", "1"], tmp_path / "run")
     assert "->" in capsys.readouterr().out.rpartition("eval accuracy: ")[2]
-    run_here([*flags, *changed, "--load", str(tmp_path / "save"), "--num-rollout", "2"], tmp_path / "resumed")
+    run_here(
+        [*flags, *changed, "--load", str(tmp_path / "save"), "--num-rollout", "2"],
+        tmp_path / "resumed",
+    )
     assert ("->" in capsys.readouterr().out.rpartition("eval accuracy: ")[2]) == is_compared
 
 
@@ -250,10 +367,15 @@ def test_tool_tokens_are_neither_trained_on_nor_measured(task, run, tmp_path):
         data = tmp_path / f"{name}.jsonl"
         with data.open("w") as lines:
             for sample in samples:
-                masked = {**sample, "loss_mask": [int(i % 3 != 1) for i in range(len(sample["loss_mask"]))]}
+                masked = {
+                    **sample,
+                    "loss_mask": [int(i % 3 != 1) for i in range(len(sample["loss_mask"]))],
+                }
                 masked["rollout_log_probs"] = [
                     value if keep else garbage
-                    for value, keep in zip(sample["rollout_log_probs"], masked["loss_mask"], strict=True)
+                    for value, keep in zip(
+                        sample["rollout_log_probs"], masked["loss_mask"], strict=True
+                    )
                 ]
                 lines.write(json.dumps(masked) + "\n")
         flags = ("--use-tis", "--use-rs", "--rs-level", "geometric", "--rs-veto-threshold", "1e-4")

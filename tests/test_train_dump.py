@@ -25,7 +25,8 @@ def dumped(tmp_path_factory):
     directory = tmp_path_factory.mktemp("dumped")
     flags = [*make_task(directory), "--num-rollout", "1", *CORRECTION]
     rows = run_here(
-        [*flags, "--num-steps-per-rollout", "2", "--dump-details", str(directory / "dump")], directory / "out"
+        [*flags, "--num-steps-per-rollout", "2", "--dump-details", str(directory / "dump")],
+        directory / "out",
     )
     yield flags, directory, rows
 
@@ -39,14 +40,23 @@ def test_the_dump_has_the_tokens_of_the_rollout_and_of_both_steps(dumped):
     assert table.step.tolist() == [0] * 8 + [1] * 8
     assert table.group.tolist() == [sample.group_index for sample in samples]
     assert table.token.tolist() == [token for sample in samples for token in sample.response_ids]
-    assert [ids.tolist() for ids in table.prompt] == [list(sample.row.token_ids) for sample in samples]
+    assert [ids.tolist() for ids in table.prompt] == [
+        list(sample.row.token_ids) for sample in samples
+    ]
     assert table.reward.tolist() == pytest.approx([sample.reward for sample in samples])
     assert table.text == tuple(sample.response for sample in samples)
-    np.testing.assert_allclose(table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6)
-    assert table.metadata["old_policy"] == "recomputed" and table.metadata["rollout_precision"] == "int8"
+    np.testing.assert_allclose(
+        table.rollout_log_prob, np.concatenate([s.rollout_log_probs for s in samples]), 1e-6
+    )
+    assert (
+        table.metadata["old_policy"] == "recomputed"
+        and table.metadata["rollout_precision"] == "int8"
+    )
     assert table.metadata["criteria"] == ["token", "veto", "nonfinite", "other"]
     assert not table.rollout_worker.any() and table.metadata["workers"] == ["local"]
-    assert (table.train_log_prob[:8] == table.old_log_prob[:8]).all()  # the first step has the old policy
+    assert (
+        table.train_log_prob[:8] == table.old_log_prob[:8]
+    ).all()  # the first step has the old policy
     assert (table.train_log_prob[-8:] != table.old_log_prob[-8:]).any()
 
 
@@ -56,12 +66,20 @@ def test_the_columns_are_those_of_the_metrics(dumped):
     for step, row in enumerate(rows):
         table = whole.select(np.flatnonzero(whole.step == step))
         bit = {name: (table.rejected >> i) & 1 for i, name in enumerate(table.metadata["criteria"])}
-        assert bit["token"].mean() == pytest.approx(row["train/mis_rs_token_masked_fraction"], abs=1e-6)
+        assert bit["token"].mean() == pytest.approx(
+            row["train/mis_rs_token_masked_fraction"], abs=1e-6
+        )
         assert (bit["token"].mean(), bit["veto"].mean()) > (0, 0) and not bit["other"].any()
         assert (bit["veto"] == table.vetoed).all()
-        assert (table.rejected == 0).mean() == pytest.approx(row["train/gradient_kept_fraction"], abs=1e-6)
-        assert table.bounded_weight.mean() == pytest.approx(row["train/mis_ratio_mean_after_mis"], rel=1e-6)
-        assert table.weight.max() == pytest.approx(row["train/mis_weight_max_before_clip"], rel=1e-6)
+        assert (table.rejected == 0).mean() == pytest.approx(
+            row["train/gradient_kept_fraction"], abs=1e-6
+        )
+        assert table.bounded_weight.mean() == pytest.approx(
+            row["train/mis_ratio_mean_after_mis"], rel=1e-6
+        )
+        assert table.weight.max() == pytest.approx(
+            row["train/mis_weight_max_before_clip"], rel=1e-6
+        )
         assert np.expm1(table.log_ratio).mean() - table.log_ratio.mean() == pytest.approx(
             row["train/mismatch_k3_kl"], rel=1e-3
         )
@@ -73,11 +91,18 @@ MEASURED = {
     "bypass with one step": ["--use-rollout-logprobs", "--num-steps-per-rollout", "1"],
     "bypass with weights": ["--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis"],
     "interpolated": ["--old-logprobs", "interpolate", "--use-tis"],
-    "interpolated with one step": ["--old-logprobs", "interpolate", "--use-tis", "--num-steps-per-rollout", "1"],
+    "interpolated with one step": [
+        "--old-logprobs",
+        "interpolate",
+        "--use-tis",
+        "--num-steps-per-rollout",
+        "1",
+    ],
     "decoupled": ["--use-tis"],
     "decoupled with one step": ["--use-tis", "--num-steps-per-rollout", "1"],
 }
-"""Flags of runs with stale weights and --get-mismatch-metrics, whose metrics are of the training engine's π_old."""
+"""Flags of runs with stale weights and --get-mismatch-metrics, whose metrics are of the training
+engine's π_old."""
 
 
 @pytest.fixture(scope="module", params=MEASURED)
@@ -106,7 +131,11 @@ def test_mismatch_metrics_follow_from_the_dump(mismatch_run):
 def test_mismatch_by_staleness_adds_up_to_the_mismatch(mismatch_run):
     _, rows, _ = mismatch_run
     for row in rows:
-        shares = {name: value for name, value in row.items() if name.startswith("train/token_fraction_staleness_")}
+        shares = {
+            name: value
+            for name, value in row.items()
+            if name.startswith("train/token_fraction_staleness_")
+        }
         kl = {name: row[name.replace("token_fraction", "mismatch_kl")] for name in shares}
         total = sum(share * kl[name] for name, share in shares.items())
         assert not shares or total == pytest.approx(row["train/mismatch_kl"], rel=1e-5, abs=1e-9)
@@ -124,7 +153,12 @@ def test_what_if_without_correction_has_the_mismatch_of_the_metrics(mismatch_run
     _, rows, dump = mismatch_run
     table = dump.select(np.flatnonzero(dump.step == len(rows) - 1))
     found = what_if(table, [RolloutCorrectionConfig(get_mismatch_metrics=True)])[0].metrics
-    for name in ("mismatch_kl", "mismatch_k3_kl", "mismatch_log_ppl_diff", "effective_sequence_share"):
+    for name in (
+        "mismatch_kl",
+        "mismatch_k3_kl",
+        "mismatch_log_ppl_diff",
+        "effective_sequence_share",
+    ):
         assert found[name] == pytest.approx(rows[-1][f"train/{name}"], rel=1e-5, abs=1e-9)
 
 
@@ -136,7 +170,9 @@ def test_weights_of_the_dump_are_those_of_the_loss(mismatch_run):
         if name in ("bypass", "bypass with one step"):  # weights are measured and not applied
             expected = 1.0
         assert table.bounded_weight.mean() == pytest.approx(expected, rel=1e-5)
-        assert table.weight.max() == pytest.approx(row["train/mis_weight_max_before_clip"], rel=1e-5)
+        assert table.weight.max() == pytest.approx(
+            row["train/mis_weight_max_before_clip"], rel=1e-5
+        )
 
 
 PRESETS = ("decoupled_geo_rs_token_tis_adaptive", "bypass_pg_geo_rs_seq_tis")
@@ -145,16 +181,31 @@ PRESETS = ("decoupled_geo_rs_token_tis_adaptive", "bypass_pg_geo_rs_seq_tis")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_if_gives_the_numbers_of_a_run_with_these_flags(dumped, tmp_path, preset):
     flags, directory, _ = dumped
-    replay = [*flags[: -len(CORRECTION)], "--load-debug-rollout-data", str(directory / "dump/rollout_data/0.jsonl")]
-    measured = [*replay, "--get-mismatch-metrics", "--save-debug-train-data", str(tmp_path / "plain.parquet")]
+    replay = [
+        *flags[: -len(CORRECTION)],
+        "--load-debug-rollout-data",
+        str(directory / "dump/rollout_data/0.jsonl"),
+    ]
+    measured = [
+        *replay,
+        "--get-mismatch-metrics",
+        "--save-debug-train-data",
+        str(tmp_path / "plain.parquet"),
+    ]
     run_here(measured, tmp_path / "plain")
     row = run_here([*replay, "--rollout-correction-preset", preset], tmp_path / "with")[0]
     config = RolloutCorrectionConfig.preset(preset)
     found = what_if(read(tmp_path / "plain.parquet"), {preset: config})[0]
     assert found.flags == f"--rollout-correction-preset {preset}"
-    expected = {name.removeprefix("train/"): value for name, value in row.items() if name.startswith("train/")}
+    expected = {
+        name.removeprefix("train/"): value
+        for name, value in row.items()
+        if name.startswith("train/")
+    }
     shared = found.metrics.keys() & expected.keys()
-    assert {"gradient_kept_fraction", "loss", "pg_clipfrac", "mis_eff_sample_size"} <= shared | {"mis_eff_sample_size"}
+    assert {"gradient_kept_fraction", "loss", "pg_clipfrac", "mis_eff_sample_size"} <= shared | {
+        "mis_eff_sample_size"
+    }
     assert len(shared) > 20
     for name in shared:
         assert found.metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
@@ -166,7 +217,11 @@ def test_what_if_gives_the_numbers_of_a_run_with_these_flags(dumped, tmp_path, p
     [
         pytest.param(["--context-parallel-size", "2"], 4, id="data and context"),
         pytest.param(
-            [*("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"), "--micro-batch-size", "8"],
+            [
+                *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+                "--micro-batch-size",
+                "8",
+            ],
             4,
             id="tensor and pipeline",
         ),
@@ -176,23 +231,55 @@ def test_every_layout_writes_each_sample_once_and_whole(dumped, tmp_path, layout
     flags, directory, _ = dumped
     replay = [*flags, "--num-steps-per-rollout", "2"]
     replay += ["--load-debug-rollout-data", str(directory / "dump/rollout_data/0.jsonl")]
-    result = run_apart([*replay, *layout, "--dump-details", str(tmp_path / "dump")], tmp_path / "out", ranks)
+    result = run_apart(
+        [*replay, *layout, "--dump-details", str(tmp_path / "dump")], tmp_path / "out", ranks
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     expected, found = read(directory / "dump"), read(tmp_path / "dump")
-    assert len(list((tmp_path / "dump" / "train_data").iterdir())) == (2 if "--context-parallel-size" in layout else 1)
+    assert len(list((tmp_path / "dump" / "train_data").iterdir())) == (
+        2 if "--context-parallel-size" in layout else 1
+    )
     found = found.select(np.argsort(found.sample_index))
     assert [ids.tolist() for ids in found.prompt] == [ids.tolist() for ids in expected.prompt]
-    for name in ("token", "loss_mask", "rejected", "step", "reward", "weight_version", "rollout_log_prob"):
+    for name in (
+        "token",
+        "loss_mask",
+        "rejected",
+        "step",
+        "reward",
+        "weight_version",
+        "rollout_log_prob",
+    ):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    for name in ("train_log_prob", "old_log_prob", "advantage", "entropy", "weight", "bounded_weight"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=2e-4, err_msg=name)
+    for name in (
+        "train_log_prob",
+        "old_log_prob",
+        "advantage",
+        "entropy",
+        "weight",
+        "bounded_weight",
+    ):
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(expected, name), atol=2e-4, err_msg=name
+        )
 
 
 def test_experts_are_those_of_the_tokens_before(tmp_path):
-    flags = [*make_task(tmp_path, "qwen3_moe"), "--num-rollout", "1", "--use-rollout-routing-replay"]
+    flags = [
+        *make_task(tmp_path, "qwen3_moe"),
+        "--num-rollout",
+        "1",
+        "--use-rollout-routing-replay",
+    ]
     dump = tmp_path / "dump.pt"
     run_here(
-        [*flags, "--save-debug-train-data", str(dump), "--save-debug-rollout-data", str(tmp_path / "r.jsonl")],
+        [
+            *flags,
+            "--save-debug-train-data",
+            str(dump),
+            "--save-debug-rollout-data",
+            str(tmp_path / "r.jsonl"),
+        ],
         tmp_path / "out",
     )
     table = read(dump)
@@ -208,7 +295,10 @@ def test_a_file_that_is_something_else_is_left_and_reported(tmp_path, capfd):
     flags += ["--save-debug-train-data", str(tmp_path / "{rollout_id}.parquet")]
     assert len(run_here(flags, tmp_path / "out")) == 2
     assert path.read_text() == "mine" and len(read(tmp_path / "0.parquet")) == 16
-    assert f"warning: --save-debug-train-data: {path} was not written: the file exists" in capfd.readouterr().err
+    assert (
+        f"warning: --save-debug-train-data: {path} was not written: the file exists"
+        in capfd.readouterr().err
+    )
 
 
 ENDINGS = {
@@ -222,16 +312,20 @@ def test_what_was_dumped_before_a_run_ends_early_is_whole(tmp_path, ending):
     statement, status, message = ENDINGS[ending]
     task = make_task(tmp_path)
     (tmp_path / "reward.py").write_text(
-        "import os, signal\ncalls = 0\n\ndef reward(args, sample):\n    global calls\n    calls += 1\n"
-        f"    if calls == 40:\n        {statement}\n    return len(sample.response_ids) % 3\n"
+        "import os, signal\ncalls = 0\n\ndef reward(args, sample):\n    global calls\n    calls +="
+        f" 1\n    if calls == 40:\n        {statement}\n    return len(sample.response_ids) % 3\n"
     )
-    result = run_apart([*task, "--num-rollout", "40", "--dump-details", str(tmp_path / "dump")], tmp_path / "out")
+    result = run_apart(
+        [*task, "--num-rollout", "40", "--dump-details", str(tmp_path / "dump")], tmp_path / "out"
+    )
     assert result.returncode == status and message in result.stderr, result.stderr[-4000:]
     for name in ("train_data", "rollout_data"):
         files = {path.name for path in (tmp_path / "dump" / name).iterdir()}
         numbers = range(len(files))
         assert len(files) >= 2  # rollouts of 16 samples before the 40th call
-        assert files == {f"{i}_0.parquet" if name == "train_data" else f"{i}.jsonl" for i in numbers}
+        assert files == {
+            f"{i}_0.parquet" if name == "train_data" else f"{i}.jsonl" for i in numbers
+        }
         for i in numbers:
             if name == "train_data":
                 table = read(tmp_path / "dump" / name / f"{i}_0.parquet")
@@ -244,8 +338,15 @@ def test_the_step_that_was_refused_is_dumped(tmp_path, capfd):
     from slime_tis.main import train
 
     task = [*make_task(tmp_path), "--num-rollout", "1"]
-    (tmp_path / "reward.py").write_text("def reward(args, sample):\n    return 1e30 * sample.response_ids[0]\n")
-    flags = [*task, "--disable-grpo-std-normalization", "--save-debug-train-data", str(tmp_path / "dump_{rank}.pt")]
+    (tmp_path / "reward.py").write_text(
+        "def reward(args, sample):\n    return 1e30 * sample.response_ids[0]\n"
+    )
+    flags = [
+        *task,
+        "--disable-grpo-std-normalization",
+        "--save-debug-train-data",
+        str(tmp_path / "dump_{rank}.pt"),
+    ]
     assert train([*flags, "--output-dir", str(tmp_path / "out")]) == 1
     assert "is not finite" in capfd.readouterr().err
     table = read(tmp_path / "dump_0.pt")
@@ -253,7 +354,10 @@ def test_the_step_that_was_refused_is_dumped(tmp_path, capfd):
 
 
 def test_samples_replace_samples_and_nothing_else(dumped, tmp_path):
-    groups, path = load_samples(dumped[1] / "dump" / "rollout_data" / "0.jsonl", 4, 4), tmp_path / "0.jsonl"
+    groups, path = (
+        load_samples(dumped[1] / "dump" / "rollout_data" / "0.jsonl", 4, 4),
+        tmp_path / "0.jsonl",
+    )
     for _ in range(2):
         save_samples(path, groups)
     for content in ('{"prompt": "1+1="}\n', "", "[]\n"):

@@ -22,21 +22,37 @@ DATA = "rollout_{rollout_id}.jsonl"
         pytest.param("--rollout-top-p 0.5", (2, 40), id="top-p 0.5"),
         pytest.param("--rollout-top-k 1", (1, 1), id="top-k 1"),
         pytest.param("--rollout-top-k 3 --rollout-temperature 2", (3, 3), id="top-k 3, hot"),
-        pytest.param("--rollout-top-p 0.8 --rollout-top-k 20 --rollout-temperature 0.6", (1, 20), id="both, cool"),
+        pytest.param(
+            "--rollout-top-p 0.8 --rollout-top-k 20 --rollout-temperature 0.6",
+            (1, 20),
+            id="both, cool",
+        ),
         pytest.param("--rollout-top-p 0.7 --use-rollout-logprobs --use-rs", (2, 50), id="bypass"),
-        pytest.param("--rollout-top-p 0.7 --use-tis --num-steps-per-rollout 2", (2, 50), id="two steps"),
+        pytest.param(
+            "--rollout-top-p 0.7 --use-tis --num-steps-per-rollout 2", (2, 50), id="two steps"
+        ),
     ],
 )
 def test_equal_weights_give_equal_log_probs(flags, tokens, run):
-    rows = run(*flags.split(), "--rollout-precision", "fp32", "--num-rollout", "2", "--get-mismatch-metrics")
+    rows = run(
+        *flags.split(),
+        "--rollout-precision",
+        "fp32",
+        "--num-rollout",
+        "2",
+        "--get-mismatch-metrics",
+    )
     for row in rows:
-        # without weights and rejection; with two steps per rollout those of π_old, which the samples come from
+        # without weights and rejection; with two steps per rollout those of π_old, which the
+        # samples come from
         assert row["train/train_rollout_logprob_abs_diff"] < EXACT
         assert row["train/mismatch_k3_kl"] < 1e-9
         assert row["train/nonfinite_token_fraction"] == 0
         if "rollout/sampling_mask_tokens" in row:  # once per rollout
             assert tokens[0] <= row["rollout/sampling_mask_tokens"] <= tokens[1]
-            assert row["rollout/sampling_mask_missing"] == row["rollout/sampling_mask_violations"] == 0
+            assert (
+                row["rollout/sampling_mask_missing"] == row["rollout/sampling_mask_violations"] == 0
+            )
     assert "rollout/sampling_mask_tokens" in rows[-1]
 
 
@@ -45,7 +61,9 @@ def test_one_certain_token_teaches_nothing(run):
         assert row["train/entropy_loss"] == row["train/entropy_gap"] == row["train/grad_norm"] == 0
 
 
-def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allowed(task, run, tmp_path, capsys):
+def test_samples_without_masks_are_refused_and_show_their_bias_where_it_is_allowed(
+    task, run, tmp_path, capsys
+):
     data = str(tmp_path / DATA)
     flags = ["--rollout-top-p", "0.8", "--rollout-precision", "fp32", "--num-rollout", "1"]
     (replayed,) = run(*flags, "--save-debug-rollout-data", data, name="recorded")
@@ -78,8 +96,13 @@ def test_a_token_outside_of_its_set_is_left_to_the_nonfinite_policy(policy, run,
     spoil(row)
     (tmp_path / "rollout_0.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
     (wrong,) = run(*flags, "--load-debug-rollout-data", data, name="wrong")
-    assert (right["rollout/sampling_mask_violations"], wrong["rollout/sampling_mask_violations"]) == (0, 1)
-    assert wrong["train/nonfinite_token_fraction"] == pytest.approx(1 / right["train/loss_denominator"])
+    assert (
+        right["rollout/sampling_mask_violations"],
+        wrong["rollout/sampling_mask_violations"],
+    ) == (0, 1)
+    assert wrong["train/nonfinite_token_fraction"] == pytest.approx(
+        1 / right["train/loss_denominator"]
+    )
     assert wrong["train/loss_denominator"] == right["train/loss_denominator"]
     kept = 1 - (policy == "reject") / right["train/loss_denominator"]
     assert wrong["train/gradient_kept_fraction"] == pytest.approx(kept)
@@ -114,8 +137,12 @@ def test_rows_by_hand_and_the_part_of_a_large_mask_alone_is_pickled():
 @given(SETS, st.data())
 def test_selection_is_that_of_a_list(sets, data):
     mask = SamplingMask.from_sets(sets)
-    positions = data.draw(st.lists(st.integers(0, len(sets) - 1), max_size=6) if sets else st.just([]))
-    assert mask.select(torch.tensor(positions, dtype=torch.int64)).sets() == [sets[i] for i in positions]
+    positions = data.draw(
+        st.lists(st.integers(0, len(sets) - 1), max_size=6) if sets else st.just([])
+    )
+    assert mask.select(torch.tensor(positions, dtype=torch.int64)).sets() == [
+        sets[i] for i in positions
+    ]
 
 
 @given(SETS, st.data())
@@ -129,5 +156,7 @@ def test_split_and_cat_are_inverse(sets, data):
 
 @given(SETS, st.integers(0, 9))
 def test_contains_is_membership_or_an_unrecorded_set(sets, token):
-    found = SamplingMask.from_sets(sets).contains(torch.full((len(sets),), token, dtype=torch.int32))
+    found = SamplingMask.from_sets(sets).contains(
+        torch.full((len(sets),), token, dtype=torch.int32)
+    )
     assert found.tolist() == [not allowed or token in allowed for allowed in sets]

@@ -42,7 +42,9 @@ def test_the_bound_follows_precision_and_length(tokens, trains_in, precision, bo
     assert max_gap(trains_in, precision, tokens) == pytest.approx(bound)
 
 
-ALONE = SimpleNamespace(is_last_stage=True, data_size=1, ranks=Ranks(), broadcast_from_last_stage=lambda value: value)
+ALONE = SimpleNamespace(
+    is_last_stage=True, data_size=1, ranks=Ranks(), broadcast_from_last_stage=lambda value: value
+)
 
 
 def compared(r, n, earlier, trained):
@@ -59,14 +61,20 @@ def test_comparison_by_hand():
     missed = compared([0.3, 0.3, 0.3], [1.0, -2.0, 0.5], [0.3, 0.3, 0.3], [0.0, 0.0, 0.0])
     assert (missed.received, missed.movement_received, missed.is_missed()) == (0.0, 0.0, True)
     little = compared([0.2, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
-    assert little.is_missed() and not little.is_missed(share=0.3)  # 0.1 is below a quarter of 1, and not of 0.3
+    assert little.is_missed() and not little.is_missed(
+        share=0.3
+    )  # 0.1 is below a quarter of 1, and not of 0.3
     first = compared([0.5, math.nan], [0.0, 0.0], None, None)
     assert first.gap == math.inf and math.isnan(first.received) and not first.is_missed()
     unmoved = compared([0.5, 0.1], [0.0, 0.0], [0.5, 0.2], [0.0, 0.0])
     assert math.isnan(unmoved.received) and not unmoved.is_missed()
 
 
-@given(seed=st.integers(0, 10_000), tokens=st.integers(16, 200), noise=st.sampled_from([0.0, 0.1, 1.0, 10.0]))
+@given(
+    seed=st.integers(0, 10_000),
+    tokens=st.integers(16, 200),
+    noise=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
+)
 def test_noise_of_both_engines_is_never_called_a_missed_update(seed, tokens, noise):
     generator = torch.Generator().manual_seed(seed)
     moved, first, second, third, fourth, shift = torch.randn(6, tokens, generator=generator)
@@ -110,7 +118,9 @@ def test_a_run_whose_engine_misses_an_update_stops(run, long_prompts, monkeypatc
     assert "more than --weight-sync-bound 1e-09" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layout", [("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2"), ()])
+@pytest.mark.parametrize(
+    "layout", [("--context-parallel-size", "2"), ("--pipeline-model-parallel-size", "2"), ()]
+)
 def test_ranks_agree(task, long_prompts, tmp_path, layout):
     flags = [*task, *long_prompts, "--check-weight-sync", "--num-rollout", "2"]
     alone = run_here(flags, tmp_path / "alone")

@@ -1,8 +1,8 @@
 """GRPO as one would write it by hand on transformers: one file, one model, one step per rollout, no old forward.
 
-The policy that sampled is the policy that is trained, so the ratio's denominator is the training forward's own
-log-probs, detached. `--own-decode` samples with a decode loop that runs each prompt once and shares its key-value
-cache over the group, instead of with `generate`.
+The policy that sampled is the policy that is trained, so the ratio's denominator is the training
+forward's own log-probs, detached. `--own-decode` samples with a decode loop that runs each prompt
+once and shares its key-value cache over the group, instead of with `generate`.
 """
 
 import torch
@@ -22,7 +22,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint, padding_side="left")
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.learning_rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.learning_rate, weight_decay=0.0, fused=True
+    )
     sample = own_decode if options.own_decode else library_decode
     rows = read_rows(options.rows)
 
@@ -36,9 +38,13 @@ def main() -> None:
         with clock.part("reward"):
             ended = completions == eos
             mask = (ended.cumsum(1) - ended.long()) == 0  # up to and with the first end of sequence
-            texts = tokenizer.batch_decode(completions.masked_fill(~mask, pad), skip_special_tokens=True)
+            texts = tokenizer.batch_decode(
+                completions.masked_fill(~mask, pad), skip_special_tokens=True
+            )
             labels = [row["label"] for row in batch for _ in range(task.group)]
-            rewards = torch.tensor([task.score(text, label) for text, label in zip(texts, labels, strict=True)])
+            rewards = torch.tensor(
+                [task.score(text, label) for text, label in zip(texts, labels, strict=True)]
+            )
         advantages = group_advantages(rewards, task)
         tokens = torch.cat([prompts.input_ids.repeat_interleave(task.group, 0), completions], 1)
         seen = torch.cat([prompts.attention_mask.repeat_interleave(task.group, 0), mask.long()], 1)
@@ -46,7 +52,10 @@ def main() -> None:
         for first in range(0, len(tokens), task.micro_batch):
             part = slice(first, first + task.micro_batch)
             with clock.part("forward_of_part"):
-                loss = policy_loss(model, tokens[part], seen[part], mask[part], advantages[part]) / mask.sum()
+                loss = (
+                    policy_loss(model, tokens[part], seen[part], mask[part], advantages[part])
+                    / mask.sum()
+                )
             with clock.part("backward_of_part"):
                 loss.backward()
             forward += clock.parts["forward_of_part"].pop()
@@ -60,10 +69,14 @@ def main() -> None:
         clock.scored(rewards.tolist(), mask.sum(1).tolist())
         clock.end_step()
     del clock.parts["forward_of_part"], clock.parts["backward_of_part"]
-    write_times(options.out, clock, {"torch": torch.__version__, "transformers": transformers.__version__})
+    write_times(
+        options.out, clock, {"torch": torch.__version__, "transformers": transformers.__version__}
+    )
 
 
-def library_decode(model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, pad: int, task: Task) -> Tensor:
+def library_decode(
+    model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, pad: int, task: Task
+) -> Tensor:
     """[prompts × group, completion] sampled by transformers' generate."""
     tokens = model.generate(
         input_ids=prompts.repeat_interleave(task.group, 0),
@@ -77,12 +90,18 @@ def library_decode(model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: i
     return tokens[:, prompts.shape[1] :]
 
 
-def own_decode(model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, pad: int, task: Task) -> Tensor:
+def own_decode(
+    model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, pad: int, task: Task
+) -> Tensor:
     """[prompts × group, completion] sampled token by token, the prompts' key-value cache shared over each group."""
     cache = DynamicCache(config=model.config)
     seen = seen if (seen == 0).any() else None  # models are faster without a mask
     logits = model(
-        input_ids=prompts, attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1
+        input_ids=prompts,
+        attention_mask=seen,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
     ).logits[:, -1]
     cache.batch_repeat_interleave(task.group)
     logits = logits.repeat_interleave(task.group, 0)
@@ -96,9 +115,9 @@ def own_decode(model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, 
         if len(columns) == task.max_new_tokens or done.all():
             return torch.stack(columns, 1)
         seen = None if seen is None else torch.cat([seen, seen.new_ones(len(seen), 1)], 1)
-        logits = model(input_ids=token[:, None], attention_mask=seen, past_key_values=cache, use_cache=True).logits[
-            :, -1
-        ]
+        logits = model(
+            input_ids=token[:, None], attention_mask=seen, past_key_values=cache, use_cache=True
+        ).logits[:, -1]
 
 
 def group_advantages(rewards: Tensor, task: Task) -> Tensor:
@@ -108,11 +127,15 @@ def group_advantages(rewards: Tensor, task: Task) -> Tensor:
     return scaled.view(-1, 1)
 
 
-def policy_loss(model: torch.nn.Module, tokens: Tensor, seen: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+def policy_loss(
+    model: torch.nn.Module, tokens: Tensor, seen: Tensor, mask: Tensor, advantages: Tensor
+) -> Tensor:
     """The clipped PPO loss, summed over the completions' tokens."""
     length = mask.shape[1]
     seen = seen if (seen == 0).any() else None
-    logits = model(input_ids=tokens, attention_mask=seen, logits_to_keep=length + 1, use_cache=False).logits[:, :-1]
+    logits = model(
+        input_ids=tokens, attention_mask=seen, logits_to_keep=length + 1, use_cache=False
+    ).logits[:, :-1]
     log_probs = logits.log_softmax(-1).gather(-1, tokens[:, -length:, None]).squeeze(-1)
     ratio = (log_probs - log_probs.detach()).exp()
     objective = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)

@@ -18,7 +18,8 @@ ROWS_SEED = 0
 """Of the order of the prompts, the same for all contenders."""
 NUMBER = re.compile(r"-?\d+")
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""What a second is: of the wall clock, or of the processor, which what else the machine does hardly changes."""
+"""What a second is: of the wall clock, or of the processor, which what else the machine does hardly
+changes."""
 
 
 def exact_match(text: str, label: str) -> float:
@@ -59,7 +60,8 @@ class Task:
     our_reward: str
     """The flags that make train.py reward the same."""
     warm_up: int
-    """First steps of a run, which are not counted: imports, caches and allocators are still warming up."""
+    """First steps of a run, which are not counted: imports, caches and allocators are still warming
+    up."""
 
     @property
     def micro_batches(self) -> int:
@@ -137,7 +139,9 @@ def prepare_rows(task: Task, data: Path, tokenizer: Any, out: Path) -> None:
     for row in rows:
         prompt = row["prompt"]
         if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            prompt = tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True
+            )
         written.append(json.dumps({"prompt": prompt, "label": row["label"]}) + "\n")
     out.write_text("".join(written))
 

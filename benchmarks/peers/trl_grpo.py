@@ -32,8 +32,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = StepClock(CLOCKS[options.clock])
 
-    def scores(completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        rewards = [task.score(text, wanted) for text, wanted in zip(completions, label, strict=True)]
+    def scores(
+        completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
+        rewards = [
+            task.score(text, wanted) for text, wanted in zip(completions, label, strict=True)
+        ]
         clock.scored(rewards, [len(ids) for ids in completion_ids])
         return rewards
 
@@ -45,7 +49,8 @@ def main() -> None:
                 output_dir=directory,
                 max_steps=options.steps,
                 per_device_train_batch_size=task.micro_batch,
-                gradient_accumulation_steps=task.micro_batches,  # all completions of a step are sampled at once
+                # all completions of a step are sampled at once
+                gradient_accumulation_steps=task.micro_batches,
                 num_generations=task.group,
                 max_completion_length=task.max_new_tokens,
                 temperature=1.0,
@@ -71,7 +76,9 @@ def main() -> None:
             callbacks=[EndOfStep(clock)],
         )
         trainer.train()
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, trl, accelerate)}
+    versions = {
+        module.__name__: module.__version__ for module in (torch, transformers, trl, accelerate)
+    }
     write_times(options.out, clock, versions)
 
 

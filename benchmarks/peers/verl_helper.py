@@ -1,7 +1,8 @@
 """verl's `rollout_corr_helper.py`, run as it is published, without what else verl depends on.
 
-The file needs three small functions of `verl.utils.torch_functional`, which are taken from verl's own source, and three
-names for its type hints and its return value, which are replaced by empty ones.
+The file needs three small functions of `verl.utils.torch_functional`, which are taken from verl's
+own source, and three names for its type hints and its return value, which are replaced by empty
+ones.
 """
 
 import ast
@@ -19,7 +20,14 @@ FUNCTIONS = ("masked_sum", "masked_mean", "distributed_masked_mean")
 def load_verl_helper(site_packages: Path) -> ModuleType:
     """The module `verl.trainer.ppo.rollout_corr_helper` of the verl installed in `site_packages`."""
     root = site_packages / "verl"
-    _register("verl", "verl.utils", "verl.trainer", "verl.trainer.config", "verl.workers", "verl.workers.config")
+    _register(
+        "verl",
+        "verl.utils",
+        "verl.trainer",
+        "verl.trainer.config",
+        "verl.workers",
+        "verl.workers.config",
+    )
     functional = _register("verl.utils.torch_functional")
     _define_functions(functional, root / "utils" / "torch_functional.py")
     sys.modules["verl.utils"].torch_functional = functional  # type: ignore[attr-defined]
@@ -55,6 +63,8 @@ def _register(*names: str) -> Any:
 
 def _define_functions(module: ModuleType, source: Path) -> None:
     tree = ast.parse(source.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS]
+    tree.body = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS
+    ]
     vars(module)["torch"] = torch
     exec(compile(tree, str(source), "exec"), vars(module))

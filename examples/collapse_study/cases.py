@@ -64,7 +64,11 @@ class Case:
     @property
     def program(self) -> list[str]:
         """The program, as Python's arguments; `command` follows."""
-        return ["-m", "examples.collapse_study.faults", self.fault] if self.fault else [str(ROOT / "train.py")]
+        return (
+            ["-m", "examples.collapse_study.faults", self.fault]
+            if self.fault
+            else [str(ROOT / "train.py")]
+        )
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -81,7 +85,14 @@ class Case:
         """Arguments of train.py for this run, written to a directory."""
         seeds = ("--seed", str(self.seed), "--rollout-seed", str(self.seed))
         common = self.common.relative_to(ROOT) if self.common.is_relative_to(ROOT) else self.common
-        return ["--custom-config-path", str(common), *self.flags, *seeds, "--output-dir", str(directory)]
+        return [
+            "--custom-config-path",
+            str(common),
+            *self.flags,
+            *seeds,
+            "--output-dir",
+            str(directory),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +164,15 @@ class Grid:
         )
 
 
-def _chosen(kind: str, all_of_them: Mapping[str, str], names: Sequence[str] | None) -> dict[str, str]:
+def _chosen(
+    kind: str, all_of_them: Mapping[str, str], names: Sequence[str] | None
+) -> dict[str, str]:
     if names is None:
         return dict(all_of_them)
     for name in names:
         if name not in all_of_them:
-            raise ValueError(f"there is no {kind} {name!r} in grid.yaml; it has {', '.join(map(repr, all_of_them))}.")
+            raise ValueError(
+                f"there is no {kind} {name!r} in grid.yaml; it has"
+                f" {', '.join(map(repr, all_of_them))}."
+            )
     return {name: all_of_them[name] for name in names}

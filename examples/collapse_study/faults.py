@@ -12,13 +12,15 @@ FAULTS: Mapping[str, Fault] = {
     "stale_server": Fault(cause="weights_not_updated", servers=4),
     "top_p": Fault(cause="truncated_sampling", sampling=nucleus),
 }
-"""Faults that `faults` of a grid.yaml names, at the medium strength. In train.py, --rollout-top-p has no such fault:
-the local engine then returns the sampling masks."""
+"""Faults that `faults` of a grid.yaml names, at the medium strength. In train.py, --rollout-top-p
+has no such fault: the local engine then returns the sampling masks."""
 
 
 if __name__ == "__main__":
     name, *flags = sys.argv[1:] or [""]
     if name not in FAULTS:
-        sys.exit(f"error: {name!r} is no fault; give one of {', '.join(FAULTS)}, then flags of train.py.")
+        sys.exit(
+            f"error: {name!r} is no fault; give one of {', '.join(FAULTS)}, then flags of train.py."
+        )
     with planted(FAULTS[name]):
         sys.exit(train(flags))

@@ -15,7 +15,10 @@ from slime_tis.atomic_files import atomic_file, write_atomically
 
 STUDIES = (
     Study(),
-    *(Study(ROOT / "examples" / name) for name in ("real_model_study", "rounding_study", "tool_agent_study")),
+    *(
+        Study(ROOT / "examples" / name)
+        for name in ("real_model_study", "rounding_study", "tool_agent_study")
+    ),
 )
 SEEDS = (0, 1, 2)
 """The seeds of a whole study."""
@@ -72,9 +75,19 @@ def begin(name: str) -> str:
 def table(rows: Iterable[Row]) -> str:
     """One Markdown table per scenario: medians over seeds, in brackets the lowest and highest."""
     rows, parts = list(rows), []
-    columns = {name: column for name, column in COLUMNS.items() if name not in SOME or column(rows) != MISSING}
+    columns = {
+        name: column
+        for name, column in COLUMNS.items()
+        if name not in SOME or column(rows) != MISSING
+    }
     for scenario, cases in by_case(rows).items():
-        parts += ["", f"**{scenario}**", "", f"| run | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        parts += [
+            "",
+            f"**{scenario}**",
+            "",
+            f"| run | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         for name, seeds in cases.items():
             parts.append(f"| {name} | {' | '.join(column(seeds) for column in columns.values())} |")
     return "\n".join(parts[1:])
@@ -82,7 +95,10 @@ def table(rows: Iterable[Row]) -> str:
 
 def not_run(rows: Iterable[Row], grid: Grid) -> str:
     """A paragraph that lists a whole study's runs without a row; empty if every run has one."""
-    there, cases = {row.key for row in rows}, sorted(grid.cases(SEEDS), key=lambda case: grid.position(case.key))
+    there, cases = (
+        {row.key for row in rows},
+        sorted(grid.cases(SEEDS), key=lambda case: grid.position(case.key)),
+    )
     lacking: dict[tuple[str, str], list[str]] = {}
     for case in cases:
         if case.key not in there:
@@ -92,10 +108,14 @@ def not_run(rows: Iterable[Row], grid: Grid) -> str:
     by_scenario: dict[str, list[str]] = {}
     for (scenario, correction), seeds in lacking.items():
         by_scenario.setdefault(scenario, []).append(f"{correction} (seeds {', '.join(seeds)})")
-    listed = "\n".join(f"* {scenario}: {', '.join(names)}" for scenario, names in by_scenario.items())
+    listed = "\n".join(
+        f"* {scenario}: {', '.join(names)}" for scenario, names in by_scenario.items()
+    )
     count = sum(case.key in there for case in cases)
     seeds = ", ".join(map(str, SEEDS))
-    return f"\n\n{count} of the {len(cases)} runs of seeds {seeds} were made. Not run yet:\n\n{listed}"
+    return (
+        f"\n\n{count} of the {len(cases)} runs of seeds {seeds} were made. Not run yet:\n\n{listed}"
+    )
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
@@ -127,9 +147,12 @@ def collapses(rows: Sequence[Row]) -> str:
 def ages(rows: Sequence[Row]) -> str:
     """The k3 KL of the samples of the newest and of the oldest weights, medians over seeds."""
     youngest, oldest = (
-        middle([row.k3_by_staleness[end][1] for row in rows if row.k3_by_staleness], "{:.2g}") for end in (0, -1)
+        middle([row.k3_by_staleness[end][1] for row in rows if row.k3_by_staleness], "{:.2g}")
+        for end in (0, -1)
     )
-    return youngest if all(len(row.k3_by_staleness) == 1 for row in rows) else f"{youngest} → {oldest}"
+    return (
+        youngest if all(len(row.k3_by_staleness) == 1 for row in rows) else f"{youngest} → {oldest}"
+    )
 
 
 COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -141,7 +164,9 @@ COLUMNS: dict[str, Callable[[Sequence[Row]], str]] = {
     "k3 KL, new → old": ages,
     "ESS": lambda rows: middle([row.ess for row in rows], "{:.2f}"),
     "kept": lambda rows: middle([row.kept_fraction for row in rows], "{:.0%}"),
-    "last reward": lambda rows: middle([row.rewards[-1][1] if row.rewards else None for row in rows], "{:.2f}"),
+    "last reward": lambda rows: middle(
+        [row.rewards[-1][1] if row.rewards else None for row in rows], "{:.2f}"
+    ),
     "update received": lambda rows: middle([row.update_received for row in rows], "{:.2f}"),
 }
 """Columns of the table, each from the seeds of one case."""
@@ -170,7 +195,12 @@ def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
     panels = {name: cases for name, cases in scenarios.items() if name != REFERENCE} or scenarios
     reference = [row for cases in scenarios.get(REFERENCE, {}).values() for row in cases]
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5 * len(panels), 5.2), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(panels),
+        figsize=(5 * len(panels), 5.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     lines: dict[str, Any] = {}
     for axis, (scenario, cases) in zip(axes[0], panels.items(), strict=True):
@@ -183,7 +213,12 @@ def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
         axis.grid(alpha=0.25)
         axis.set_ylim(0, 1)
     axes[0][0].set_ylabel(LABELS[curve])
-    figure.legend(handles=lines.values(), loc="outside lower center", ncols=min(5, 2 * len(panels)), frameon=False)
+    figure.legend(
+        handles=lines.values(),
+        loc="outside lower center",
+        ncols=min(5, 2 * len(panels)),
+        frameon=False,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         figure.savefig(file, dpi=110, format="png")
@@ -191,7 +226,9 @@ def draw(rows: Sequence[Row], path: Path, curve: Curve = "accuracy") -> Path:
     return path
 
 
-def _draw_case(axis: Any, seeds: Sequence[Row], curve: Curve, label: str, lines: dict[str, Any]) -> None:
+def _draw_case(
+    axis: Any, seeds: Sequence[Row], curve: Curve, label: str, lines: dict[str, Any]
+) -> None:
     """The median over seeds as a line, their range as a band; only steps that all seeds have."""
     steps, median, low, high = spread_over_runs([dict(getattr(row, curve)) for row in seeds])
     color, style = LOOKS.get(label, (None, "-"))

@@ -37,7 +37,8 @@ class Row:
     late_accuracy: float
     """Mean of the evaluations in the last quarter of the steps."""
     accuracy_area: float
-    """Mean of the accuracy over the steps: the area under its curve, by the trapezoid rule, over their number."""
+    """Mean of the accuracy over the steps: the area under its curve, by the trapezoid rule, over
+    their number."""
     collapse_step: int | None
     """First evaluation below half of the highest accuracy until then; None without a collapse."""
     mismatch_kl: float | None
@@ -47,7 +48,8 @@ class Row:
     kept_fraction: float | None
     reward: float | None
     update_received: float | None
-    """Share of each update that arrived in the engine's precision; None where nothing is rounded."""
+    """Share of each update that arrived in the engine's precision; None where nothing is
+    rounded."""
     steps: int
     seconds: float
     """Wall time of the process; the machine had other load."""
@@ -56,7 +58,8 @@ class Row:
     rewards: tuple[tuple[int, float], ...]
     """The curve of the samples' mean reward, over each eighth of the run: (its last step, mean)."""
     k3_by_staleness: tuple[tuple[int, float], ...]
-    """(optimizer steps between the weights that sampled and those trained, median k3 KL of such steps)."""
+    """(optimizer steps between the weights that sampled and those trained, median k3 KL of such
+    steps)."""
     flags: str
     date: str
     machine: str
@@ -82,7 +85,9 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         **means,
         **facts,
         final_accuracy=curve[-1][1],
-        late_accuracy=statistics.fmean(value for step, value in curve if step > 0.75 * curve[-1][0]),
+        late_accuracy=statistics.fmean(
+            value for step, value in curve if step > 0.75 * curve[-1][0]
+        ),
         accuracy_area=area(curve),
         collapse_step=collapse_step(curve),
         steps=last,
@@ -98,7 +103,9 @@ def by_staleness(rows: Iterable[Mapping[str, Any]]) -> tuple[tuple[int, float], 
     for row in rows:
         if row.get(STALENESS) is not None and row.get(K3) is not None:
             found.setdefault(round(row[STALENESS]), []).append(row[K3])
-    return tuple((staleness, statistics.median(values)) for staleness, values in sorted(found.items()))
+    return tuple(
+        (staleness, statistics.median(values)) for staleness, values in sorted(found.items())
+    )
 
 
 def by_eighths(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
@@ -113,14 +120,23 @@ def by_eighths(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ..
 
 def area(curve: Sequence[tuple[int, float]]) -> float:
     """Mean height of a piecewise linear curve."""
-    total = sum((after - before) * (left + right) / 2 for (before, left), (after, right) in pairwise(curve))
+    total = sum(
+        (after - before) * (left + right) / 2 for (before, left), (after, right) in pairwise(curve)
+    )
     return total / (curve[-1][0] - curve[0][0])
 
 
 def collapse_step(curve: Sequence[tuple[int, float]]) -> int | None:
     """The first step at which less than half of the highest accuracy so far is left."""
     highest = accumulate((accuracy for _, accuracy in curve), max)
-    return next((step for (step, accuracy), best in zip(curve, highest, strict=True) if accuracy < best / 2), None)
+    return next(
+        (
+            step
+            for (step, accuracy), best in zip(curve, highest, strict=True)
+            if accuracy < best / 2
+        ),
+        None,
+    )
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
@@ -131,7 +147,9 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in (directory / METRICS).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def read_table(path: Path) -> dict[tuple[str, str, int], Row]:

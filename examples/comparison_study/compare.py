@@ -2,10 +2,10 @@
 
     python -m examples.comparison_study.compare    # part of `make docs`
 
-A method's accuracy is the mean of the evaluations in the last quarter of a run. Its relative accuracy is the mean over
-seeds divided by the mean of on-policy training in the same task over the same seeds. Its 95 % interval is the
-percentile bootstrap over seeds, resampled together for both means. A method is tied with the best one if their
-difference is within `tie_margin`.
+A method's accuracy is the mean of the evaluations in the last quarter of a run. Its relative
+accuracy is the mean over seeds divided by the mean of on-policy training in the same task over the
+same seeds. Its 95 % interval is the percentile bootstrap over seeds, resampled together for both
+means. A method is tied with the best one if their difference is within `tie_margin`.
 """
 
 import json
@@ -49,7 +49,8 @@ SORTING = ""
 MAIN = ("stale 16", "stale 64", "fp8", "fp8 and stale 16", "int4")
 """The columns of the first table."""
 COVERED = (*MAIN, "stale 2", "stale 8", "int4 and stale 16")
-"""The columns in which `recommend` places a mismatch: old weights or precision, one step per rollout."""
+"""The columns in which `recommend` places a mismatch: old weights or precision, one step per
+rollout."""
 STALE_SERVER = "stale_server"
 """The fault with old weights."""
 TOKENS = {SORTING: 11, "lr 2e-4": 11, "experts": 11, "agent": 17}
@@ -66,19 +67,30 @@ def main() -> None:
     seen = [column for column in compared if task_of(column.name) == SORTING]
     held_out = [column for column in compared if column not in seen]
     first = [column for column in seen if column.name in MAIN]
-    write_atomically(EVIDENCE, json.dumps([*map(asdict, seen)], indent=1, ensure_ascii=False) + "\n")
+    write_atomically(
+        EVIDENCE, json.dumps([*map(asdict, seen)], indent=1, ensure_ascii=False) + "\n"
+    )
     print(EVIDENCE)
     print(draw(compared, STUDY.picture))
     print(replace_table(STUDY.page, "results", table(first)))
     print(replace_table(STUDY.page, "results of other tasks", table(held_out)))
-    print(replace_table(STUDY.page, "other mismatches", table([column for column in seen if column not in first])))
+    print(
+        replace_table(
+            STUDY.page,
+            "other mismatches",
+            table([column for column in seen if column not in first]),
+        )
+    )
     print(replace_table(STUDY.page, "held-out columns", answers(held_out, study())))
     print(replace_table(STUDY.page, "predictors", predictors(rows.values(), compared)))
     swept = read_table(SWEEP.results)
     print(replace_table(STUDY.page, "sweep", sweep(swept.values())))
 
     hours = sum(row.seconds for row in [*rows.values(), *swept.values()]) / 3600
-    cost = f"{len(rows) + len(swept)} runs took {hours:.1f} hours, one core per run, on machines with other load."
+    cost = (
+        f"{len(rows) + len(swept)} runs took {hours:.1f} hours, one core per run, on machines with"
+        " other load."
+    )
     print(replace_table(STUDY.page, "cost", cost))
 
 
@@ -96,7 +108,9 @@ def columns(rows: Iterable[Row], grid: Grid) -> list[Column]:
     for scenario in grid.scenarios:
         task = task_of(scenario)
         on_policy = f"{task}: {REFERENCE}" if task else REFERENCE
-        reference = {seed: row.late_accuracy for seed, row in by_case.get((on_policy, STANDARD), {}).items()}
+        reference = {
+            seed: row.late_accuracy for seed, row in by_case.get((on_policy, STANDARD), {}).items()
+        }
         methods = {
             method: by_case[scenario, method]
             for method in grid.corrections
@@ -107,7 +121,9 @@ def columns(rows: Iterable[Row], grid: Grid) -> list[Column]:
     return result
 
 
-def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], reference: Accuracy) -> Column:
+def _column(
+    name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], reference: Accuracy
+) -> Column:
     accuracy = {
         method: {seed: row.late_accuracy for seed, row in by_seed.items() if seed in reference}
         for method, by_seed in methods.items()
@@ -131,13 +147,17 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
                 collapsed=sum(row.collapse_step is not None for row in rows),
             )
         )
-    k3 = [float(np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()])) for by_seed in methods.values()]
+    k3 = [
+        float(np.mean([row.mismatch_k3_kl or 0.0 for row in by_seed.values()]))
+        for by_seed in methods.values()
+    ]
     tokens = TOKENS[task_of(name)]
     standard = next((cell.relative for cell in cells if cell.method == STANDARD), math.nan)
     return Column(
         name=name,
         covers=name in COVERED,
-        stale="--update-weights-interval" in grid.scenarios[name] or grid.faults.get(name) == STALE_SERVER,
+        stale="--update-weights-interval" in grid.scenarios[name]
+        or grid.faults.get(name) == STALE_SERVER,
         sigma=(math.sqrt(2 * min(k3) * tokens), math.sqrt(2 * max(k3) * tokens)),
         standard=standard,
         cells=tuple(sorted(cells, key=lambda cell: -cell.relative)),
@@ -147,7 +167,10 @@ def _column(name: str, grid: Grid, methods: Mapping[str, Mapping[int, Row]], ref
 def relative_accuracy(method: Accuracy, reference: Accuracy) -> tuple[float, float, float]:
     """Mean accuracy over the common seeds divided by the reference's mean, and its 95 % interval."""
     seeds = sorted(method.keys() & reference.keys())
-    values, base = np.array([method[seed] for seed in seeds]), np.array([reference[seed] for seed in seeds])
+    values, base = (
+        np.array([method[seed] for seed in seeds]),
+        np.array([reference[seed] for seed in seeds]),
+    )
     chosen = np.random.default_rng(0).integers(len(seeds), size=(RESAMPLES, len(seeds)))
     low, high = np.quantile(values[chosen].mean(1) / base[chosen].mean(1), (0.025, 0.975))
     return float(values.mean() / base.mean()), float(low), float(high)
@@ -156,8 +179,9 @@ def relative_accuracy(method: Accuracy, reference: Accuracy) -> tuple[float, flo
 def tie_margin(accuracies: Sequence[Accuracy]) -> float:
     """The largest difference from the best method that is not significant.
 
-    The residual variance s² of a randomized block design (method + seed) is pooled over the methods, on their n common
-    seeds. The margin is z·s·√(2/n) with Bonferroni's z for the comparisons of all other methods with the best, at 5 %.
+    The residual variance s² of a randomized block design (method + seed) is pooled over the
+    methods, on their n common seeds. The margin is z·s·√(2/n) with Bonferroni's z for the
+    comparisons of all other methods with the best, at 5 %.
     """
     seeds = sorted(set.intersection(*(set(accuracy) for accuracy in accuracies)))
     values = np.array([[accuracy[seed] for seed in seeds] for accuracy in accuracies])
@@ -174,7 +198,9 @@ def table(compared: Sequence[Column]) -> str:
         for cell in column.cells:
             by_method.setdefault(cell.method, {})[column.name] = cell
     names = [column.name for column in compared]
-    heads = [f"{column.name} (σ√T {column.sigma[0]:.2g} to {column.sigma[1]:.2g})" for column in compared]
+    heads = [
+        f"{column.name} (σ√T {column.sigma[0]:.2g} to {column.sigma[1]:.2g})" for column in compared
+    ]
     lines = [f"| method | {' | '.join(heads)} |", "|---" * (len(names) + 1) + "|"]
     for method, cells in by_method.items():
         lines.append(f"| {method} | {' | '.join(_text(cells.get(name)) for name in names)} |")
@@ -183,7 +209,10 @@ def table(compared: Sequence[Column]) -> str:
 
 def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
     """Markdown: the answers of `recommend` in other columns, at the smallest and the largest mismatch of each."""
-    lines = ["| column | σ√T | answer | relative accuracy | tied with the best |", "|---|---|---|---|---|"]
+    lines = [
+        "| column | σ√T | answer | relative accuracy | tied with the best |",
+        "|---|---|---|---|---|",
+    ]
     for test in tests:
         for sigma in test.sigma:
             cause = "stale_weights" if test.stale else "rounding"
@@ -192,14 +221,19 @@ def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
             method = None if chosen is None else best_cell(chosen, columns).method
             method = STANDARD if is_negligible(mismatch, columns) else method
             cell = next((cell for cell in test.cells if cell.method == method), None)
-            result = "– | –" if cell is None else f"{cell.relative:.2f} | {'yes' if cell.tied else 'no'}"
+            result = (
+                "– | –" if cell is None else f"{cell.relative:.2f} | {'yes' if cell.tied else 'no'}"
+            )
             lines.append(f"| {test.name} | {sigma:.2g} | {method or 'not covered'} | {result} |")
     return "\n".join(lines)
 
 
 def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
     """Markdown: rank correlation, over the methods of a column, of a quantity in training with the accuracy."""
-    lines = ["| column | methods | k3 | ESS of the weights | tokens kept |", "|---|---|---|---|---|"]
+    lines = [
+        "| column | methods | k3 | ESS of the weights | tokens kept |",
+        "|---|---|---|---|---|",
+    ]
     of_cell: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         of_cell.setdefault((row.scenario, row.correction), []).append(row)
@@ -209,7 +243,10 @@ def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
         means = []
         for name in ("mismatch_k3_kl", "ess", "kept_fraction"):
             pairs = [
-                (mean_of(getattr(row, name) for row in of_cell[column.name, cell.method]), cell.relative)
+                (
+                    mean_of(getattr(row, name) for row in of_cell[column.name, cell.method]),
+                    cell.relative,
+                )
                 for cell in column.cells
             ]
             means.append(rank_correlation([pair for pair in pairs if pair[0] is not None]))
@@ -220,7 +257,8 @@ def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
     """Spearman's ρ of the pairs, with the number of pairs; equal values share their mean rank."""
     ranks = [
-        [sum(x < value for x in side) + side.count(value) / 2 for value in side] for side in zip(*pairs, strict=True)
+        [sum(x < value for x in side) + side.count(value) / 2 for value in side]
+        for side in zip(*pairs, strict=True)
     ]
     if len(pairs) < MIN_PAIRS or any(len({*side}) == 1 for side in ranks):
         return "–"
@@ -265,14 +303,24 @@ def draw(compared: Sequence[Column], path: Path) -> Path:
             values[y, x] = cell.relative
             text = f"{cell.relative:.2f}{' ●' if cell.tied else ''}"
             axes.text(
-                x, y, text, ha="center", va="center", fontsize=8, color="white" if cell.relative < 0.6 else "black"
+                x,
+                y,
+                text,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if cell.relative < 0.6 else "black",
             )
     axes.imshow(values, aspect="auto", vmin=0.2, vmax=1.1, cmap="viridis")
-    axes.set_xticks(range(len(compared)), [fill(column.name, 16) for column in compared], fontsize=8)
+    axes.set_xticks(
+        range(len(compared)), [fill(column.name, 16) for column in compared], fontsize=8
+    )
     axes.xaxis.tick_top()
     axes.set_yticks(range(len(methods)), methods, fontsize=8)
     axes.tick_params(length=0)
-    axes.set_xlabel("accuracy relative to on-policy training; ● not told apart from the best", fontsize=8)
+    axes.set_xlabel(
+        "accuracy relative to on-policy training; ● not told apart from the best", fontsize=8
+    )
     figure.tight_layout()
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=130)

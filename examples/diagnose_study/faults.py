@@ -42,7 +42,9 @@ class Scored:
     """Weights that the rollout engine says it sampled with."""
 
 
-def table_of(world: World, steps: list[Scored], masks: dict[int, Tensor] | None = None) -> TokenTable:
+def table_of(
+    world: World, steps: list[Scored], masks: dict[int, Tensor] | None = None
+) -> TokenTable:
     """The dump of some steps; responses have different lengths."""
     chance = np.random.default_rng(world.seed)
     parts = []
@@ -59,7 +61,9 @@ def table_of(world: World, steps: list[Scored], masks: dict[int, Tensor] | None 
                     token=tokens[row, :length].numpy(),
                     weight_version=np.full(length, scored.version),
                     prompt=scored.rollout.prompts[row].numpy(),
-                    experts=np.zeros((length, 1, 2), np.int32) if world.family == "qwen3_moe" else None,
+                    experts=(
+                        np.zeros((length, 1, 2), np.int32) if world.family == "qwen3_moe" else None
+                    ),
                     step=scored.step,
                     sample_index=row,
                     group=row // 2,
@@ -68,7 +72,7 @@ def table_of(world: World, steps: list[Scored], masks: dict[int, Tensor] | None 
     return TokenTable.from_parts(parts, {"source": "plain"})
 
 
-def run(
+def run(  # noqa: PLR0913
     world: World,
     *,
     steps: int = 6,
@@ -130,7 +134,10 @@ def shifted_tokens(world: World, strength: int) -> TokenTable:
 
     def report(rollout: Rollout, step: int) -> Rollout:
         rows = torch.from_numpy(chance.random(SAMPLES) < share)[:, None]
-        return replace(rollout, log_probs=torch.where(rows, rollout.log_probs.roll(direction, 1), rollout.log_probs))
+        return replace(
+            rollout,
+            log_probs=torch.where(rows, rollout.log_probs.roll(direction, 1), rollout.log_probs),
+        )
 
     return run(world, report=report)
 
@@ -202,7 +209,9 @@ def partly_updated(world: World, strength: int) -> TokenTable:
     return run(world, steps=STEPS, engine=engine)
 
 
-def _rounded(change: Callable[[Tensor], Tensor], strength: int) -> Callable[[World, int], torch.nn.Module]:
+def _rounded(
+    change: Callable[[Tensor], Tensor], strength: int
+) -> Callable[[World, int], torch.nn.Module]:
     """A rollout engine with rounded matrices: in the MLPs, in all layers, or in all layers and the head."""
 
     def chosen(name: str) -> bool:
@@ -292,7 +301,9 @@ def moe_routing(world: World, strength: int) -> TokenTable:
 
 def retokenised(world: World, strength: int) -> TokenTable:
     """Symbols that were sampled as two tokens are one when the text is encoded again; log-probs do not move."""
-    merged = {world.pair(symbol): symbol for symbol in range(FIRST, FIRST + (2, 4, MERGEABLE)[strength])}
+    merged = {
+        world.pair(symbol): symbol for symbol in range(FIRST, FIRST + (2, 4, MERGEABLE)[strength])
+    }
 
     def report(rollout: Rollout, step: int) -> Rollout:
         rows = []
@@ -319,7 +330,9 @@ def mask_mistake(world: World, strength: int) -> TokenTable:
         tokens, log_probs = rollout.tokens.clone(), rollout.log_probs.clone()
         for row in np.flatnonzero(chance.random(SAMPLES) < share):
             at, length = int(chance.integers(2, 8)), int(chance.integers(3, 8))
-            tokens[row, at : at + length] = torch.from_numpy(chance.integers(FIRST, world.vocabulary, length))
+            tokens[row, at : at + length] = torch.from_numpy(
+                chance.integers(FIRST, world.vocabulary, length)
+            )
             tokens[row, at] = TOOL
             log_probs[row, at : at + length] = placeholder
         return replace(rollout, tokens=tokens, log_probs=log_probs)
@@ -331,7 +344,9 @@ def mask_mistake(world: World, strength: int) -> TokenTable:
         if not tool.any():
             return reported
         train, _ = score(world.at(step), reported.prompts, reported.tokens)
-        return replace(reported, log_probs=torch.where(_segments(reported, rollout), reported.log_probs, train))
+        return replace(
+            reported, log_probs=torch.where(_segments(reported, rollout), reported.log_probs, train)
+        )
 
     def _segments(reported: Rollout, rollout: Rollout) -> Tensor:
         changed_log_prob = reported.log_probs != rollout.log_probs
@@ -361,4 +376,5 @@ FAULTS: dict[str, tuple[str, str, Callable[[World, int], TokenTable]]] = {
     "tokenised again": ("retokenised", "", retokenised),
     "tool output trained on": ("mask_mistake", "", mask_mistake),
 }
-"""Name → the cause that a diagnosis has to name, its form where there is one, and the fault itself."""
+"""Name → the cause that a diagnosis has to name, its form where there is one, and the fault
+itself."""

@@ -2,9 +2,9 @@
 
     python -m examples.diagnose_study.proofs [FAULT ...]    # after `make data`; about ten minutes on one core
 
-The engine samples token by token with the fault, and training scores the samples without it. Faults and hypotheses
-share their code, so this shows that hypotheses are told from each other, not that they model an engine.
-`tests/diagnosis/test_proof.py` plants faults with transformers' own tools.
+The engine samples token by token with the fault, and training scores the samples without it. Faults
+and hypotheses share their code, so this shows that hypotheses are told from each other, not that
+they model an engine. `tests/diagnosis/test_proof.py` plants faults with transformers' own tools.
 """
 
 import json
@@ -31,7 +31,14 @@ PLANTED = {
         "soft cap": 10.0,
         "minimum length": 11.0,
     },
-    **{"top-p": 0.9, "top-k": 5.0, "min-p": 0.07, "rope_theta": 1.5, "linear rope scaling": 2.0, "norm epsilon": 1e-3},
+    **{
+        "top-p": 0.9,
+        "top-k": 5.0,
+        "min-p": 0.07,
+        "rope_theta": 1.5,
+        "linear rope scaling": 2.0,
+        "norm epsilon": 1e-3,
+    },
     **dict.fromkeys(
         (
             "bf16",
@@ -55,23 +62,41 @@ PLANTED = {
         "dynamic rope scaling": 2.0,
         "position gap": 1.0,
     },
-    **{"attention window": 8.0, "packed neighbor": 0.0, "shift": 1.0, "log base": 2.0, "clamped": -1.5},
+    **{
+        "attention window": 8.0,
+        "packed neighbor": 0.0,
+        "shift": 1.0,
+        "log base": 2.0,
+        "clamped": -1.5,
+    },
     **{"reported in bf16": 0.0, "exchanged": 1.0},
 }
 
 
 def read(tokens: list[int], response: int) -> Input:
-    return Input(tokens=torch.tensor(tokens), response=response, positions=torch.arange(len(tokens)))
+    return Input(
+        tokens=torch.tensor(tokens), response=response, positions=torch.arange(len(tokens))
+    )
 
 
-def next_logits(model: Any, fault: Hypothesis, value: float, sample: Input, before: Input) -> torch.Tensor:
+def next_logits(
+    model: Any, fault: Hypothesis, value: float, sample: Input, before: Input
+) -> torch.Tensor:
     """Logits [1, V] of the last token of the sample, which the engine has not read."""
     seen = sample if fault.inputs is None else fault.inputs(sample, value, before)
     if fault.prompt is not None:
-        seen = with_prompt(seen, fault.prompt(seen.tokens[: len(seen.tokens) - seen.response], round(value)))
-    mask = None if seen.mask is None else torch.where(seen.mask, 0.0, torch.finfo(model.dtype).min)[None, None]
+        seen = with_prompt(
+            seen, fault.prompt(seen.tokens[: len(seen.tokens) - seen.response], round(value))
+        )
+    mask = (
+        None
+        if seen.mask is None
+        else torch.where(seen.mask, 0.0, torch.finfo(model.dtype).min)[None, None]
+    )
     cache = {} if seen.cache is None else {"past_key_values": seen.cache(), "use_cache": True}
-    output = model(seen.tokens[None], position_ids=seen.positions[None], attention_mask=mask, **cache)
+    output = model(
+        seen.tokens[None], position_ids=seen.positions[None], attention_mask=mask, **cache
+    )
     logits = output.logits[0, -2:-1].float()
     if fault.logits is None:
         return logits
@@ -90,7 +115,9 @@ def dump(model: Any, prompts: list[list[int]], fault: Hypothesis, value: float) 
             tokens, log_probs = list(prompt), []
             before = read(samples[-1], RESPONSE) if samples else read([*prompt, 0], 1)
             for t in range(RESPONSE):
-                scores = next_logits(model, fault, value, read([*tokens, 0], t + 1), before).log_softmax(-1)[0]
+                scores = next_logits(
+                    model, fault, value, read([*tokens, 0], t + 1), before
+                ).log_softmax(-1)[0]
                 tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
                 log_probs.append(scores[tokens[-1]])
             samples.append(tokens)
@@ -103,7 +130,9 @@ def dump(model: Any, prompts: list[list[int]], fault: Hypothesis, value: float) 
         logits = model(torch.tensor([tokens])).logits[0, -RESPONSE - 1 : -1]
         train = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         columns = {"token": response.numpy(), "prompt": tokens[:-RESPONSE]}
-        parts.append(SampleParts(train_log_prob=train.numpy(), rollout_log_prob=reported.numpy(), **columns))
+        parts.append(
+            SampleParts(train_log_prob=train.numpy(), rollout_log_prob=reported.numpy(), **columns)
+        )
     return TokenTable.from_parts(parts)
 
 

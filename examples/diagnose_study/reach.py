@@ -2,10 +2,10 @@
 
     python -m examples.diagnose_study.reach --seeds 6 7 8 9
 
-Faults of the network or its input that the rollout engine reports honestly have no certain sign. A linear
-discriminant on twelve statistics tells their four classes (prompt, position, precision, weights). It is trained on the
-other seeds of the same generator, which is more than a user has. Faults without a class are among the named ones unless
-it abstains below a margin.
+Faults of the network or its input that the rollout engine reports honestly have no certain sign. A
+linear discriminant on twelve statistics tells their four classes (prompt, position, precision,
+weights). It is trained on the other seeds of the same generator, which is more than a user has.
+Faults without a class are among the named ones unless it abstains below a margin.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ WITHOUT_CLASS = ("two heads exchanged", "gelu instead of silu", "first layer ski
                  "attention scale", "residual branch at 0.9", "norm weight reset",
                  "adapter unknown to training")  # fmt: skip
 OTHERS, MODELLED, ALL = 17, 35, 63
-"""Faults per seed with a hypothesis and a certain sign, all with a hypothesis, and all faulty dumps."""
+"""Faults per seed with a hypothesis and a certain sign, all with a hypothesis, and all faulty
+dumps."""
 RIDGE = 0.3
 """Share of the identity in the covariance of the statistics."""
 
@@ -49,12 +50,19 @@ def statistics(tokens: Tokens) -> list[float]:
     size, relative = np.abs(delta), np.abs(delta) / uncertainty
     surprise = tokens.train + (0 if tokens.entropy is None else tokens.entropy)
     slope = float((surprise * delta).sum() / (surprise**2).sum())
-    thirds = [np.median(relative[part]) for part in np.array_split(np.argsort(tokens.position, kind="stable"), 3)]
+    thirds = [
+        np.median(relative[part])
+        for part in np.array_split(np.argsort(tokens.position, kind="stable"), 3)
+    ]
     same = np.diff(tokens.sample) == 0
-    by_sample = np.bincount(tokens.sample, size) / np.maximum(np.bincount(tokens.sample, uncertainty), 1e-9)
+    by_sample = np.bincount(tokens.sample, size) / np.maximum(
+        np.bincount(tokens.sample, uncertainty), 1e-9
+    )
     ids, counts = np.unique(tokens.token, return_counts=True)
     of_id = [delta[tokens.token == i].mean() for i in ids[counts > 9]]
-    logs = np.log([np.median(relative), size.mean(), np.quantile(relative, 0.99), thirds[0], thirds[2]])
+    logs = np.log(
+        [np.median(relative), size.mean(), np.quantile(relative, 0.99), thirds[0], thirds[2]]
+    )
     return [
         *logs.tolist(),
         concentration(relative),
@@ -67,7 +75,9 @@ def statistics(tokens: Tokens) -> list[float]:
     ]
 
 
-def discriminant(train: np.ndarray, labels: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def discriminant(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The class of each test row with its margin: the nearest mean in the metric of the shrunk pooled covariance."""
     center, scale = train.mean(0), train.std(0) + 1e-9
     train, test = (train - center) / scale, (test - center) / scale
@@ -93,14 +103,18 @@ def measure(seeds: Sequence[int], folder: Path) -> tuple[np.ndarray, np.ndarray,
             path = folder / f"{seed}_{number}.parquet"
             if not path.exists():
                 world = world or second.make_world(seed, folder / str(seed))
-                second.dump(world, second.rows_of(world, names, random.Random(1000 * seed + number)), path)
+                second.dump(
+                    world, second.rows_of(world, names, random.Random(1000 * seed + number)), path
+                )
             rows.append(statistics(tokens_of(TokenTable.concatenate(list(parquet_tables(path))))))
             faults.append(names[0])
             owners.append(seed)
     return np.array(rows), np.array(faults), np.array(owners)
 
 
-def predicted(rows: np.ndarray, labels: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def predicted(
+    rows: np.ndarray, labels: np.ndarray, owners: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The class of each dump and its margin, by a discriminant of the other seeds' dumps that have a class."""
     found, margins = labels.copy(), np.zeros(len(labels))
     for seed in np.unique(owners):
@@ -121,19 +135,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = np.array([of_fault.get(name, "") for name in faults])
     found, margins = predicted(rows, labels, owners)
     right, seeds = found == labels, len(options.seeds)
-    print(f"{right.sum() / (labels != '').sum():.0%} of {(labels != '').sum()} dumps in their class")
-    print("| least margin | right, of all with a hypothesis | misleading, of all faulty dumps |\n|---|---|---|")
+    print(
+        f"{right.sum() / (labels != '').sum():.0%} of {(labels != '').sum()} dumps in their class"
+    )
+    print(
+        "| least margin | right, of all with a hypothesis | misleading, of all faulty dumps"
+        " |\n|---|---|---|"
+    )
     for least in (0.0, 1.0, 2.0, 4.0, 8.0, 16.0):
         named = margins >= least
         correct = OTHERS * seeds + (named & right).sum()
-        print(f"| {least:g} | {correct / MODELLED / seeds:.0%} | {(named & ~right).sum() / ALL / seeds:.0%} |")
+        print(
+            f"| {least:g} | {correct / MODELLED / seeds:.0%} |"
+            f" {(named & ~right).sum() / ALL / seeds:.0%} |"
+        )
     pairs = []
     for a, b in combinations(of_fault, 2):
         both = np.isin(faults, (a, b))
         if of_fault[a] != of_fault[b]:
-            pairs.append(((predicted(rows[both], faults[both], owners[both])[0] == faults[both]).mean(), a, b))
+            pairs.append(
+                (
+                    (predicted(rows[both], faults[both], owners[both])[0] == faults[both]).mean(),
+                    a,
+                    b,
+                )
+            )
     print(
-        "pairs that are told apart worst:", "; ".join(f"{a} and {b} {share:.0%}" for share, a, b in sorted(pairs)[:6])
+        "pairs that are told apart worst:",
+        "; ".join(f"{a} and {b} {share:.0%}" for share, a, b in sorted(pairs)[:6]),
     )
 
 

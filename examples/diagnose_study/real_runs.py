@@ -2,9 +2,9 @@
 
     python -m examples.diagnose_study.real_runs --results examples/diagnose_study/results_runs.csv
 
-A run starts from a model of `world`, trains it by GRPO with the local rollout engine and writes its tokens with
---save-debug-train-data. What flags of train.py cannot do, a rollout engine with a fault does. Dumps that are there are
-not made again.
+A run starts from a model of `world`, trains it by GRPO with the local rollout engine and writes its
+tokens with --save-debug-train-data. What flags of train.py cannot do, a rollout engine with a fault
+does. Dumps that are there are not made again.
 """
 
 import argparse
@@ -26,8 +26,27 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from examples.diagnose_study.run import DENSE, DUMPS, MOE, REPORTED, STRENGTHS, Case, Row, examine, summary
-from examples.diagnose_study.world import FIRST, MERGEABLE, SEPARATOR, SYSTEM, TOOL, World, answers, make_world
+from examples.diagnose_study.run import (
+    DENSE,
+    DUMPS,
+    MOE,
+    REPORTED,
+    STRENGTHS,
+    Case,
+    Row,
+    examine,
+    summary,
+)
+from examples.diagnose_study.world import (
+    FIRST,
+    MERGEABLE,
+    SEPARATOR,
+    SYSTEM,
+    TOOL,
+    World,
+    answers,
+    make_world,
+)
 from examples.tables import write_rows
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.table import TokenTable
@@ -68,7 +87,8 @@ class Fault:
     rope_theta: Callable[[int], float] = lambda strength: 1.0
     """Factor of the engine's rope_theta."""
     servers: int = 0
-    """Servers with equal shares of the prompts, if one of them keeps its first weights; 0 without such a fault."""
+    """Servers with equal shares of the prompts, if one of them keeps its first weights; 0 without
+    such a fault."""
 
 
 def shifted(strength: int) -> Report:
@@ -114,7 +134,10 @@ def tool_output(strength: int) -> Report:
         length = min(int(chance.integers(3, 8)), sample.response_length)
         output = [TOOL, *chance.integers(FIRST, world.vocabulary, length - 1).tolist()]
         sample.tokens = [*sample.tokens[:-length], *output]
-        sample.rollout_log_probs = [*sample.rollout_log_probs[:-length], *[(0.0, -1.0)[world.seed % 2]] * length]
+        sample.rollout_log_probs = [
+            *sample.rollout_log_probs[:-length],
+            *[(0.0, -1.0)[world.seed % 2]] * length,
+        ]
 
     return report
 
@@ -123,8 +146,14 @@ def retokenised(strength: int) -> Report:
     """Symbols that were sampled as two tokens are one when the text is encoded again; log-probs do not move."""
 
     def report(world: World, sample: Sample, chance: np.random.Generator) -> None:
-        merged = {world.pair(symbol): symbol for symbol in range(FIRST, FIRST + (2, 4, MERGEABLE)[strength])}
-        prompt, response = sample.tokens[: -sample.response_length], sample.tokens[-sample.response_length :]
+        merged = {
+            world.pair(symbol): symbol
+            for symbol in range(FIRST, FIRST + (2, 4, MERGEABLE)[strength])
+        }
+        prompt, response = (
+            sample.tokens[: -sample.response_length],
+            sample.tokens[-sample.response_length :],
+        )
         encoded: list[int] = []
         at = 0
         while at < len(response):
@@ -167,7 +196,9 @@ FAULTS: dict[str, Fault] = {
     "top-p": Fault(cause="truncated_sampling", sampling=nucleus),
     "top-k": Fault(cause="truncated_sampling", sampling=likeliest),
     "stale weights": Fault(cause="stale_weights", flags=late),
-    "never updated": Fault(cause="weights_not_updated", stuck=lambda strength, name: True, strengths=(1,)),
+    "never updated": Fault(
+        cause="weights_not_updated", stuck=lambda strength, name: True, strengths=(1,)
+    ),
     "partly updated": Fault(
         cause="weights_not_updated",
         stuck=lambda strength, name: (".0.mlp", "mlp", "layers")[strength] in name,
@@ -177,28 +208,46 @@ FAULTS: dict[str, Fault] = {
     "fp8": Fault(cause="rounding", detail="fp8", flags=precision("fp8"), strengths=(1,)),
     "NaN": Fault(cause="broken_tokens", report=NAN),
     "lost scale of logits": Fault(cause="broken_tokens", report=LOST),
-    "other rope_theta": Fault(cause="position_drift", rope_theta=lambda strength: (1.15, 1.5, 3.0)[strength]),
+    "other rope_theta": Fault(
+        cause="position_drift", rope_theta=lambda strength: (1.15, 1.5, 3.0)[strength]
+    ),
     "routers in few bits": Fault(
-        cause="moe_routing", family=MOE, flags=lambda strength: ("--rollout-router-bits", str((6, 5, 4)[strength]))
+        cause="moe_routing",
+        family=MOE,
+        flags=lambda strength: ("--rollout-router-bits", str((6, 5, 4)[strength])),
     ),
     "tokenised again": Fault(cause="retokenised", report=retokenised),
     "tool output trained on": Fault(cause="mask_mistake", report=tool_output),
 }
 """One fault in a run. Where train.py has one strength of it, that counts as medium."""
 PAIRS: dict[str, Fault] = {
-    "stale weights and NaN": Fault(cause="stale_weights", also="broken_tokens", flags=late, report=NAN),
-    "stale weights and fp8": Fault(
-        cause="stale_weights", also="rounding", flags=lambda strength: (*late(strength), *precision("fp8")(strength))
+    "stale weights and NaN": Fault(
+        cause="stale_weights", also="broken_tokens", flags=late, report=NAN
     ),
-    "fp8 and lost scale": Fault(cause="rounding", also="broken_tokens", flags=precision("fp8"), report=LOST),
-    "temperature and tool output": Fault(cause="temperature", also="mask_mistake", sampling=heated, report=tool_output),
-    "int8 and shifted": Fault(cause="rounding", also="shifted_tokens", flags=precision("int8"), report=shifted),
+    "stale weights and fp8": Fault(
+        cause="stale_weights",
+        also="rounding",
+        flags=lambda strength: (*late(strength), *precision("fp8")(strength)),
+    ),
+    "fp8 and lost scale": Fault(
+        cause="rounding", also="broken_tokens", flags=precision("fp8"), report=LOST
+    ),
+    "temperature and tool output": Fault(
+        cause="temperature", also="mask_mistake", sampling=heated, report=tool_output
+    ),
+    "int8 and shifted": Fault(
+        cause="rounding", also="shifted_tokens", flags=precision("int8"), report=shifted
+    ),
 }
 """Two faults in a run, both at medium strength."""
 HEALTHY = {
     "fp32": Fault(cause="healthy"),
-    "fp32, temperature 0.8": Fault(cause="healthy", flags=lambda strength: ("--rollout-temperature", "0.8")),
-    "fp32, top-p with its sets": Fault(cause="healthy", flags=lambda strength: ("--rollout-top-p", "0.9")),
+    "fp32, temperature 0.8": Fault(
+        cause="healthy", flags=lambda strength: ("--rollout-temperature", "0.8")
+    ),
+    "fp32, top-p with its sets": Fault(
+        cause="healthy", flags=lambda strength: ("--rollout-top-p", "0.9")
+    ),
     "experts": Fault(cause="healthy", family=MOE),
 }
 """Runs without a fault."""
@@ -222,13 +271,19 @@ class FaultyEngine(SoundEngine):
                 exponents = torch.arange(len(buffer)) / len(buffer)
                 buffer.mul_(self.fault.rope_theta(self.strength) ** -exponents)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    ) -> list[list[Sample]]:
         groups = super().generate(prompts, self.fault.sampling(self.strength, sampling), seed)
         if self.stale_server is not None:
-            groups[:: self.fault.servers] = self.stale_server.generate(prompts, sampling, seed)[:: self.fault.servers]
+            groups[:: self.fault.servers] = self.stale_server.generate(prompts, sampling, seed)[
+                :: self.fault.servers
+            ]
         report = self.fault.report(self.strength)
         chance = np.random.default_rng(seed)
-        for sample in (sample for group in groups for sample in group) if report is not None else ():
+        for sample in (
+            (sample for group in groups for sample in group) if report is not None else ()
+        ):
             report(self.world, sample, chance)
         return groups
 
@@ -244,7 +299,9 @@ class FaultyEngine(SoundEngine):
 @contextlib.contextmanager
 def planted(fault: Fault, strength: int = 1, world: World | None = None) -> Iterator[None]:
     """Gives a fault to the rollout engines that train.py builds meanwhile; only faults of tokens need a world."""
-    local.LocalEngine = type("Faulty", (FaultyEngine,), {"fault": fault, "strength": strength, "world": world})
+    local.LocalEngine = type(
+        "Faulty", (FaultyEngine,), {"fault": fault, "strength": strength, "world": world}
+    )
     try:
         yield
     finally:
@@ -268,7 +325,9 @@ def write_task(world: World, directory: Path) -> list[str]:
     names = {f"t{i}": i for i in range(world.vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t0", pad_token="t0", unk_token="t0")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="t0", pad_token="t0", unk_token="t0"
+    )
     checkpoint = directory / "model"
     model = world.at(0)
     model.config.eos_token_id = model.generation_config.eos_token_id = 0
@@ -284,7 +343,14 @@ def write_task(world: World, directory: Path) -> list[str]:
     (directory / "reward.py").write_text(REWARD)
     return [
         *("--hf-checkpoint", str(checkpoint), "--prompt-data", str(directory / "prompts.jsonl")),
-        *("--input-key", "prompt", "--label-key", "label", "--custom-rm-path", f"{directory / 'reward.py'}:reward"),
+        *(
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+            "--custom-rm-path",
+            f"{directory / 'reward.py'}:reward",
+        ),
         *("--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES)),
         *("--rollout-max-response-len", str(world.response_tokens), "--num-rollout", str(ROLLOUTS)),
         *("--lr", str((3e-4, 5e-4)[world.seed % 2]), "--seed", str(world.seed), "--no-progress"),
@@ -301,7 +367,12 @@ def run(world: World, fault: Fault, strength: int, dump: Path) -> None:
     unfinished = dump.with_name(f".{dump.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    flags = [*write_task(world, unfinished), *fault.flags(strength), "--output-dir", str(unfinished / "run")]
+    flags = [
+        *write_task(world, unfinished),
+        *fault.flags(strength),
+        "--output-dir",
+        str(unfinished / "run"),
+    ]
     written = io.StringIO()
     with planted(fault, strength, world), contextlib.redirect_stdout(written):
         status = train([*flags, "--save-debug-train-data", f"{unfinished}/{{rollout_id}}.parquet"])
@@ -322,11 +393,17 @@ def cases(seed: int) -> Iterator[tuple[Case, Fault]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=REPORTED)
     parser.add_argument("--faults", nargs="+", default=[*FAULTS, *PAIRS, *HEALTHY])
     parser.add_argument("--dumps", type=Path, default=DUMPS / "runs")
-    parser.add_argument("--only-there", action="store_true", help="diagnose the dumps that are there, and run nothing")
+    parser.add_argument(
+        "--only-there",
+        action="store_true",
+        help="diagnose the dumps that are there, and run nothing",
+    )
     parser.add_argument("--results", type=Path, default=None, help=f"for example {RESULTS}")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -341,7 +418,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not dump.exists():
                 run(worlds.get(seed, case.family), fault, case.strength, dump)
             rows.append(row_of(case, fault, read(dump)))
-            print(f"{seed} {case.fault} {STRENGTHS[case.strength]}: {rows[-1].found}, {rows[-1].second}", flush=True)
+            print(
+                f"{seed} {case.fault} {STRENGTHS[case.strength]}: {rows[-1].found},"
+                f" {rows[-1].second}",
+                flush=True,
+            )
     if options.results:
         write_rows(options.results, Row, rows)
     print(report(rows))
@@ -364,7 +445,9 @@ def report(rows: Sequence[Row]) -> str:
     for name, fault in PAIRS.items():
         found = [row for row in rows if row.fault == name]
         both = sum({row.found, row.second} == {fault.cause, fault.also} for row in found)
-        lines.append(f"| {name} | {sum(row.right for row in found)}/{len(found)} | {both}/{len(found)} |")
+        lines.append(
+            f"| {name} | {sum(row.right for row in found)}/{len(found)} | {both}/{len(found)} |"
+        )
     return "\n".join(lines)
 
 

@@ -95,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=REPORTED)
     parser.add_argument("--strengths", type=int, nargs="+", default=(0, 1, 2), choices=(0, 1, 2))
     parser.add_argument("--dumps", type=Path, default=DUMPS)
@@ -156,14 +158,21 @@ def summary(rows: Sequence[Row], causes: Mapping[str, str]) -> str:
         causes: planted cause by fault, in the order of the table.
     """
     planted = [row for row in rows if row.fault != "healthy"]
-    lines = ["| planted | cause | small | medium | large | named instead |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| planted | cause | small | medium | large | named instead |",
+        "|---|---|---|---|---|---|",
+    ]
     for fault, cause in causes.items():
         of_fault = [row for row in planted if row.fault == fault]
-        shares = [_share([row for row in of_fault if row.strength == strength]) for strength in STRENGTHS]
+        shares = [
+            _share([row for row in of_fault if row.strength == strength]) for strength in STRENGTHS
+        ]
         wrong = Counter(row.found for row in of_fault if not row.right)
         instead = ", ".join(f"`{name}` {count}" for name, count in wrong.most_common())
         lines.append(f"| {fault} | `{cause}` | {' | '.join(shares)} | {instead} |")
-    totals = [_share([row for row in planted if row.strength == strength]) for strength in STRENGTHS]
+    totals = [
+        _share([row for row in planted if row.strength == strength]) for strength in STRENGTHS
+    ]
     lines.append(f"| **all** | | {' | '.join(totals)} | |")
     healthy_rows = [row for row in rows if row.fault == "healthy"]
     alarms = sum(not row.right for row in healthy_rows)
@@ -179,19 +188,26 @@ def _confusion(rows: Sequence[Row]) -> list[str]:
     names = [*counts, *sorted({name for count in counts.values() for name in count} - set(counts))]
     lines = ["| planted \\ named | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     lines += [
-        f"| {cause} | " + " | ".join(str(counts[cause][name] or "·") for name in names) + " |" for cause in counts
+        f"| {cause} | " + " | ".join(str(counts[cause][name] or "·") for name in names) + " |"
+        for cause in counts
     ]
     return [*lines, ""]
 
 
 def _forms(rows: Sequence[Row]) -> list[str]:
-    lines = ["| rounding to | named bf16 | int8 | bf16 or int8 | fp8 | another cause |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| rounding to | named bf16 | int8 | bf16 or int8 | fp8 | another cause |",
+        "|---|---|---|---|---|---|",
+    ]
     for form in ("bf16", "int8", "fp8"):
         found = [row for row in rows if row.right_detail == form]
         named = [
-            sum(row.right and row.detail == name for row in found) for name in ("bf16", "int8", "bf16 or int8", "fp8")
+            sum(row.right and row.detail == name for row in found)
+            for name in ("bf16", "int8", "bf16 or int8", "fp8")
         ]
-        lines.append(f"| {form} | {' | '.join(map(str, named))} | {sum(not row.right for row in found)} |")
+        lines.append(
+            f"| {form} | {' | '.join(map(str, named))} | {sum(not row.right for row in found)} |"
+        )
     return lines
 
 

@@ -1,13 +1,15 @@
 """A second generator of faulty dumps, written without the code of the diagnosis, to measure how often it is right.
 
-An agent reads a sum, writes some words, calls a calculator, and answers. Tiny Llama and Qwen2 models learn this task,
-and sample it with a fault in the rollout engine. Training scores the samples in float32. `slime-tis diagnose` then
-names a cause, once from the dump alone and once with the checkpoint.
+An agent reads a sum, writes some words, calls a calculator, and answers. Tiny Llama and Qwen2
+models learn this task, and sample it with a fault in the rollout engine. Training scores the
+samples in float32. `slime-tis diagnose` then names a cause, once from the dump alone and once with
+the checkpoint.
 
-    python -m examples.diagnose_study.second --seeds 0 1 2 3 4 --results examples/diagnose_study/results_second.csv
+    python -m examples.diagnose_study.second --seeds 0 1 2 3 4 --results
+    examples/diagnose_study/results_second.csv
 
-Grades of the first finding: *right* (an accepted cause, or `unexplained` for a fault that no hypothesis describes),
-*unexplained*, *healthy* (missed), *misleading* (another cause).
+Grades of the first finding: *right* (an accepted cause, or `unexplained` for a fault that no
+hypothesis describes), *unexplained*, *healthy* (missed), *misleading* (another cause).
 """
 
 from __future__ import annotations
@@ -145,7 +147,9 @@ class Engine:
     def forward(self, rows: Sequence[list[int]], starts: Sequence[int]) -> Tensor:
         """The logits [B, V] after each row."""
         if self.prompt_model is not None or self.cache is not None:
-            return torch.stack([self._cached(row, start) for row, start in zip(rows, starts, strict=True)])
+            return torch.stack(
+                [self._cached(row, start) for row, start in zip(rows, starts, strict=True)]
+            )
         tokens = batch_of(rows)
         positions = torch.arange(tokens.shape[1]).expand(len(rows), -1)
         arguments: dict[str, Any] = {}
@@ -155,13 +159,19 @@ class Engine:
             full = torch.ones(len(rows), tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
             for each, row, start in zip(full, rows, starts, strict=True):
                 each[: len(row), : len(row)] &= self.mask(start, len(row))
-            arguments["attention_mask"] = torch.where(full, 0.0, torch.finfo(torch.float32).min)[:, None]
+            arguments["attention_mask"] = torch.where(full, 0.0, torch.finfo(torch.float32).min)[
+                :, None
+            ]
         logits = self.model(tokens, position_ids=positions, **arguments).logits.float()
-        return torch.stack([row[len(tokens_) - 1] for row, tokens_ in zip(logits, rows, strict=True)])
+        return torch.stack(
+            [row[len(tokens_) - 1] for row, tokens_ in zip(logits, rows, strict=True)]
+        )
 
     def _cached(self, row: list[int], start: int) -> Tensor:
         model = self.prompt_model or self.model
-        cache = model(torch.tensor([row[: start - 1]]), use_cache=True, past_key_values=DynamicCache()).past_key_values
+        cache = model(
+            torch.tensor([row[: start - 1]]), use_cache=True, past_key_values=DynamicCache()
+        ).past_key_values
         output = None
         for token in row[start - 1 :]:
             if self.cache is not None:
@@ -177,7 +187,9 @@ def sample(engine: Engine, rng: random.Random, count: int = SAMPLES) -> list[dic
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     tasks = [task(rng) for _ in range(count)]
     read = [engine.reads(prompt, rng) for prompt, _ in tasks]
-    rows: list[dict[str, Any]] = [{"prompt": p, "response": [], "mask": [], "log_prob": []} for p, _ in tasks]
+    rows: list[dict[str, Any]] = [
+        {"prompt": p, "response": [], "mask": [], "log_prob": []} for p, _ in tasks
+    ]
     open_ = list(range(count))
     while open_:
         texts = [[*read[i], *rows[i]["response"]] for i in open_]
@@ -186,7 +198,11 @@ def sample(engine: Engine, rng: random.Random, count: int = SAMPLES) -> list[dic
             row = rows[i]
             shaped = engine.logits(raw, read[i], row["response"])
             token = int(torch.multinomial(shaped.softmax(-1), 1, generator=generator))
-            said = shaped if engine.reported_logits is None else engine.reported_logits(raw, read[i], row["response"])
+            said = (
+                shaped
+                if engine.reported_logits is None
+                else engine.reported_logits(raw, read[i], row["response"])
+            )
             row["log_prob"].append(float(said.log_softmax(-1)[token]))
             row["response"].append(token)
             row["mask"].append(1)
@@ -196,7 +212,9 @@ def sample(engine: Engine, rng: random.Random, count: int = SAMPLES) -> list[dic
                 row["log_prob"] += [0.0] * 3
             if token == EOS or len(row["response"]) >= MAX_RESPONSE:
                 open_.remove(i)
-    for row, values in zip(rows, engine.report([row["log_prob"] for row in rows], rng), strict=True):
+    for row, values in zip(
+        rows, engine.report([row["log_prob"] for row in rows], rng), strict=True
+    ):
         row["log_prob"] = values
     return rows
 
@@ -234,7 +252,9 @@ def edited(model: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 def rounded(bits: str) -> Callable[[str, Tensor], Tensor]:
     def change(name: str, weight: Tensor) -> Tensor:
-        if weight.dim() < 2 or (bits not in ("bf16", "fp16") and ("embed" in name or "lm_head" in name)):
+        if weight.dim() < 2 or (
+            bits not in ("bf16", "fp16") and ("embed" in name or "lm_head" in name)
+        ):
             return weight
         if bits in ("bf16", "fp16"):
             return weight.to({"bf16": torch.bfloat16, "fp16": torch.float16}[bits]).float()
@@ -250,7 +270,9 @@ def with_config(world: World, **values: Any) -> Any:
     """The same weights in a model of another configuration."""
     config = copy.deepcopy(world.model.config)
     for name, value in values.items():
-        setattr(config, name, {**getattr(config, name), **value} if isinstance(value, dict) else value)
+        setattr(
+            config, name, {**getattr(config, name), **value} if isinstance(value, dict) else value
+        )
     other = AutoModelForCausalLM.from_config(config)
     other.load_state_dict(world.model.state_dict())
     return other.eval()
@@ -265,7 +287,9 @@ def penalized(kind: str, value: float) -> Logits:
         seen = prompt + response if kind == "repetition" else response
         for token in set(seen):
             if kind == "repetition":
-                logits[token] = logits[token] / value if logits[token] > 0 else logits[token] * value
+                logits[token] = (
+                    logits[token] / value if logits[token] > 0 else logits[token] * value
+                )
             else:
                 logits[token] -= value * (response.count(token) if kind == "frequency" else 1)
         return logits
@@ -335,7 +359,9 @@ def lora(name: str, weight: Tensor) -> Tensor:
     return weight + 0.02 * a @ b.T
 
 
-def hooked(world: World, engine: Engine, pick: Callable[[Any], Any], hook: Callable[..., Any]) -> Engine:
+def hooked(
+    world: World, engine: Engine, pick: Callable[[Any], Any], hook: Callable[..., Any]
+) -> Engine:
     model = copy.deepcopy(engine.model)
     pick(model).register_forward_hook(hook)
     return replace(engine, model=model)
@@ -343,12 +369,18 @@ def hooked(world: World, engine: Engine, pick: Callable[[Any], Any], hook: Calla
 
 def siblings(rows: list[list[float]], _: random.Random) -> list[list[float]]:
     moved = [rows[(i + 1) % len(rows)] for i in range(len(rows))]
-    return [[*other[: len(row)], *row[len(other) :]] for row, other in zip(rows, moved, strict=True)]
+    return [
+        [*other[: len(row)], *row[len(other) :]] for row, other in zip(rows, moved, strict=True)
+    ]
 
 
-def noisy(share: float, size: float) -> Callable[[list[list[float]], random.Random], list[list[float]]]:
+def noisy(
+    share: float, size: float
+) -> Callable[[list[list[float]], random.Random], list[list[float]]]:
     def report(rows: list[list[float]], rng: random.Random) -> list[list[float]]:
-        return [[v + rng.gauss(0, size) for v in row] if rng.random() < share else row for row in rows]
+        return [
+            [v + rng.gauss(0, size) for v in row] if rng.random() < share else row for row in rows
+        ]
 
     return report
 
@@ -375,7 +407,9 @@ fault(
     "position_drift",
     lambda _, e: replace(
         e,
-        positions=lambda p, starts: p + 3 * (torch.arange(p.shape[1]) >= torch.tensor(starts)[:, None]),
+        positions=lambda p, starts: (
+            p + 3 * (torch.arange(p.shape[1]) >= torch.tensor(starts)[:, None])
+        ),
     ),
 )
 fault(
@@ -386,7 +420,9 @@ fault(
 fault(
     "linear rope scaling",
     "position_drift",
-    lambda w, e: replace(e, model=with_config(w, rope_parameters={"rope_type": "linear", "factor": 1.5})),
+    lambda w, e: replace(
+        e, model=with_config(w, rope_parameters={"rope_type": "linear", "factor": 1.5})
+    ),
 )
 fault(
     "attention window",
@@ -405,14 +441,22 @@ fault("log base 2", "broken_tokens", on_report(lambda row: [v / 0.6931472 for v 
 fault("shift by one", "shifted_tokens", on_report(lambda row: [*row[1:], row[-1]]))
 fault("siblings exchanged", "shifted_tokens", lambda _, e: replace(e, report=siblings))
 fault("clamped", "broken_tokens", on_report(lambda row: [max(v, -1.0) for v in row]))
-fault("older weights", "weights_not_updated stale_weights", lambda w, e: replace(e, model=w.older), "older")
+fault(
+    "older weights",
+    "weights_not_updated stale_weights",
+    lambda w, e: replace(e, model=w.older),
+    "older",
+)
 fault(
     "one older tensor",
     "weights_not_updated stale_weights",
     lambda w, e: replace(
         e,
         model=edited(
-            w.model, lambda n, x: w.older.state_dict()[n] if n == "model.layers.1.mlp.down_proj.weight" else x
+            w.model,
+            lambda n, x: (
+                w.older.state_dict()[n] if n == "model.layers.1.mlp.down_proj.weight" else x
+            ),
         ),
     ),
     "older",
@@ -423,7 +467,12 @@ fault(
     lambda w, e: replace(e, prompt_model=w.older),
     "older",
 )
-fault("draft model's log-probs", "broken_tokens weights_not_updated other_model", lambda w, e: e, "draft")
+fault(
+    "draft model's log-probs",
+    "broken_tokens weights_not_updated other_model",
+    lambda w, e: e,
+    "draft",
+)
 fault(
     "dropout",
     "rounding dropout",
@@ -440,7 +489,9 @@ fault(
         model=edited(
             e.model,
             lambda n, x: (
-                x.unflatten(1, (4, -1))[:, [1, 0, 2, 3]].flatten(1) if n.endswith("1.self_attn.o_proj.weight") else x
+                x.unflatten(1, (4, -1))[:, [1, 0, 2, 3]].flatten(1)
+                if n.endswith("1.self_attn.o_proj.weight")
+                else x
             ),
         ),
     ),
@@ -451,7 +502,11 @@ fault(
     "",
     lambda w, e: hooked(w, e, lambda m: m.model.layers[0], lambda _, inputs, __: inputs[0]),
 )
-fault("output layer in int4", "", lambda w, e: hooked(w, e, lambda m: m.lm_head, lambda _, __, x: (4 * x).round() / 4))
+fault(
+    "output layer in int4",
+    "",
+    lambda w, e: hooked(w, e, lambda m: m.lm_head, lambda _, __, x: (4 * x).round() / 4),
+)
 fault("offset of 0.1 nats", "", on_report(lambda row: [v - 0.1 for v in row]))
 fault("one decimal", "", on_report(lambda row: [round(v, 1) for v in row]))
 fault(
@@ -464,7 +519,11 @@ fault(
     "",
     lambda w, e: hooked(w, e, lambda m: m.model.layers[1].mlp, lambda _, __, x: 0.9 * x),
 )
-fault("norm weight reset", "", on_model(lambda n, x: torch.ones_like(x) if n == "model.norm.weight" else x))
+fault(
+    "norm weight reset",
+    "",
+    on_model(lambda n, x: torch.ones_like(x) if n == "model.norm.weight" else x),
+)
 fault(
     "embeddings of two tokens exchanged",
     "",
@@ -482,7 +541,11 @@ fault(
     on_logits(lambda x, *_: (0.95 * x.softmax(-1) + 0.05 / len(x)).log()),
 )
 fault("likeliest token raised", "", on_logits(lambda x, *_: x + 0.7 * (x == x.max())))
-fault("probabilities instead of log-probs", "", on_report(lambda row: [float(torch.tensor(v).exp()) for v in row]))
+fault(
+    "probabilities instead of log-probs",
+    "",
+    on_report(lambda row: [float(torch.tensor(v).exp()) for v in row]),
+)
 fault(
     "log-probs averaged with the neighbor",
     "",
@@ -523,7 +586,9 @@ def rows_of(world: World, names: Sequence[str], rng: random.Random) -> list[dict
             for row in rows:
                 tokens = torch.tensor([[*row["prompt"], *row["response"]]])
                 logits = world.draft(tokens).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
-                row["log_prob"] = logits.gather(1, torch.tensor(row["response"])[:, None])[:, 0].tolist()
+                row["log_prob"] = logits.gather(1, torch.tensor(row["response"])[:, None])[
+                    :, 0
+                ].tolist()
     return rows
 
 
@@ -558,8 +623,15 @@ def grade(accepts: frozenset[str], kind: str, cause: str) -> str:
 
 
 def ask(world: World, path: Path, names: Sequence[str], kind: str, with_checkpoint: bool) -> Grade:
-    accepts: frozenset[str] = frozenset().union(*(FAULTS[name].accepts for name in names if name in FAULTS))
-    others = [str(world.directory / other) for name in names if name in FAULTS for other in FAULTS[name].others]
+    accepts: frozenset[str] = frozenset().union(
+        *(FAULTS[name].accepts for name in names if name in FAULTS)
+    )
+    others = [
+        str(world.directory / other)
+        for name in names
+        if name in FAULTS
+        for other in FAULTS[name].others
+    ]
     start = time.perf_counter()
     arguments: dict[str, Any] = {}
     if with_checkpoint:
@@ -583,7 +655,9 @@ def ask(world: World, path: Path, names: Sequence[str], kind: str, with_checkpoi
 
 def cases() -> list[tuple[tuple[str, ...], str]]:
     """Faults with their kind; ten healthy dumps per seed."""
-    single = [((name,), "modelled" if fault.accepts else "unmodelled") for name, fault in FAULTS.items()]
+    single = [
+        ((name,), "modelled" if fault.accepts else "unmodelled") for name, fault in FAULTS.items()
+    ]
     return [*single, *((pair, "pair") for pair in PAIRS), *(((), "healthy") for _ in range(10))]
 
 
@@ -597,9 +671,15 @@ def summary(grades: Sequence[Grade]) -> str:
         for checkpoint in (False, True):
             rows = [each for each in grades if (each.kind, each.checkpoint) == (kind, checkpoint)]
             if rows:
-                counts = [sum(row.grade == g for row in rows) for g in ("right", "unexplained", "missed", "misleading")]
+                counts = [
+                    sum(row.grade == g for row in rows)
+                    for g in ("right", "unexplained", "missed", "misleading")
+                ]
                 shares = [f"{count} ({count / len(rows):.0%})" for count in counts]
-                lines.append(f"| {kind} | {'yes' if checkpoint else 'no'} | {len(rows)} | {' | '.join(shares)} |")
+                lines.append(
+                    f"| {kind} | {'yes' if checkpoint else 'no'} | {len(rows)} |"
+                    f" {' | '.join(shares)} |"
+                )
     lines += ["", "| confidence | checkpoint | answers | right |", "|---|---|---|---|"]
     for checkpoint in (False, True):
         for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.01)):
@@ -613,7 +693,8 @@ def summary(grades: Sequence[Grade]) -> str:
             if rows:
                 share = sum(row.grade == "right" for row in rows) / len(rows)
                 lines.append(
-                    f"| {low:.1f} to {min(high, 1):.1f} | {'yes' if checkpoint else 'no'} | {len(rows)} | {share:.0%} |"
+                    f"| {low:.1f} to {min(high, 1):.1f} | {'yes' if checkpoint else 'no'} |"
+                    f" {len(rows)} | {share:.0%} |"
                 )
     return "\n".join(lines)
 

@@ -2,8 +2,8 @@
 
     python -m examples.diagnose_study.tuning --seeds 0 1 2
 
-Each dump has one or four steps of a model of `world.py`. A fault without accepted causes is one that no rule
-describes; it should stay `unexplained`.
+Each dump has one or four steps of a model of `world.py`. A fault without accepted causes is one
+that no rule describes; it should stay `unexplained`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.diagnose_study.faults import Scored, table_of
 from examples.diagnose_study.run import DENSE
-from examples.diagnose_study.world import FIRST, Rollout, World, changed, make_world, sample, score, supervise
+from examples.diagnose_study.world import (
+    FIRST,
+    Rollout,
+    World,
+    changed,
+    make_world,
+    sample,
+    score,
+    supervise,
+)
 from slime_tis.analysis.diagnosis import diagnose
 from slime_tis.analysis.dumps.files import parquet_tables, write
 from slime_tis.analysis.dumps.table import TokenTable
@@ -46,7 +55,9 @@ class Fault:
     shape: Callable[[World, int], Shape] = lambda world, strength: unchanged
     prompts: Callable[[Tensor, int], Tensor] = lambda prompts, strength: prompts
     """The prompts that the rollout engine reads."""
-    report: Callable[[World, int, Rollout, int], Tensor] = lambda world, step, rollout, strength: rollout.log_probs
+    report: Callable[[World, int, Rollout, int], Tensor] = lambda world, step, rollout, strength: (
+        rollout.log_probs
+    )
     gap: tuple[int, int, int] = (0, 0, 0)
     """Positions that the response is moved by."""
 
@@ -77,7 +88,9 @@ def frequency(world: World, strength: int) -> Shape:
 
 def bias(world: World, strength: int) -> Shape:
     value = (0.5, -1.0, 2.5)[strength]
-    return lambda logits, *_: logits + value * torch.nn.functional.one_hot(torch.tensor(FIRST + 3), logits.shape[1])
+    return lambda logits, *_: (
+        logits + value * torch.nn.functional.one_hot(torch.tensor(FIRST + 3), logits.shape[1])
+    )
 
 
 def banned(world: World, strength: int) -> Shape:
@@ -102,7 +115,9 @@ def raised(world: World, strength: int) -> Shape:
 
 def min_p(world: World, strength: int) -> Shape:
     bound = (0.02, 0.06, 0.15)[strength]
-    return lambda x, *_: x.masked_fill(x.softmax(-1) < bound * x.softmax(-1).amax(-1, keepdim=True), -torch.inf)
+    return lambda x, *_: x.masked_fill(
+        x.softmax(-1) < bound * x.softmax(-1).amax(-1, keepdim=True), -torch.inf
+    )
 
 
 def hot(world: World, strength: int) -> Shape:
@@ -144,7 +159,9 @@ def older(world: World, step: int, strength: int) -> Model:
 
 def one_tensor(world: World, step: int, strength: int) -> Model:
     model, first = world.at(step), world.weights[0]
-    name = ("model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.embed_tokens.weight")[strength]
+    name = ("model.layers.1.mlp.down_proj.weight", "lm_head.weight", "model.embed_tokens.weight")[
+        strength
+    ]
     with torch.no_grad():
         model.get_parameter(name).copy_(first[name])
     return model
@@ -152,14 +169,18 @@ def one_tensor(world: World, step: int, strength: int) -> Model:
 
 def norm_reset(world: World, step: int, strength: int) -> Model:
     ones = ("layers.1.input_layernorm", "layers.1.post", "model.norm")[strength]
-    return changed(world.at(step), lambda name: ones in name, lambda w: 0.7 * torch.ones_like(w) + 0.3 * w)
+    return changed(
+        world.at(step), lambda name: ones in name, lambda w: 0.7 * torch.ones_like(w) + 0.3 * w
+    )
 
 
 def skipped(world: World, step: int, strength: int) -> Model:
     """A layer whose output counts less."""
     keep = (0.9, 0.7, 0.3)[strength]
     return changed(
-        world.at(step), lambda n: "layers.1" in n and ("o_proj" in n or "down_proj" in n), lambda w: keep * w
+        world.at(step),
+        lambda n: "layers.1" in n and ("o_proj" in n or "down_proj" in n),
+        lambda w: keep * w,
     )
 
 
@@ -193,7 +214,9 @@ def dropout(world: World, step: int, strength: int) -> Model:
 def matrices(change: Callable[[Tensor], Tensor]) -> Callable[[World, int, int], Model]:
     return lambda world, step, strength: changed(
         world.at(step),
-        lambda n: "norm" not in n and "embed" not in n and (("down_proj", "mlp", "layers")[strength] in n),
+        lambda n: (
+            "norm" not in n and "embed" not in n and (("down_proj", "mlp", "layers")[strength] in n)
+        ),
         change,
     )
 
@@ -211,12 +234,16 @@ FAULTS: dict[str, Fault] = {
     "position gap": Fault(accepts="position_drift", gap=(1, 3, 8)),
     "rope": Fault(accepts="position_drift", model=rope),
     "prompt cut": Fault(accepts="other_prompt", prompts=lambda p, s: p[:, (1, 3, 5)[s] :]),
-    "last prompt token missing": Fault(accepts="other_prompt", prompts=lambda p, s: p[:, : -(1, 2, 3)[s]]),
+    "last prompt token missing": Fault(
+        accepts="other_prompt", prompts=lambda p, s: p[:, : -(1, 2, 3)[s]]
+    ),
     "first token doubled": Fault(
-        accepts="other_prompt", prompts=lambda p, s: torch.cat([p[:, :1].expand(-1, (1, 2, 4)[s]), p], 1)
+        accepts="other_prompt",
+        prompts=lambda p, s: torch.cat([p[:, :1].expand(-1, (1, 2, 4)[s]), p], 1),
     ),
     "pads": Fault(
-        accepts="other_prompt attention_mask", prompts=lambda p, s: torch.nn.functional.pad(p, ((1, 3, 6)[s], 0))
+        accepts="other_prompt attention_mask",
+        prompts=lambda p, s: torch.nn.functional.pad(p, ((1, 3, 6)[s], 0)),
     ),
     "older weights": Fault(accepts="weights_not_updated stale_weights", model=older),
     "one older tensor": Fault(accepts="weights_not_updated stale_weights", model=one_tensor),
@@ -281,7 +308,12 @@ def dumps(seeds: Sequence[int], folder: Path, names: Sequence[str]) -> Any:
                 path = folder / f"{seed}-{name}-{strength}.parquet"
                 if not path.exists():
                     world = world or make_world(seed, DENSE[seed % 2])
-                    write(path, dump(world, FAULTS[name], strength, (9,) if strength != 1 else (6, 7, 8, 9)))
+                    write(
+                        path,
+                        dump(
+                            world, FAULTS[name], strength, (9,) if strength != 1 else (6, 7, 8, 9)
+                        ),
+                    )
                 yield seed, name, strength, TokenTable.concatenate(list(parquet_tables(path)))
 
 
@@ -301,7 +333,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             band = "below 90 %" if first.confidence < 0.9 else "90 % and more"
             confident.setdefault(band, []).append(first.cause in FAULTS[name].accepts.split())
     for name, found in grades.items():
-        print(f"{name:26} [{FAULTS[name].accepts}]", ", ".join(f"{cause}: {n}" for cause, n in found.most_common()))
+        print(
+            f"{name:26} [{FAULTS[name].accepts}]",
+            ", ".join(f"{cause}: {n}" for cause, n in found.most_common()),
+        )
     for band, right in sorted(confident.items()):
         print(f"{band}: {sum(right)} of {len(right)} named causes are right")
 

@@ -1,6 +1,7 @@
 """A tiny language model that is really trained, really sampled from and really scored: what faults are planted in.
 
-Training: a few supervised steps on a task of symbols, then optimizer steps by REINFORCE, whose weights are all kept.
+Training: a few supervised steps on a task of symbols, then optimizer steps by REINFORCE, whose
+    weights are all kept.
 Sampling: token by token with a KV cache, as a rollout engine does.
 Scoring: one forward pass, as a training engine does.
 """
@@ -80,7 +81,9 @@ class World:
     def prompts(self, step: int) -> Tensor:
         """[B, P] prompts of a step: random symbols and a separator; rows are equal in pairs."""
         chance = torch.Generator().manual_seed(7919 * self.seed + step)
-        rows = torch.randint(FIRST, self.symbols, (SAMPLES // 2, self.prompt_tokens - 1), generator=chance)
+        rows = torch.randint(
+            FIRST, self.symbols, (SAMPLES // 2, self.prompt_tokens - 1), generator=chance
+        )
         rows = torch.cat([rows, torch.full((len(rows), 1), SEPARATOR)], 1)
         return rows.repeat_interleave(2, 0)
 
@@ -102,7 +105,12 @@ def make_world(seed: int, family: str) -> World:
         "tie_word_embeddings": False,
     }
     if family == "qwen3_moe":
-        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        sizes |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        }
     model = architecture(config(**sizes)).eval()
     world = World(
         seed=seed,
@@ -121,7 +129,8 @@ def answers(world: World, prompts: Tensor) -> Tensor:
     """[B, T] right answers: the prompt's symbols again and again, each time moved on by one symbol."""
     symbols = prompts[:, :-1] - FIRST
     rounds = [
-        (symbols + turn) % (world.symbols - FIRST) for turn in range(-(-world.response_tokens // symbols.shape[1]))
+        (symbols + turn) % (world.symbols - FIRST)
+        for turn in range(-(-world.response_tokens // symbols.shape[1]))
     ]
     return torch.cat(rounds, 1)[:, : world.response_tokens] + FIRST
 
@@ -138,7 +147,7 @@ def split(world: World, tokens: Tensor, chance: torch.Generator) -> Tensor:
     return torch.tensor(rows)
 
 
-def sample(
+def sample(  # noqa: PLR0913
     model: PreTrainedModel,
     prompts: Tensor,
     length: int,
@@ -153,8 +162,8 @@ def sample(
 ) -> Rollout:
     """Samples with a KV cache; log-probs are of the distribution that was sampled from.
 
-    `store` is what becomes of a sampled token's keys and values in the cache, `shape` what the sampler makes of logits,
-    `gap` moves the positions of the response.
+    `store` is what becomes of a sampled token's keys and values in the cache, `shape` what the
+    sampler makes of logits, `gap` moves the positions of the response.
     """
     chance = torch.Generator().manual_seed(seed)
     tokens, log_probs = [], []
@@ -168,7 +177,9 @@ def sample(
             tokens.append(token)
             log_probs.append(allowed.gather(1, token))
             position = torch.full_like(token, prompts.shape[1] + t + gap)
-            output = model(token, position_ids=position, past_key_values=output.past_key_values, use_cache=True)
+            output = model(
+                token, position_ids=position, past_key_values=output.past_key_values, use_cache=True
+            )
             for layer in output.past_key_values.layers:
                 for cached in (layer.keys, layer.values):
                     cached[:, :, -1:] = store(cached[:, :, -1:])
@@ -187,10 +198,15 @@ def truncate(logits_BV: Tensor, top_p: float, top_k: int) -> Tensor:
     return logits_BV.masked_fill(out.scatter(1, order, out), float("-inf"))
 
 
-def score(model: PreTrainedModel, prompts: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def score(
+    model: PreTrainedModel, prompts: Tensor, tokens: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """[B, T] log-probs and entropies of responses in one forward pass."""
     with torch.no_grad():
-        logits = model(torch.cat([prompts, tokens], 1)).logits[:, prompts.shape[1] - 1 : -1].float() / temperature
+        logits = (
+            model(torch.cat([prompts, tokens], 1)).logits[:, prompts.shape[1] - 1 : -1].float()
+            / temperature
+        )
     log_probs = logits.log_softmax(-1)
     return log_probs.gather(2, tokens[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
@@ -224,11 +240,15 @@ def _reinforce(world: World, lr: float) -> None:
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=lr)
 
     def keep() -> None:
-        world.weights.append({name: tensor.clone() for name, tensor in world.model.state_dict().items()})
+        world.weights.append(
+            {name: tensor.clone() for name, tensor in world.model.state_dict().items()}
+        )
 
     keep()
     for step in range(STEPS):
-        rollout = sample(world.model, world.prompts(1000 + step), world.response_tokens, world.seed + step)
+        rollout = sample(
+            world.model, world.prompts(1000 + step), world.response_tokens, world.seed + step
+        )
         reward = (rollout.tokens == answers(world, rollout.prompts)).float().mean(1)
         advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
         logits = world.model(torch.cat([rollout.prompts, rollout.tokens], 1)).logits[

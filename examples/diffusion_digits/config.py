@@ -43,7 +43,8 @@ class DigitsConfig:
     """Flow-matching steps before reinforcement learning."""
 
     caption_noise: Annotated[float, Limits(ge=0, le=1)] = 0.5
-    """Share of the images that flow matching sees with a caption drawn at random, as captions off the web are."""
+    """Share of the images that flow matching sees with a caption drawn at random, as captions off
+    the web are."""
 
     judge_steps: Annotated[int, Limits(ge=1)] = 400
     """Training steps of each classifier."""
@@ -73,8 +74,8 @@ class DigitsConfig:
     """Rollouts that the copy keeps its weights for."""
 
     log_ratio_scale: Literal["sum", "mean"] = "sum"
-    """Scale of the corrected log-ratios: the step's density (sum over pixels), or its 64th root (mean), which the loss
-    uses and which bounds hardly ever reach."""
+    """Scale of the corrected log-ratios: the step's density (sum over pixels), or its 64th root
+    (mean), which the loss uses and which bounds hardly ever reach."""
 
     lr: Annotated[float, Limits(gt=0)] = 3e-4
     """Learning rate of reinforcement learning, Adam."""
@@ -95,13 +96,13 @@ class DigitsConfig:
         check_fields(self)
         if self.n_samples_per_prompt < 2:
             raise ValueError(
-                f"--n-samples-per-prompt is {self.n_samples_per_prompt} but the images of a digit are compared with "
-                "each other; raise it to 2 or more."
+                f"--n-samples-per-prompt is {self.n_samples_per_prompt} but the images of a digit"
+                " are compared with each other; raise it to 2 or more."
             )
         if self.trajectories % self.num_steps_per_rollout:
             raise ValueError(
-                f"--num-steps-per-rollout is {self.num_steps_per_rollout} but a rollout has {self.trajectories} "
-                f"trajectories; choose a divisor of {self.trajectories}."
+                f"--num-steps-per-rollout is {self.num_steps_per_rollout} but a rollout has"
+                f" {self.trajectories} trajectories; choose a divisor of {self.trajectories}."
             )
 
     @property
@@ -139,23 +140,39 @@ def configure(argv: Sequence[str]) -> Arguments:
         COMMAND_LINE,
         prog="train.py",
         usage="python -m examples.diffusion_digits.train [options]",
-        description="Trains a flow model of handwritten digits to draw the digit that it is asked for, with the "
-        "mismatch between rollout and training log-probs measured and corrected.",
+        description=(
+            "Trains a flow model of handwritten digits to draw the digit that it is asked for, with"
+            " the mismatch between rollout and training log-probs measured and corrected."
+        ),
     )
     options = merge_sources(COMMAND_LINE, read_flags(COMMAND_LINE, *split_words(parser, argv)))
     with naming_sources(options):
         correction = build(RolloutCorrectionConfig, options)
     if correction.policy_loss not in ("ppo", "reinforce"):
-        raise ValueError(f"--policy-loss is {correction.policy_loss} but SDE steps have ppo and reinforce; choose one.")
+        raise ValueError(
+            f"--policy-loss is {correction.policy_loss} but SDE steps have ppo and reinforce;"
+            " choose one."
+        )
     if correction.old_logprobs == "interpolate":
-        raise ValueError("--old-logprobs is interpolate but SDE steps have no version per token; make it recompute.")
+        raise ValueError(
+            "--old-logprobs is interpolate but SDE steps have no version per token; make it"
+            " recompute."
+        )
     return Arguments(
-        digits=build(DigitsConfig, options), correction=correction, reporting=build(ReportingConfig, options)
+        digits=build(DigitsConfig, options),
+        correction=correction,
+        reporting=build(ReportingConfig, options),
     )
 
 
 def effective_config(arguments: Arguments) -> dict[str, Any]:
     """The configuration in force as plain values; as YAML, --custom-config-path takes it back."""
     configs = (arguments.digits, arguments.correction, arguments.reporting)
-    values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
-    return {name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, values)}
+    values = {
+        field.name: getattr(config, field.name)
+        for config in configs
+        for field in dataclasses.fields(config)
+    }
+    return {
+        name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, values)
+    }

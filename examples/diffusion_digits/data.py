@@ -13,7 +13,8 @@ from examples.diffusion_digits.config import PIXELS, DigitsConfig
 
 CLASSES = 10
 BLUR = 0.3
-"""Most noise that a classifier is trained on, so that it has an opinion of images that are not quite clean."""
+"""Most noise that a classifier is trained on, so that it has an opinion of images that are not
+quite clean."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ def load_halves(seed: int) -> tuple[Images, Images]:
     digits = torch.tensor(found.target, dtype=torch.int64)
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))
     halves = order.tensor_split(2)
-    return Images(pixels[halves[0]], digits[halves[0]]), Images(pixels[halves[1]], digits[halves[1]])
+    return Images(pixels[halves[0]], digits[halves[0]]), Images(
+        pixels[halves[1]], digits[halves[1]]
+    )
 
 
 def miscaptioned(images: Images, share: float, generator: torch.Generator) -> Images:
@@ -42,17 +45,29 @@ def miscaptioned(images: Images, share: float, generator: torch.Generator) -> Im
     return Images(images.pixels_BP, torch.where(wrong, drawn, images.digits_B))
 
 
-def train_judge(images: Images, width: int, config: DigitsConfig, generator: torch.Generator) -> nn.Module:
+def train_judge(
+    images: Images, width: int, config: DigitsConfig, generator: torch.Generator
+) -> nn.Module:
     """A classifier of digits."""
     judge = nn.Sequential(
-        nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+        nn.Linear(PIXELS, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, CLASSES),
     )
     _initialise(judge, generator)
     optimizer = torch.optim.Adam(judge.parameters(), 2e-3)
     for _ in range(config.judge_steps):
         pick = torch.randint(len(images.digits_B), (128,), generator=generator)
-        blur = BLUR * torch.rand(128, 1, generator=generator) * torch.randn(128, PIXELS, generator=generator)
-        loss = nn.functional.cross_entropy(judge(images.pixels_BP[pick] + blur), images.digits_B[pick])
+        blur = (
+            BLUR
+            * torch.rand(128, 1, generator=generator)
+            * torch.randn(128, PIXELS, generator=generator)
+        )
+        loss = nn.functional.cross_entropy(
+            judge(images.pixels_BP[pick] + blur), images.digits_B[pick]
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

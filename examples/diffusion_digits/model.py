@@ -28,7 +28,9 @@ class VelocityModel(nn.Module):
         self.of_time = nn.Linear(2 * FREQUENCIES, width)
         self.first = nn.Linear(PIXELS, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)
+            )
             for _ in range(layers)
         )
         self.last = nn.Linear(width, PIXELS)
@@ -37,7 +39,9 @@ class VelocityModel(nn.Module):
         """The velocity, in the precision of the weights."""
         dtype = self.first.weight.dtype
         angles = time_B[:, None] * self.frequencies
-        condition = self.of_time(torch.cat([angles.sin(), angles.cos()], 1).to(dtype)) + self.of_digit(digit_B)
+        condition = self.of_time(
+            torch.cat([angles.sin(), angles.cos()], 1).to(dtype)
+        ) + self.of_digit(digit_B)
         hidden = self.first(sample_BP.to(dtype))
         for block in self.blocks:
             hidden = hidden + block(hidden + condition)
@@ -47,7 +51,8 @@ class VelocityModel(nn.Module):
 def pretrain(images: Images, config: DigitsConfig) -> VelocityModel:
     """Flow matching: x_t = (1 − t)·x_0 + t·ε, and the model learns the velocity ε − x_0.
 
-    Source: "Flow Matching for Generative Modeling", Lipman et al. (https://arxiv.org/abs/2210.02747), with the
+    Source: "Flow Matching for Generative Modeling", Lipman et al.
+        (https://arxiv.org/abs/2210.02747), with the
     straight paths of "Flow Straight and Fast", Liu et al. (https://arxiv.org/abs/2209.03003).
     """
     torch.manual_seed(config.seed)

@@ -54,7 +54,9 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
     series = {name: read_series(path / METRICS) for name, path in runs.items()}
     for path in runs.values():
         if not (path / SAMPLES).is_file():
-            raise ValueError(f"{path} has no {SAMPLES}; give a finished run of examples.diffusion_digits.")
+            raise ValueError(
+                f"{path} has no {SAMPLES}; give a finished run of examples.diffusion_digits."
+            )
     if compare_with is not None and len(runs) == 1:
         raise ValueError(f"both runs are named {directory.name!r}; rename a directory.")
     figure = pyplot.figure(figsize=(12, 9.6), layout="constrained")
@@ -75,7 +77,9 @@ def draw(directory: Path, compare_with: Path | None = None) -> Path:
 
 def _draw_reward(axis: Any, series: dict[str, dict[str, Series]]) -> None:
     for (name, found), color in zip(series.items(), _colors(series), strict=True):
-        _line(axis, found["rollout/raw_reward"], color, f"{name}: reward of the rollouts", faint=True)
+        _line(
+            axis, found["rollout/raw_reward"], color, f"{name}: reward of the rollouts", faint=True
+        )
         _line(axis, found["eval/reward"], color, f"{name}: held-out classifier", marker="o")
     _label(axis, "Reward", "probability of the digit asked for")
     axis.set_ylim(0, 1)
@@ -84,7 +88,9 @@ def _draw_reward(axis: Any, series: dict[str, dict[str, Series]]) -> None:
 def _draw_mismatch(axis: Any, series: dict[str, dict[str, Series]]) -> None:
     for (name, found), color in zip(series.items(), _colors(series), strict=True):
         _line(axis, measured(found, "logprob_abs_diff_mean"), color, f"{name}: mean |Δ|")
-        _line(axis, measured(found, "logprob_abs_diff_max"), color, f"{name}: largest |Δ|", faint=True)
+        _line(
+            axis, measured(found, "logprob_abs_diff_max"), color, f"{name}: largest |Δ|", faint=True
+        )
     axis.set_yscale("log")
     _label(axis, "Mismatch of training and rollout log-probs", "|Δ| of a step, nats")
 
@@ -96,7 +102,12 @@ def _draw_timesteps(axis: Any, series: dict[str, dict[str, Series]]) -> None:
         axis.plot(*zip(*points, strict=True), "o-", color=color, label=name) if points else None
     axis.set_yscale("log")
     axis.invert_xaxis()
-    _label(axis, "Mismatch by timestep, mean over the run", "mean |Δ|, nats", "timestep, from noise to image")
+    _label(
+        axis,
+        "Mismatch by timestep, mean over the run",
+        "mean |Δ|, nats",
+        "timestep, from noise to image",
+    )
 
 
 def _draw_weights(axis: Any, name: str, found: dict[str, Series]) -> None:
@@ -109,12 +120,17 @@ def _draw_weights(axis: Any, name: str, found: dict[str, Series]) -> None:
 def _draw_images(figure: Any, runs: dict[str, Path]) -> None:
     samples = {name: load_tensors(path / SAMPLES) for name, path in runs.items()}
     first = next(iter(samples.values()))
-    grids = {"before": first["before"], **{f"after, {name}": found["after"] for name, found in samples.items()}}
+    grids = {
+        "before": first["before"],
+        **{f"after, {name}": found["after"] for name, found in samples.items()},
+    }
     axes = figure.subplots(1, len(grids), squeeze=False)[0]
     for axis, (title, grid) in zip(axes, grids.items(), strict=True):
         axis.imshow(tiled(grid), cmap="gray_r", vmin=-1, vmax=1)
         axis.set_title(title, loc="left", fontweight="bold")
-        axis.set_xticks([10 * digit + 4.5 for digit in range(10)], [str(digit) for digit in range(10)])
+        axis.set_xticks(
+            [10 * digit + 4.5 for digit in range(10)], [str(digit) for digit in range(10)]
+        )
         axis.set_yticks([])
         axis.set_xlabel("digit asked for")
         axis.tick_params(length=0)
@@ -130,7 +146,10 @@ def measured(found: dict[str, Series], metric: str) -> Series:
 def by_timestep(found: dict[str, Series]) -> list[tuple[float, float]]:
     """(timestep, mean |Δ| over the run), ascending."""
     named = ((name.rpartition("/ts_"), points) for name, points in found.items() if "/ts_" in name)
-    return sorted((float(parts[2]), sum(value for _, value in points) / len(points)) for parts, points in named)
+    return sorted(
+        (float(parts[2]), sum(value for _, value in points) / len(points))
+        for parts, points in named
+    )
 
 
 def tiled(grid: Tensor) -> Tensor:
@@ -140,7 +159,9 @@ def tiled(grid: Tensor) -> Tensor:
     return padded.clamp(-1, 1).permute(0, 2, 1, 3).reshape(10 * rows, 10 * columns)
 
 
-def _line(axis: Any, points: Series, color: str, label: str, *, faint: bool = False, marker: str = "") -> None:
+def _line(
+    axis: Any, points: Series, color: str, label: str, *, faint: bool = False, marker: str = ""
+) -> None:
     """A series; one that is not of evaluations is smoothed."""
     if not points:
         return
@@ -148,7 +169,9 @@ def _line(axis: Any, points: Series, color: str, label: str, *, faint: bool = Fa
     if not marker:
         values = running_mean(values, reach=2)
     style = ":" if faint else "-"
-    axis.plot(steps, values, style, color=color, label=label, marker=marker, markersize=4, linewidth=1.6)
+    axis.plot(
+        steps, values, style, color=color, label=label, marker=marker, markersize=4, linewidth=1.6
+    )
 
 
 def _label(axis: Any, title: str, left: str, below: str = "rollout") -> None:

@@ -1,6 +1,7 @@
 """Trajectories of the SDE sampler with their log-probs, and images of the ODE sampler.
 
-Shapes: suffix _B is per trajectory, _BP is [B, 64 pixels], _BTP is [B, T, 64 pixels], _BT is [B, T] of T steps.
+Shapes: suffix _B is per trajectory, _BP is [B, 64 pixels], _BTP is [B, T, 64 pixels], _BT is [B, T]
+    of T steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Trajectories:
 
     def of(self, index: Tensor) -> Trajectories:
         """Some of the trajectories."""
-        return Trajectories(self.digits_B[index], self.latents_BTP[index], self.rollout_log_probs_BT[index])
+        return Trajectories(
+            self.digits_B[index], self.latents_BTP[index], self.rollout_log_probs_BT[index]
+        )
 
 
 def schedule(steps: int) -> Tensor:
@@ -52,28 +55,44 @@ def sample_trajectories(
     times = schedule(config.sde_steps)
     latents, log_probs = [torch.randn(len(digits_B), PIXELS, generator=generator)], []
     for time, next_time in pairwise(times):
-        mean, std = _step(sampler, latents[-1], time.expand(len(digits_B)), next_time, digits_B, config)
+        mean, std = _step(
+            sampler, latents[-1], time.expand(len(digits_B)), next_time, digits_B, config
+        )
         latents.append(mean + std * torch.randn(mean.shape, generator=generator))
         log_probs.append(gaussian_log_prob(latents[-1], mean, std))
     return Trajectories(digits_B, torch.stack(latents, 1), torch.stack(log_probs, 1))
 
 
-def trajectory_log_probs(model: VelocityModel, trajectories: Trajectories, config: DigitsConfig) -> Tensor:
+def trajectory_log_probs(
+    model: VelocityModel, trajectories: Trajectories, config: DigitsConfig
+) -> Tensor:
     """[B, T] log-probs of the steps taken, means over pixels, by another model: all of them in one pass."""
     times, (batch, steps) = schedule(config.sde_steps), trajectories.rollout_log_probs_BT.shape
-    before, after = trajectories.latents_BTP[:, :-1].flatten(0, 1), trajectories.latents_BTP[:, 1:].flatten(0, 1)
+    before, after = (
+        trajectories.latents_BTP[:, :-1].flatten(0, 1),
+        trajectories.latents_BTP[:, 1:].flatten(0, 1),
+    )
     digits = trajectories.digits_B.repeat_interleave(steps)
-    mean, std = _step(model, before, times[:-1].repeat(batch), times[1:].repeat(batch), digits, config)
+    mean, std = _step(
+        model, before, times[:-1].repeat(batch), times[1:].repeat(batch), digits, config
+    )
     return gaussian_log_prob(after, mean, std).view(batch, steps)
 
 
 def _step(
-    model: VelocityModel, sample_BP: Tensor, time_B: Tensor, next_time: Tensor, digits_B: Tensor, config: DigitsConfig
+    model: VelocityModel,
+    sample_BP: Tensor,
+    time_B: Tensor,
+    next_time: Tensor,
+    digits_B: Tensor,
+    config: DigitsConfig,
 ) -> tuple[Tensor, Tensor]:
     velocity = model(sample_BP, time_B, digits_B)
     next_time_B = next_time.expand(len(time_B))
     ceiling = 1.0 - 1.0 / config.sde_steps  # the second time of the schedule, as in FlowGRPO
-    return sde_step(velocity, sample_BP, time_B, next_time_B, noise_level=config.noise_level, ceiling=ceiling)
+    return sde_step(
+        velocity, sample_BP, time_B, next_time_B, noise_level=config.noise_level, ceiling=ceiling
+    )
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
 """FlowGRPO on handwritten digits, with rollouts by a low-precision copy whose weights lag behind.
 
-    python -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
+    python -m examples.diffusion_digits.train --custom-config-path
+    examples/diffusion_digits/train.yaml
 
-Flow matching on digits, half of them with a random caption, gives a model that draws the requested digit about half of
-the time. Reinforcement learning continues: the reward is a classifier's probability of the requested digit. The
-evaluation uses another classifier, trained on images that neither the model nor the reward has seen.
+Flow matching on digits, half of them with a random caption, gives a model that draws the requested
+digit about half of the time. Reinforcement learning continues: the reward is a classifier's
+probability of the requested digit. The evaluation uses another classifier, trained on images that
+neither the model nor the reward has seen.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Batch:
     old_log_probs_BT: Tensor
     """log π_old; in bypass mode log π_rollout."""
     weights_BT: Tensor | None
-    """Weights × mask of the decoupled correction; None in bypass mode, where the loss corrects itself."""
+    """Weights × mask of the decoupled correction; None in bypass mode, where the loss corrects
+    itself."""
 
     def of(self, index: Tensor) -> Batch:
         """Some of the trajectories."""
@@ -85,7 +88,11 @@ class Run:
     """The model, the classifiers, the sampling copy, and the loop over rollouts."""
 
     def __init__(self, arguments: Arguments) -> None:
-        self.arguments, self.config, self.correction = arguments, arguments.digits, arguments.correction
+        self.arguments, self.config, self.correction = (
+            arguments,
+            arguments.digits,
+            arguments.correction,
+        )
         config = self.config
         seen, unseen = load_halves(config.seed)
         generator = torch.Generator().manual_seed(config.seed)
@@ -101,7 +108,9 @@ class Run:
     def train(self, directory: Path) -> tuple[float, float]:
         """All rollouts; the evaluation's reward before and after."""
         config, total = self.config, self.config.num_rollout
-        reporter = open_reporters(self.arguments.reporting, effective_config(self.arguments), total_steps=total)
+        reporter = open_reporters(
+            self.arguments.reporting, effective_config(self.arguments), total_steps=total
+        )
         before, first = self.grid(), self.evaluate()
         reporter.log(first, 0)
         for rollout in range(total):
@@ -131,14 +140,18 @@ class Run:
         metrics["rollout/raw_reward"] = rewards.mean().item()
         advantages = grpo(rewards.view(-1, config.n_samples_per_prompt)).flatten()
         batch, measured = self.prepare(trajectories, advantages)
-        shares = torch.randperm(len(digits), generator=generator).chunk(config.num_steps_per_rollout)
+        shares = torch.randperm(len(digits), generator=generator).chunk(
+            config.num_steps_per_rollout
+        )
         losses, norms = zip(*(self.train_step(batch.of(share)) for share in shares), strict=True)
         measured += [loss.statistics for loss in losses if loss.statistics is not None]
         if measured:
             metrics |= reduce(StepStatistics.merge, measured).metrics()
         return metrics | loss_metrics(losses, norms)
 
-    def prepare(self, trajectories: Trajectories, advantages_B: Tensor) -> tuple[Batch, list[StepStatistics]]:
+    def prepare(
+        self, trajectories: Trajectories, advantages_B: Tensor
+    ) -> tuple[Batch, list[StepStatistics]]:
         """Old log-probs; where the correction is decoupled, also its weights, made once of the whole rollout."""
         rollout_log_probs = trajectories.rollout_log_probs_BT
         if self.correction.use_rollout_logprobs:
@@ -190,7 +203,9 @@ class Run:
     def grid(self) -> Tensor:
         """[rows, 10, 64]: images for the picture, the same noise whenever it is asked for."""
         digits = torch.arange(CLASSES).repeat(PICTURE_ROWS)
-        return sample_images(self.model, digits, seed=self.config.seed + 1).view(PICTURE_ROWS, CLASSES, -1)
+        return sample_images(self.model, digits, seed=self.config.seed + 1).view(
+            PICTURE_ROWS, CLASSES, -1
+        )
 
 
 def spread(pixels_BP: Tensor, digits_B: Tensor) -> float:
@@ -203,7 +218,9 @@ def loss_metrics(losses: tuple[DiffusionLoss, ...], norms: tuple[float, ...]) ->
     """train/… metrics over all optimizer steps of a rollout."""
     accepted = max(sum(loss.accepted_steps.item() for loss in losses), 1)
     denominator = max(sum(loss.denominator.item() for loss in losses), 1)
-    sums = {name: sum(loss.sums[name].item() for loss in losses) / accepted for name in losses[0].sums}
+    sums = {
+        name: sum(loss.sums[name].item() for loss in losses) / accepted for name in losses[0].sums
+    }
     return {
         "train/loss": sum(loss.numerator.item() for loss in losses) / denominator,
         "train/grad_norm": sum(norms) / len(norms),

@@ -1,10 +1,12 @@
 """Bias and variance of the corrected policy gradient, exactly, on a model of responses that can be enumerated.
 
-The model. A response has T tokens, drawn independently from three with probabilities π(v) = softmax(θ)_v. Token v is
-worth q_v, and an answer is right (R = 1) where its tokens together, Σ_t q_{y_t}, are worth half a standard deviation
-more than the training policy expects: about three times in ten at any length, and no token alone decides it. The
-rollout policy differs by Δ_v = log π_train(v) − log π_rollout(v), which under π_train has the standard deviation σ and
-the correlation κ with the quality: near 0 a mismatch is noise that the reward does not see, near 1 a drift along it.
+The model. A response has T tokens, drawn independently from three with probabilities π(v) =
+softmax(θ)_v. Token v is worth q_v, and an answer is right (R = 1) where its tokens together, Σ_t
+q_{y_t}, are worth half a standard deviation more than the training policy expects: about three
+times in ten at any length, and no token alone decides it. The rollout policy differs by Δ_v = log
+π_train(v) − log π_rollout(v), which under π_train has the standard deviation σ and the correlation
+κ with the quality: near 0 a mismatch is noise that the reward does not see, near 1 a drift along
+it.
 
 What is estimated: g = ∇_θ E_train[R] = E_train[(R − b)·Σ_t (e_{y_t} − π)]. One response gives
 
@@ -12,10 +14,11 @@ What is estimated: g = ∇_θ E_train[R] = E_train[(R − b)·Σ_t (e_{y_t} − 
 
 and a batch the mean of ĝ over all its responses: what train.py does by default, at π_θ = π_old.
 
-Why it can be enumerated. R and, except at the level `prefix`, w and m depend only on the number of occurrences of each
-token. There are (T+1)(T+2)/2 such counts, and their probabilities are multinomial: sums over 3^4096 responses become
-sums over the counts that matter. `slime_tis.correct` computes weights and masks: at token level for the three tokens,
-at sequence and geometric level for the sum or mean of Δ, as a response of one token.
+Why it can be enumerated. R and, except at the level `prefix`, w and m depend only on the number of
+occurrences of each token. There are (T+1)(T+2)/2 such counts, and their probabilities are
+multinomial: sums over 3^4096 responses become sums over the counts that matter. `slime_tis.correct`
+computes weights and masks: at token level for the three tokens, at sequence and geometric level for
+the sum or mean of Δ, as a response of one token.
 
 Shapes: suffix _V the three tokens, _C counts, _N simulated responses.
 """
@@ -39,7 +42,8 @@ THRESHOLD = 0.5
 """What a right answer is worth above the expectation, in standard deviations."""
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 NEGLIGIBLE = -105.0
-"""Counts with a smaller log-probability are ignored: times the largest squared weight, e^40, it is 1e-28."""
+"""Counts with a smaller log-probability are ignored: times the largest squared weight, e^40, it is
+1e-28."""
 
 CHI2_2_95 = 5.991
 """95 % quantile of χ² with two degrees of freedom."""
@@ -50,9 +54,13 @@ ESTIMATORS: dict[str, RolloutCorrectionConfig] = {
     "uncorrected": RolloutCorrectionConfig(),
     "token TIS": RolloutCorrectionConfig(use_tis=True),
     "token MIS": RolloutCorrectionConfig(use_tis=True, tis_mode="mask", tis_lower_bound=0.5),
-    "sequence IS, unbounded": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_upper_bound=UNBOUNDED),
+    "sequence IS, unbounded": RolloutCorrectionConfig(
+        use_tis=True, tis_level="sequence", tis_upper_bound=UNBOUNDED
+    ),
     "sequence TIS": RolloutCorrectionConfig(use_tis=True, tis_level="sequence"),
-    "sequence MIS": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_mode="mask", tis_lower_bound=0.5),
+    "sequence MIS": RolloutCorrectionConfig(
+        use_tis=True, tis_level="sequence", tis_mode="mask", tis_lower_bound=0.5
+    ),
     "geometric RS": RolloutCorrectionConfig(
         use_rs=True, rs_level="geometric", rs_lower_bound=0.95, rs_upper_bound=1.05
     ),
@@ -117,13 +125,15 @@ class Moments:
         mean_V = probability @ estimate_V
         squares = ((estimate_V - mean_V) ** 2).sum(1)
         kept_share = float(probability[kept].sum())
-        return cls(mean_V, float(probability @ squares), kept_share, float(probability @ squares**2))
+        return cls(
+            mean_V, float(probability @ squares), kept_share, float(probability @ squares**2)
+        )
 
     def mean_radius(self, responses: int) -> float:
         """No less than the distance that `mean_V` of simulated responses has from the truth, in 95 of 100 cases.
 
-        ĝ lies in a plane; the squared distance is at most χ² of two degrees of freedom, times the larger eigenvalue
-        of the covariance, which its trace bounds.
+        ĝ lies in a plane; the squared distance is at most χ² of two degrees of freedom, times the
+        larger eigenvalue of the covariance, which its trace bounds.
         """
         return math.sqrt(CHI2_2_95 * self.variance / responses)
 
@@ -156,16 +166,24 @@ def enumerated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int)
         weight_CV = clipped_ratios(mismatch.log_ratio_V)[reward_C.long()]
         mask_CV = torch.ones_like(weight_CV)
     elif {config.tis_level, config.rs_level} == {"token"}:
-        weight_CV, mask_CV = (value.expand_as(counts_CV) for value in corrected(config, mismatch.log_ratio_V))
+        weight_CV, mask_CV = (
+            value.expand_as(counts_CV) for value in corrected(config, mismatch.log_ratio_V)
+        )
     else:
         sums_C = counts_CV @ mismatch.log_ratio_V
         by_mean = "geometric" in (config.tis_level, config.rs_level)
-        weight_CV, mask_CV = (value[:, None] for value in corrected(config, sums_C / length if by_mean else sums_C))
+        weight_CV, mask_CV = (
+            value[:, None] for value in corrected(config, sums_C / length if by_mean else sums_C)
+        )
     kept_CV = counts_CV * mask_CV
-    return Moments.of(probability_C, estimates(advantage_C, kept_CV * weight_CV), kept_CV.sum(1) > 0)
+    return Moments.of(
+        probability_C, estimates(advantage_C, kept_CV * weight_CV), kept_CV.sum(1) > 0
+    )
 
 
-def simulated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, responses: int) -> Moments:
+def simulated(
+    config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, responses: int
+) -> Moments:
     """The moments of an estimator from sampled responses, corrected by the library as they are.
 
     Args:
@@ -177,9 +195,13 @@ def simulated(config: RolloutCorrectionConfig, mismatch: Mismatch, length: int, 
     generator = torch.Generator().manual_seed(0)
     baseline = right_answers(mismatch.rollout_V, length)
     sizes = [len(part) for part in torch.arange(responses).split(max(AT_ONCE // length, 1))]
-    parts = [_simulated_estimates(config, mismatch, length, baseline, size, generator) for size in sizes]
+    parts = [
+        _simulated_estimates(config, mismatch, length, baseline, size, generator) for size in sizes
+    ]
     estimate_NV, kept_N = (torch.cat(values) for values in zip(*parts, strict=True))
-    return Moments.of(torch.full((responses,), 1 / responses, dtype=torch.float64), estimate_NV, kept_N)
+    return Moments.of(
+        torch.full((responses,), 1 / responses, dtype=torch.float64), estimate_NV, kept_N
+    )
 
 
 def _simulated_estimates(
@@ -200,7 +222,10 @@ def _simulated_estimates(
         mask_NT = torch.ones_like(weight_NT)
     else:
         found = correct(
-            config, log_ratio_NT, torch.zeros_like(log_ratio_NT), torch.ones_like(tokens_NT, dtype=torch.bool)
+            config,
+            log_ratio_NT,
+            torch.zeros_like(log_ratio_NT),
+            torch.ones_like(tokens_NT, dtype=torch.bool),
         )
         weight_NT, mask_NT = found.weights.double(), found.mask.double()
     terms_NT = mask_NT * weight_NT
@@ -215,15 +240,21 @@ def estimates(advantage: Tensor, terms_V: Tensor) -> Tensor:
 
 def likely_counts(policy_V: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """How often each token occurs, [C, 3] float64, and the multinomial probability of that, [C]."""
-    reach = math.sqrt(-NEGLIGIBLE * length / 2)  # Hoeffding: P(|n − Tp| > reach) is at most exp(−2·reach²/T) a side
+    reach = math.sqrt(
+        -NEGLIGIBLE * length / 2
+    )  # Hoeffding: P(|n − Tp| > reach) is at most exp(−2·reach²/T) a side
     first, second = (
-        torch.arange(max(0, math.floor(length * p - reach)), min(length, math.ceil(length * p + reach)) + 1)
+        torch.arange(
+            max(0, math.floor(length * p - reach)), min(length, math.ceil(length * p + reach)) + 1
+        )
         for p in policy_V[:2].tolist()
     )
     first_C, second_C = (value.flatten() for value in torch.meshgrid(first, second, indexing="ij"))
     counts_CV = torch.stack([first_C, second_C, length - first_C - second_C], 1).double()
     counts_CV = counts_CV[counts_CV[:, 2] >= 0]
-    log_probability_C = math.lgamma(length + 1) - torch.lgamma(counts_CV + 1).sum(1) + counts_CV @ policy_V.log()
+    log_probability_C = (
+        math.lgamma(length + 1) - torch.lgamma(counts_CV + 1).sum(1) + counts_CV @ policy_V.log()
+    )
     likely_C = log_probability_C > NEGLIGIBLE
     return counts_CV[likely_C], log_probability_C[likely_C].exp()
 
@@ -232,7 +263,9 @@ def reward(counts_CV: Tensor, length: int) -> Tensor:
     """1 where the tokens together are worth enough, else 0."""
     mean = TRAIN_V @ QUALITY_V
     deviation = (TRAIN_V @ (QUALITY_V - mean) ** 2).sqrt()
-    return (counts_CV @ QUALITY_V >= length * mean + THRESHOLD * math.sqrt(length) * deviation).double()
+    return (
+        counts_CV @ QUALITY_V >= length * mean + THRESHOLD * math.sqrt(length) * deviation
+    ).double()
 
 
 def right_answers(policy_V: Tensor, length: int) -> float:
@@ -244,7 +277,11 @@ def right_answers(policy_V: Tensor, length: int) -> float:
 def corrected(config: RolloutCorrectionConfig, log_ratio_N: Tensor) -> tuple[Tensor, Tensor]:
     """The library's weights and mask of responses of one token each, float64 [N]."""
     found = correct(
-        config, log_ratio_N, torch.zeros_like(log_ratio_N), torch.ones_like(log_ratio_N), lengths=[1] * len(log_ratio_N)
+        config,
+        log_ratio_N,
+        torch.zeros_like(log_ratio_N),
+        torch.ones_like(log_ratio_N),
+        lengths=[1] * len(log_ratio_N),
     )
     return found.weights.double(), found.mask.double()
 
@@ -253,6 +290,8 @@ def clipped_ratios(log_ratio_V: Tensor) -> Tensor:
     """What PPO's loss against the rollout policy multiplies A·∇log π with, [2, 3]: for A < 0 and for A > 0."""
     log_prob_2V = log_ratio_V.repeat(2, 1).requires_grad_()
     sign_2V = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand_as(log_prob_2V)
-    loss_2V, _ = ppo_clip(log_prob_2V, torch.zeros_like(log_prob_2V), sign_2V, clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+    loss_2V, _ = ppo_clip(
+        log_prob_2V, torch.zeros_like(log_prob_2V), sign_2V, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
+    )
     (gradient_2V,) = torch.autograd.grad(loss_2V.sum(), log_prob_2V)
     return -gradient_2V / sign_2V

@@ -3,7 +3,8 @@
     python -m examples.gradient_bias.gradient           # computes gradient.csv, five minutes on one core
     python -m examples.gradient_bias.gradient --draw    # writes its plot and tables into docs/; part of `make docs`
 
-`estimators.py` defines what is computed; estimators that can be enumerated are exact, the others simulated.
+`estimators.py` defines what is computed; estimators that can be enumerated are exact, the others
+simulated.
 """
 
 import argparse
@@ -81,7 +82,8 @@ class Point:
     projection: float
     """⟨E ĝ, g⟩ / ‖g‖²: how much of the gradient is found; 1 has all of it."""
     deviation: float
-    """Standard deviation of one response's estimate: √(tr Cov ĝ) / ‖g‖; a batch of N has 1/√N of it."""
+    """Standard deviation of one response's estimate: √(tr Cov ĝ) / ‖g‖; a batch of N has 1/√N of
+    it."""
     deviation_error: float
     """Half of its 95 % confidence interval."""
     kept: float
@@ -93,7 +95,8 @@ class Point:
     def error_up_to_scale(self, batch: int) -> float:
         """The same of c·ĝ for the best c: √(1 − ⟨E ĝ, g⟩² / (‖g‖²·E‖ĝ‖²)); 1 where ĝ points away from g.
 
-        A gradient that is merely too small does not count as an error: Adam and clipping the norm take its size out.
+        A gradient that is merely too small does not count as an error: Adam and clipping the norm
+        take its size out.
         """
         squared_length = self.bias**2 + 2 * self.projection - 1 + self.deviation**2 / batch
         found = max(self.projection, 0.0) ** 2 / squared_length if squared_length > 0 else 0.0
@@ -104,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m examples.gradient_bias.gradient", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--draw", action="store_true", help="draw the plot and write the tables from gradient.csv")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw the plot and write the tables from gradient.csv"
+    )
     parser.add_argument("--table", type=Path, default=TABLE, help="CSV file of the points")
     options = parser.parse_args(argv)
     if options.draw:
@@ -116,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     cases = list(itertools.product(CORRELATIONS, LENGTHS, SIGMAS, ESTIMATORS))
-    write_rows(options.table, Point, tqdm(points(cases), total=len(cases), unit="points", mininterval=5))
+    write_rows(
+        options.table, Point, tqdm(points(cases), total=len(cases), unit="points", mininterval=5)
+    )
     print(options.table)
 
 
@@ -127,7 +134,11 @@ def points(cases: Sequence[tuple[float, int, float, str]]) -> Iterator[Point]:
         mismatch = Mismatch.of_size(sigma, correlation)
         responses = 0 if name in ENUMERABLE else SIMULATED_TOKENS // length
         config = ESTIMATORS[name]
-        found = simulated(config, mismatch, length, responses) if responses else enumerated(config, mismatch, length)
+        found = (
+            simulated(config, mismatch, length, responses)
+            if responses
+            else enumerated(config, mismatch, length)
+        )
         yield Point(
             correlation=correlation,
             length=length,
@@ -175,7 +186,12 @@ def smallest_errors(found: Sequence[Point], error: Callable[[Point, int], float]
     ]
     for correlation, length in itertools.product(CORRELATIONS, LENGTHS):
         cells = [
-            _smallest({point.estimator: error(point, BATCH) for point in by_case[correlation, length, sigma]})
+            _smallest(
+                {
+                    point.estimator: error(point, BATCH)
+                    for point in by_case[correlation, length, sigma]
+                }
+            )
             for sigma in SHOWN_SIGMAS
         ]
         lines.append(f"| {CORRELATIONS[correlation]} | {length} | {' | '.join(cells)} |")
@@ -194,7 +210,9 @@ def _smallest(errors: dict[str, float]) -> str:
 def errors_by_bound() -> str:
     """A Markdown table: the errors of token and of truncated sequence weights, as they are and up to scale."""
     configs = {"token, ≤ 2": RolloutCorrectionConfig(use_tis=True)} | {
-        f"≤ {bound:g}": RolloutCorrectionConfig(use_tis=True, tis_level="sequence", tis_upper_bound=bound)
+        f"≤ {bound:g}": RolloutCorrectionConfig(
+            use_tis=True, tis_level="sequence", tis_upper_bound=bound
+        )
         for bound in BOUNDS
     }
     lines = [f"| mismatch | σ√T | {' | '.join(configs)} |", "|---" * (len(configs) + 2) + "|"]
@@ -202,7 +220,12 @@ def errors_by_bound() -> str:
     for correlation, spread in itertools.product(CORRELATIONS, BOUNDS_SPREADS):
         sigma = spread / math.sqrt(BOUNDS_LENGTH)
         mismatch = Mismatch.of_size(sigma, correlation)
-        where = {"correlation": correlation, "length": BOUNDS_LENGTH, "sigma": sigma, "responses": 0}
+        where = {
+            "correlation": correlation,
+            "length": BOUNDS_LENGTH,
+            "sigma": sigma,
+            "responses": 0,
+        }
         cells = []
         for name, config in configs.items():
             found = enumerated(config, mismatch, BOUNDS_LENGTH)
@@ -225,11 +248,19 @@ def draw(found: Sequence[Point], path: Path) -> Path:
         len(kinds), len(lengths), figsize=(4 * len(lengths), 3 * len(kinds)), sharex=True, sharey="row",
         squeeze=False, layout="constrained",
     )  # fmt: skip
-    for (row, (correlation, what)), (column, length) in itertools.product(enumerate(kinds), enumerate(lengths)):
+    for (row, (correlation, what)), (column, length) in itertools.product(
+        enumerate(kinds), enumerate(lengths)
+    ):
         axis = axes[row][column]
         for name in ESTIMATORS:
-            there = [p for p in found if (p.correlation, p.length, p.estimator) == (correlation, length, name)]
-            _draw_line(axis, there, what, name, width=3.2 - 0.3 * list(ESTIMATORS).index(name))  # equals stay visible
+            there = [
+                p
+                for p in found
+                if (p.correlation, p.length, p.estimator) == (correlation, length, name)
+            ]
+            _draw_line(
+                axis, there, what, name, width=3.2 - 0.3 * list(ESTIMATORS).index(name)
+            )  # equals stay visible
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_ylim((1e-4, 3) if what == "bias" else (0.03, 10))

@@ -1,7 +1,8 @@
 """GRPO by hand, corrected by slime_tis: a tiny model with random weights learns to repeat the digit of its prompt.
 
-The rollout engine is a bf16 copy of the policy that gets the weights at every fourth step, so that its log-probs differ
-from training by rounding and staleness. The lines that correct this are marked with an arrow.
+The rollout engine is a bf16 copy of the policy that gets the weights at every fourth step, so that
+its log-probs differ from training by rounding and staleness. The lines that correct this are marked
+with an arrow.
 
 python -m examples.minimal.grpo
 """
@@ -15,8 +16,17 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import slime_tis
 
-VOCABULARY, END, PROMPTS, GROUP, LENGTH, UPDATE_INTERVAL = 10, 0, 16, 8, 6, 4  # token 0 ends a response
-CORRECTION = slime_tis.RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0, rs_veto_threshold=1e-4)  # <-
+VOCABULARY, END, PROMPTS, GROUP, LENGTH, UPDATE_INTERVAL = (
+    10,
+    0,
+    16,
+    8,
+    6,
+    4,
+)  # token 0 ends a response
+CORRECTION = slime_tis.RolloutCorrectionConfig(
+    use_tis=True, tis_upper_bound=2.0, rs_veto_threshold=1e-4
+)  # <-
 
 
 def train(steps: int) -> Iterator[dict[str, float]]:
@@ -36,7 +46,9 @@ def train(steps: int) -> Iterator[dict[str, float]]:
         rewards = ((responses == prompts) & mask).float().sum(1) / LENGTH
 
         log_probs = response_log_probs(policy, prompts, responses)
-        old_log_probs = log_probs.detach()  # one step per rollout: the old policy is the current one
+        old_log_probs = (
+            log_probs.detach()
+        )  # one step per rollout: the old policy is the current one
         correction = slime_tis.correct(CORRECTION, old_log_probs, rollout_log_probs, mask)  # <-
         token_loss = -(log_probs - old_log_probs).exp() * group_advantages(rewards)
         loss = correction.mean(token_loss)  # <- instead of (token_loss * mask).sum() / mask.sum()
@@ -67,7 +79,9 @@ def response_log_probs(model: PreTrainedModel, prompts: Tensor, responses: Tenso
 def group_advantages(rewards: Tensor) -> Tensor:
     """[B, 1]: the distance of each reward from the mean of its group, in standard deviations of the group."""
     groups = rewards.view(PROMPTS, GROUP)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(
+        -1, 1
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m examples.real_model_study.mismatch    # after `make data-smollm2`; some minutes on one core
 
-An engine of each precision answers the same held-out prompts once each. Training in fp32, fp16 or bf16, with the same
-weights, then computes the log-probs of these answers. The intervals are percentiles of a bootstrap over the answers,
-which are independent of each other (Efron, "Bootstrap Methods: Another Look at the Jackknife", Ann. Statist. 7(1),
-1979).
+An engine of each precision answers the same held-out prompts once each. Training in fp32, fp16 or
+bf16, with the same weights, then computes the log-probs of these answers. The intervals are
+percentiles of a bootstrap over the answers, which are independent of each other (Efron, "Bootstrap
+Methods: Another Look at the Jackknife", Ann. Statist. 7(1), 1979).
 """
 
 import argparse
@@ -76,10 +76,16 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hf-checkpoint", type=Path, default=CHECKPOINT, help=f"policy (default {CHECKPOINT})")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help=f"rows with a chat prompt (default {PROMPTS})")
+    parser.add_argument(
+        "--hf-checkpoint", type=Path, default=CHECKPOINT, help=f"policy (default {CHECKPOINT})"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=PROMPTS, help=f"rows with a chat prompt (default {PROMPTS})"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="table to write")
-    parser.add_argument("--draw", action="store_true", help=f"write the table of {PAGE.name} from the results alone")
+    parser.add_argument(
+        "--draw", action="store_true", help=f"write the table of {PAGE.name} from the results alone"
+    )
     options = parser.parse_args()
     if options.draw:
         print(replace_table(PAGE, "mismatch", table(read_rows(options.results, Row))))
@@ -101,12 +107,18 @@ def measure(
         response: tokens of an answer, at most.
     """
     tokenizer = load_tokenizer(checkpoint)
-    loaded = load_prompts(prompts, tokenizer, input_key="prompt", apply_chat_template=apply_chat_template)
+    loaded = load_prompts(
+        prompts, tokenizer, input_key="prompt", apply_chat_template=apply_chat_template
+    )
     answers: dict[Precision, list[Sample]] = {}
     for precision in PRECISIONS[0][1]:
-        answers[precision] = answered(LocalEngine(checkpoint, tokenizer, precision=precision), loaded, response)
+        answers[precision] = answered(
+            LocalEngine(checkpoint, tokenizer, precision=precision), loaded, response
+        )
     configs = [
-        MegatronConfig(hf_checkpoint=str(checkpoint), fp16=training == "fp16", bf16=training == "bf16")
+        MegatronConfig(
+            hf_checkpoint=str(checkpoint), fp16=training == "fp16", bf16=training == "bf16"
+        )
         for training, _ in PRECISIONS
     ]
     parallel = initialize(configs[0])
@@ -114,7 +126,10 @@ def measure(
     try:
         for config, (name, rollouts) in zip(configs, PRECISIONS, strict=True):
             training = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
-            rows += [compare(training, answers[rollout], training=name, rollout=rollout) for rollout in rollouts]
+            rows += [
+                compare(training, answers[rollout], training=name, rollout=rollout)
+                for rollout in rollouts
+            ]
     finally:
         shut_down()
     return rows
@@ -138,9 +153,13 @@ def compare(engine: TrainingEngine, samples: list[Sample], *, training: str, rol
     """
     batch = training_batch(samples, engine.parallel)
     train_L = engine.log_probs(batch, fixed_partition(len(batch), PER_PASS)).double()
-    log_ratios = (train_L - batch.responses.rollout_log_probs_L.double()).split(list(batch.responses.lengths))
+    log_ratios = (train_L - batch.responses.rollout_log_probs_L.double()).split(
+        list(batch.responses.lengths)
+    )
     found: dict[str, float] = {}
-    for name, (value, low, high) in zip(("k3", "chi2", "largest"), estimates(log_ratios), strict=True):
+    for name, (value, low, high) in zip(
+        ("k3", "chi2", "largest"), estimates(log_ratios), strict=True
+    ):
         found |= {name: value, f"{name}_low": low, f"{name}_high": high}
     return Row(
         training=training,
@@ -154,10 +173,13 @@ def compare(engine: TrainingEngine, samples: list[Sample], *, training: str, rol
     )
 
 
-def estimates(log_ratios: Sequence[Tensor], resamples: int = RESAMPLES) -> Iterator[tuple[float, float, float]]:
+def estimates(
+    log_ratios: Sequence[Tensor], resamples: int = RESAMPLES
+) -> Iterator[tuple[float, float, float]]:
     """k3, χ² and the largest ratio, each with the ends of its 95 % interval over responses.
 
-    The upper end of the largest ratio's interval is the largest one that was seen: no bootstrap goes beyond its sample.
+    The upper end of the largest ratio's interval is the largest one that was seen: no bootstrap
+    goes beyond its sample.
 
     Args:
         log_ratios: of each response, [tokens] float64, log π_train − log π_rollout.
@@ -167,7 +189,9 @@ def estimates(log_ratios: Sequence[Tensor], resamples: int = RESAMPLES) -> Itera
     k3_S = torch.stack([(one.expm1() - one).sum() for one in log_ratios])
     chi2_S = torch.stack([(2 * one).expm1().sum() for one in log_ratios])
     largest_S = torch.stack([one.max().exp() for one in log_ratios])
-    drawn = torch.randint(len(count_S), (resamples, len(count_S)), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        len(count_S), (resamples, len(count_S)), generator=torch.Generator().manual_seed(0)
+    )
     ends = torch.tensor(INTERVAL, dtype=torch.float64)
     for sum_S in (k3_S, chi2_S):
         resampled = sum_S[drawn].sum(1) / count_S[drawn].sum(1)
@@ -177,11 +201,17 @@ def estimates(log_ratios: Sequence[Tensor], resamples: int = RESAMPLES) -> Itera
 
 def table(rows: Iterable[Row]) -> str:
     """The Markdown table of README.md."""
-    lines = ["| training | rollout | tokens | k3 KL | χ² per token | largest weight |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| training | rollout | tokens | k3 KL | χ² per token | largest weight |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         columns = [
             f"{value:.2g} [{low:.2g}, {high:.2g}]"
-            for value, low, high in ((row.k3, row.k3_low, row.k3_high), (row.chi2, row.chi2_low, row.chi2_high))
+            for value, low, high in (
+                (row.k3, row.k3_low, row.k3_high),
+                (row.chi2, row.chi2_low, row.chi2_high),
+            )
         ]
         columns.append(f"{row.largest:.2f} [{row.largest_low:.2f}, {row.largest_high:.2f}]")
         lines.append(f"| {row.training} | {row.rollout} | {row.tokens} | {' | '.join(columns)} |")

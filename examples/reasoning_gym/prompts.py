@@ -36,7 +36,8 @@ SYSTEM = {"tag": SYSTEM_PROMPTS["default"].strip()} | dict.fromkeys(
 )
 """System message for each way of reading an answer."""
 REPEATS = 500
-"""Questions in a row that were all generated before, after which a dataset is taken to have no others."""
+"""Questions in a row that were all generated before, after which a dataset is taken to have no
+others."""
 HELD_OUT_SHARE = 5
 """At most one of this number of questions is held out if a dataset has few."""
 
@@ -58,15 +59,25 @@ class Spec:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("datasets", nargs="*", metavar="NAME?KEY=VALUE&…", help="datasets with fields of theirs")
+    parser.add_argument(
+        "datasets", nargs="*", metavar="NAME?KEY=VALUE&…", help="datasets with fields of theirs"
+    )
     parser.add_argument("--out", type=Path, help="directory to make")
-    parser.add_argument("--train", type=int, default=1024, help="rows of train.jsonl (default 1024)")
+    parser.add_argument(
+        "--train", type=int, default=1024, help="rows of train.jsonl (default 1024)"
+    )
     parser.add_argument("--held-out", type=int, default=64, help="rows of eval.jsonl (default 64)")
     parser.add_argument("--level", type=int, help="curriculum level of the datasets that give none")
-    parser.add_argument("--answer", choices=READERS, default="tag", help="how responses are read (default tag)")
+    parser.add_argument(
+        "--answer", choices=READERS, default="tag", help="how responses are read (default tag)"
+    )
     parser.add_argument("--system", help="system message, instead of one that fits --answer")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions and of their order (default 0)")
-    parser.add_argument("--list", action="store_true", help="list the datasets, their levels and fields")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the questions and of their order (default 0)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the datasets, their levels and fields"
+    )
     options = parser.parse_args(argv)
     if options.list:
         print("\n".join(listed()))
@@ -76,8 +87,20 @@ def main(argv: list[str] | None = None) -> int:
     if options.train < 1 or options.held_out < 1:
         parser.error("--train and --held-out must be at least 1.")
     try:
-        specs = [parse_spec(text, level=options.level, answer=options.answer) for text in options.datasets]
-        print(write(options.out, specs, options.train, options.held_out, seed=options.seed, system=options.system))
+        specs = [
+            parse_spec(text, level=options.level, answer=options.answer)
+            for text in options.datasets
+        ]
+        print(
+            write(
+                options.out,
+                specs,
+                options.train,
+                options.held_out,
+                seed=options.seed,
+                system=options.system,
+            )
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,12 +114,19 @@ def listed() -> list[str]:
         if name == "composite":
             continue
         fields = [
-            f"{field.name}={field.default!r}" if field.default is not dataclasses.MISSING else field.name
+            (
+                f"{field.name}={field.default!r}"
+                if field.default is not dataclasses.MISSING
+                else field.name
+            )
             for field in dataclasses.fields(config_class)
             if field.name not in ("seed", "size")
         ]
         levels = f"levels 0 to {top_level(name)}" if name in CURRICULA else "no levels"
-        lines.append(f"{name}: {f'not offered, {EXECUTES[name]}' if name in EXECUTES else levels}; {', '.join(fields)}")
+        lines.append(
+            f"{name}: {f'not offered, {EXECUTES[name]}' if name in EXECUTES else levels};"
+            f" {', '.join(fields)}"
+        )
     return lines
 
 
@@ -108,8 +138,8 @@ def parse_spec(text: str, *, level: int | None = None, answer: str = "tag") -> S
         level: Of the curriculum, where the text gives none; None takes the dataset's defaults.
         answer: One of `READERS`, where the text gives none.
 
-    Raises:
-        ValueError: No such dataset, field, level or reader, or a configuration that the dataset refuses.
+    Raises: ValueError: No such dataset, field, level or reader, or a configuration that the dataset
+        refuses.
     """
     name, _, query = text.partition("?")
     checked(name)
@@ -119,16 +149,31 @@ def parse_spec(text: str, *, level: int | None = None, answer: str = "tag") -> S
         if not equals or key in fields:
             raise ValueError(f"{text!r} has {part!r} where KEY=VALUE with a new key is needed.")
         fields[key] = _value(value)
-    level, weight, answer = fields.pop("level", level), fields.pop("weight", 1.0), fields.pop("answer", answer)
+    level, weight, answer = (
+        fields.pop("level", level),
+        fields.pop("weight", 1.0),
+        fields.pop("answer", answer),
+    )
     if answer not in READERS:
-        raise ValueError(f"{text!r} has answer {answer!r}, but must be one of {', '.join(READERS)}.")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+        raise ValueError(
+            f"{text!r} has answer {answer!r}, but must be one of {', '.join(READERS)}."
+        )
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 < weight < float("inf")
+    ):
         raise ValueError(f"{text!r} has weight {weight!r}, but must be a number above 0.")
-    known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    known = [
+        field.name
+        for field in dataclasses.fields(DATASETS[name][1])
+        if field.name not in ("seed", "size")
+    ]
     unknown = [key for key in fields if key not in known]
     if unknown:
         raise ValueError(
-            f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}, and level, weight and answer."
+            f"{name} has no field {unknown[0]!r}; it has {', '.join(known)}, and level, weight and"
+            " answer."
         )
     config = ({} if level is None else level_config(name, level)) | fields
     make(name, config, seed=0, size=1)
@@ -166,19 +211,27 @@ def make(name: str, config: dict[str, Any], *, seed: int, size: int) -> Any:
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)
     except (AssertionError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{name} refuses {json.dumps(encoded(config), default=str)}: {error}.") from error
+        raise ValueError(
+            f"{name} refuses {json.dumps(encoded(config), default=str)}: {error}."
+        ) from error
 
 
-def write(out: Path, specs: list[Spec], train: int, held_out: int, *, seed: int = 0, system: str | None = None) -> str:
+def write(
+    out: Path,
+    specs: list[Spec],
+    train: int,
+    held_out: int,
+    *,
+    seed: int = 0,
+    system: str | None = None,
+) -> str:
     """Writes train.jsonl, eval.jsonl and complete.json to a new directory, whole or not at all; returns what to print.
 
-    Args:
-        out: Directory to make. One that was written with the same arguments is left as it is.
-        specs: Datasets of the mixture.
-        train: Rows of train.jsonl. Rows of a dataset with too few questions are repeated, so that weights hold.
-        held_out: Rows of eval.jsonl, all different, at most a fifth of the questions where a dataset has few.
-        seed: Of the questions and of their order.
-        system: System message; None takes `SYSTEM`'s.
+    Args: out: Directory to make. One that was written with the same arguments is left as it is.
+        specs: Datasets of the mixture. train: Rows of train.jsonl. Rows of a dataset with too few
+        questions are repeated, so that weights hold. held_out: Rows of eval.jsonl, all different,
+        at most a fifth of the questions where a dataset has few. seed: Of the questions and of
+        their order. system: System message; None takes `SYSTEM`'s.
 
     Raises:
         ValueError: `out` has something else in it, or a dataset cannot be written.
@@ -190,9 +243,13 @@ def write(out: Path, specs: list[Spec], train: int, held_out: int, *, seed: int 
     if (out / COMPLETE).is_file():
         if json.loads((out / COMPLETE).read_text())["settings"] == settings:
             return f"{out} is complete already."
-        raise ValueError(f"{out} was written with other arguments; remove it or choose another --out.")
+        raise ValueError(
+            f"{out} was written with other arguments; remove it or choose another --out."
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not prompts of ours; remove it or choose another --out.")
+        raise ValueError(
+            f"{out} exists and is not prompts of ours; remove it or choose another --out."
+        )
     shares = zip(specs, split(train, specs), split(held_out, specs), strict=True)
     seen: set[str] = set()
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
@@ -204,18 +261,25 @@ def write(out: Path, specs: list[Spec], train: int, held_out: int, *, seed: int 
         made = [row(spec, entry, system) for entry in entries]
         distinct = made[cut:]
         if not distinct:
-            raise ValueError(f"{spec.name} has no question that the datasets before it did not have.")
+            raise ValueError(
+                f"{spec.name} has no question that the datasets before it did not have."
+            )
         rows["eval"] += made[:cut]
         rows["train"] += [distinct[place % len(distinct)] for place in range(train_rows)]
         lines.append(
-            f"  {spec.name}: {train_rows} training rows of {min(train_rows, len(distinct))} questions, {cut} held out"
+            f"  {spec.name}: {train_rows} training rows of {min(train_rows, len(distinct))}"
+            f" questions, {cut} held out"
         )
     for each in rows.values():
         random.Random(seed).shuffle(each)
     if not rows["eval"]:
-        raise ValueError(f"the datasets have fewer than {HELD_OUT_SHARE} questions each; none can be held out.")
+        raise ValueError(
+            f"the datasets have fewer than {HELD_OUT_SHARE} questions each; none can be held out."
+        )
     _write_directory(out, rows, settings)
-    return "\n".join([f"{out}: {len(rows['train'])} training rows, {len(rows['eval'])} held out", *lines])
+    return "\n".join(
+        [f"{out}: {len(rows['train'])} training rows, {len(rows['eval'])} held out", *lines]
+    )
 
 
 def split(total: int, specs: list[Spec]) -> list[int]:
@@ -231,8 +295,8 @@ def split(total: int, specs: list[Spec]) -> list[int]:
 def questions(spec: Spec, wanted: int, seen: set[str], seed: int) -> list[dict[str, Any]]:
     """Entries of a dataset whose questions nobody has seen, up to `wanted`, fewer where it has no more.
 
-    reasoning-gym draws entry i of a dataset from `seed + i`: two seeds that are close have entries in common, so that
-    training and held-out questions are distinguished by their text.
+    reasoning-gym draws entry i of a dataset from `seed + i`: two seeds that are close have entries
+    in common, so that training and held-out questions are distinguished by their text.
     """
     dataset = make(spec.name, spec.config, seed=seed, size=100 * wanted + REPEATS)
     entries: list[dict[str, Any]] = []
@@ -266,7 +330,12 @@ def row(spec: Spec, entry: dict[str, Any], system: str | None) -> dict[str, Any]
         {"role": "system", "content": system or SYSTEM[spec.answer]},
         {"role": "user", "content": entry["question"]},
     ]
-    metadata = {"dataset": spec.name, "config": encoded(spec.config), "entry": stored, "answer": spec.answer}
+    metadata = {
+        "dataset": spec.name,
+        "config": encoded(spec.config),
+        "entry": stored,
+        "answer": spec.answer,
+    }
     return {"prompt": messages, "label": entry["answer"], "metadata": metadata}
 
 
@@ -277,12 +346,16 @@ def _value(text: str) -> Any:
         return text
 
 
-def _write_directory(out: Path, rows: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> None:
+def _write_directory(
+    out: Path, rows: dict[str, list[dict[str, Any]]], settings: dict[str, Any]
+) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
         for name, each in rows.items():
-            (unfinished / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in each))
+            (unfinished / f"{name}.jsonl").write_text(
+                "".join(json.dumps(one) + "\n" for one in each)
+            )
         complete = {"settings": settings, "rows": {name: len(each) for name, each in rows.items()}}
         (unfinished / COMPLETE).write_text(json.dumps(complete, indent=2) + "\n")
         unfinished.chmod(0o755)  # mkdtemp's directories are closed to others

@@ -5,9 +5,11 @@
 
 The metadata of a row, which prompts.py writes:
 
-    {"dataset": name, "config": its fields that are not defaults, "entry": what it generated, "answer": how to read it}
+    {"dataset": name, "config": its fields that are not defaults, "entry": what it generated,
+    "answer": how to read it}
 
-Nothing in a row or in a response is run as code: the datasets whose scoring would do so are refused (`EXECUTES`).
+Nothing in a row or in a response is run as code: the datasets whose scoring would do so are refused
+(`EXECUTES`).
 """
 
 import json
@@ -36,14 +38,17 @@ EXECUTES = {
     "spiral_matrix": "eval(answer)",
     "string_insertion": "eval(answer)",
 }
-"""Datasets of reasoning-gym 0.1.25 that run text as Python code, as sympy's parser does too, and whose text that is."""
+"""Datasets of reasoning-gym 0.1.25 that run text as Python code, as sympy's parser does too, and
+whose text that is."""
 RIGHT = 1.0
 """Score of a right answer."""
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 HUGE = re.compile(r"\d[eE][+-]?\d{4}")
-"""A number whose power of ten has four digits and more, with which Python's fractions would be busy for minutes."""
+"""A number whose power of ten has four digits and more, with which Python's fractions would be busy
+for minutes."""
 READERS = ("tag", "number", "word", "text")
-"""Ways to find the answer in a response: between `<answer>` tags, its last number, its first word, or all of it."""
+"""Ways to find the answer in a response: between `<answer>` tags, its last number, its first word,
+or all of it."""
 
 
 def score(args: Any, sample: Any, **kwargs: Any) -> float:
@@ -65,7 +70,8 @@ def entry_score(metadata: dict[str, Any], response: str) -> float:
     missing = [name for name in ("dataset", "config", "entry", "answer") if name not in metadata]
     if missing:
         raise ValueError(
-            f"a row's metadata has no {missing[0]!r}; write the prompts with examples.reasoning_gym.prompts."
+            f"a row's metadata has no {missing[0]!r}; write the prompts with"
+            " examples.reasoning_gym.prompts."
         )
     name = metadata["dataset"]
     dataset = scorer(name, json.dumps(metadata["config"], sort_keys=True))
@@ -75,14 +81,18 @@ def entry_score(metadata: dict[str, Any], response: str) -> float:
     try:
         return float(dataset.score_answer(answer, decoded(metadata["entry"])))
     except Exception as error:  # of a response that the dataset's author did not think of
-        logger.warning("%s cannot score %.80r: %s; it counts as 0.", name, answer, type(error).__name__)
+        logger.warning(
+            "%s cannot score %.80r: %s; it counts as 0.", name, answer, type(error).__name__
+        )
         return 0.0
 
 
 @cache
 def scorer(name: str, config: str) -> Any:
     """A dataset of reasoning-gym, by its name and the JSON of its configuration."""
-    return reasoning_gym.create_dataset(checked(name), size=1, seed=0, **decoded(json.loads(config)))
+    return reasoning_gym.create_dataset(
+        checked(name), size=1, seed=0, **decoded(json.loads(config))
+    )
 
 
 def checked(name: str) -> str:
@@ -96,12 +106,13 @@ def checked(name: str) -> str:
 
         near = get_close_matches(name, DATASETS, n=3)
         raise ValueError(
-            f"reasoning-gym has no dataset {name!r}{f'; near is {near}' if near else ''}; --list shows all."
+            f"reasoning-gym has no dataset {name!r}{f'; near is {near}' if near else ''}; --list"
+            " shows all."
         )
     if name in EXECUTES:
         raise ValueError(
-            f"{name} is scored by {EXECUTES[name]}, which would run what a row or a response contains as code; "
-            "it is not offered."
+            f"{name} is scored by {EXECUTES[name]}, which would run what a row or a response"
+            " contains as code; it is not offered."
         )
     return name
 
@@ -129,7 +140,9 @@ def read_answer(response: str, reader: str) -> str | None:
             return words[0] if words else None
         case "text":
             return text
-    raise ValueError(f"a row's metadata has answer {reader!r}, but must be one of {', '.join(READERS)}.")
+    raise ValueError(
+        f"a row's metadata has answer {reader!r}, but must be one of {', '.join(READERS)}."
+    )
 
 
 def encoded(value: Any) -> Any:

@@ -2,10 +2,11 @@
 
     python -m examples.rejection_bounds.simulate
 
-prints the two tables of README.md in about a minute. A batch is 256
-responses of one length, whose log-ratios are noise of a given standard deviation with E[exp Δ] = 1, as under sampling
-by the rollout policy. Eight of them are broken: four have 0.1 nats too much at every token (another temperature, other
-weights), four have one token of −5 nats (a kernel that fails, a token that was retokenised).
+prints the two tables of README.md in about a minute. A batch is 256 responses of one length, whose
+log-ratios are noise of a given standard deviation with E[exp Δ] = 1, as under sampling by the
+rollout policy. Eight of them are broken: four have 0.1 nats too much at every token (another
+temperature, other weights), four have one token of −5 nats (a kernel that fails, a token that was
+retokenised).
 """
 
 import argparse
@@ -27,9 +28,13 @@ RULES = {
     "`--rs-z-score 3`": {"rs_z_score": 3.0},
     "`--rs-target-fraction 0.05`": {"rs_target_fraction": 0.05},
 }
-NOISE = {"every token": (1.0, 1.0), "a tenth of the tokens": (0.1, 1.0), "a tenth of the sequences": (1.0, 0.1)}
-"""Shares of tokens and sequences that carry all of the noise: of most tokens of a language model both engines are
-certain, and once it has learnt a task, of most answers."""
+NOISE = {
+    "every token": (1.0, 1.0),
+    "a tenth of the tokens": (0.1, 1.0),
+    "a tenth of the sequences": (1.0, 0.1),
+}
+"""Shares of tokens and sequences that carry all of the noise: of most tokens of a language model
+both engines are certain, and once it has learnt a task, of most answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,9 @@ class Shares:
         return " · ".join(_percent(share) for share in (self.healthy, self.offset, self.token))
 
 
-def log_ratios(length: int, deviation: float, noise: tuple[float, float], generator: torch.Generator) -> Tensor:
+def log_ratios(
+    length: int, deviation: float, noise: tuple[float, float], generator: torch.Generator
+) -> Tensor:
     """Δ of healthy sequences, [256, length]: normal with mean −σ²/2 where there is noise, a tenth of it elsewhere."""
     tokens, sequences = noise
     options = {"generator": generator, "dtype": torch.float64}
@@ -85,10 +92,13 @@ def shares(options: dict[str, float], length: int, deviation: float, batches: in
     )
 
 
-def estimates(length: int, deviation: float, noise: tuple[float, float], batches: int) -> dict[str, float]:
+def estimates(
+    length: int, deviation: float, noise: tuple[float, float], batches: int
+) -> dict[str, float]:
     """k3 of the batch over σ²/2, by three estimators, with one token of +20 nats in it and without it.
 
-    Also, as "healthy rejected", the share of the sequences that 3 deviations by the clamped mean reject without it.
+    Also, as "healthy rejected", the share of the sequences that 3 deviations by the clamped mean
+    reject without it.
     """
     generator = torch.Generator().manual_seed(0)
     config = RolloutCorrectionConfig(use_rs=True, rs_level="geometric", rs_z_score=3.0)
@@ -107,7 +117,9 @@ def estimates(length: int, deviation: float, noise: tuple[float, float], batches
                 ("median of sequences", mean_S.median().item()),
                 ("clamped mean", bounds.k3.item()),
             ):
-                sums[name + suffix] = sums.get(name + suffix, 0.0) + k3 / (deviation**2 / 2) / batches
+                sums[name + suffix] = (
+                    sums.get(name + suffix, 0.0) + k3 / (deviation**2 / 2) / batches
+                )
         lost = rejected({"rs_z_score": 3.0}, healthy_ST).mean().item()
         sums["healthy rejected"] = sums.get("healthy rejected", 0.0) + lost / batches
     return sums
@@ -122,14 +134,26 @@ def tables(batches: int) -> Iterator[str]:
             cells = [str(shares(options, length, deviation, batches)) for options in RULES.values()]
             yield f"| {length} | {deviation} | {' | '.join(cells)} |"
     yield ""
-    names = ("mean", "mean, +20 nats", "median of sequences", "clamped mean", "clamped mean, +20 nats")
+    names = (
+        "mean",
+        "mean, +20 nats",
+        "median of sequences",
+        "clamped mean",
+        "clamped mean, +20 nats",
+    )
     yield f"| noise at | tokens | {' | '.join(names)} | healthy rejected by 3σ |"
     yield "|---" * (3 + len(names)) + "|"
     for title, noise in NOISE.items():
         for length in LENGTHS:
             found = estimates(length, 0.05, noise, batches)
-            cells = [f"{found[name]:.2g}" if found[name] > 100 else f"{found[name]:.2f}" for name in names]
-            yield f"| {title} | {length} | {' | '.join(cells)} | {100 * found['healthy rejected']:.1f} % |"
+            cells = [
+                f"{found[name]:.2g}" if found[name] > 100 else f"{found[name]:.2f}"
+                for name in names
+            ]
+            yield (
+                f"| {title} | {length} | {' | '.join(cells)} |"
+                f" {100 * found['healthy rejected']:.1f} % |"
+            )
 
 
 def _percent(share: float) -> str:
@@ -140,6 +164,8 @@ def _percent(share: float) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--batches", type=int, default=20, help="batches of 256 sequences for each cell (20)")
+    parser.add_argument(
+        "--batches", type=int, default=20, help="batches of 256 sequences for each cell (20)"
+    )
     for line in tables(parser.parse_args().batches):
         print(line, flush=True)

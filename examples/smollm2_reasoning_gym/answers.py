@@ -1,6 +1,7 @@
 """Prints answers to held-out questions before and after training, in words.
 
-    python -m examples.smollm2_reasoning_gym.answers --before data/smollm2/checkpoint --after runs/smollm2/hf \
+    python -m examples.smollm2_reasoning_gym.answers --before data/smollm2/checkpoint --after
+    runs/smollm2/hf \
         --prompts data/smollm2/prompts/eval.jsonl
 """
 
@@ -26,16 +27,25 @@ def main() -> int:
     parser.add_argument("--after", type=Path, required=True, help="the directory of --save-hf")
     parser.add_argument("--prompts", type=Path, required=True, help="eval.jsonl")
     parser.add_argument("--each", type=int, default=2, help="questions of each dataset (default 2)")
-    parser.add_argument("--max-response-len", type=int, default=12, help="tokens (default 12, as in train.yaml)")
+    parser.add_argument(
+        "--max-response-len", type=int, default=12, help="tokens (default 12, as in train.yaml)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
     try:
         tokenizer = load_tokenizer(options.before)
-        rows = load_prompts(options.prompts, tokenizer, input_key="prompt", label_key="label", apply_chat_template=True)
+        rows = load_prompts(
+            options.prompts,
+            tokenizer,
+            input_key="prompt",
+            label_key="label",
+            apply_chat_template=True,
+        )
         prompts = first_of_each(rows, options.each)
         before, after = (
-            answers(directory, prompts, options.max_response_len) for directory in (options.before, options.after)
+            answers(directory, prompts, options.max_response_len)
+            for directory in (options.before, options.after)
         )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,7 +71,9 @@ def answers(directory: Path, prompts: list[Prompt], max_response_len: int) -> li
     """Greedy answers of a checkpoint."""
     engine = LocalEngine(directory, load_tokenizer(directory))
     try:
-        groups = engine.generate(prompts, Sampling(temperature=0.0, max_response_len=max_response_len), 0)
+        groups = engine.generate(
+            prompts, Sampling(temperature=0.0, max_response_len=max_response_len), 0
+        )
     finally:
         engine.close()
     return [group[0].response for group in groups]

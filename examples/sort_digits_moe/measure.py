@@ -2,10 +2,11 @@
 
     python -m examples.sort_digits_moe.measure data/sort_digits_moe ...    # two minutes on one core for each policy
 
-An engine of each precision answers the held-out prompts, and records its experts and their weights. Training in
-fp32, with the same weights, then computes the log-probs of these answers: with its own choice of experts, with the
-engine's experts, and with the engine's experts and their weights. All of the difference is the engine's rounding: no
-weight is stale. Engines that round a part of the weights alone show what the rest of the mismatch comes from.
+An engine of each precision answers the held-out prompts, and records its experts and their weights.
+Training in fp32, with the same weights, then computes the log-probs of these answers: with its own
+choice of experts, with the engine's experts, and with the engine's experts and their weights. All
+of the difference is the engine's rounding: no weight is stale. Engines that round a part of the
+weights alone show what the rest of the mismatch comes from.
 """
 
 import argparse
@@ -51,7 +52,8 @@ PARTS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
     "fp8 experts": (round_fp8, (".mlp.experts.",)),
     "fp8 attention": (round_fp8, tuple(f".self_attn.{name}_proj." for name in "qkvo")),
 }
-"""Engines in fp32 with a part of the weights rounded: how, and what the names of these have in them."""
+"""Engines in fp32 with a part of the weights rounded: how, and what the names of these have in
+them."""
 REPLAYS = ("nothing", "experts", "experts and weights")
 SAMPLES = 8  # per prompt
 RESPONSE = 12  # tokens, at most
@@ -69,7 +71,8 @@ class Row:
     tokens: int
     """Of the responses, which the metrics are means over."""
     other_experts: float
-    """Share of the tokens of prompts and responses for which a layer chooses another set of experts, without replay."""
+    """Share of the tokens of prompts and responses for which a layer chooses another set of
+    experts, without replay."""
     abs_diff: float
     """Mean absolute difference of log-probs, nats."""
     k3: float
@@ -87,13 +90,21 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", type=Path, nargs="*", default=[DATA], help=f"what prepare.py made (default {DATA})")
     parser.add_argument(
-        "--hf-checkpoint", type=Path, help="another policy than the data's own, such as one that was trained"
+        "data", type=Path, nargs="*", default=[DATA], help=f"what prepare.py made (default {DATA})"
+    )
+    parser.add_argument(
+        "--hf-checkpoint",
+        type=Path,
+        help="another policy than the data's own, such as one that was trained",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="table to write")
     options = parser.parse_args()
-    rows = [row for data in options.data for row in measure(data, options.hf_checkpoint or data / "checkpoint")]
+    rows = [
+        row
+        for data in options.data
+        for row in measure(data, options.hf_checkpoint or data / "checkpoint")
+    ]
     write_rows(options.results, Row, rows)
     print(f"{table(rows)}\n\n{options.results}")
 
@@ -109,13 +120,18 @@ def measure(data: Path, checkpoint: Path, samples: int = SAMPLES) -> list[Row]:
     tokenizer = load_tokenizer(checkpoint)
     prompts = load_prompts(data / "eval.jsonl", tokenizer, input_key="prompt", label_key="label")
     sampling = Sampling(
-        max_response_len=RESPONSE, n_samples=samples, return_routed_experts=True, return_routing_weights=True
+        max_response_len=RESPONSE,
+        n_samples=samples,
+        return_routed_experts=True,
+        return_routing_weights=True,
     )
     config = MegatronConfig(hf_checkpoint=str(checkpoint))
     parallel = initialize(config)
     rows = []
     try:
-        training = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, keep_reference=False)
+        training = TrainingEngine(
+            config, parallel, temperature=1.0, total_steps=1, keep_reference=False
+        )
         for name in (*ENGINES, *PARTS):
             precision, bits = ENGINES.get(name, ("fp32", None))
             engine = LocalEngine(checkpoint, tokenizer, precision=precision, router_bits=bits)
@@ -136,7 +152,9 @@ def partly_rounded(
         yield name, rounding(weight) if any(part in name for part in parts) else weight
 
 
-def compare(policy: str, name: str, samples: list[Sample], training: TrainingEngine) -> Iterator[Row]:
+def compare(
+    policy: str, name: str, samples: list[Sample], training: TrainingEngine
+) -> Iterator[Row]:
     """One row per kind of replay.
 
     Args:
@@ -148,10 +166,14 @@ def compare(policy: str, name: str, samples: list[Sample], training: TrainingEng
     plain = training_batch(samples, training.parallel)
     experts = [sample.rollout_routed_experts for sample in samples]
     replayed = plain.with_routing(experts, None)
-    with_weights = plain.with_routing(experts, [sample.rollout_routing_weights for sample in samples])
+    with_weights = plain.with_routing(
+        experts, [sample.rollout_routing_weights for sample in samples]
+    )
     other_experts = None
     for replay, batch in zip(REPLAYS, (replayed, replayed, with_weights), strict=True):
-        own_choice = other_experts is None  # the first pass: routers choose, and are compared with what is recorded
+        own_choice = (
+            other_experts is None
+        )  # the first pass: routers choose, and are compared with what is recorded
         metrics = mismatch_of(batch, training, replays_routing=not own_choice)
         if own_choice:
             other_experts = training.routing.metrics()["routing_difference"]
@@ -172,7 +194,9 @@ def compare(policy: str, name: str, samples: list[Sample], training: TrainingEng
         )
 
 
-def mismatch_of(batch: TrainingBatch, training: TrainingEngine, *, replays_routing: bool) -> dict[str, float]:
+def mismatch_of(
+    batch: TrainingBatch, training: TrainingEngine, *, replays_routing: bool
+) -> dict[str, float]:
     """The metrics of the training policy's log-probs against the engine's, and the share of ten tokens in k3."""
     partition = fixed_partition(len(batch), PER_PASS)
     log_probs_L = training.log_probs(batch, partition, replays_routing=replays_routing)
@@ -188,18 +212,26 @@ def table(rows: Iterable[Row]) -> str:
     Values are medians over the policies; smallest and largest ratios are over all policies.
     """
     lines = [
-        "| rollout engine | other experts | mean abs Δ | k3 KL | k3 lower by | smallest ratio | largest ratio |",
+        (
+            "| rollout engine | other experts | mean abs Δ | k3 KL | k3 lower by | smallest ratio |"
+            " largest ratio |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     rows = list(rows)
     for name in dict.fromkeys(row.engine for row in rows):
-        plain, *replays = ([row for row in rows if (row.engine, row.replayed) == (name, kind)] for kind in REPLAYS)
+        plain, *replays = (
+            [row for row in rows if (row.engine, row.replayed) == (name, kind)] for kind in REPLAYS
+        )
         kinds = (plain, *replays)
         columns = [
             f"{statistics.median(row.other_experts for row in plain):.1%}",
             " → ".join(f"{statistics.median(row.abs_diff for row in kind):.1e}" for kind in kinds),
             " → ".join(f"{statistics.median(row.k3 for row in kind):.1e}" for kind in kinds),
-            ", ".join(lower_by(without, with_experts) for without, with_experts in zip(plain, replays[0], strict=True)),
+            ", ".join(
+                lower_by(without, with_experts)
+                for without, with_experts in zip(plain, replays[0], strict=True)
+            ),
             " → ".join(f"{min(row.smallest for row in kind):.3g}" for kind in kinds),
             " → ".join(f"{max(row.largest for row in kind):.3g}" for kind in kinds),
         ]
@@ -210,7 +242,9 @@ def table(rows: Iterable[Row]) -> str:
 def lower_by(without: Row, replayed: Row) -> str:
     """How many times lower k3 is with replay; a dash where there is no mismatch of routing."""
     factor = without.k3 / replayed.k3
-    return "–" if not without.other_experts else f"{factor:.0f}" if factor >= 10 else f"{factor:.1f}"
+    return (
+        "–" if not without.other_experts else f"{factor:.0f}" if factor >= 10 else f"{factor:.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ Metrics = Mapping[str, Series]
 def draw(without: Path, with_replay: Path) -> Path:
     """Draws two runs that differ in routing replay alone.
 
-    Args:
-        without: directory of the run without it.
-        with_replay: of the one with it, and with --measure-routing-mismatch; the picture is left there.
+    Args: without: directory of the run without it. with_replay: of the one with it, and with
+        --measure-routing-mismatch; the picture is left there.
 
     Returns:
         Path of the picture.
@@ -62,8 +61,8 @@ def read(without: Path, with_replay: Path) -> tuple[Metrics, Metrics]:
     plain, replayed = read_series(without / METRICS), read_series(with_replay / METRICS)
     if LARGEST_WITHOUT not in replayed:
         raise ValueError(
-            f"{with_replay} has no {LARGEST_WITHOUT}; it must be a run with --use-rollout-routing-replay and "
-            "--measure-routing-mismatch."
+            f"{with_replay} has no {LARGEST_WITHOUT}; it must be a run with"
+            " --use-rollout-routing-replay and --measure-routing-mismatch."
         )
     return plain, replayed
 
@@ -73,13 +72,17 @@ def summary(plain: Metrics, replayed: Metrics) -> list[str]:
     accuracy = {WITHOUT: values(plain[ACCURACY]), WITH: values(replayed[ACCURACY])}
     return [
         *(
-            f"{name}: eval accuracy {found[0]:.2f} -> {found[-1]:.2f}, mean of the second half "
-            f"{statistics.fmean(found[len(found) // 2 :]):.2f}; k3 {statistics.fmean(values(run[K3])):.1e}"
+            f"{name}: eval accuracy {found[0]:.2f} -> {found[-1]:.2f}, mean of the second half"
+            f" {statistics.fmean(found[len(found) // 2 :]):.2f}; k3"
+            f" {statistics.fmean(values(run[K3])):.1e}"
             for (name, found), run in zip(accuracy.items(), (plain, replayed), strict=True)
         ),
-        f"largest weight of a token, in the run with replay: {max(values(replayed[LARGEST_WITHOUT])):.1f} without, "
-        f"{max(values(replayed[LARGEST_WITH])):.1f} with; other experts for "
-        f"{statistics.fmean(values(replayed[DIFFERENCE])):.1%} of the tokens",
+        (
+            "largest weight of a token, in the run with replay:"
+            f" {max(values(replayed[LARGEST_WITHOUT])):.1f} without,"
+            f" {max(values(replayed[LARGEST_WITH])):.1f} with; other experts for"
+            f" {statistics.fmean(values(replayed[DIFFERENCE])):.1%} of the tokens"
+        ),
         f"eval accuracy: {accuracy[WITH][0]:.2f} -> {accuracy[WITH][-1]:.2f}",
     ]
 
@@ -115,17 +118,26 @@ def _draw_largest(axis: Any, replayed: Metrics) -> None:
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_locator(NullLocator())
-    _label(axis, "Largest weight of a step, for the samples of the run with replay", "π_train/π_rollout of a token")
+    _label(
+        axis,
+        "Largest weight of a step, for the samples of the run with replay",
+        "π_train/π_rollout of a token",
+    )
 
 
 def _draw_routing(axis: Any, replayed: Metrics) -> None:
-    names: Sequence[str] = [DIFFERENCE, *sorted(name for name in replayed if name.startswith(f"{DIFFERENCE}/"))]
+    names: Sequence[str] = [
+        DIFFERENCE,
+        *sorted(name for name in replayed if name.startswith(f"{DIFFERENCE}/")),
+    ]
     for name, color in zip(names, ("black", *COLORS[2:]), strict=False):
         layer = name.rpartition("_")[2]
         _line(axis, replayed[name], color, "any layer" if name == DIFFERENCE else f"layer {layer}")
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    _label(axis, "Tokens for which training would choose other experts", "share of the replayed tokens")
+    _label(
+        axis, "Tokens for which training would choose other experts", "share of the replayed tokens"
+    )
 
 
 def _line(axis: Any, points: Series, color: str, label: str) -> None:
@@ -145,7 +157,10 @@ def _label(axis: Any, title: str, left: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) != 2:
-        print("usage: python -m examples.sort_digits_moe.picture WITHOUT_REPLAY_DIR WITH_REPLAY_DIR", file=sys.stderr)
+        print(
+            "usage: python -m examples.sort_digits_moe.picture WITHOUT_REPLAY_DIR WITH_REPLAY_DIR",
+            file=sys.stderr,
+        )
         return 2
     without, with_replay = map(Path, argv)
     try:

@@ -2,9 +2,9 @@
 
     python -m examples.tinker.recipe
 
-With the service, take `tinker.ServiceClient().create_lora_training_client(...)` in place of `LocalClient`; the loop and
-the loss stay. The policy is a table of logits that learns to prefer high tokens. The sampler rounds its logits to
-bfloat16.
+With the service, take `tinker.ServiceClient().create_lora_training_client(...)` in place of
+`LocalClient`; the loop and the loss stay. The policy is a table of logits that learns to prefer
+high tokens. The sampler rounds its logits to bfloat16.
 """
 
 from types import SimpleNamespace
@@ -36,8 +36,14 @@ class LocalClient:
     def forward_backward_custom(self, data, loss_fn):
         """tinker's own two passes: log-probs to the loss, then its gradient as weights of a cross entropy."""
         tokens = torch.stack([datum.loss_fn_inputs["target_tokens"].to_torch() for datum in data])
-        log_probs = self.logits.log_softmax(-1).expand(len(data), -1, -1).gather(2, tokens[..., None])[..., 0]
-        forward = SimpleNamespace(loss_fn_outputs=[{"logprobs": tensor_data(row)} for row in log_probs.detach()])
+        log_probs = (
+            self.logits.log_softmax(-1)
+            .expand(len(data), -1, -1)
+            .gather(2, tokens[..., None])[..., 0]
+        )
+        forward = SimpleNamespace(
+            loss_fn_outputs=[{"logprobs": tensor_data(row)} for row in log_probs.detach()]
+        )
         result = TrainingClient._compute_custom_loss(data, loss_fn, forward)
         weights = torch.stack([datum.loss_fn_inputs["weights"].to_torch() for datum in result.data])
         (-(log_probs * weights).sum() / weights.numel()).backward()
@@ -77,7 +83,10 @@ def main(steps: int = 30) -> None:
         metrics = client.forward_backward_custom([*map(datum, tokens, log_probs, advantages)], loss)
         client.optim_step()
         k3, weight = metrics["custom/mismatch_k3_kl:mean"], metrics["custom/mis_weight_max:mean"]
-        print(f"step {step + 1}: reward {rewards.mean():.3f}  k3 {k3:.1e}  largest weight {weight:.4f}")
+        print(
+            f"step {step + 1}: reward {rewards.mean():.3f}  k3 {k3:.1e}  largest weight"
+            f" {weight:.4f}"
+        )
 
 
 if __name__ == "__main__":

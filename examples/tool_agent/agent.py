@@ -17,17 +17,16 @@ from examples.tool_agent.calculator import calculate
 
 CALL, END_OF_CALL, ANSWER, END_OF_OBSERVATION = "?", "=", "!", ";"
 MAX_CALLS = 6
-"""Calls that are carried out; an episode that asks for another ends there. A question needs three at most."""
+"""Calls that are carried out; an episode that asks for another ends there. A question needs three
+at most."""
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], engine: Any) -> Any:
     """One episode.
 
-    Args:
-        args: The program's options.
-        sample: With the tokens of the prompt, or, of an episode that was stopped, with those so far.
-        sampling_params: How responses are sampled.
-        engine: Answers requests for this sample.
+    Args: args: The program's options. sample: With the tokens of the prompt, or, of an episode that
+        was stopped, with those so far. sampling_params: How responses are sampled. engine: Answers
+        requests for this sample.
 
     Returns:
         The sample, with the policy's tokens and the calculator's.
@@ -40,10 +39,18 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], engi
             sample.status = sample.Status.TRUNCATED
             break
         found = await engine.generate(
-            sample.tokens, {**sampling_params, "max_new_tokens": left, "stop": [END_OF_CALL]}, session_id="episode"
+            sample.tokens,
+            {**sampling_params, "max_new_tokens": left, "stop": [END_OF_CALL]},
+            session_id="episode",
         )
-        sample.append_response_tokens(args, tokens=found.token_ids, log_probs=found.log_probs, text=found.text)
-        if found.finish_reason != "stop" or not found.text.endswith(END_OF_CALL) or calls == MAX_CALLS:
+        sample.append_response_tokens(
+            args, tokens=found.token_ids, log_probs=found.log_probs, text=found.text
+        )
+        if (
+            found.finish_reason != "stop"
+            or not found.text.endswith(END_OF_CALL)
+            or calls == MAX_CALLS
+        ):
             break
         _, _, call = sample.response.removesuffix(END_OF_CALL).rpartition(CALL)
         observation = calculate(call) + END_OF_OBSERVATION

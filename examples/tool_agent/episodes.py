@@ -27,14 +27,23 @@ RESPONSE = 64
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoints", nargs="+", type=Path, help="Hugging Face directories")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help=f"held-out questions (default {PROMPTS})")
-    parser.add_argument("--each", type=int, default=4, help="episodes to print of each policy (default 4)")
+    parser.add_argument(
+        "--prompts", type=Path, default=PROMPTS, help=f"held-out questions (default {PROMPTS})"
+    )
+    parser.add_argument(
+        "--each", type=int, default=4, help="episodes to print of each policy (default 4)"
+    )
     options = parser.parse_args(argv)
     for checkpoint in options.checkpoints:
         if not (checkpoint / "config.json").is_file():
-            parser.error(f"{checkpoint} has no config.json; give directories of Hugging Face checkpoints.")
+            parser.error(
+                f"{checkpoint} has no config.json; give directories of Hugging Face checkpoints."
+            )
     if not options.prompts.is_file():
-        parser.error(f"there are no questions in {options.prompts}; examples/tool_agent/prepare.py writes them.")
+        parser.error(
+            f"there are no questions in {options.prompts}; examples/tool_agent/prepare.py writes"
+            " them."
+        )
     torch.set_num_threads(1)
     disable_progress_bar()
     for checkpoint in options.checkpoints:
@@ -54,7 +63,9 @@ def episodes(checkpoint: Path, prompts: Path) -> list[Sample]:
         prompts: rows that prepare.py wrote.
     """
     tokenizer = load_tokenizer(checkpoint)
-    loaded = load_prompts(prompts, tokenizer, input_key="prompt", label_key="label", metadata_key="metadata")
+    loaded = load_prompts(
+        prompts, tokenizer, input_key="prompt", label_key="label", metadata_key="metadata"
+    )
     sampling = Sampling(temperature=0.0, max_response_len=RESPONSE)
     args = Namespace(hf_checkpoint=str(checkpoint), rollout_max_response_len=RESPONSE)
 

@@ -2,16 +2,16 @@
 
     python -m examples.tool_agent.prepare --out data/tool_agent
 
-writes a Qwen3 checkpoint directory with its tokenizer, `train.jsonl` and `eval.jsonl`, and `complete.json`, whose
-presence says that all of it is there. The questions are reasoning-gym's chain_sum. The policy has seen some
-transcripts, in which the calculator is used for the last operation of a question more often than for the others, and
-answers are guessed otherwise:
+writes a Qwen3 checkpoint directory with its tokenizer, `train.jsonl` and `eval.jsonl`, and
+`complete.json`, whose presence says that all of it is there. The questions are reasoning-gym's
+chain_sum. The policy has seen some transcripts, in which the calculator is used for the last
+operation of a question more often than for the others, and answers are guessed otherwise:
 
     47+38-62>   ?47+38=   85;   ?85-62=   23;   !23<eos>
     prompt      call      observation   …       answer
 
-so that at first its greedy answers are right about questions of one operation only; reinforcement learning takes it
-from there.
+so that at first its greedy answers are right about questions of one operation only; reinforcement
+learning takes it from there.
 """
 
 import argparse
@@ -30,7 +30,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from examples.reasoning_gym.reward import encoded
 from examples.sort_digits.prepare import is_complete
 from examples.tool_agent.calculator import calculate
-from slime_tis.trainer.sort_digits import PAD, SPECIAL_TOKENS, make_qwen3, make_tokenizer, write_example
+from slime_tis.trainer.sort_digits import (
+    PAD,
+    SPECIAL_TOKENS,
+    make_qwen3,
+    make_tokenizer,
+    write_example,
+)
 
 CHARACTERS = (*"0123456789", *"+-=>?!;", "Ġ")  # Ġ is how byte-level tokenizers write a space
 MAX_LENGTH = 128
@@ -58,7 +64,8 @@ class Example:
     """Transcripts that the supervised training sees."""
 
     call_probability: tuple[float, ...] = (0.8, 0.4, 0.4)
-    """Probability of calling the calculator in a transcript where one, two and three operations are left."""
+    """Probability of calling the calculator in a transcript where one, two and three operations are
+    left."""
 
     lr: float = 2e-3
     """Learning rate of the supervised training."""
@@ -67,11 +74,12 @@ class Example:
     """Transcripts per supervised step."""
 
     accuracy: tuple[float, float] = (0.2, 0.4)
-    """Share of held-out questions that greedy calls answer rightly to stop in, lowest and highest."""
+    """Share of held-out questions that greedy calls answer rightly to stop in, lowest and
+    highest."""
 
     copied: float = 0.8
-    """Share of held-out transcripts with all calls whose calls and answer, the decision to call left aside, are right
-    to stop above."""
+    """Share of held-out transcripts with all calls whose calls and answer, the decision to call
+    left aside, are right to stop above."""
 
     max_steps: int = 1000
     """Supervised steps after which it is given up."""
@@ -88,15 +96,17 @@ class Transcript:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and the weights (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the prompts and the weights (default 0)"
+    )
     options = parser.parse_args()
     if is_complete(parser, options.out):
         return
     torch.set_num_threads(1)  # more gain little at this size, and cost much where cores are shared
     report = prepare(options.out, seed=options.seed)
     print(
-        f"{options.out}: {report['parameters']:,} parameters, {report['steps']} supervised steps, accuracy "
-        f"{report['accuracy']:.2f} greedy, {report['seconds']:.0f} s."
+        f"{options.out}: {report['parameters']:,} parameters, {report['steps']} supervised steps,"
+        f" accuracy {report['accuracy']:.2f} greedy, {report['seconds']:.0f} s."
     )
 
 
@@ -139,15 +149,16 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
 
 
 def transcript(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast, call_probability: tuple[float, ...], chance: random.Random
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    call_probability: tuple[float, ...],
+    chance: random.Random,
 ) -> Transcript:
     """An episode that calls the calculator for one operation after the other, until it answers at some point.
 
-    Args:
-        row: the question, and its answer, which is given whether or not all operations were calculated.
-        tokenizer: every character is a token.
-        call_probability: of calling with one, two, … operations left.
-        chance: decides.
+    Args: row: the question, and its answer, which is given whether or not all operations were
+        calculated. tokenizer: every character is a token. call_probability: of calling with one,
+        two, … operations left. chance: decides.
     """
     tokens = tokenizer(row["prompt"])["input_ids"]
     sampled = [False] * len(tokens)
@@ -196,14 +207,20 @@ def train_supervised(
     always = (1.0,) * len(example.call_probability)
     right = padded([transcript(row, tokenizer, always, chance) for row in held_out])
     decisions = torch.tensor(tokenizer.convert_tokens_to_ids(["?", "!"]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0
+    )
     lowest, highest = example.accuracy
     warmup = 30
-    for step, batch in zip(range(1, example.max_steps + 1), batches(seen, example.batch_size, chance), strict=False):
+    for step, batch in zip(
+        range(1, example.max_steps + 1), batches(seen, example.batch_size, chance), strict=False
+    ):
         for group in optimizer.param_groups:
             group["lr"] = example.lr * min(1.0, step / warmup)
         tokens, sampled = padded(batch)
-        log_probs = logits(model, tokens).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        log_probs = (
+            logits(model, tokens).log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        )
         loss = -(log_probs * sampled[:, 1:]).sum() / sampled.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -214,12 +231,14 @@ def train_supervised(
             if lowest <= accuracy <= highest and copied >= example.copied:
                 return {"steps": step, "accuracy": accuracy, "copied": copied}
     raise RuntimeError(
-        f"seed {seed} did not reach a greedy accuracy of {lowest} to {highest} in {example.max_steps} steps; "
-        "take another --seed."
+        f"seed {seed} did not reach a greedy accuracy of {lowest} to {highest} in"
+        f" {example.max_steps} steps; take another --seed."
     )
 
 
-def batches(transcripts: list[Transcript], size: int, chance: random.Random) -> Iterator[list[Transcript]]:
+def batches(
+    transcripts: list[Transcript], size: int, chance: random.Random
+) -> Iterator[list[Transcript]]:
     """Batches without end, in a new order every epoch."""
     while True:
         order = chance.sample(transcripts, len(transcripts))
@@ -244,7 +263,9 @@ def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def accuracies(model: PreTrainedModel, tokens: Tensor, sampled: Tensor, decisions: Tensor) -> tuple[float, float]:
+def accuracies(
+    model: PreTrainedModel, tokens: Tensor, sampled: Tensor, decisions: Tensor
+) -> tuple[float, float]:
     """Share of questions whose greedy calls and answer are right, and that with each decision to call given.
 
     Args:

@@ -3,7 +3,8 @@
     python examples/sort_digits/prepare.py --out data/sort_digits
     python examples/trl/sort_digits.py --steps 60 --output-dir runs/trl
 
-The rollout engine is a bfloat16 copy of the policy. TRL gets its log-probs through `rollout_func`, as it gets vLLM's.
+The rollout engine is a bfloat16 copy of the policy. TRL gets its log-probs through `rollout_func`,
+as it gets vLLM's.
 """
 
 import argparse
@@ -24,13 +25,20 @@ from slime_tis.integrations.trl import CorrectedGRPOTrainer
 ANSWER = 12
 """Tokens of an answer, at most."""
 CORRECTION = RolloutCorrectionConfig(
-    use_tis=True, tis_upper_bound=2.0, use_rs=True, rs_level="geometric", rs_z_score=3.0, rs_veto_threshold=1e-3
+    use_tis=True,
+    tis_upper_bound=2.0,
+    use_rs=True,
+    rs_level="geometric",
+    rs_z_score=3.0,
+    rs_veto_threshold=1e-3,
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=Path("data/sort_digits"), help="from examples/sort_digits")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data/sort_digits"), help="from examples/sort_digits"
+    )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of 128 samples")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/trl"))
     options = parser.parse_args()
@@ -83,16 +91,22 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def exact_match(completions: Sequence[str], label: Sequence[str], **_: Any) -> list[float]:
-    return [float(completion == answer) for completion, answer in zip(completions, label, strict=True)]
+    return [
+        float(completion == answer) for completion, answer in zip(completions, label, strict=True)
+    ]
 
 
 def sample(prompts: Sequence[str], trainer: CorrectedGRPOTrainer) -> dict[str, Any]:
     """One answer to each prompt from a bfloat16 copy of the policy, with its log-probs: TRL's `rollout_func`."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    engine = type(policy)(policy.config)  # a deepcopy would share the forward that accelerate replaced
+    engine = type(policy)(
+        policy.config
+    )  # a deepcopy would share the forward that accelerate replaced
     engine.load_state_dict(policy.state_dict())
     engine = engine.eval().to(torch.bfloat16)
-    prompt_ids, answers, log_probs = generate(engine, trainer.processing_class, prompts, do_sample=True)
+    prompt_ids, answers, log_probs = generate(
+        engine, trainer.processing_class, prompts, do_sample=True
+    )
     return {"prompt_ids": prompt_ids, "completion_ids": answers, "logprobs": log_probs}
 
 
@@ -111,10 +125,17 @@ def generate(
             return_dict_in_generate=True,
         )
     answer_BT: Tensor = output.sequences[:, inputs["input_ids"].shape[1] :]
-    log_prob_BT = torch.stack(output.logits, 1).float().log_softmax(-1).gather(2, answer_BT[..., None])[..., 0]
+    log_prob_BT = (
+        torch.stack(output.logits, 1)
+        .float()
+        .log_softmax(-1)
+        .gather(2, answer_BT[..., None])[..., 0]
+    )
     answers, log_probs = [], []
     for ids, values in zip(answer_BT.tolist(), log_prob_BT.tolist(), strict=True):
-        length = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
+        length = (
+            ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
+        )
         answers.append(ids[:length])
         log_probs.append(values[:length])
     return tokenizer(list(prompts))["input_ids"], answers, log_probs
@@ -122,7 +143,10 @@ def generate(
 
 def accuracy(trainer: CorrectedGRPOTrainer, prompts: Sequence[dict[str, str]]) -> float:
     """The share of correct greedy answers."""
-    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.processing_class
+    model, tokenizer = (
+        trainer.accelerator.unwrap_model(trainer.model).eval(),
+        trainer.processing_class,
+    )
     _, answers, _ = generate(model, tokenizer, [row["prompt"] for row in prompts], do_sample=False)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     return sum(exact_match(texts, [row["label"] for row in prompts])) / len(prompts)

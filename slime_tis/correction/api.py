@@ -8,13 +8,25 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import NonfinitePolicy, Normalizer, RolloutCorrectionConfig
-from slime_tis.correction.context_parallel import ONE_RANK, Ranks, ResponseSlices, gather_slices, whole_sequence_levels
+from slime_tis.correction.context_parallel import (
+    ONE_RANK,
+    Ranks,
+    ResponseSlices,
+    gather_slices,
+    whole_sequence_levels,
+)
 from slime_tis.correction.layout import Layout, LogProbs, as_layout
 from slime_tis.correction.ratio import is_log_prob
 from slime_tis.correction.rejection import AdaptiveBounds, adaptive_bounds, second_moment_limit
 from slime_tis.correction.sequence_pass import SequencePass, sequence_pass
 from slime_tis.correction.statistics import Statistics, usable_mean
-from slime_tis.correction.sums import EXTREMES, SequenceSums, named, number_of_columns, sequence_columns
+from slime_tis.correction.sums import (
+    EXTREMES,
+    SequenceSums,
+    named,
+    number_of_columns,
+    sequence_columns,
+)
 from slime_tis.correction.token_pass import TokenPass, token_pass, trim
 
 LayoutT = TypeVar("LayoutT", Tensor, list[Tensor])
@@ -26,8 +38,8 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 class GlobalBatch:
     """The global batch that the sequences of one call belong to: who shares it, and what is known of it.
 
-    A call with all sequences of the rank finds what is None, and returns it as `Correction.global_batch`; calls with
-    one micro-batch each take it from there.
+    A call with all sequences of the rank finds what is None, and returns it as
+    `Correction.global_batch`; calls with one micro-batch each take it from there.
     """
 
     ranks: Ranks = ONE_RANK
@@ -35,7 +47,8 @@ class GlobalBatch:
     batch_norm_factor: Tensor | None = None
     """Scalar, the mean weight, under `tis_batch_normalize`."""
     second_moment_limit: Tensor | None = None
-    """Scalar, the smallest Δ² that is trimmed, +inf where none is, under `rs_second_moment_bound`."""
+    """Scalar, the smallest Δ² that is trimmed, +inf where none is, under
+    `rs_second_moment_bound`."""
     adaptive_bounds: AdaptiveBounds | None = None
     """What sequences are rejected by under `rs_z_score` or `rs_target_fraction`."""
 
@@ -65,29 +78,39 @@ class Correction(Generic[LayoutT]):
     lengths: tuple[int, ...]
     """Tokens of each sequence here, masked ones too; of a slice under context parallelism."""
     rejection_normalizer: Normalizer
-    """Whether `mean` divides by the accepted tokens ("kept") or by the tokens of the loss mask ("original")."""
+    """Whether `mean` divides by the accepted tokens ("kept") or by the tokens of the loss mask
+    ("original")."""
 
     def loss_denominator(self, aggregation: Aggregation = "token-mean") -> Tensor:
         """What `mean` divides by, a float64 scalar: tokens, or sequences that have any, accepted or of the loss mask.
 
-        The values of several micro-batches and data-parallel ranks add up to the global batch's values.
+        The values of several micro-batches and data-parallel ranks add up to the global batch's
+        values.
         """
         counts_S = self._counts_per_sequence()
-        return counts_S.sum() if aggregation == "token-mean" else (counts_S > 0).sum().to(torch.float64)
+        return (
+            counts_S.sum()
+            if aggregation == "token-mean"
+            else (counts_S > 0).sum().to(torch.float64)
+        )
 
     def mean(
-        self, token_loss: LayoutT, *, aggregation: Aggregation = "token-mean", denominator: Tensor | None = None
+        self,
+        token_loss: LayoutT,
+        *,
+        aggregation: Aggregation = "token-mean",
+        denominator: Tensor | None = None,
     ) -> Tensor:
         """The corrected loss: Σ_t mask·weight·loss / denominator; 0 with gradients of 0 where all is rejected.
 
-        Args:
-            token_loss: Loss of each token in the layout of the input, with gradient. Rejected and masked tokens do
-                not count, for every value of their loss; their gradient is 0, which a non-finite loss turns into NaN on
-                its way back to the model.
-            aggregation: verl's word for what is averaged: "token-mean" over all tokens, "seq-mean-token-mean" over
-                the sequences' means.
-            denominator: Of the global batch, where this is one of its micro-batches: the sum of their
-                `loss_denominator(aggregation)`; this call's when None.
+        Args: token_loss: Loss of each token in the layout of the input, with gradient. Rejected and
+            masked tokens do
+                not count, for every value of their loss; their gradient is 0, which a non-finite
+                loss turns into NaN on its way back to the model.
+            aggregation: verl's word for what is averaged: "token-mean" over all tokens,
+                "seq-mean-token-mean" over the sequences' means.
+            denominator: Of the global batch, where this is one of its micro-batches: the sum of
+                their `loss_denominator(aggregation)`; this call's when None.
 
         Returns:
             Scalar of the loss's dtype, float32 at least. Nothing synchronises with the host.
@@ -96,23 +119,34 @@ class Correction(Generic[LayoutT]):
             ValueError: if the loss is not in the layout of the mask, or the aggregation is unknown.
         """
         if aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation is {aggregation!r}; choose one of {', '.join(AGGREGATIONS)}.")
+            raise ValueError(
+                f"aggregation is {aggregation!r}; choose one of {', '.join(AGGREGATIONS)}."
+            )
         shapes = _shapes(token_loss), _shapes(self.mask)
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"token_loss has shape {shapes[0]} but the mask {shapes[1]}; pass the loss in the mask's layout."
+                f"token_loss has shape {shapes[0]} but the mask {shapes[1]}; pass the loss in the"
+                " mask's layout."
             )
         loss_N, weight_N, mask_N = (_flat(x) for x in (token_loss, self.weights, self.mask))
         terms_N = torch.where(mask_N.bool(), loss_N, 0.0) * weight_N
         if aggregation == "seq-mean-token-mean":
             inverse_S = self._counts_per_sequence().clamp_min(1).reciprocal()
-            repeats_S = torch.tensor(self.lengths, dtype=torch.int64).to(inverse_S.device, non_blocking=True)
-            terms_N = terms_N * inverse_S.repeat_interleave(repeats_S, output_size=terms_N.numel()).to(terms_N.dtype)
+            repeats_S = torch.tensor(self.lengths, dtype=torch.int64).to(
+                inverse_S.device, non_blocking=True
+            )
+            terms_N = terms_N * inverse_S.repeat_interleave(
+                repeats_S, output_size=terms_N.numel()
+            ).to(terms_N.dtype)
         divisor = self.loss_denominator(aggregation) if denominator is None else denominator
         return terms_N.sum() / divisor.clamp_min(1).to(terms_N.dtype)
 
     def _counts_per_sequence(self) -> Tensor:
-        return self.accepted_per_sequence if self.rejection_normalizer == "kept" else self.masked_in_per_sequence
+        return (
+            self.accepted_per_sequence
+            if self.rejection_normalizer == "kept"
+            else self.masked_in_per_sequence
+        )
 
 
 @overload
@@ -145,7 +179,7 @@ def correct(
 
 
 @torch.no_grad()
-def correct(
+def correct(  # noqa: PLR0913
     config: RolloutCorrectionConfig,
     train_log_probs: LogProbs,
     rollout_log_probs: LogProbs,
@@ -162,35 +196,43 @@ def correct(
     Δ_t = log π_train − log π_rollout on valid tokens; L aggregates Δ at the level; w = exp(clamp(L, −20, 20)),
     bounded by the mode and divided by the batch mean if asked; what is out of bounds leaves the mask.
 
-    Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"
+    Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+        Mismatch"
     (Liu, Li et al. 2025, https://richardli.xyz/rl-collapse).
 
-    Args:
-        config: What to correct and how.
-        train_log_probs: log π_train (π_old, or the current policy): a list of [T_i], [B, T], or packed [N].
-        rollout_log_probs: log π_rollout in the same layout; in a list, None for a sample that has none.
-        loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
-        lengths: Lengths of the sequences in packed [N] tensors.
-        current_log_probs: log π_θ in the same layout, for the divergence mask; train_log_probs when None.
-        advantages: Advantages in the same layout, for a divergence mask with direction away, or bounds by sign.
-        global_batch: The ranks that share the global batch, and its statistics if this call is one micro-batch. By
-            default these sequences are the global batch. Context-parallel ranks sum one [S, k] table; the levels
-            prefix and segment gather whole responses instead, and need `Ranks.slices`.
-        are_densities: The log-probs are log-densities of continuous samples, as of diffusion steps. They may be
-            of any size; a log-prob of a token of −9984 or less is an engine's code for minus infinity.
+    Args: config: What to correct and how. train_log_probs: log π_train (π_old, or the current
+        policy): a list of [T_i], [B, T], or packed [N]. rollout_log_probs: log π_rollout in the
+        same layout; in a list, None for a sample that has none. loss_mask: bool, int or float,
+        nonzero at valid tokens, in the same layout. lengths: Lengths of the sequences in packed [N]
+        tensors. current_log_probs: log π_θ in the same layout, for the divergence mask;
+        train_log_probs when None. advantages: Advantages in the same layout, for a divergence mask
+        with direction away, or bounds by sign. global_batch: The ranks that share the global batch,
+        and its statistics if this call is one micro-batch. By
+            default these sequences are the global batch. Context-parallel ranks sum one [S, k]
+            table; the levels prefix and segment gather whole responses instead, and need
+            `Ranks.slices`.
+        are_densities: The log-probs are log-densities of continuous samples, as of diffusion steps.
+            They may be of any size; a log-prob of a token of −9984 or less is an engine's code for
+            minus infinity.
 
-    Returns:
-        Weights, mask, statistics, and tokens per sequence. Only `nonfinite_policy="raise"` synchronizes with the host.
+    Returns: Weights, mask, statistics, and tokens per sequence. Only `nonfinite_policy="raise"`
+        synchronizes with the host.
 
-    Raises:
-        TypeError: if the configuration is of another class, verl's for example.
-        ValueError: if the layouts disagree, naming the sequence and both lengths; if a token is not finite
-            under the "raise" policy; if a level needs whole sequences and there are slices without their places.
+    Raises: TypeError: if the configuration is of another class, verl's for example. ValueError: if
+        the layouts disagree, naming the sequence and both lengths; if a token is not finite
+            under the "raise" policy; if a level needs whole sequences and there are slices without
+            their places.
     """
     if not isinstance(config, RolloutCorrectionConfig):
-        raise TypeError(f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig.")
+        raise TypeError(
+            f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig."
+        )
     ranks = global_batch.ranks
-    inputs = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
+    inputs = {
+        "train_log_probs": train_log_probs,
+        "rollout_log_probs": rollout_log_probs,
+        "loss_mask": loss_mask,
+    }
     if config.divergence_mask is not None or config.needs_advantages:
         inputs |= _policy_inputs(config, current_log_probs=current_log_probs, advantages=advantages)
     layout = as_layout(inputs, lengths)
@@ -211,16 +253,24 @@ def correct(
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
-            limit = second_moment_limit(_squares(tokens, layout.device), config.rs_second_moment_bound, ranks)
+            limit = second_moment_limit(
+                _squares(tokens, layout.device), config.rs_second_moment_bound, ranks
+            )
             global_batch = replace(global_batch, second_moment_limit=limit)
         tokens = [trim(config, part, limit) for part in tokens]
     columns = sequence_columns(config)
-    no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=layout.device)
+    no_sequence = torch.zeros(
+        0, number_of_columns(columns), dtype=torch.float64, device=layout.device
+    )
     table = ranks.over_context(torch.cat([no_sequence, *(part.table_S for part in tokens)]))
     sums_S: SequenceSums[Tensor] = named(columns, table.unbind(1))
     if config.adaptive and global_batch.adaptive_bounds is None:
-        global_batch = replace(global_batch, adaptive_bounds=adaptive_bounds(config, [sums_S], ranks))
-    sequences = sequence_pass(config, sums_S, global_batch.adaptive_bounds if config.adaptive else None)
+        global_batch = replace(
+            global_batch, adaptive_bounds=adaptive_bounds(config, [sums_S], ranks)
+        )
+    sequences = sequence_pass(
+        config, sums_S, global_batch.adaptive_bounds if config.adaptive else None
+    )
     statistics, scale = sequences.statistics, sequences.weight_S
     _take_extremes(tokens, statistics)
     if config.use_tis and config.tis_batch_normalize:
@@ -247,8 +297,8 @@ def correct(
 def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
     if ranks.slices is None:
         raise ValueError(
-            f"{level} needs whole sequences, but they are sliced over context-parallel ranks; "
-            f"pass their positions with Ranks(…, slices=response_slices(…)), or choose another level."
+            f"{level} needs whole sequences, but they are sliced over context-parallel ranks; pass"
+            " their positions with Ranks(…, slices=response_slices(…)), or choose another level."
         )
     return ranks.slices
 
@@ -259,7 +309,9 @@ def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
     return torch.cat([torch.zeros(0, device=device), *squares])
 
 
-def _policy_inputs(config: RolloutCorrectionConfig, **inputs: LogProbs | None) -> dict[str, LogProbs]:
+def _policy_inputs(
+    config: RolloutCorrectionConfig, **inputs: LogProbs | None
+) -> dict[str, LogProbs]:
     """The inputs of a divergence mask, or of bounds by the sign of the advantage, that are given.
 
     Raises:
@@ -273,11 +325,17 @@ def _policy_inputs(config: RolloutCorrectionConfig, **inputs: LogProbs | None) -
     return {name: values for name, values in inputs.items() if values is not None}
 
 
-def _sliced(whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks) -> Correction[Any]:
+def _sliced(
+    whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks
+) -> Correction[Any]:
     """This rank's slices of a correction of whole sequences."""
-    weights, mask = (local.shaped(slices.slice_flat(values)) for values in (whole.weights, whole.mask))
+    weights, mask = (
+        local.shaped(slices.slice_flat(values)) for values in (whole.weights, whole.mask)
+    )
     global_batch = replace(whole.global_batch, ranks=ranks)
-    return replace(whole, weights=weights, mask=mask, lengths=slices.local_lengths, global_batch=global_batch)
+    return replace(
+        whole, weights=weights, mask=mask, lengths=slices.local_lengths, global_batch=global_batch
+    )
 
 
 def _flat(values: Tensor | list[Tensor]) -> Tensor:
@@ -288,7 +346,11 @@ def _flat(values: Tensor | list[Tensor]) -> Tensor:
 
 
 def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, ...]]:
-    return tuple(values.shape) if isinstance(values, Tensor) else [tuple(value.shape) for value in values]
+    return (
+        tuple(values.shape)
+        if isinstance(values, Tensor)
+        else [tuple(value.shape) for value in values]
+    )
 
 
 def _take_extremes(tokens: list[TokenPass], statistics: Statistics) -> None:
@@ -306,7 +368,10 @@ def _take_extremes(tokens: list[TokenPass], statistics: Statistics) -> None:
 
 
 def _finish(
-    config: RolloutCorrectionConfig, tokens: list[TokenPass], sequences: SequencePass, scale: Tensor | None
+    config: RolloutCorrectionConfig,
+    tokens: list[TokenPass],
+    sequences: SequencePass,
+    scale: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Blocks of final weights and masks: those of each token, times those of its sequence. Empties `tokens`."""
     weights, masks, first = [], [], 0
@@ -319,7 +384,9 @@ def _finish(
             row_scale = scale if scale.dim() == 0 else scale.index_select(0, owner_R)[:, None]
             weight.mul_(row_scale.to(weight.dtype))
         if config.touches_loss:
-            accepted.view(torch.uint8).mul_(sequences.accept_S.index_select(0, owner_R).to(torch.uint8)[:, None])
+            accepted.view(torch.uint8).mul_(
+                sequences.accept_S.index_select(0, owner_R).to(torch.uint8)[:, None]
+            )
         weights.append(weight.to(torch.float32))
         masks.append(accepted)
     return weights, masks
@@ -339,49 +406,53 @@ def off_policy_sequence_mask(
 ) -> LayoutT:
     """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), with the mean over the tokens s of the sequence.
 
-    Each token goes by its own advantage: where the tokens of a rejected sequence have advantages of both signs, those
-    with A_t ≥ 0 are trained. Masked tokens have no part in the mean.
+    Each token goes by its own advantage: where the tokens of a rejected sequence have advantages of
+    both signs, those with A_t ≥ 0 are trained. Masked tokens have no part in the mean.
 
-    The source's π_old is the policy as the inference engine sampled from it, so that what is bounded is made of both
-    staleness and the mismatch between the engines; TRL does the same. slime takes π_old of the training engine, from
-    which π_θ does not differ before the rollout's second optimizer step.
+    The source's π_old is the policy as the inference engine sampled from it, so that what is
+    bounded is made of both staleness and the mismatch between the engines; TRL does the same. slime
+    takes π_old of the training engine, from which π_θ does not differ before the rollout's second
+    optimizer step.
 
-    Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence masking, eq. 9.
+    Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence
+        masking, eq. 9.
 
-    Args:
-        log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
+    Args: log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
         old_log_probs: log π_rollout, or log π_old for slime's variant, in the same layout.
-        advantages: One per token, in the same layout, or one per sequence, [S].
-        loss_mask: Nonzero at valid tokens, in the same layout.
-        delta: Bound on the mean log-ratio in nats per token, above 0; 0.1 is customary against π_rollout, and slime's
+        advantages: One per token, in the same layout, or one per sequence, [S]. loss_mask: Nonzero
+        at valid tokens, in the same layout. delta: Bound on the mean log-ratio in nats per token,
+        above 0; 0.1 is customary against π_rollout, and slime's
             default against π_old is 1e-4.
-        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject" excludes it,
-            "neutral" counts it with a difference of 0, "raise" refuses it.
+        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject"
+            excludes it, "neutral" counts it with a difference of 0, "raise" refuses it.
         lengths: Lengths of packed sequences.
         ranks: One table is summed over the context-parallel ones, where sequences are sliced.
 
-    Returns:
-        bool in the layout of the advantages: True at accepted tokens, or at accepted sequences. A masked token is not
-        accepted, and a sequence without tokens is.
+    Returns: bool in the layout of the advantages: True at accepted tokens, or at accepted
+        sequences. A masked token is not accepted, and a sequence without tokens is.
 
-    Raises:
-        ValueError: if there is not one advantage per token or per sequence, or a token is not finite under "raise".
+    Raises: ValueError: if there is not one advantage per token or per sequence, or a token is not
+        finite under "raise".
     """
     config = RolloutCorrectionConfig(nonfinite_policy=nonfinite_policy)
     inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
-    found: Correction[Any] = correct(config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks))
+    found: Correction[Any] = correct(
+        config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)
+    )
     sums_S = found.sequence_sums
     is_far_S = -sums_S.log_ratio / sums_S.valid.clamp_min(1) > delta
     if isinstance(advantages, Tensor) and advantages.shape == is_far_S.shape:
         return ~((advantages < 0) & is_far_S)
     if _shapes(advantages) != _shapes(found.mask):
         raise ValueError(
-            f"advantages has shape {_shapes(advantages)} for {len(found.lengths)} sequences and a mask of shape "
-            f"{_shapes(found.mask)}; pass one per token or one per sequence."
+            f"advantages has shape {_shapes(advantages)} for {len(found.lengths)} sequences and a"
+            f" mask of shape {_shapes(found.mask)}; pass one per token or one per sequence."
         )
     advantage_N = _flat(advantages)
     mask_N = _flat(inputs[2])
-    repeats_S = torch.tensor(found.lengths, dtype=torch.int64).to(is_far_S.device, non_blocking=True)
+    repeats_S = torch.tensor(found.lengths, dtype=torch.int64).to(
+        is_far_S.device, non_blocking=True
+    )
     is_far_N = is_far_S.repeat_interleave(repeats_S, output_size=advantage_N.numel())
     accepted_N = (mask_N != 0) & ~((advantage_N < 0) & is_far_N)
     if isinstance(advantages, Tensor):
@@ -394,10 +465,10 @@ def interpolate_old_log_probs(
 ) -> Tensor:
     """log π_old = log π_rollout + α·(log π_θ − log π_rollout), α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1).
 
-    Between the policy that sampled a token, of version v, and the current one, of version v_θ, the proximal policy
-    is the one before the current: it lies all of the way but one step. A token sampled by the current version
-    (v = v_θ) or the one before has α = 0, so that its old policy is the one that sampled it; so has a token whose
-    version is not known (v < 0).
+    Between the policy that sampled a token, of version v, and the current one, of version v_θ, the
+    proximal policy is the one before the current: it lies all of the way but one step. A token
+    sampled by the current version (v = v_θ) or the one before has α = 0, so that its old policy is
+    the one that sampled it; so has a token whose version is not known (v < 0).
 
     Source: AReaL, "Proximal Log-Probability Approximation"
     (https://inclusionai.github.io/AReaL/algorithms/prox_approx.html), the method `loglinear`.
@@ -408,8 +479,8 @@ def interpolate_old_log_probs(
         current_version: v_θ, the number of the weights that are trained.
         rollout_versions: v of each token, of the same shape; below 0 where it is not known.
 
-    Returns:
-        Detached old log-probs. If v < 0 or v > v_θ, or a log-prob is not finite, the rollout's log-prob.
+    Returns: Detached old log-probs. If v < 0 or v > v_θ, or a log-prob is not finite, the rollout's
+        log-prob.
 
     Raises:
         ValueError: if the shapes differ.
@@ -417,8 +488,8 @@ def interpolate_old_log_probs(
     shapes = [tuple(x.shape) for x in (log_probs, rollout_log_probs, rollout_versions)]
     if len(set(shapes)) > 1:
         raise ValueError(
-            f"log_probs has shape {shapes[0]}, rollout_log_probs {shapes[1]}, rollout_versions {shapes[2]}; "
-            f"pass three tensors of one shape."
+            f"log_probs has shape {shapes[0]}, rollout_log_probs {shapes[1]}, rollout_versions"
+            f" {shapes[2]}; pass three tensors of one shape."
         )
     log_probs, rollout = log_probs.detach(), rollout_log_probs.detach()
     lag = (current_version - rollout_versions).to(rollout.dtype)

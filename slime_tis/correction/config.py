@@ -26,15 +26,20 @@ rejection_option = partial(correction_option, needs=("--use-rs",), suffices=(CUS
 mask_option = partial(correction_option, needs=("--divergence-mask",))
 
 DivergenceName = Literal["binary_tv", "binary_kl", "binary_kl_max"]
-DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {"binary_tv": 0.2, "binary_kl": 0.05, "binary_kl_max": 0.1}
+DIVERGENCE_BOUNDS: dict[DivergenceName, float] = {
+    "binary_tv": 0.2,
+    "binary_kl": 0.05,
+    "binary_kl_max": 0.1,
+}
 """Default of divergence_mask_bound: of prime-rl and DPPO, of DPPO, and of KPop."""
 Normalizer = Literal["kept", "original"]
 NonfinitePolicy = Literal["reject", "neutral", "raise"]
 LOG_PROB_LIMIT = 9984.0
-"""A log-prob of this size is an engine's code for minus infinity, or garbage, and is treated as non-finite.
+"""A log-prob of this size is an engine's code for minus infinity, or garbage, and is treated as
+non-finite.
 
-vLLM's server writes −9999, which bfloat16 rounds to −9984; others write −1e6. Each log-prob is judged by itself:
-−1e6 − (−0.5) is not −1e6. A model's log-probs stay far above: −200 is rare.
+vLLM's server writes −9999, which bfloat16 rounds to −9984; others write −1e6. Each log-prob is
+judged by itself: −1e6 − (−0.5) is not −1e6. A model's log-probs stay far above: −200 is rare.
 """
 OldLogprobs = Literal["recompute", "interpolate"]
 PolicyLoss = Literal[
@@ -55,19 +60,22 @@ class RolloutCorrectionConfig:
     use_tis: bool = correction_option(False)
     """Multiply the loss by importance weights."""
     tis_mode: ModeName = weight_option("truncate")
-    """truncate: min(w, upper); clip: clamp(w, lower, upper); mask: w inside the bounds, rejected outside."""
+    """truncate: min(w, upper); clip: clamp(w, lower, upper); mask: w inside the bounds, rejected
+    outside."""
     tis_level: Level = weight_option("token", suffices=("--use-rollout-logprobs", CUSTOM))
-    """Log-ratio of a weight: of the token, sequence (sum), geometric (mean), prefix (sum up to the token), segment (sum
-    over a turn)."""
-    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = weight_option(None, needs=("--use-tis", "--use-rs"))
+    """Log-ratio of a weight: of the token, sequence (sum), geometric (mean), prefix (sum up to the
+    token), segment (sum over a turn)."""
+    tis_lower_bound: Annotated[float | None, Limits(ge=0)] = weight_option(
+        None, needs=("--use-tis", "--use-rs")
+    )
     """Lower bound of the weight; 1/upper when unset, no lower bound when 0."""
     tis_upper_bound: Annotated[float, Limits(gt=0, also=(math.inf,))] = weight_option(
         2.0, needs=("--use-tis", "--use-rs"), suffices=("--use-rollout-logprobs", CUSTOM)
     )
     """Upper bound of the weight; inf for none."""
-    tis_lower_bound_negative: Annotated[float | None, Limits(ge=0, hint="remove it for --tis-lower-bound")] = (
-        weight_option(None)
-    )
+    tis_lower_bound_negative: Annotated[
+        float | None, Limits(ge=0, hint="remove it for --tis-lower-bound")
+    ] = weight_option(None)
     """Lower bound at negative advantages; unset: tis_lower_bound."""
     tis_upper_bound_negative: Annotated[
         float | None, Limits(gt=0, also=(math.inf,), hint="remove it for --tis-upper-bound")
@@ -81,34 +89,41 @@ class RolloutCorrectionConfig:
     rs_level: Level = rejection_option("token")
     """Level of the rejected ratio, as tis_level."""
     rs_lower_bound: Annotated[float | None, Limits(ge=0)] = rejection_option(None)
-    """Lower bound for rejection; unset: 1/rs_upper_bound, or the weight's if both are unset; 0: none."""
+    """Lower bound for rejection; unset: 1/rs_upper_bound, or the weight's if both are unset; 0:
+    none."""
     rs_upper_bound: Annotated[float | None, Limits(gt=0)] = rejection_option(None)
     """Upper bound for rejection; unset: tis_upper_bound."""
     rs_z_score: Annotated[float | None, Limits(gt=0)] = rejection_option(None, suffices=())
-    """Reject sequences whose geometric ratio is outside exp(-k3 ± this·√(2·k3/n)), for example 3; replaces the bounds
-    at level geometric or sequence."""
-    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = rejection_option(
-        None, suffices=()
+    """Reject sequences whose geometric ratio is outside exp(-k3 ± this·√(2·k3/n)), for example 3;
+    replaces the bounds at level geometric or sequence."""
+    rs_target_fraction: Annotated[float | None, Limits(gt=0, lt=1, hint="0.02 is customary")] = (
+        rejection_option(None, suffices=())
     )
     """Reject this share of the global batch's sequences, by z-score; replaces the bounds."""
-    rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = correction_option(None)
+    rs_veto_threshold: Annotated[float | None, Limits(gt=0, lt=1, hint="1e-4 is customary")] = (
+        correction_option(None)
+    )
     """Reject a sequence with a token ratio below this (1e-4 to 1e-6)."""
-    rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = correction_option(None)
+    rs_veto_upper_threshold: Annotated[float | None, Limits(gt=1, hint="100 is customary")] = (
+        correction_option(None)
+    )
     """Reject a sequence with a token ratio above this (for example 100)."""
     rs_second_moment_bound: Annotated[float | None, Limits(gt=0)] = correction_option(None)
     """Drop the global batch's largest Δ² until the mean Δ² is at most this."""
     rollout_rs: str | None = correction_option(None, metavar="CRITERION,…")
     """verl's criteria, which must all hold: `token_k1,seq_max_k3`."""
-    rollout_rs_threshold: str | float | None = correction_option(None, metavar="LIMIT,…", needs=("--rollout-rs",))
+    rollout_rs_threshold: str | float | None = correction_option(
+        None, metavar="LIMIT,…", needs=("--rollout-rs",)
+    )
     """One threshold for all criteria or one each: `0.5_2.0,0.01`; u for k1 means 1/u_u."""
     divergence_mask: DivergenceName | None = correction_option(None)
-    """Mask tokens whose probability is far from the anchor's: binary_tv (difference), binary_kl (KL from the anchor) or
-    binary_kl_max (larger direction)."""
+    """Mask tokens whose probability is far from the anchor's: binary_tv (difference), binary_kl (KL
+    from the anchor) or binary_kl_max (larger direction)."""
     divergence_mask_direction: Literal["away", "both"] = mask_option("away")
     """away: mask a token only if its advantage increases the divergence (DPPO); both: always."""
-    divergence_mask_bound: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = (
-        mask_option(None)
-    )
+    divergence_mask_bound: Annotated[
+        float | None, Limits(gt=0, le=1_000, hint="remove it for the default")
+    ] = mask_option(None)
     """Largest accepted divergence; unset: binary_tv 0.2, binary_kl 0.05, binary_kl_max 0.1."""
     divergence_mask_bound_negative: Annotated[
         float | None, Limits(gt=0, le=1_000, hint="remove it for --divergence-mask-bound")
@@ -118,8 +133,11 @@ class RolloutCorrectionConfig:
     """token, or sequence: mask sequences by their mean divergence, with direction both."""
     divergence_mask_anchor: Literal["rollout", "old"] = mask_option("rollout")
     """Anchor of the divergence."""
-    rejection_normalizer: Normalizer = correction_option("original", needs=REJECTS, suffices=("--use-opsm", CUSTOM))
-    """Divisor of the loss after rejection: all tokens (original, slime) or accepted ones (kept, verl)."""
+    rejection_normalizer: Normalizer = correction_option(
+        "original", needs=REJECTS, suffices=("--use-opsm", CUSTOM)
+    )
+    """Divisor of the loss after rejection: all tokens (original, slime) or accepted ones (kept,
+    verl)."""
     nonfinite_policy: NonfinitePolicy = correction_option("reject")
     """If a log-prob is NaN, ±inf or missing: reject the token, use ratio 1 (neutral), or raise."""
     use_rollout_logprobs: bool = correction_option(False)
@@ -130,7 +148,8 @@ class RolloutCorrectionConfig:
     """The loss per token. reinforce does not clip: the importance weight carries the correction.
     Losses with the prefix experimental_ have weak evidence and may change."""
     get_mismatch_metrics: bool = correction_option(False)
-    """Measure with π_old also in bypass, and log a custom correction's metrics; the loss is unchanged."""
+    """Measure with π_old also in bypass, and log a custom correction's metrics; the loss is
+    unchanged."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -138,55 +157,86 @@ class RolloutCorrectionConfig:
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
-        for sign, (lower, upper) in {"": self.is_bounds, "-negative": self.is_bounds_negative}.items():
+        for sign, (lower, upper) in {
+            "": self.is_bounds,
+            "-negative": self.is_bounds_negative,
+        }.items():
             is_constant = lower == upper and self.signs_bounds and self.tis_mode == "clip"  # TOPR
             has_lower = self.mode.has_lower_bound or self.tis_lower_bound is not None
             if self.use_tis and has_lower and lower >= upper and not is_constant:
-                bounds = f"--tis-lower-bound{sign} {lower} is not below --tis-upper-bound{sign} {upper}"
+                bounds = (
+                    f"--tis-lower-bound{sign} {lower} is not below --tis-upper-bound{sign} {upper}"
+                )
                 yield f"{bounds}; lower it or raise the upper bound."
-        if self.use_tis and self.tis_lower_bound_negative is not None and not self.mode.has_lower_bound:
-            yield f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use clip or mask."
+        if (
+            self.use_tis
+            and self.tis_lower_bound_negative is not None
+            and not self.mode.has_lower_bound
+        ):
+            yield (
+                f"--tis-lower-bound-negative has no effect with --tis-mode {self.tis_mode}; use"
+                " clip or mask."
+            )
         yield from self._problems_of_adaptive_bounds()
         for criterion in self.rejections:
             if criterion.lower is not None and criterion.lower >= criterion.upper:
-                option = "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
-                bounds = f"the lower bound {criterion.lower} of {criterion.name} is not below {criterion.upper}"
+                option = (
+                    "--rs-lower-bound" if criterion.name in LEVELS else "--rollout-rs-threshold"
+                )
+                bounds = (
+                    f"the lower bound {criterion.lower} of {criterion.name} is not below"
+                    f" {criterion.upper}"
+                )
                 yield f"{option}: {bounds}; lower it or raise the upper bound."
         if self.use_tis and self.use_rollout_logprobs and self.policy_loss in RATIO_LOSSES:
             yield (
-                f"--use-rollout-logprobs with --use-tis applies the correction twice under --policy-loss "
-                f"{self.policy_loss}, whose ratio already is the importance weight; drop one of them or use "
-                f"--policy-loss reinforce."
+                "--use-rollout-logprobs with --use-tis applies the correction twice under"
+                f" --policy-loss {self.policy_loss}, whose ratio already is the importance weight;"
+                " drop one of them or use --policy-loss reinforce."
             )
         if self.policy_loss == "vespo" and self.use_tis:
             yield (
-                "--policy-loss vespo weights whole sequences itself; drop --use-tis, and add --use-rollout-logprobs to "
-                "weight by the ratio to the rollout policy."
+                "--policy-loss vespo weights whole sequences itself; drop --use-tis, and add"
+                " --use-rollout-logprobs to weight by the ratio to the rollout policy."
             )
         yield from self._problems_of_divergence_mask()
         if self.policy_loss in ("clip_cov", "kl_cov") and self.old_logprobs == "interpolate":
             yield (
-                f"--policy-loss {self.policy_loss} selects tokens by the old policy before training, which "
-                "--old-logprobs interpolate does not have yet; drop one of them."
+                f"--policy-loss {self.policy_loss} selects tokens by the old policy before"
+                " training, which --old-logprobs interpolate does not have yet; drop one of them."
             )
         if self.use_rollout_logprobs and self.old_logprobs == "interpolate":
             yield (
-                "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes the "
-                "rollout log-probs as the old ones; drop one of them."
+                "--old-logprobs interpolate has no meaning with --use-rollout-logprobs, which takes"
+                " the rollout log-probs as the old ones; drop one of them."
             )
 
     def _problems_of_divergence_mask(self) -> Iterator[str]:
         if self.divergence_mask is None:
             return
-        is_directed, is_sequence = self.divergence_mask_direction == "away", self.divergence_mask_level == "sequence"
+        is_directed, is_sequence = (
+            self.divergence_mask_direction == "away",
+            self.divergence_mask_level == "sequence",
+        )
         if self.divergence_mask == "binary_tv" and max(self.divergence_bounds) >= 1:
-            yield "--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use 0.2."
+            yield (
+                "--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use"
+                " 0.2."
+            )
         if not is_directed and self.divergence_mask_bound_negative is not None:
-            yield "--divergence-mask-bound-negative needs --divergence-mask-direction away; drop it."
+            yield (
+                "--divergence-mask-bound-negative needs --divergence-mask-direction away; drop it."
+            )
         if is_sequence and is_directed:
-            yield "tokens of a sequence move both ways: --divergence-mask-level needs --divergence-mask-direction both."
+            yield (
+                "tokens of a sequence move both ways: --divergence-mask-level needs"
+                " --divergence-mask-direction both."
+            )
         if self.divergence_mask_anchor == "old" and self.use_rollout_logprobs:
-            yield "--divergence-mask-anchor old is the rollout policy under --use-rollout-logprobs; drop one of them."
+            yield (
+                "--divergence-mask-anchor old is the rollout policy under --use-rollout-logprobs;"
+                " drop one of them."
+            )
 
     def _problems_of_adaptive_bounds(self) -> Iterator[str]:
         adaptive, fixed = (
@@ -197,14 +247,22 @@ class RolloutCorrectionConfig:
             return
         option = adaptive[0]
         if len(adaptive) > 1:
-            yield "--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them."
+            yield (
+                "--rs-z-score and --rs-target-fraction both say what is rejected; drop one of them."
+            )
         if fixed:
             yield f"{option} replaces fixed bounds; drop {' and '.join(fixed)}, or {option}."
         if not self.use_rs:
-            yield f"{option} acts on the rejection of --use-rs, which is off; add --use-rs, or drop {option}."
+            yield (
+                f"{option} acts on the rejection of --use-rs, which is off; add --use-rs, or drop"
+                f" {option}."
+            )
         if self.rs_level not in SEQUENCE_LEVELS:
             levels = " or ".join(SEQUENCE_LEVELS)
-            yield f"{option} judges whole sequences but --rs-level is {self.rs_level}; choose --rs-level {levels}."
+            yield (
+                f"{option} judges whole sequences but --rs-level is {self.rs_level}; choose"
+                f" --rs-level {levels}."
+            )
 
     @property
     def mode(self) -> Mode:
@@ -220,14 +278,21 @@ class RolloutCorrectionConfig:
     @property
     def is_bounds_negative(self) -> tuple[float, float]:
         """Lower and upper bound of the importance weight at negative advantages."""
-        upper = self.tis_upper_bound if self.tis_upper_bound_negative is None else self.tis_upper_bound_negative
+        upper = (
+            self.tis_upper_bound
+            if self.tis_upper_bound_negative is None
+            else self.tis_upper_bound_negative
+        )
         lowers = (self.tis_lower_bound_negative, self.tis_lower_bound, 1.0 / upper)
         return next(lower for lower in lowers if lower is not None), upper
 
     @property
     def signs_bounds(self) -> bool:
         """Whether the bounds of the importance weight depend on the sign of the advantage."""
-        return self.use_tis and (self.tis_lower_bound_negative, self.tis_upper_bound_negative) != (None, None)
+        return self.use_tis and (self.tis_lower_bound_negative, self.tis_upper_bound_negative) != (
+            None,
+            None,
+        )
 
     @property
     def has_token_weights(self) -> bool:
@@ -295,7 +360,9 @@ class RolloutCorrectionConfig:
     @property
     def needs_advantages(self) -> bool:
         """Whether the divergence mask or the bounds of the weights go by the sign of the advantage."""
-        return self.signs_bounds or (self.divergence_mask is not None and self.divergence_mask_direction == "away")
+        return self.signs_bounds or (
+            self.divergence_mask is not None and self.divergence_mask_direction == "away"
+        )
 
     @property
     def divergence_bounds(self) -> tuple[float, float]:
@@ -309,7 +376,12 @@ class RolloutCorrectionConfig:
     @property
     def rejects(self) -> bool:
         """Whether anything but a non-finite log-prob can leave the mask."""
-        return self.rejects_weights or self.vetoes or bool(self.rejections) or self.rs_second_moment_bound is not None
+        return (
+            self.rejects_weights
+            or self.vetoes
+            or bool(self.rejections)
+            or self.rs_second_moment_bound is not None
+        )
 
     @property
     def corrects(self) -> bool:
@@ -325,7 +397,9 @@ class RolloutCorrectionConfig:
     def needs_rollout_log_probs(self) -> bool:
         """Whether the rollout engine must return log-probs."""
         interpolates = self.old_logprobs == "interpolate"
-        return self.corrects or self.use_rollout_logprobs or self.get_mismatch_metrics or interpolates
+        return (
+            self.corrects or self.use_rollout_logprobs or self.get_mismatch_metrics or interpolates
+        )
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "RolloutCorrectionConfig":
@@ -337,7 +411,9 @@ class RolloutCorrectionConfig:
             ValueError: if there is no such preset.
         """
         if name not in PRESETS:
-            raise ValueError(f"--rollout-correction-preset is {name!r}; choose one of {', '.join(PRESETS)}.")
+            raise ValueError(
+                f"--rollout-correction-preset is {name!r}; choose one of {', '.join(PRESETS)}."
+            )
         return cls(**{**preset_values(name, overrides), **overrides})
 
 
@@ -347,12 +423,28 @@ _BYPASS: Preset = {"use_rollout_logprobs": True}
 _PURE_GRADIENT: Preset = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 _TOKEN_IS: Preset = {"use_tis": True, "tis_level": "token"}
 _SEQUENCE_IS: Preset = {"use_tis": True, "tis_level": "sequence"}
-_TOKEN_ICEPOP: Preset = {**_TOKEN_IS, "tis_mode": "mask", "tis_lower_bound": 0.5, "tis_upper_bound": 5.0}
+_TOKEN_ICEPOP: Preset = {
+    **_TOKEN_IS,
+    "tis_mode": "mask",
+    "tis_lower_bound": 0.5,
+    "tis_upper_bound": 5.0,
+}
 # verl averages over the accepted tokens.
 _KEPT: Preset = {"rejection_normalizer": "kept"}
-_FIXED: Preset = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.999, "rs_upper_bound": 1.001}
+_FIXED: Preset = {
+    "use_rs": True,
+    "rs_level": "geometric",
+    "rs_lower_bound": 0.999,
+    "rs_upper_bound": 1.001,
+}
 _GEOMETRIC_RS: Preset = {**_FIXED, **_KEPT}
-_SEQUENCE_RS: Preset = {**_FIXED, "rs_level": "sequence", "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **_KEPT}
+_SEQUENCE_RS: Preset = {
+    **_FIXED,
+    "rs_level": "sequence",
+    "rs_lower_bound": 0.5,
+    "rs_upper_bound": 2.0,
+    **_KEPT,
+}
 _ADAPTIVE_RS: Preset = {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}
 _K3_RS: Preset = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01, **_KEPT}
 _VETO: Preset = {"rs_veto_threshold": 1e-4}
@@ -376,8 +468,9 @@ POLICY_PRESETS: dict[str, Preset] = {
         "tis_lower_bound_negative": 0.0,
     },
 }
-"""Presets that take the advantages or the current policy: the objective of DPPO with each divergence mask (prime-rl's
-default, DPPO's KL, prime-rl's IPO, and KPop), and TOPR as in verl#6986."""
+"""Presets that take the advantages or the current policy: the objective of DPPO with each
+divergence mask (prime-rl's default, DPPO's KL, prime-rl's IPO, and KPop), and TOPR as in
+verl#6986."""
 
 PRESETS: dict[str, Preset] = {
     "decoupled_token_is": _TOKEN_IS,
@@ -408,8 +501,9 @@ PRESETS: dict[str, Preset] = {
     **POLICY_PRESETS,
     "seq_mask_tis": {**_UNBOUNDED, **_FIXED, "rs_upper_bound": 1.002},
 }
-"""Named configurations as overrides of the defaults: verl's presets in its old and new spelling, with verl's numbers;
-three with adaptive bounds; `POLICY_PRESETS`; and NeMo-RL's seq-mask-tis, the setting of MLPerf's GRPO benchmark."""
+"""Named configurations as overrides of the defaults: verl's presets in its old and new spelling,
+with verl's numbers; three with adaptive bounds; `POLICY_PRESETS`; and NeMo-RL's seq-mask-tis, the
+setting of MLPerf's GRPO benchmark."""
 
 
 def preset_values(name: str, overrides: Mapping[str, object]) -> Preset:

@@ -1,6 +1,7 @@
 """The ranks that share a global batch: their reductions, their slices of responses, and whole responses from slices.
 
-Shapes: suffix _N is per token of the whole responses, one response after another; _L per token of this rank's slices.
+Shapes: suffix _N is per token of the whole responses, one response after another; _L per token of
+    this rank's slices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ReduceOp = Literal["sum", "min", "max"]
 AllReduce = Callable[[Tensor, ReduceOp], Tensor]
 """Reduces a tensor over the ranks of a group and returns the result, the same on each of them.
 
-It may work in place: the library passes new memory, and uses nothing but the returned tensor afterwards.
+It may work in place: the library passes new memory, and uses nothing but the returned tensor
+afterwards.
 """
 
 
@@ -35,23 +37,23 @@ def context_parallel_slices(
 ) -> tuple[slice, slice]:
     """The response tokens whose log-probs rank `rank` of `size` computes, as two slices into the response.
 
-    Zigzag: the sequence is cut into 2·size chunks of ⌈total/(2·size)⌉ positions, and rank r holds chunks r
-    and 2·size − 1 − r. The logits at position p predict token p + 1, so that the response tokens belong to
-    positions prompt − 1 … total − 2. An empty share is `slice(0, 0)`.
+    Zigzag: the sequence is cut into 2·size chunks of ⌈total/(2·size)⌉ positions, and rank r holds
+        chunks r
+    and 2·size − 1 − r. The logits at position p predict token p + 1, so that the response tokens
+    belong to positions prompt − 1 … total − 2. An empty share is `slice(0, 0)`.
 
-    Args:
-        total_length: Tokens of prompt and response.
-        response_length: Tokens of the response.
-        rank: Rank in the context-parallel group.
-        size: Size of the group; with 1 the whole response is the first slice.
-        padded_length: The length that is cut into chunks where sequences are padded; total_length if None.
+    Args: total_length: Tokens of prompt and response. response_length: Tokens of the response.
+        rank: Rank in the context-parallel group. size: Size of the group; with 1 the whole response
+        is the first slice. padded_length: The length that is cut into chunks where sequences are
+        padded; total_length if None.
 
     Raises:
         ValueError: if the lengths or the rank are impossible.
     """
     if not 0 <= response_length <= total_length:
         raise ValueError(
-            f"response_length is {response_length} of total_length {total_length}; pass lengths of one sample."
+            f"response_length is {response_length} of total_length {total_length}; pass lengths of"
+            " one sample."
         )
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not in a context-parallel group of {size}.")
@@ -63,7 +65,11 @@ def context_parallel_slices(
     def share(index: int) -> slice:
         first = max(index * chunk, prompt_length - 1)
         last = min((index + 1) * chunk, total_length - 1)
-        return slice(first + 1 - prompt_length, last + 1 - prompt_length) if first < last else slice(0, 0)
+        return (
+            slice(first + 1 - prompt_length, last + 1 - prompt_length)
+            if first < last
+            else slice(0, 0)
+        )
 
     return share(rank), share(2 * size - 1 - rank)
 
@@ -146,15 +152,16 @@ class Ranks:
     """The context- and data-parallel ranks that share a global batch; by default one rank on its own."""
 
     context: AllReduce | None = None
-    """Reduces over the context-parallel ranks, each with its slices of the same sequences; None where
-    sequences are whole."""
+    """Reduces over the context-parallel ranks, each with its slices of the same sequences; None
+    where sequences are whole."""
     data: AllReduce | None = None
-    """Reduces over the data-parallel ranks, each with other sequences; None where one rank has all."""
+    """Reduces over the data-parallel ranks, each with other sequences; None where one rank has
+    all."""
     data_and_context: AllReduce | None = None
     """Reduces over both at once; None where that takes `context` and then `data`."""
     slices: ResponseSlices | None = None
-    """Positions of this rank's slices in the sequences of one call. The levels prefix and segment need them where
-    sequences are sliced; the others do without."""
+    """Positions of this rank's slices in the sequences of one call. The levels prefix and segment
+    need them where sequences are sliced; the others do without."""
 
     @classmethod
     def from_groups(
@@ -167,23 +174,24 @@ class Ranks:
     ) -> Ranks:
         """The ranks of torch.distributed's process groups; pickled, they can reduce nothing in another process.
 
-        Args:
-            context: The context-parallel group; None where sequences are whole.
-            data: The data-parallel group; None where one rank has the whole batch.
-            data_and_context: The group of the ranks of both, Megatron-core's data-parallel group with context
+        Args: context: The context-parallel group; None where sequences are whole. data: The
+            data-parallel group; None where one rank has the whole batch. data_and_context: The
+            group of the ranks of both, Megatron-core's data-parallel group with context
                 parallelism: one collective instead of two.
             slices: Positions of this rank's slices, from `response_slices`.
 
-        Raises:
-            ValueError: if there is no group: `torch.distributed.group.WORLD` is None before `init_process_group`.
+        Raises: ValueError: if there is no group: `torch.distributed.group.WORLD` is None before
+            `init_process_group`.
         """
         if context is None and data is None:
             raise ValueError(
-                "Ranks.from_groups got no process group: torch.distributed.group.WORLD is None before "
-                "torch.distributed.init_process_group; call that first, or take slime_tis.Ranks() for one rank."
+                "Ranks.from_groups got no process group: torch.distributed.group.WORLD is None"
+                " before torch.distributed.init_process_group; call that first, or take"
+                " slime_tis.Ranks() for one rank."
             )
         context_reduce, data_reduce, both = (
-            None if group is None else _GroupAllReduce(group) for group in (context, data, data_and_context)
+            None if group is None else _GroupAllReduce(group)
+            for group in (context, data, data_and_context)
         )
         return cls(context=context_reduce, data=data_reduce, data_and_context=both, slices=slices)
 
@@ -223,8 +231,8 @@ class _GroupAllReduce:
     def __call__(self, values: Tensor, op: ReduceOp) -> Tensor:
         if self.group is None:
             raise RuntimeError(
-                "these Ranks were pickled, and their process groups are of the process that made them; "
-                "pass Ranks.from_groups(…) of this one."
+                "these Ranks were pickled, and their process groups are of the process that made"
+                " them; pass Ranks.from_groups(…) of this one."
             )
         operations = torch.distributed.ReduceOp
         operation = {"sum": operations.SUM, "min": operations.MIN, "max": operations.MAX}[op]
@@ -240,29 +248,40 @@ class _GroupAllReduce:
 
 def whole_sequence_levels(config: RolloutCorrectionConfig) -> list[str]:
     """The flags in force whose level needs whole sequences; for all others a table of sums is enough."""
-    levels = (("--tis-level", config.use_tis, config.tis_level), ("--rs-level", config.use_rs, config.rs_level))
-    return [f"{flag} {level}" for flag, is_on, level in levels if is_on and LEVELS[level].needs_whole_sequences]
+    levels = (
+        ("--tis-level", config.use_tis, config.tis_level),
+        ("--rs-level", config.use_rs, config.rs_level),
+    )
+    return [
+        f"{flag} {level}"
+        for flag, is_on, level in levels
+        if is_on and LEVELS[level].needs_whole_sequences
+    ]
 
 
 def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> dict[str, Tensor]:
     """Whole responses from the slices of all ranks: the inputs of `correct` by name, packed [N].
 
-    Every rank puts its tokens at their places among zeros, and one sum over the context-parallel ranks joins them in
-    one float64 table. A token has one owner and x + 0 = x, for NaN and ±inf too, so that values arrive unchanged.
+    Every rank puts its tokens at their places among zeros, and one sum over the context-parallel
+    ranks joins them in one float64 table. A token has one owner and x + 0 = x, for NaN and ±inf
+    too, so that values arrive unchanged.
 
     Raises:
         ValueError: if `slices` is of responses with other lengths.
     """
     if local.lengths != list(slices.local_lengths):
         raise ValueError(
-            f"train_log_probs has sequences of {local.lengths} tokens but slices has {list(slices.local_lengths)} on "
-            f"this rank; pass this rank's tokens, and the slices of these sequences."
+            f"train_log_probs has sequences of {local.lengths} tokens but slices has"
+            f" {list(slices.local_lengths)} on this rank; pass this rank's tokens, and the slices"
+            " of these sequences."
         )
     columns = {
         name: x if isinstance(x, Tensor) else torch.cat([torch.zeros(0, device=local.device), *x])
         for name, x in local.tokens.items()
     }
-    working = torch.promote_types(columns["train_log_probs"].dtype, columns["rollout_log_probs"].dtype)
+    working = torch.promote_types(
+        columns["train_log_probs"].dtype, columns["rollout_log_probs"].dtype
+    )
     table_L = torch.stack([column.to(torch.float64) for column in columns.values()], 1)
     table_N = ranks.over_context(slices.scatter(table_L)).to(working)
     return dict(zip(columns, table_N.unbind(1), strict=True))

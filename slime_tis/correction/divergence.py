@@ -1,7 +1,8 @@
 """Binary divergences between two policies at the sampled token, for divergence masks.
 
-A token is read as a coin: sampled with probability p, not sampled with 1 − p. All functions take log-probs and compute
-in float64, so no clamp is needed and equal policies have a divergence of exactly 0.
+A token is read as a coin: sampled with probability p, not sampled with 1 − p. All functions take
+log-probs and compute in float64, so no clamp is needed and equal policies have a divergence of
+exactly 0.
 
 All functions take tensors of any shape.
 """
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 LOG_MIN_COMPLEMENT = -25 * math.log(2)
-"""Smallest log(1 − p). A float32 log-prob of exactly 0 stands for 1 − p of up to 2⁻²⁵; without this limit the KL of
-such a token would be infinite."""
+"""Smallest log(1 − p). A float32 log-prob of exactly 0 stands for 1 − p of up to 2⁻²⁵; without this
+limit the KL of such a token would be infinite."""
 
 
 def log_complement(log_p: Tensor) -> Tensor:
@@ -49,8 +50,10 @@ BINARY_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "binary_kl": binary_kl,
     "binary_kl_max": binary_kl_max,
 }
-"""Divergences of --divergence-mask, as functions of (log π of the current policy, log μ of the anchor).
+"""Divergences of --divergence-mask, as functions of (log π of the current policy, log μ of the
+anchor).
 
 Sources: "Rethinking the Trust Region in LLM Reinforcement Learning" (DPPO, Qi, Zhou et al.,
-https://arxiv.org/abs/2602.04879), eq. 12 to 14; the maximum of both directions: KPop (https://ringtech.notion.site/kpop).
+https://arxiv.org/abs/2602.04879), eq. 12 to 14; the maximum of both directions: KPop
+    (https://ringtech.notion.site/kpop).
 """

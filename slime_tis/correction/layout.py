@@ -1,9 +1,10 @@
 """Lists of sequences, padded [B, T] batches and packed tokens, all read as blocks, and written back.
 
-The block layout: each row of K tokens is owned by one sequence; tokens of other sequences in it are masked. A row is
-summed in the working precision, rows are added into sequences in float64: accurate, without a loop over sequences,
-and without a host synchronisation. A row that two sequences share is taken once for each. Blocks come in chunks that
-fit a CPU cache, so that a chunk is read from memory once, however many operations follow.
+The block layout: each row of K tokens is owned by one sequence; tokens of other sequences in it are
+masked. A row is summed in the working precision, rows are added into sequences in float64:
+accurate, without a loop over sequences, and without a host synchronisation. A row that two
+sequences share is taken once for each. Blocks come in chunks that fit a CPU cache, so that a chunk
+is read from memory once, however many operations follow.
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence, _N per token of the chunk.
 """
@@ -49,9 +50,11 @@ class Chunk:
     mask_RK: Tensor
     """1.0 at valid tokens, 0.0 elsewhere and at tokens of other sequences."""
     sequence_R: Tensor
-    """Which sequence of the chunk owns the row; a sequence's rows are in order, but not next to each other."""
+    """Which sequence of the chunk owns the row; a sequence's rows are in order, but not next to
+    each other."""
     offset_R: Tensor
-    """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come first."""
+    """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come
+    first."""
     first: int
     """Number of the chunk's first sequence in the batch."""
     current_RK: Tensor | None = None
@@ -70,7 +73,8 @@ class PackedChunk:
     """Some whole sequences of a batch, as packed tokens and the rows that they lie in."""
 
     train_N: Tensor
-    """Log-probs of the training policy; after the chunk's last token come other sequences, or padding."""
+    """Log-probs of the training policy; after the chunk's last token come other sequences, or
+    padding."""
     rollout_N: Tensor
     """Log-probs of the rollout policy; NaN where the sample has none."""
     mask_N: Tensor
@@ -88,7 +92,9 @@ class PackedChunk:
     @property
     def working_dtype(self) -> torch.dtype:
         """What the correction is computed in: float32, or float64 where log-probs are."""
-        return torch.promote_types(torch.promote_types(self.train_N.dtype, self.rollout_N.dtype), torch.float32)
+        return torch.promote_types(
+            torch.promote_types(self.train_N.dtype, self.rollout_N.dtype), torch.float32
+        )
 
     def blocks(self) -> Chunk:
         """The chunk as blocks, in the working precision."""
@@ -100,8 +106,12 @@ class PackedChunk:
             sequence_R=rows.owner_R,
             offset_R=rows.offset_R,
             first=self.first,
-            current_RK=None if self.current_N is None else rows.to_blocks(self.current_N).to(working),
-            advantage_RK=None if self.advantage_N is None else rows.to_blocks(self.advantage_N).to(working),
+            current_RK=(
+                None if self.current_N is None else rows.to_blocks(self.current_N).to(working)
+            ),
+            advantage_RK=(
+                None if self.advantage_N is None else rows.to_blocks(self.advantage_N).to(working)
+            ),
             are_densities=self.are_densities,
         )
 
@@ -109,11 +119,14 @@ class PackedChunk:
 class Rows:
     """Which rows of K tokens the sequences of a chunk lie in.
 
-    First come the rows in order, each owned by the sequence of its first token; then, for each sequence, its boundary
+    First come the rows in order, each owned by the sequence of its first token; then, for each
+    sequence, its boundary
     row: its first row again, for its tokens in a row of another sequence.
     """
 
-    def __init__(self, end_S: Tensor, length_S: Tensor, tokens: int, width: int, aligned: bool) -> None:
+    def __init__(
+        self, end_S: Tensor, length_S: Tensor, tokens: int, width: int, aligned: bool
+    ) -> None:
         """Finds the rows and their owners.
 
         Args:
@@ -134,14 +147,19 @@ class Rows:
         row_starts = torch.arange(0, self.padded_len, width, device=device)
         owner_R = torch.searchsorted(self.end_S, row_starts, right=True).clamp_max_(count - 1)
         if not self.aligned:
-            self._boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self.full_rows - 1)
+            self._boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(
+                self.full_rows - 1
+            )
             boundary = self._boundary_S * width
-            row_starts = torch.cat([row_starts, torch.where(boundary < start_S, boundary, boundary - width)])
+            row_starts = torch.cat(
+                [row_starts, torch.where(boundary < start_S, boundary, boundary - width)]
+            )
             owner_R = torch.cat([owner_R, torch.arange(count, device=device)])
         self.owner_R = owner_R
         """Which sequence of the chunk owns the row."""
         self.offset_R = row_starts - start_S.index_select(0, owner_R)
-        """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come first."""
+        """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens
+        come first."""
 
     def to_blocks(self, flat_N: Tensor) -> Tensor:
         """Tokens of the chunk as blocks [R, K], with the rows that sequences begin in twice; a view where it can be."""
@@ -162,7 +180,9 @@ class Rows:
         boundary_rows.mul_((position >= 0) & (position < self.length_S[:, None]))
         owner_S = self.owner_R.index_select(0, self._boundary_S)
         left_S = self.end_S.index_select(0, owner_S) - self._boundary_S * self.width
-        rows.index_copy_(0, self._boundary_S, rows.index_select(0, self._boundary_S) * (column < left_S[:, None]))
+        rows.index_copy_(
+            0, self._boundary_S, rows.index_select(0, self._boundary_S) * (column < left_S[:, None])
+        )
         return mask_RK
 
     def from_blocks(self, blocks_RK: Tensor) -> Tensor:
@@ -177,7 +197,9 @@ class Rows:
 class Layout:
     """A batch, read as chunks of blocks, and the way back."""
 
-    def __init__(self, tokens: Mapping[str, Sequences], lengths: list[int], shape: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, tokens: Mapping[str, Sequences], lengths: list[int], shape: tuple[int, ...] | None
+    ) -> None:
         """Lays the tokens out in rows.
 
         Args:
@@ -188,14 +210,19 @@ class Layout:
         self.tokens, self.lengths, self._shape = tokens, lengths, shape
         self.device = device_of(tokens["train_log_probs"])
         self._width = row_width(lengths)
-        self._spans = _spans(lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS)
+        self._spans = _spans(
+            lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS
+        )
         self._rows = list(self._rows_of_chunks()) if lengths else []
 
     def chunks(self, *, are_densities: bool = False) -> Iterator[PackedChunk]:
         """The batch as chunks of complete sequences, in order; `are_densities` as in `Chunk`."""
         start = 0
         for (first, last), rows in zip(self._spans, self._rows, strict=True):
-            tokens = {INPUTS[name]: _tokens_of(x, first, last, start, rows) for name, x in self.tokens.items()}
+            tokens = {
+                INPUTS[name]: _tokens_of(x, first, last, start, rows)
+                for name, x in self.tokens.items()
+            }
             yield PackedChunk(rows=rows, first=first, are_densities=are_densities, **tokens)
             start += rows.tokens
 
@@ -206,12 +233,17 @@ class Layout:
         start = 0
         for first, last in self._spans:
             tokens = ends[last - 1] - start
-            yield Rows(end_S[first:last] - start, length_S[first:last], tokens, self._width, aligned)
+            yield Rows(
+                end_S[first:last] - start, length_S[first:last], tokens, self._width, aligned
+            )
             start += tokens
 
     def restore(self, blocks: list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
         """Blocks of all chunks, in order and 0 where masked, in the layout of the input; `dtype` is theirs."""
-        parts = [rows.from_blocks(block)[: rows.tokens] for rows, block in zip(self._rows, blocks, strict=True)]
+        parts = [
+            rows.from_blocks(block)[: rows.tokens]
+            for rows, block in zip(self._rows, blocks, strict=True)
+        ]
         if not parts:
             parts = [torch.empty(0, dtype=dtype, device=self.device)]
         return self.shaped(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -224,19 +256,25 @@ class Layout:
 def as_layout(inputs: Mapping[str, LogProbs], lengths: Sequence[int] | None) -> Layout:
     """The layout of the inputs of `correct`, by their names in `INPUTS`.
 
-    Raises:
-        ValueError: if the inputs are not of one layout, device, number of sequences and lengths, or log-probs are not
+    Raises: ValueError: if the inputs are not of one layout, device, number of sequences and
+        lengths, or log-probs are not
             of floating point.
     """
     train = inputs["train_log_probs"]
     is_tensor = isinstance(train, Tensor)
-    if any(isinstance(x, Tensor) != is_tensor or not isinstance(x, Tensor | list | tuple) for x in inputs.values()):
+    if any(
+        isinstance(x, Tensor) != is_tensor or not isinstance(x, Tensor | list | tuple)
+        for x in inputs.values()
+    ):
         kinds = ", ".join(f"{name} is {type(x).__name__}" for name, x in inputs.items())
         raise ValueError(f"{kinds}; pass tensors of one shape, or lists of tensors.")
     device = device_of(train)
     if not isinstance(train, Tensor):
         if lengths is not None:
-            raise ValueError("lengths are given but the log-probs are a list; pass lengths with packed tensors only.")
+            raise ValueError(
+                "lengths are given but the log-probs are a list; pass lengths with packed tensors"
+                " only."
+            )
         lists = _checked_lists(inputs, device)
         return Layout(lists, [x.numel() for x in lists["train_log_probs"]], None)
     tensors = {name: _checked(name, x, device) for name, x in inputs.items()}
@@ -247,8 +285,12 @@ def as_layout(inputs: Mapping[str, LogProbs], lengths: Sequence[int] | None) -> 
     if lengths is not None:
         return Layout(tensors, _checked_lengths(lengths, shape), shape)
     if len(shape) != 2:
-        raise ValueError(f"the log-probs have shape {tuple(shape)}; pass [B, T], or [N] with lengths.")
-    return Layout({name: x.reshape(-1) for name, x in tensors.items()}, [shape[1]] * shape[0], shape)
+        raise ValueError(
+            f"the log-probs have shape {tuple(shape)}; pass [B, T], or [N] with lengths."
+        )
+    return Layout(
+        {name: x.reshape(-1) for name, x in tensors.items()}, [shape[1]] * shape[0], shape
+    )
 
 
 def device_of(values: object) -> torch.device:
@@ -261,16 +303,32 @@ def _checked_lists(inputs: Mapping[str, Any], device: torch.device) -> dict[str,
     """The inputs as lists of [T_i], with NaN for samples without rollout log-probs."""
     counts = {name: len(values) for name, values in inputs.items()}
     if len(set(counts.values())) > 1:
-        raise ValueError(f"the numbers of sequences differ: {counts}; pass one of each per sequence.")
+        raise ValueError(
+            f"the numbers of sequences differ: {counts}; pass one of each per sequence."
+        )
     train, rollout = inputs["train_log_probs"], inputs["rollout_log_probs"]
-    sizes = [t.numel() for t, r in zip(train, rollout, strict=True) if r is None and isinstance(t, Tensor)]
+    sizes = [
+        t.numel()
+        for t, r in zip(train, rollout, strict=True)
+        if r is None and isinstance(t, Tensor)
+    ]
     absent = iter(torch.full((sum(sizes),), torch.nan, device=device).split(sizes) if sizes else ())
-    inputs = {**inputs, "rollout_log_probs": [next(absent, None) if x is None else x for x in rollout]}
-    lists = {name: [_checked(f"{name}[{i}]", x, device, 1) for i, x in enumerate(xs)] for name, xs in inputs.items()}
+    inputs = {
+        **inputs,
+        "rollout_log_probs": [next(absent, None) if x is None else x for x in rollout],
+    }
+    lists = {
+        name: [_checked(f"{name}[{i}]", x, device, 1) for i, x in enumerate(xs)]
+        for name, xs in inputs.items()
+    }
     for i, tensors in enumerate(zip(*lists.values(), strict=True)):
         if len({x.numel() for x in tensors}) > 1:
-            tokens = ", ".join(f"{name} {x.numel()}" for name, x in zip(lists, tensors, strict=True))
-            raise ValueError(f"sequence {i} has these numbers of tokens: {tokens}; pass tensors of one length.")
+            tokens = ", ".join(
+                f"{name} {x.numel()}" for name, x in zip(lists, tensors, strict=True)
+            )
+            raise ValueError(
+                f"sequence {i} has these numbers of tokens: {tokens}; pass tensors of one length."
+            )
     return lists
 
 
@@ -278,11 +336,13 @@ def _checked_lengths(lengths: Sequence[int], shape: torch.Size) -> list[int]:
     try:
         numbers = [operator.index(length) for length in lengths]
     except TypeError as error:
-        raise ValueError(f"lengths is {repr(lengths)[:80]}; pass one whole number per sequence.") from error
+        raise ValueError(
+            f"lengths is {repr(lengths)[:80]}; pass one whole number per sequence."
+        ) from error
     if len(shape) != 1 or min(numbers, default=0) < 0 or sum(numbers) != shape[0]:
         raise ValueError(
             f"lengths sum to {sum(numbers)} but the tensors have shape {tuple(shape)}; "
-            f"pass packed [N] tensors with lengths that sum to N, none below 0."
+            "pass packed [N] tensors with lengths that sum to N, none below 0."
         )
     return numbers
 
@@ -291,13 +351,21 @@ def _checked(name: str, x: Any, device: torch.device, dimensions: int | None = N
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {type(x).__name__}; pass a tensor.")
     if x.layout != torch.strided or x.device != device:
-        raise ValueError(f"{name} is {x.layout} on {x.device}; pass dense tensors, all on {device}.")
+        raise ValueError(
+            f"{name} is {x.layout} on {x.device}; pass dense tensors, all on {device}."
+        )
     if x.device.type == "meta":
-        raise ValueError(f"{name} is on the meta device, which has no values; pass it on a CPU or GPU.")
+        raise ValueError(
+            f"{name} is on the meta device, which has no values; pass it on a CPU or GPU."
+        )
     if dimensions is not None and x.dim() != dimensions:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; pass one dimension per sequence, [T].")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; pass one dimension per sequence, [T]."
+        )
     if x.dtype.is_complex if name.startswith("loss_mask") else not x.dtype.is_floating_point:
-        raise ValueError(f"{name} has dtype {x.dtype}; pass floating-point log-probs and a real or bool mask.")
+        raise ValueError(
+            f"{name} has dtype {x.dtype}; pass floating-point log-probs and a real or bool mask."
+        )
     check_precision(name, x)
     return x
 
@@ -309,7 +377,10 @@ def check_precision(name: str, x: Tensor) -> None:
         ValueError: naming the tensor and its dtype.
     """
     if x.dtype.is_floating_point and x.dtype.itemsize == 1:
-        raise ValueError(f"{name} has dtype {x.dtype}, which has too few digits; pass float32, bfloat16 or float16.")
+        raise ValueError(
+            f"{name} has dtype {x.dtype}, which has too few digits; pass float32, bfloat16 or"
+            " float16."
+        )
 
 
 def row_width(lengths: list[int]) -> int:
@@ -318,7 +389,10 @@ def row_width(lengths: list[int]) -> int:
         length = lengths[0]
         if length <= WIDEST_ROW:
             return length
-        divisor = next((width for width in range(WIDEST_ROW, WIDEST_ROW // 4 - 1, -1) if length % width == 0), None)
+        divisor = next(
+            (width for width in range(WIDEST_ROW, WIDEST_ROW // 4 - 1, -1) if length % width == 0),
+            None,
+        )
         if divisor is not None:
             return divisor
     average = sum(lengths) / max(len(lengths), 1)
@@ -328,7 +402,8 @@ def row_width(lengths: list[int]) -> int:
 def _tokens_of(tokens: Sequences, first: int, last: int, start: int, rows: Rows) -> Tensor:
     """The tokens of sequences first … last, which begin at `start`, and the tokens after them in their last row.
 
-    Packed tokens are a view, which ends where the batch does; lists become one copy, padded to whole rows.
+    Packed tokens are a view, which ends where the batch does; lists become one copy, padded to
+    whole rows.
     """
     if isinstance(tokens, Tensor):
         return tokens[start : start + rows.padded_len]

@@ -1,8 +1,8 @@
 """The tables of the correction: modes of weights, levels of aggregation, rejection criteria. The options need no torch.
 
 Sources of the modes: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-(https://fengyao.notion.site/off-policy-rl) for truncation, "Every Step Evolves" (https://arxiv.org/abs/2510.18855,
-IcePop) for the mask.
+(https://fengyao.notion.site/off-policy-rl) for truncation, "Every Step Evolves"
+(https://arxiv.org/abs/2510.18855, IcePop) for the mask.
 """
 
 import math
@@ -23,7 +23,8 @@ class Mode:
     """One mode of importance weights."""
 
     bound: "Callable[[Tensor, Any, Any], Tensor]"
-    """(w, lower, upper) to the bounded weight in new memory, for w of any shape; bounds are numbers or tensors."""
+    """(w, lower, upper) to the bounded weight in new memory, for w of any shape; bounds are numbers
+    or tensors."""
     high_fraction: str
     """Metric: share of the weights above the upper bound."""
     low_fraction: str
@@ -47,7 +48,9 @@ MODES: dict[ModeName, Mode] = {
         low_fraction="clip_fraction_low",
     ),
     "mask": Mode(
-        bound=lambda raw, lower, upper: raw.clone().le_(upper).mul_(raw.clone().ge_(lower)).mul_(raw),
+        bound=lambda raw, lower, upper: (
+            raw.clone().le_(upper).mul_(raw.clone().ge_(lower)).mul_(raw)
+        ),
         high_fraction="mask_fraction_high",
         low_fraction="mask_fraction_low",
         rejects=True,
@@ -61,11 +64,13 @@ class LevelRule:
     """How log-ratios become a log-weight."""
 
     aggregation: str
-    """token, prefix or segment: a value per token (`ratio.TOKEN_LEVELS`); sum or mean: one per sequence."""
+    """token, prefix or segment: a value per token (`ratio.TOKEN_LEVELS`); sum or mean: one per
+    sequence."""
     per_token: bool
     """Whether weights and verdicts differ from token to token."""
     needs_whole_sequences: bool = False
-    """Whether a token's value depends on tokens of other context-parallel slices in more than their sum."""
+    """Whether a token's value depends on tokens of other context-parallel slices in more than their
+    sum."""
 
 
 LEVELS: dict[Level, LevelRule] = {
@@ -81,12 +86,16 @@ TOKEN_AGGREGATIONS = tuple(rule.aggregation for rule in LEVELS.values() if rule.
 
 CRITERIA = {
     **{f"token_{divergence}": ("token", divergence) for divergence in ("k1", "k2", "k3")},
-    **{f"seq_{kind}_{divergence}": (kind, divergence) for kind in ("sum", "mean") for divergence in ("k1", "k2", "k3")},
+    **{
+        f"seq_{kind}_{divergence}": (kind, divergence)
+        for kind in ("sum", "mean")
+        for divergence in ("k1", "k2", "k3")
+    },
     **{f"seq_max_{divergence}": ("max", divergence) for divergence in ("k2", "k3")},
     "seq_mean_error": ("mean", "error"),
 }
-"""verl's names of a criterion, and NeMo-RL's error: how the divergence is aggregated, and which divergence
-(`rules.DIVERGENCES`)."""
+"""verl's names of a criterion, and NeMo-RL's error: how the divergence is aggregated, and which
+divergence (`rules.DIVERGENCES`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +115,8 @@ class Criterion:
     adaptive: bool = False
     """Whether `AdaptiveBounds` provides the bounds, instead of `lower` and `upper`."""
     anchor: str | None = None
-    """rollout or old, with which the divergence mask compares the current policy; None of other criteria."""
+    """rollout or old, with which the divergence mask compares the current policy; None of other
+    criteria."""
     bound_negative: float | None = None
     """Bound at negative advantages, of a divergence mask with direction away."""
 
@@ -134,13 +144,12 @@ class Criterion:
 def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[Criterion, ...]:
     """verl's comma-separated criteria and thresholds, repeated names taken once.
 
-    Args:
-        names: `token_k1,seq_max_k3`, or None for no criterion.
-        thresholds: `0.5_2.0,0.01`: one for all or one each; `lower_upper` or `upper` for k1, else `upper`. A lower
+    Args: names: `token_k1,seq_max_k3`, or None for no criterion. thresholds: `0.5_2.0,0.01`: one
+        for all or one each; `lower_upper` or `upper` for k1, else `upper`. A lower
             bound of 0 is none.
 
-    Raises:
-        ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts differ.
+    Raises: ValueError: if a name is unknown, a threshold is missing or not a positive number, or
+        counts differ.
     """
     if not names:
         return ()
@@ -149,13 +158,17 @@ def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[C
         if option not in CRITERIA:
             hint = f"write --use-rs --rs-level {option}; or " if option in LEVELS else ""
             if option == "seq_max_k1":
-                hint = "bound every ratio with --rs-veto-threshold and --rs-veto-upper-threshold; or "
-            raise ValueError(f"--rollout-rs names {option[:80]!r}; {hint}choose from {', '.join(CRITERIA)}.")
+                hint = (
+                    "bound every ratio with --rs-veto-threshold and --rs-veto-upper-threshold; or "
+                )
+            raise ValueError(
+                f"--rollout-rs names {option[:80]!r}; {hint}choose from {', '.join(CRITERIA)}."
+            )
     specs = _items(thresholds)
     if len(specs) not in (1, len(options)):
         raise ValueError(
-            f"--rollout-rs-threshold gives {len(specs)} values for {len(options)} criteria of --rollout-rs; "
-            f"give one for all or one each."
+            f"--rollout-rs-threshold gives {len(specs)} values for {len(options)} criteria of"
+            " --rollout-rs; give one for all or one each."
         )
     specs = specs * len(options) if len(specs) == 1 else specs
     return tuple(_criterion(option, spec) for option, spec in zip(options, specs, strict=True))
@@ -170,7 +183,11 @@ def _criterion(name: str, spec: str) -> Criterion:
     aggregation, divergence = CRITERIA[name]
     is_ratio = divergence == "k1"
     message = f"--rollout-rs-threshold {spec[:80]!r} for {name} is not "
-    message += "lower_upper or a single upper bound, such as 0.5_2.0" if is_ratio else "a single upper bound"
+    message += (
+        "lower_upper or a single upper bound, such as 0.5_2.0"
+        if is_ratio
+        else "a single upper bound"
+    )
     try:
         *lowers, upper = (float(part) for part in spec.split("_"))
     except ValueError as error:
@@ -180,6 +197,11 @@ def _criterion(name: str, spec: str) -> Criterion:
     if not (0 < upper < math.inf and all(0 <= number < math.inf for number in lowers)):
         raise ValueError(f"{message}; give finite numbers above 0, or 0 for no lower bound.")
     if divergence == "error" and upper < 1:
-        raise ValueError(f"--rollout-rs-threshold {upper:g} of {name} rejects all: mean exp(|Δ|) is at least 1; use 2.")
+        raise ValueError(
+            f"--rollout-rs-threshold {upper:g} of {name} rejects all: mean exp(|Δ|) is at least 1;"
+            " use 2."
+        )
     lower = (lowers[0] if lowers else 1.0 / upper) if is_ratio else None
-    return Criterion(name=name, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper)
+    return Criterion(
+        name=name, aggregation=aggregation, divergence=divergence, lower=lower, upper=upper
+    )

@@ -16,16 +16,19 @@ Bound = float | Tensor
 """A bound of all values, or a tensor of their shape."""
 
 LOG_RATIO_BOUND = 20.0
-"""exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling choice."""
+"""exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling
+choice."""
 FLOAT16_LOG_RATIO_BOUND = 8.0
 """The same in float16, which ends at e^11: a ratio of e^8 leaves room for an advantage of 20."""
 LOG_RATIO_LIMIT = 1e6
-"""A difference of log-densities of this size is treated as non-finite. Log-densities of continuous samples may have any
-size themselves; log-probs of tokens are below `LOG_PROB_LIMIT`, and so differ by less than this."""
+"""A difference of log-densities of this size is treated as non-finite. Log-densities of continuous
+samples may have any size themselves; log-probs of tokens are below `LOG_PROB_LIMIT`, and so differ
+by less than this."""
 
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 LARGEST_ROW_SUM = 1e30
-"""Two log-probs of −3e38 make a ratio of 1 and a sum that overflows; sums of rows are kept below this."""
+"""Two log-probs of −3e38 make a ratio of 1 and a sum that overflows; sums of rows are kept below
+this."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Tokens:
     valid_RK: Tensor
     """1.0 where the loss mask is and the token may be used: all of it under the neutral policy."""
     nonfinite_RK: Tensor | None
-    """1.0 where the loss mask is and the log-ratio is not finite; None where that is masked_in − valid."""
+    """1.0 where the loss mask is and the log-ratio is not finite; None where that is masked_in −
+    valid."""
     valid_R: Tensor
     """Number of valid tokens of the row."""
     train_R: Tensor
@@ -51,14 +55,17 @@ class Tokens:
 def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     """Δ_t = where(valid, log π_train − log π_rollout, 0), with handled non-finite tokens.
 
-    "reject" makes a non-finite token invalid, "neutral" gives it Δ = 0, and "raise" refuses it with a ValueError.
-    Multiplication with a mask and `nan_to_num` (inf·0 is NaN) vectorise on a CPU; `where` and boolean tensors do not.
+    "reject" makes a non-finite token invalid, "neutral" gives it Δ = 0, and "raise" refuses it with
+    a ValueError. Multiplication with a mask and `nan_to_num` (inf·0 is NaN) vectorise on a CPU;
+    `where` and boolean tensors do not.
     """
     difference = chunk.train_RK - chunk.rollout_RK
     if chunk.are_densities:
         finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
     else:
-        larger = torch.maximum(chunk.train_RK.abs(), chunk.rollout_RK.abs())  # NaN if one of them is
+        larger = torch.maximum(
+            chunk.train_RK.abs(), chunk.rollout_RK.abs()
+        )  # NaN if one of them is
         finite = larger.lt_(LOG_PROB_LIMIT).mul_(chunk.mask_RK)
     log_ratio = difference.mul_(finite).nan_to_num_(0.0)
     if nonfinite_policy == "raise":
@@ -94,8 +101,9 @@ def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
 def safe_exp(log_weight: Tensor) -> Tensor:
     """exp(clamp(L, −20, 20)), with a gradient of 0 outside; ±8 in float16.
 
-    Every ratio of the library comes from here or from `safe_expm1`: exp of a log-ratio beyond 88 overflows float32,
-    and an infinite ratio makes the gradient NaN even where a clip or a mask multiplies it with 0.
+    Every ratio of the library comes from here or from `safe_expm1`: exp of a log-ratio beyond 88
+    overflows float32, and an infinite ratio makes the gradient NaN even where a clip or a mask
+    multiplies it with 0.
     """
     bound = FLOAT16_LOG_RATIO_BOUND if log_weight.dtype == torch.float16 else LOG_RATIO_BOUND
     return log_weight.clamp(-bound, bound).exp_()
@@ -106,7 +114,9 @@ def safe_expm1(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1_()
 
 
-def indicator(compare: Callable[..., Tensor], x: Tensor, bound: Bound, out: Tensor | None = None) -> Tensor:
+def indicator(
+    compare: Callable[..., Tensor], x: Tensor, bound: Bound, out: Tensor | None = None
+) -> Tensor:
     """1.0 where `compare(x, bound)` holds, 0.0 elsewhere, in the dtype of x, written to `out` if given.
 
     A comparison written into floats vectorises on a CPU; one into bools, and sums of bools, do not.
@@ -128,7 +138,9 @@ def weight_bounds(config: RolloutCorrectionConfig, advantage: Tensor | None) -> 
         return lower, upper
     assert advantage is not None, "called without advantages"
     pairs = zip((lower, upper), map(in_float32, config.is_bounds_negative), strict=True)
-    lowers, uppers = (torch.full_like(advantage, x).masked_fill_(advantage < 0, negative) for x, negative in pairs)
+    lowers, uppers = (
+        torch.full_like(advantage, x).masked_fill_(advantage < 0, negative) for x, negative in pairs
+    )
     return lowers, uppers
 
 
@@ -174,11 +186,14 @@ def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
     if not nonfinite_RK.any():
         return
     rows, columns = nonfinite_RK.nonzero().unbind(1)
-    first = int((chunk.sequence_R[rows] * LONGEST_SEQUENCE + chunk.offset_R[rows] + columns).argmin())
+    first = int(
+        (chunk.sequence_R[rows] * LONGEST_SEQUENCE + chunk.offset_R[rows] + columns).argmin()
+    )
     row, column = int(rows[first]), int(columns[first])
     sequence, position = int(chunk.sequence_R[row]), int(chunk.offset_R[row]) + column
     raise ValueError(
-        f"sequence {chunk.first + sequence}, position {position}: train log-prob "
-        f"{chunk.train_RK[row, column].item()}, rollout log-prob {chunk.rollout_RK[row, column].item()}; "
-        f"fix the sample or choose --nonfinite-policy reject or neutral."
+        f"sequence {chunk.first + sequence}, position {position}: train log-prob"
+        f" {chunk.train_RK[row, column].item()}, rollout log-prob"
+        f" {chunk.rollout_RK[row, column].item()}; fix the sample or choose --nonfinite-policy"
+        " reject or neutral."
     )

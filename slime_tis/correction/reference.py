@@ -1,8 +1,9 @@
 """The whole mathematics of docs/math.md on one page: padded [B, T], out of place, in the dtype of the input.
 
-`reference_correct` computes what `slime_tis.correct` computes, written to be read; tests hold the one to the other over
-every combination of options. They share the configuration and nothing else. Train with `correct`: it is faster, takes
-lists and packed tokens, and is exact over micro-batches and ranks.
+`reference_correct` computes what `slime_tis.correct` computes, written to be read; tests hold the
+one to the other over every combination of options. They share the configuration and nothing else.
+Train with `correct`: it is faster, takes lists and packed tokens, and is exact over micro-batches
+and ranks.
 
 Shapes: suffix _BT is [sequences, tokens], _B per sequence, _N per counted token or sequence.
 """
@@ -65,7 +66,10 @@ def reference_correct(
     metrics |= bound_metrics(config, x.delta, x.valid) if config.adaptive else {}
     if config.vetoes:
         token, sequence = _shares("{}", x.catastrophic, x.valid).values()
-        metrics |= {"mis_catastrophic_token_fraction": token, "mis_catastrophic_seq_fraction": sequence}
+        metrics |= {
+            "mis_catastrophic_token_fraction": token,
+            "mis_catastrophic_seq_fraction": sequence,
+        }
     if config.rs_second_moment_bound is not None:
         metrics["mis_second_moment_masked_fraction"] = (x.trimmed.sum() / x.valid.sum()).item()
     return ReferenceCorrection(x.weights, x.mask, metrics)
@@ -102,26 +106,30 @@ def correction_steps(
 ) -> Steps:
     """The correction step by step, in the order of docs/math.md; `functional.correct` traces it.
 
-    Args:
-        config: What to correct and how.
-        log_probs: log π_train and log π_rollout.
-        loss_mask: Nonzero at valid tokens.
-        current_log_probs: log π_θ, for the divergence mask. Default: train_log_probs.
-        advantages: For a divergence mask with direction away and for bounds by the sign of the advantage.
+    Args: config: What to correct and how. log_probs: log π_train and log π_rollout. loss_mask:
+        Nonzero at valid tokens. current_log_probs: log π_θ, for the divergence mask. Default:
+        train_log_probs. advantages: For a divergence mask with direction away and for bounds by the
+        sign of the advantage.
     """
-    # 1. Δ at valid tokens. A log-prob of −9984 or less is an engine's code for minus infinity; a NaN compares as false.
+    # 1. Δ at valid tokens. A log-prob of −9984 or less is an engine's code for minus infinity; a
+    # NaN compares as false.
     (train_log_probs, rollout_log_probs), masked_in = log_probs, loss_mask != 0
     difference = train_log_probs - rollout_log_probs
     finite = masked_in & (train_log_probs.abs() < 9984) & (rollout_log_probs.abs() < 9984)
     if config.nonfinite_policy == "raise" and (masked_in & ~finite).any():
-        raise ValueError("a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or neutral.")
+        raise ValueError(
+            "a log-prob is not finite; fix the sample or choose --nonfinite-policy reject or"
+            " neutral."
+        )
     valid = masked_in if config.nonfinite_policy == "neutral" else finite
     delta = torch.where(finite, difference, 0.0)
     # 2. Δ → L at the level of the weights. 3. w = exp(clamp(L, ±20)). 4. The mode bounds w.
     level = aggregate(LEVELS[config.tis_level].aggregation, delta, valid, masked_in)
     raw = level.clamp(-20, 20).exp()
     advantages = torch.zeros_like(delta) if advantages is None else advantages
-    bounds = bounds_by_sign(config, raw, advantages if config.has_token_weights else sequence_sum(advantages, valid))
+    bounds = bounds_by_sign(
+        config, raw, advantages if config.has_token_weights else sequence_sum(advantages, valid)
+    )
     weights = bounded(config, raw, *bounds)
     # 5. 0 at invalid tokens. 6. Normalisation by the mean of the global batch.
     outside = (weights == 0) & config.rejects_weights
@@ -131,19 +139,24 @@ def correction_steps(
         mean = torch.where(counted, weights, 0.0).sum() / counted.sum().clamp_min(1)
         factor = torch.where(mean > 1e-8, mean, 1.0)
     weights = torch.where(valid, weights / factor if config.use_tis else torch.ones_like(raw), 0.0)
-    # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the trimming reject as well.
+    # 7. Rejection: the criteria are ANDed, each over all valid tokens; the mask mode and the
+    # trimming reject as well.
     current = train_log_probs if current_log_probs is None else current_log_probs
     anchor = rollout_log_probs if config.divergence_mask_anchor == "rollout" else train_log_probs
     criteria = {
-        f"{c.name}_": rejected_by(config, c, delta, valid, masked_in)
-        if c.anchor is None
-        else rejected_by_divergence(config, current, anchor, advantages, valid)
+        f"{c.name}_": (
+            rejected_by(config, c, delta, valid, masked_in)
+            if c.anchor is None
+            else rejected_by_divergence(config, current, anchor, advantages, valid)
+        )
         for c in config.rejections
     }
     rejected = reduce(torch.logical_or, criteria.values(), torch.zeros_like(valid))
     trimmed = torch.zeros_like(valid)
     if config.rs_second_moment_bound is not None:
-        trimmed = valid & (delta.square() >= second_moment_limit(delta[valid], config.rs_second_moment_bound))
+        trimmed = valid & (
+            delta.square() >= second_moment_limit(delta[valid], config.rs_second_moment_bound)
+        )
     # 8. Veto: one token beyond a threshold, by its unclamped ratio, rejects its sequence.
     low, high = config.rs_veto_threshold or 0.0, config.rs_veto_upper_threshold or math.inf
     catastrophic = valid & ((delta < _log(low)) | (delta > _log(high)))
@@ -163,16 +176,24 @@ def aggregate(aggregation: str, x_BT: Tensor, valid_BT: Tensor, masked_in_BT: Te
         return x_BT
     if aggregation == "prefix":
         return x_BT.cumsum(-1)
-    if aggregation == "segment":  # turns are the runs of the loss mask, numbered by where they start
+    if (
+        aggregation == "segment"
+    ):  # turns are the runs of the loss mask, numbered by where they start
         before_BT = torch.nn.functional.pad(masked_in_BT, (1, 0))[..., :-1]
         turn_BT = (masked_in_BT & ~before_BT).cumsum(-1)
-        sums_BT = torch.zeros_like(torch.nn.functional.pad(x_BT, (1, 0))).scatter_add(-1, turn_BT, x_BT)
+        sums_BT = torch.zeros_like(torch.nn.functional.pad(x_BT, (1, 0))).scatter_add(
+            -1, turn_BT, x_BT
+        )
         return sums_BT.gather(-1, turn_BT)
     if aggregation == "max":
         x_BT = torch.where(valid_BT, x_BT, -math.inf)
         return torch.nn.functional.pad(x_BT, (0, 1), value=-math.inf).amax(-1, keepdim=True)
     total_B1 = x_BT.sum(-1, keepdim=True)
-    total_B1 = total_B1 / valid_BT.sum(-1, keepdim=True).clamp_min(1) if aggregation == "mean" else total_B1
+    total_B1 = (
+        total_B1 / valid_BT.sum(-1, keepdim=True).clamp_min(1)
+        if aggregation == "mean"
+        else total_B1
+    )
     return total_B1.expand_as(x_BT)
 
 
@@ -185,13 +206,17 @@ def bounds_by_sign(config: RolloutCorrectionConfig, weights: Tensor, advantages:
     """The bounds of weights, others where A < 0; of the sum of A where a sequence has one weight."""
     pairs = zip(config.is_bounds, config.is_bounds_negative, strict=True)
     lower, upper = (
-        torch.where(advantages < 0, min(negative, LARGEST), torch.full_like(weights, min(bound, LARGEST)))
+        torch.where(
+            advantages < 0, min(negative, LARGEST), torch.full_like(weights, min(bound, LARGEST))
+        )
         for bound, negative in pairs
     )
     return lower, upper
 
 
-def bounded(config: RolloutCorrectionConfig, raw_BT: Tensor, lower_BT: Tensor, upper_BT: Tensor) -> Tensor:
+def bounded(
+    config: RolloutCorrectionConfig, raw_BT: Tensor, lower_BT: Tensor, upper_BT: Tensor
+) -> Tensor:
     """truncate: min(w, hi); clip: clamp(w, lo, hi); mask: w where lo ≤ w ≤ hi, else 0."""
     if config.tis_mode == "truncate":
         return raw_BT.minimum(upper_BT)
@@ -206,7 +231,11 @@ def weighed(config: RolloutCorrectionConfig, valid_BT: Tensor) -> Tensor:
 
 
 def rejected_by(
-    config: RolloutCorrectionConfig, criterion: Criterion, delta_BT: Tensor, valid_BT: Tensor, masked_in_BT: Tensor
+    config: RolloutCorrectionConfig,
+    criterion: Criterion,
+    delta_BT: Tensor,
+    valid_BT: Tensor,
+    masked_in_BT: Tensor,
 ) -> Tensor:
     """Valid tokens whose statistic is out of bounds: k1 = Δ, k2 = Δ²/2, k3 = e^Δ − Δ − 1, at the criterion's level."""
     if criterion.adaptive:
@@ -219,10 +248,14 @@ def rejected_by(
         "k3": capped_BT.expm1() - capped_BT,
         "error": delta_BT.abs().clamp(max=20).exp(),
     }
-    statistic_BT = aggregate(criterion.aggregation, divergence_BT[criterion.divergence], valid_BT, masked_in_BT)
+    statistic_BT = aggregate(
+        criterion.aggregation, divergence_BT[criterion.divergence], valid_BT, masked_in_BT
+    )
     if criterion.lower is None:
         return valid_BT & (statistic_BT > criterion.upper)
-    return valid_BT & ((statistic_BT < _log(criterion.lower)) | (statistic_BT > _log(criterion.upper)))
+    return valid_BT & (
+        (statistic_BT < _log(criterion.lower)) | (statistic_BT > _log(criterion.upper))
+    )
 
 
 def rejected_by_divergence(
@@ -237,13 +270,21 @@ def rejected_by_divergence(
     The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are at least 2⁻²⁵.
     """
     counts_BT = valid_BT & (current_BT.abs() < 9984) & (anchor_BT.abs() < 9984)
-    log_pi_BT, log_mu_BT = (torch.where(counts_BT, x_BT, -1.0).double() for x_BT in (current_BT, anchor_BT))
+    log_pi_BT, log_mu_BT = (
+        torch.where(counts_BT, x_BT, -1.0).double() for x_BT in (current_BT, anchor_BT)
+    )
     pi_BT, mu_BT = log_pi_BT.exp(), log_mu_BT.exp()
-    rest_pi_BT, rest_mu_BT = (-x_BT.expm1().clamp(max=-(2.0**-25)) for x_BT in (log_pi_BT, log_mu_BT))
+    rest_pi_BT, rest_mu_BT = (
+        -x_BT.expm1().clamp(max=-(2.0**-25)) for x_BT in (log_pi_BT, log_mu_BT)
+    )
     log_odds_BT, log_rest_BT = log_mu_BT - log_pi_BT, (rest_mu_BT / rest_pi_BT).log()
     kl_BT = mu_BT * log_odds_BT + rest_mu_BT * log_rest_BT
     reverse_BT = -pi_BT * log_odds_BT - rest_pi_BT * log_rest_BT
-    kinds = {"binary_tv": (pi_BT - mu_BT).abs(), "binary_kl": kl_BT, "binary_kl_max": torch.maximum(kl_BT, reverse_BT)}
+    kinds = {
+        "binary_tv": (pi_BT - mu_BT).abs(),
+        "binary_kl": kl_BT,
+        "binary_kl_max": torch.maximum(kl_BT, reverse_BT),
+    }
     divergence_BT = kinds[config.divergence_mask or ""]
     bound, bound_negative = config.divergence_bounds
     if config.divergence_mask_direction == "away":
@@ -262,7 +303,9 @@ def z_scores(delta_BT: Tensor, valid_BT: Tensor, k3: Tensor) -> Tensor:
     return beyond_B.clamp_min(0) / (2 * k3.clamp_min(1e-12) * n_B.clamp_min(1)).sqrt()
 
 
-def adaptive_bounds(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor) -> tuple[Tensor, float, int]:
+def adaptive_bounds(
+    config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor
+) -> tuple[Tensor, float, int]:
     """k3 of the batch with Δ clamped to ±1, the largest z-score that is accepted, and the median length."""
     clamped_N = delta_BT[valid_BT].clamp(-1, 1)
     k3 = (clamped_N.expm1() - clamped_N).sum() / max(len(clamped_N), 1)
@@ -288,18 +331,24 @@ def mismatch_metrics(x: Steps) -> dict[str, float]:
     delta_BT, valid_BT, finite_BT, masked_in_BT = x.delta, x.valid, x.finite, x.masked_in
     if not masked_in_BT.any():
         return {}
-    metrics = {"nonfinite_token_fraction": ((masked_in_BT & ~finite_BT).sum() / masked_in_BT.sum()).item()}
+    metrics = {
+        "nonfinite_token_fraction": ((masked_in_BT & ~finite_BT).sum() / masked_in_BT.sum()).item()
+    }
     if not valid_BT.any():
         return metrics
     delta_N, sum_N = delta_BT[valid_BT], delta_BT.sum(1)[valid_BT.any(1)]
     capped_N = delta_N.clamp(max=20)
-    ratio_N = (sum_N.double() - sum_N.double().max()).exp()  # of whole sequences, relative to the largest
+    ratio_N = (
+        sum_N.double() - sum_N.double().max()
+    ).exp()  # of whole sequences, relative to the largest
     metrics |= {
         "mismatch_kl": -delta_N.mean().item(),
         "mismatch_k3_kl": (capped_N.expm1() - delta_N).mean().item(),
         "mismatch_chi2_token": (2 * capped_N).expm1().mean().item(),
         "mismatch_chi2_seq": (2 * sum_N.clamp(-20, 20)).expm1().mean().item(),
-        "effective_sequence_share": ratio_N.sum().square().item() / (len(ratio_N) * ratio_N.square().sum().item()),
+        "effective_sequence_share": (
+            ratio_N.sum().square().item() / (len(ratio_N) * ratio_N.square().sum().item())
+        ),
         "train_rollout_logprob_abs_diff": delta_N.abs().mean().item(),
     }
     measured_B = finite_BT.any(1)
@@ -329,7 +378,9 @@ def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float
     bounded_BT = bounded(config, raw_BT, *x.bounds)
     counted_BT = weighed(config, valid_BT)
     raw_N, weight_N = raw_BT[counted_BT], bounded_BT[counted_BT]
-    before_N = raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()
+    before_N = (
+        raw_N if config.has_token_weights else level_BT[counted_BT].double().clamp(-700, 700).exp()
+    )
     lower_N, upper_N = (bound_BT[counted_BT] for bound_BT in x.bounds)
     high, low = (raw_N > upper_N).double().mean().item(), (raw_N < lower_N).double().mean().item()
     square = weight_N.square().mean().item()
@@ -350,8 +401,12 @@ def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float
         return metrics
     nonempty_B = valid_BT.any(1)
     n_N = valid_BT.sum(1)[nonempty_B]
-    raw_mean_N, mean_N = (sequence_sum(w_BT, valid_BT).squeeze(1)[nonempty_B] / n_N for w_BT in (raw_BT, bounded_BT))
-    lower_N, upper_N = bounds_by_sign(config, raw_mean_N, sequence_sum(x.advantages, valid_BT).squeeze(1)[nonempty_B])
+    raw_mean_N, mean_N = (
+        sequence_sum(w_BT, valid_BT).squeeze(1)[nonempty_B] / n_N for w_BT in (raw_BT, bounded_BT)
+    )
+    lower_N, upper_N = bounds_by_sign(
+        config, raw_mean_N, sequence_sum(x.advantages, valid_BT).squeeze(1)[nonempty_B]
+    )
     return metrics | {
         "mis_seq_weight_mean": mean_N.mean().item(),
         "mis_seq_weight_std": mean_N.std(correction=0).item(),
@@ -363,7 +418,9 @@ def weight_metrics(config: RolloutCorrectionConfig, x: Steps) -> dict[str, float
     }
 
 
-def bound_metrics(config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor) -> dict[str, float]:
+def bound_metrics(
+    config: RolloutCorrectionConfig, delta_BT: Tensor, valid_BT: Tensor
+) -> dict[str, float]:
     """k3, the largest accepted z-score, and the bounds on the ratio of a sequence of median length."""
     k3, z_score, n = adaptive_bounds(config, delta_BT, valid_BT)
     half = z_score * math.sqrt(2 * k3.item() / n) + 5e-5

@@ -26,19 +26,24 @@ from slime_tis.correction.ratio import (
 from slime_tis.correction.sums import SequenceSums
 
 K3_RANGE = 1.0
-"""k3 is measured with Δ clamped to ±1, ratios of 1/e to e, where healthy tokens lie down to fp8. Rejected tokens
-must not widen the bounds: a token of +20 nats would raise the plain mean by e^20/N, now by 0.7/N."""
+"""k3 is measured with Δ clamped to ±1, ratios of 1/e to e, where healthy tokens lie down to fp8.
+Rejected tokens must not widen the bounds: a token of +20 nats would raise the plain mean by e^20/N,
+now by 0.7/N."""
 LOG_PROB_TOLERANCE = 5e-5
-"""Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large vocabularies differ
-by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is many deviations of nothing."""
+"""Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large
+vocabularies differ by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is
+many deviations of nothing."""
 SMALLEST_K3 = 1e-12
 """Divisor where two engines agree exactly; their deviations are 0 by the tolerance above."""
 LARGEST_Z_SCORE = 1e18
-"""No sequence comes near, with 1e6 nats per token and a k3 of 1e-12 neither; a larger bound would overflow sums."""
+"""No sequence comes near, with 1e6 nats per token and a k3 of 1e-12 neither; a larger bound would
+overflow sums."""
 SCORE_TOLERANCE = 1e-5
-"""Scores this close, relatively, are equal: a sum is rounded differently where micro-batches are cut differently."""
+"""Scores this close, relatively, are equal: a sum is rounded differently where micro-batches are
+cut differently."""
 DIGIT_BITS = 9
-"""Bits of the result that one round of the search finds: seven rounds for the 63 of a float64 without sign."""
+"""Bits of the result that one round of the search finds: seven rounds for the 63 of a float64
+without sign."""
 INFINITY_BITS = 0x7FF0 << 48
 """+inf as an integer; larger integers are not numbers."""
 
@@ -53,11 +58,17 @@ DIVERGENCES: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
     "k1": TOKEN_LEVELS["token"],
     "k2": lambda tokens, chunk: tokens.log_ratio_RK.square().mul_(0.5),
     "k3": k3_divergence,
-    "error": lambda tokens, chunk: tokens.log_ratio_RK.abs().clamp_(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid_RK),
+    "error": (
+        lambda tokens, chunk: (
+            tokens.log_ratio_RK.abs().clamp_(max=LOG_RATIO_BOUND).exp_().mul_(tokens.valid_RK)
+        )
+    ),
 }
-"""The divergence of each token by the name that `modes.CRITERIA` has for it, 0 where the token is not valid.
+"""The divergence of each token by the name that `modes.CRITERIA` has for it, 0 where the token is
+not valid.
 
-Source: "Approximating KL Divergence", Schulman 2020 (http://joschu.net/blog/kl-approx.html). error = exp(|Δ|): NeMo-RL,
+Source: "Approximating KL Divergence", Schulman 2020 (http://joschu.net/blog/kl-approx.html). error
+    = exp(|Δ|): NeMo-RL,
 nemo_rl/algorithms/grpo.py, seq_logprob_error_threshold.
 """
 
@@ -65,8 +76,8 @@ nemo_rl/algorithms/grpo.py, seq_logprob_error_threshold.
 def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
     """D_t of the divergence mask, float64; 0 where the token is not valid or a log-prob is not finite.
 
-    With direction away D_t is 0 where the advantage does not push the policy further away, and at negative advantages
-    it is scaled to the bound of positive ones.
+    With direction away D_t is 0 where the advantage does not push the policy further away, and at
+    negative advantages it is scaled to the bound of positive ones.
     """
     current_RK = chunk.train_RK if chunk.current_RK is None else chunk.current_RK
     anchor_RK = chunk.rollout_RK if criterion.anchor == "rollout" else chunk.train_RK
@@ -102,7 +113,9 @@ def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tens
     """1.0 at tokens whose unclamped ratio is below the veto threshold or above the upper one, 0 elsewhere."""
     below = above = None
     if config.rs_veto_threshold is not None:
-        below = indicator(torch.lt, tokens.log_ratio_RK, math.log(config.rs_veto_threshold), tokens.scratch_RK)
+        below = indicator(
+            torch.lt, tokens.log_ratio_RK, math.log(config.rs_veto_threshold), tokens.scratch_RK
+        )
     if config.rs_veto_upper_threshold is not None:
         above = indicator(torch.gt, tokens.log_ratio_RK, math.log(config.rs_veto_upper_threshold))
     verdicts = [verdict for verdict in (below, above) if verdict is not None]
@@ -114,7 +127,8 @@ def sequence_accepted(
 ) -> Tensor:
     """1.0 for each sequence that a sequence-wide criterion accepts, or that has no valid token.
 
-    The maximum goes by the number of tokens out of bounds, so that context parallelism needs a sum over ranks only.
+    The maximum goes by the number of tokens out of bounds, so that context parallelism needs a sum
+    over ranks only.
     """
     if criterion.adaptive:
         assert bounds is not None, "called without the bounds of the global batch"
@@ -130,9 +144,9 @@ def sequence_accepted(
 class AdaptiveBounds:
     """Rejection bounds of the sequences of one global batch; float64 scalars, the same on all ranks.
 
-    They follow the length of a sequence and the noise of the batch. Sampled by π_rollout, Δ_t has mean −KL_t and
-    variance about 2·KL_t, and Σ_t (Δ_t + KL_t) is a martingale, so that the variances add up. With k3 for the KL of an
-    average token, a sequence of n tokens has
+    They follow the length of a sequence and the noise of the batch. Sampled by π_rollout, Δ_t has
+    mean −KL_t and variance about 2·KL_t, and Σ_t (Δ_t + KL_t) is a martingale, so that the
+    variances add up. With k3 for the KL of an average token, a sequence of n tokens has
 
         Σ_t Δ_t ≈ −k3·n ± √(2·k3·n),        mean_t Δ_t ≈ −k3 ± √(2·k3/n)
 
@@ -144,13 +158,16 @@ class AdaptiveBounds:
     k3: Tensor
     """Noise in nats per token: mean over tokens of exp(Δ) − 1 − Δ with Δ clamped to ±`K3_RANGE`."""
     z_score: Tensor
-    """Deviations from −k3·n that a sequence may have: `rs_z_score`, or computed from `rs_target_fraction`."""
+    """Deviations from −k3·n that a sequence may have: `rs_z_score`, or computed from
+    `rs_target_fraction`."""
     median_length: Tensor
     """Valid tokens of the median sequence, at which the bounds are reported."""
 
     def accepted(self, sums_S: SequenceSums[Tensor]) -> Tensor:
         """1.0 for each sequence within the bounds, as a sequence without valid tokens is."""
-        return (_z_scores(sums_S.valid, sums_S.log_ratio, self.k3) <= self.z_score).to(torch.float64)
+        return (_z_scores(sums_S.valid, sums_S.log_ratio, self.k3) <= self.z_score).to(
+            torch.float64
+        )
 
     def log_bounds(self, level: str) -> tuple[Tensor, Tensor]:
         """Logarithms of the lower and upper bound on the ratio of a sequence of median length.
@@ -169,10 +186,9 @@ def adaptive_bounds(
 ) -> AdaptiveBounds:
     """The bounds of a global batch from the tables of its micro-batches.
 
-    Args:
-        config: With `rs_z_score` or `rs_target_fraction`.
-        tables: `Correction.sequence_sums` of each micro-batch of this rank, made under the same config.
-        ranks: That share the batch; small tables are summed over the data-parallel ones.
+    Args: config: With `rs_z_score` or `rs_target_fraction`. tables: `Correction.sequence_sums` of
+        each micro-batch of this rank, made under the same config. ranks: That share the batch;
+        small tables are summed over the data-parallel ones.
 
     Returns:
         For the `GlobalBatch` of each of the micro-batches. Nothing synchronises with the host.
@@ -181,21 +197,30 @@ def adaptive_bounds(
         ValueError: if the config has neither option, or there is no table.
     """
     if not config.adaptive:
-        raise ValueError("adaptive bounds need --rs-z-score or --rs-target-fraction; set one of them in the config.")
+        raise ValueError(
+            "adaptive bounds need --rs-z-score or --rs-target-fraction; set one of them in the"
+            " config."
+        )
     if not tables:
-        raise ValueError("adaptive_bounds got no table; pass Correction.sequence_sums of each micro-batch.")
+        raise ValueError(
+            "adaptive_bounds got no table; pass Correction.sequence_sums of each micro-batch."
+        )
     n = torch.cat([table.valid for table in tables])
     log_ratio = torch.cat([table.log_ratio for table in tables])
     clamped_k3 = torch.cat([table.clamped_k3 for table in tables if table.clamped_k3 is not None])
     ranks = replace(ranks, context=None)  # the tables are of whole sequences
-    nonempty, tokens, total = ranks.over_data(torch.stack([(n > 0).sum(), n.sum(), clamped_k3.sum()])).unbind()
+    nonempty, tokens, total = ranks.over_data(
+        torch.stack([(n > 0).sum(), n.sum(), clamped_k3.sum()])
+    ).unbind()
     k3 = total / tokens.clamp_min(1)
     median_length = order_statistic(_where_positive(n, n), (nonempty - 1).div(2).floor(), ranks)
     if config.rs_z_score is not None:
         z_score = torch.full_like(k3, min(config.rs_z_score, LARGEST_Z_SCORE))
     else:
         assert config.rs_target_fraction is not None
-        rejected = (config.rs_target_fraction * nonempty + 1e-9).floor()  # 0.29 · 100 is 28.999999999999996
+        rejected = (
+            config.rs_target_fraction * nonempty + 1e-9
+        ).floor()  # 0.29 · 100 is 28.999999999999996
         scores = _where_positive(n, _z_scores(n, log_ratio, k3))
         z_score = order_statistic(scores, nonempty - 1 - rejected, ranks) * (1 + SCORE_TOLERANCE)
     return AdaptiveBounds(k3, z_score, median_length)
@@ -228,18 +253,21 @@ def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK
     Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
     (https://arxiv.org/abs/2510.01161), section 4.
 
-    Args:
-        squares_N: Δ² of this rank's valid tokens; +inf or NaN at others, which are never counted.
-        bound: On the mean over the remaining tokens.
-        ranks: That share the batch; a float64 [512, 2] table is summed over them in a number of rounds that does
+    Args: squares_N: Δ² of this rank's valid tokens; +inf or NaN at others, which are never counted.
+        bound: On the mean over the remaining tokens. ranks: That share the batch; a float64 [512,
+        2] table is summed over them in a number of rounds that does
             not depend on the data. Tokens are not gathered.
 
     Returns:
         float64 scalar, the same on all ranks. Nothing synchronises with the host.
     """
     ordered = squares_N.nan_to_num(torch.inf, torch.inf).sort().values.to(torch.float64)
-    if not ranks.is_one:  # all Δ² below the limit are within the bound, and with the values equal to it they are not
-        return largest_value(ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, ranks)
+    if (
+        not ranks.is_one
+    ):  # all Δ² below the limit are within the bound, and with the values equal to it they are not
+        return largest_value(
+            ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, ranks
+        )
     counts = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     within = (ordered.cumsum(0) / counts <= bound).sum()
     beyond = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
@@ -266,14 +294,13 @@ def largest_value(
 ) -> Tensor:
     """The largest v for which `holds(count, total)` of the values below v, +inf if it holds for all of them.
 
-    The bits of v are found from the highest down, some in each round: non-negative floats are ordered as their bits.
-    A round asks, for every value of the next bits, how many values of all ranks lie below, and for the sum of their
-    terms.
+    The bits of v are found from the highest down, some in each round: non-negative floats are
+    ordered as their bits. A round asks, for every value of the next bits, how many values of all
+    ranks lie below, and for the sum of their terms.
 
-    Args:
-        ordered_N: This rank's values, float64, not negative, ascending.
-        terms_N: float64, the contribution of each to the total.
-        holds: Count and total of the values below each of 512 candidates to bool [512]; once false for a
+    Args: ordered_N: This rank's values, float64, not negative, ascending. terms_N: float64, the
+        contribution of each to the total. holds: Count and total of the values below each of 512
+        candidates to bool [512]; once false for a
             candidate it is false for all larger ones.
         ranks: As of `order_statistic`.
     """
@@ -286,6 +313,8 @@ def largest_value(
         table = torch.stack([counts.to(torch.float64), total.index_select(0, counts)], 1)
         table = ranks.all_reduce(table)
         below = holds(table[:, 0], table[:, 1])
-        last = below.sum().sub(1).clamp_min(0)  # the first was within a round ago, but for rounding between ranks
+        last = (
+            below.sum().sub(1).clamp_min(0)
+        )  # the first was within a round ago, but for rounding between ranks
         bits = candidates.index_select(0, last.reshape(1))
     return bits.view(torch.float64)[0]

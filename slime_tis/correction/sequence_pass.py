@@ -10,7 +10,13 @@ from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.correction.modes import LEVELS
-from slime_tis.correction.ratio import LOG_RATIO_BOUND, indicator, safe_exp, sequence_log_weights, weight_bounds
+from slime_tis.correction.ratio import (
+    LOG_RATIO_BOUND,
+    indicator,
+    safe_exp,
+    sequence_log_weights,
+    weight_bounds,
+)
 from slime_tis.correction.rejection import AdaptiveBounds, sequence_accepted
 from slime_tis.correction.statistics import Statistics
 from slime_tis.correction.sums import (
@@ -27,7 +33,8 @@ from slime_tis.correction.sums import (
 )
 
 LARGEST_EXPONENT = 700.0
-"""The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at e^20."""
+"""The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at
+e^20."""
 LOG_PPL_BOUND = 80.0
 """exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
 
@@ -47,7 +54,9 @@ class SequencePass:
 
 
 def sequence_pass(
-    config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], bounds: AdaptiveBounds | None = None
+    config: RolloutCorrectionConfig,
+    sums_S: SequenceSums[Tensor],
+    bounds: AdaptiveBounds | None = None,
 ) -> SequencePass:
     """Sequence-wide weights, rejection and statistics.
 
@@ -86,12 +95,17 @@ def sequence_pass(
         weight=_present(weight_S, nonempty_S),
         sequence_log_ratio=_present(sums_S.log_ratio, nonempty_S),
     )
-    table = torch.nn.functional.pad(stacked(extremes), (0, 0, 0, 1), value=torch.nan)  # amin needs a row
+    table = torch.nn.functional.pad(
+        stacked(extremes), (0, 0, 0, 1), value=torch.nan
+    )  # amin needs a row
     mins = table.masked_fill(table.isnan(), torch.inf).amin(0)
     maxs = table.masked_fill(table.isnan(), -torch.inf).amax(0)
-    # Relative to the largest: a sum of exp(Σ Δ) would overflow, or be 0 in a batch whose Σ Δ are all below −700.
+    # Relative to the largest: a sum of exp(Σ Δ) would overflow, or be 0 in a batch whose Σ Δ are
+    # all below −700.
     largest_log_ratio = named(EXTREMES, maxs.unbind()).sequence_log_ratio
-    relative_S = torch.where(nonempty_S > 0, sums_S.log_ratio - largest_log_ratio, -torch.inf).exp_()
+    relative_S = torch.where(
+        nonempty_S > 0, sums_S.log_ratio - largest_log_ratio, -torch.inf
+    ).exp_()
     terms_S = BatchSums(
         sequences=nonempty_S,
         measured_sequences=measured_S,
@@ -100,7 +114,9 @@ def sequence_pass(
         nonfinite_tokens=sums_S.nonfinite,
         **{name: getattr(sums_S, name) for name in ("log_ratio", "abs_log_ratio", "ratio_minus_1")},
         ratio_squared_minus_1=sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1,
-        sequence_ratio_squared_minus_1=torch.expm1(2 * sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)),
+        sequence_ratio_squared_minus_1=torch.expm1(
+            2 * sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        ),
         accepted_tokens=accepted_S,
         sequence_weight=relative_S,
         sequence_weight_squared=relative_S.square(),
@@ -143,7 +159,10 @@ def perplexities(sums_S: SequenceSums[Tensor]) -> PerplexitySums[Tensor]:
 
 
 def _sequence_weights(
-    config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], log_weight_S: Tensor, nonempty_S: Tensor
+    config: RolloutCorrectionConfig,
+    sums_S: SequenceSums[Tensor],
+    log_weight_S: Tensor,
+    nonempty_S: Tensor,
 ) -> tuple[Tensor, WeightSums[Tensor]]:
     """The bounded weight of each sequence; it counts once per sequence with a valid token."""
     lower, upper = weight_bounds(config, sums_S.advantage)
@@ -163,7 +182,10 @@ def _sequence_weights(
 
 
 def _token_weights(
-    config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], weights: WeightSums[Tensor], nonempty_S: Tensor
+    config: RolloutCorrectionConfig,
+    sums_S: SequenceSums[Tensor],
+    weights: WeightSums[Tensor],
+    nonempty_S: Tensor,
 ) -> tuple[WeightSums[Tensor], WeightSums[Tensor]]:
     """The sums over tokens, and over sequences of the mean weight of their tokens."""
     lower, upper = weight_bounds(config, sums_S.advantage)
@@ -212,7 +234,11 @@ def _rejection(
 
 def _present(x_S: Tensor | None, present_S: Tensor) -> Tensor:
     """The values of the sequences that have one, NaN elsewhere."""
-    return torch.full_like(present_S, torch.nan) if x_S is None else torch.where(present_S > 0, x_S, torch.nan)
+    return (
+        torch.full_like(present_S, torch.nan)
+        if x_S is None
+        else torch.where(present_S > 0, x_S, torch.nan)
+    )
 
 
 def _counts(tokens_S: Tensor) -> Counts[Tensor]:

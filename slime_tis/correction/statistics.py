@@ -36,22 +36,24 @@ def usable_mean(mean: Tensor) -> Tensor:
 class Statistics:
     """The mergeable table of some sequences under one configuration: sums, minima and maxima, no averages.
 
-    Micro-batches and ranks merge by adding and by min and max. The ratios of sequences are summed relative to their
-    maximum, so their two sums are first brought to the common maximum. The columns depend on the options alone, so
-    that a rank with no sequence merges with the others.
+    Micro-batches and ranks merge by adding and by min and max. The ratios of sequences are summed
+    relative to their maximum, so their two sums are first brought to the common maximum. The
+    columns depend on the options alone, so that a rank with no sequence merges with the others.
     """
 
     config: RolloutCorrectionConfig
     sums: Tensor
-    """`BatchSums` as columns, float64 [k], of whole sequences: the same on every context-parallel rank, to be added
-    over data-parallel ranks."""
+    """`BatchSums` as columns, float64 [k], of whole sequences: the same on every context-parallel
+    rank, to be added over data-parallel ranks."""
     mins: Tensor
     """Minima over this rank's tokens and sequences, `Extremes` as columns, float64 [m]."""
     maxs: Tensor
     """Maxima over them, likewise."""
 
     @classmethod
-    def empty(cls, config: RolloutCorrectionConfig, device: torch.device | str = "cpu") -> "Statistics":
+    def empty(
+        cls, config: RolloutCorrectionConfig, device: torch.device | str = "cpu"
+    ) -> "Statistics":
         """The neutral element of `merge`."""
         zero = torch.zeros(1, dtype=torch.float64, device=device)
         return cls(
@@ -69,9 +71,14 @@ class Statistics:
         """
         if self.config != other.config:
             names = [
-                f.name for f in fields(self.config) if getattr(self.config, f.name) != getattr(other.config, f.name)
+                f.name
+                for f in fields(self.config)
+                if getattr(self.config, f.name) != getattr(other.config, f.name)
             ]
-            raise ValueError(f"the statistics to merge differ in {', '.join(names)}; merge statistics of one config.")
+            raise ValueError(
+                f"the statistics to merge differ in {', '.join(names)}; merge statistics of one"
+                " config."
+            )
         maxs = torch.maximum(self.maxs, other.maxs)
         return replace(
             self,
@@ -108,9 +115,8 @@ class Statistics:
         Args:
             ranks: That share the batch, where these are the statistics of one of them.
 
-        Returns:
-            float64 scalar; 1 where there is no weight, where all are zero, or where the configuration does not
-            normalise.
+        Returns: float64 scalar; 1 where there is no weight, where all are zero, or where the
+            configuration does not normalise.
         """
         sums: BatchSums[Tensor] = named(batch_columns(self.config), self.sums.unbind())
         if sums.weights is None or not self.config.tis_batch_normalize:
@@ -122,8 +128,8 @@ class Statistics:
     def metrics(self) -> dict[str, float]:
         """All metrics that apply to the configuration, by their names in the log; one host synchronisation.
 
-        Returns:
-            Name to value; empty where there is no valid token at all. No value is ever NaN or infinite.
+        Returns: Name to value; empty where there is no valid token at all. No value is ever NaN or
+            infinite.
         """
         values = iter(torch.cat([self.sums, self.mins, self.maxs]).tolist())
         sums = named(batch_columns(self.config), islice(values, len(self.sums)))
@@ -155,22 +161,30 @@ class Statistics:
         return metrics
 
 
-def _mismatch_metrics(sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]) -> dict[str, float]:
+def _mismatch_metrics(
+    sums: BatchSums[float], mins: Extremes[float], maxs: Extremes[float]
+) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
     tokens = sums.tokens
     metrics = {
         "mismatch_kl": -sums.log_ratio / tokens,
-        "mismatch_k3_kl": max(sums.ratio_minus_1 - sums.log_ratio, 0.0) / tokens,  # never negative but by rounding
+        "mismatch_k3_kl": (
+            max(sums.ratio_minus_1 - sums.log_ratio, 0.0) / tokens
+        ),  # never negative but by rounding
         "mismatch_chi2_token": sums.ratio_squared_minus_1 / tokens,
         "mismatch_chi2_seq": sums.sequence_ratio_squared_minus_1 / sums.sequences,
-        "effective_sequence_share": sums.sequence_weight
-        * sums.sequence_weight
-        / (sums.sequences * sums.sequence_weight_squared),
+        "effective_sequence_share": (
+            sums.sequence_weight
+            * sums.sequence_weight
+            / (sums.sequences * sums.sequence_weight_squared)
+        ),
         "train_rollout_logprob_abs_diff": sums.abs_log_ratio / tokens,
     }
     if sums.measured_sequences:
         for field in fields(PerplexitySums):
-            metrics[f"mismatch_{field.name}"] = getattr(sums.perplexity, field.name) / sums.measured_sequences
+            metrics[f"mismatch_{field.name}"] = (
+                getattr(sums.perplexity, field.name) / sums.measured_sequences
+            )
         metrics["mismatch_log_ppl_diff_max"] = maxs.log_ppl_diff
         metrics["mismatch_log_ppl_diff_min"] = mins.log_ppl_diff
     return metrics
@@ -251,8 +265,9 @@ def _mean(total: float, minus_1: float, count: float) -> float:
 def _deviation(weights: WeightSums[float], count: float, spread: float) -> float:
     """Standard deviation of w from Σw and Σw², or from Σ(w − 1) and Σ(w − 1)², and from max w − min w.
 
-    Both pairs have the same variance; the error is that of the larger term, and Σw² < Σ(w − 1)² if the mean is below
-    1/2. The sums may be float32's: no deviation is above half the spread (Popoviciu), so equal weights have exactly 0.
+    Both pairs have the same variance; the error is that of the larger term, and Σw² < Σ(w − 1)² if
+    the mean is below 1/2. The sums may be float32's: no deviation is above half the spread
+    (Popoviciu), so equal weights have exactly 0.
     """
     mean = weights.total / count
     mean_square = weights.total_squared / count

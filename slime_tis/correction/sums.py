@@ -1,7 +1,8 @@
 """The named sums: of each sequence, and over sequences; their fields are the columns of the tables that ranks reduce.
 
-Which optional parts there are follows from the configuration alone, so that a rank without a sequence has the same
-columns as the others. `stacked` and `named` go from fields to columns and back.
+Which optional parts there are follows from the configuration alone, so that a rank without a
+sequence has the same columns as the others. `stacked` and `named` go from fields to columns and
+back.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,14 +23,15 @@ SumsT = TypeVar("SumsT")
 class WeightSums(Generic[V]):
     """Σ of weights w: of the tokens of a sequence, of all tokens or sequences, or of the mean weights of sequences.
 
-    Sums of w and of w − 1 are both needed. In float32, w − 1 has no digit of a weight of e^−17 left, and w only a few
-    digits of the difference between 1 and 1.000001.
+    Sums of w and of w − 1 are both needed. In float32, w − 1 has no digit of a weight of e^−17
+    left, and w only a few digits of the difference between 1 and 1.000001.
     """
 
     before: V | None
     """w before the mode; None for mean weights."""
     before_minus_1: V | None
-    """w − 1 before the mode; None at the token level, where it is `ratio_minus_1`, and for mean weights."""
+    """w − 1 before the mode; None at the token level, where it is `ratio_minus_1`, and for mean
+    weights."""
     total: V
     """w after the mode."""
     total_squared: V
@@ -71,8 +73,8 @@ class SequenceSums(Generic[V]):
     weights: WeightSums[V] | None
     """Where weights differ from token to token."""
     criteria: dict[str, V]
-    """By the name of a criterion: its divergence, if that is summed, or its tokens out of bounds; without the criteria
-    that follow from Σ Δ."""
+    """By the name of a criterion: its divergence, if that is summed, or its tokens out of bounds;
+    without the criteria that follow from Σ Δ."""
     clamped_k3: V | None
     """k3 of Δ clamped to ±1, under adaptive bounds."""
     catastrophic: V | None
@@ -135,7 +137,8 @@ class BatchSums(Generic[V]):
     sequence_ratio_squared_minus_1: V
     """ρ² − 1 over sequences, with ρ = exp(clamp(Σ Δ, −20, 20))."""
     sequence_weight: V
-    """exp(Σ Δ − m) over sequences, with m the batch's largest Σ Δ, so that nothing overflows and not all are 0."""
+    """exp(Σ Δ − m) over sequences, with m the batch's largest Σ Δ, so that nothing overflows and
+    not all are 0."""
     sequence_weight_squared: V
     """exp(Σ Δ − m)² over sequences."""
     perplexity: PerplexitySums[V]
@@ -193,7 +196,9 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
     return _blank(
         SequenceSums,
         weights=_blank(WeightSums, before_minus_1=before) if config.has_token_weights else None,
-        criteria={criterion.name: 0.0 for criterion in config.rejections if not criterion.uses_log_ratio},
+        criteria={
+            criterion.name: 0.0 for criterion in config.rejections if not criterion.uses_log_ratio
+        },
         clamped_k3=0.0 if config.adaptive else None,
         catastrophic=0.0 if config.vetoes else None,
         trimmed=0.0 if config.rs_second_moment_bound is not None else None,
@@ -209,8 +214,14 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
         BatchSums,
         perplexity=_blank(PerplexitySums),
         weights=_blank(WeightSums) if config.use_tis else None,
-        mean_weights=_blank(WeightSums, before=None, before_minus_1=None) if config.has_token_weights else None,
-        rejected=dict.fromkeys(["", *(criterion.name for criterion in rejections)] if rejections else [], counts),
+        mean_weights=(
+            _blank(WeightSums, before=None, before_minus_1=None)
+            if config.has_token_weights
+            else None
+        ),
+        rejected=dict.fromkeys(
+            ["", *(criterion.name for criterion in rejections)] if rejections else [], counts
+        ),
         bounds=_blank(BoundSums) if config.adaptive else None,
         veto=counts if config.vetoes else None,
         trimmed_tokens=0.0 if config.rs_second_moment_bound is not None else None,
@@ -229,7 +240,9 @@ _VALUES = (Tensor, float, int)
 
 
 def _parts(node: Any) -> dict[str, Any]:
-    return node if isinstance(node, dict) else vars(node)  # `dataclasses.fields` would cost more than small sums do
+    return (
+        node if isinstance(node, dict) else vars(node)
+    )  # `dataclasses.fields` would cost more than small sums do
 
 
 def _values(node: Any) -> list[Any]:
@@ -244,7 +257,13 @@ def _values(node: Any) -> list[Any]:
 
 def _filled(node: Any, values: Iterator[Any]) -> Any:
     parts = {
-        name: next(values) if isinstance(part, _VALUES) else None if part is None else _filled(part, values)
+        name: (
+            next(values)
+            if isinstance(part, _VALUES)
+            else None
+            if part is None
+            else _filled(part, values)
+        )
         for name, part in _parts(node).items()
     }
     return parts if isinstance(node, dict) else type(node)(**parts)

@@ -1,7 +1,7 @@
 """The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
 
-`token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that table, one row per
-sequence.
+`token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that
+table, one row per sequence.
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
@@ -23,7 +23,12 @@ from slime_tis.correction.ratio import (
     safe_expm1,
     weight_bounds,
 )
-from slime_tis.correction.rejection import accepted, catastrophic_tokens, clamped_k3_of, token_statistic
+from slime_tis.correction.rejection import (
+    accepted,
+    catastrophic_tokens,
+    clamped_k3_of,
+    token_statistic,
+)
 from slime_tis.correction.sums import SequenceSums, WeightSums, named, sequence_columns, stacked
 
 
@@ -32,7 +37,8 @@ class TokenPass:
     """The result of one pass over a chunk."""
 
     weight_RK: Tensor
-    """Bounded weight of the token, 0 at invalid tokens; 1 at valid ones where the level is sequence-wide."""
+    """Bounded weight of the token, 0 at invalid tokens; 1 at valid ones where the level is
+    sequence-wide."""
     accepted_RK: Tensor
     """bool, True at valid tokens that no per-token criterion rejects."""
     squares_RK: Tensor | None
@@ -40,9 +46,10 @@ class TokenPass:
     table_S: Tensor
     """`SequenceSums` of the chunk's sequences as columns, float64."""
     extremes: Tensor | None
-    """[3]: smallest and largest weight of the chunk's valid tokens before the mode, and largest inside the bounds in
-    mask mode (in other modes, before the mode too); +inf and 0 without valid tokens. None without token weights.
-    [4] where the bounds depend on the advantage: the largest and the smallest weight after the mode."""
+    """[3]: smallest and largest weight of the chunk's valid tokens before the mode, and largest
+    inside the bounds in mask mode (in other modes, before the mode too); +inf and 0 without valid
+    tokens. None without token weights. [4] where the bounds depend on the advantage: the largest
+    and the smallest weight after the mode."""
     sequence_R: Tensor
     """Which sequence of the chunk owns the row."""
 
@@ -75,11 +82,15 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
     advantage_R = None
     if config.signs_bounds:
         assert chunk.advantage_RK is not None
-        advantage_R = torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0).nan_to_num(0.0).sum(-1)
+        advantage_R = (
+            torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0).nan_to_num(0.0).sum(-1)
+        )
     sums_R = SequenceSums(
         masked_in=masked_in_R,
         valid=valid_R,
-        nonfinite=masked_in_R - valid_R if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1),
+        nonfinite=(
+            masked_in_R - valid_R if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1)
+        ),
         train=tokens.train_R,
         log_ratio=tokens.log_ratio_RK.sum(-1),
         abs_log_ratio=torch.abs(tokens.log_ratio_RK, out=tokens.scratch_RK).sum(-1),
@@ -95,11 +106,17 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
         advantage=advantage_R,
     )
     table_R = stacked(sums_R).to(torch.float64)
-    table_S = torch.zeros(packed.rows.end_S.numel(), table_R.shape[1], dtype=torch.float64, device=table_R.device)
+    table_S = torch.zeros(
+        packed.rows.end_S.numel(), table_R.shape[1], dtype=torch.float64, device=table_R.device
+    )
     return TokenPass(
         weight_RK=weight,
         accepted_RK=accepted.bool(),
-        squares_RK=torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf) if trims else None,
+        squares_RK=(
+            torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf)
+            if trims
+            else None
+        ),
         table_S=table_S.index_add_(0, chunk.sequence_R, table_R),
         extremes=extremes,
         sequence_R=chunk.sequence_R,
@@ -119,7 +136,9 @@ def trim(config: RolloutCorrectionConfig, part: TokenPass, limit: Tensor) -> Tok
     return replace(part, accepted_RK=accepted_RK, table_S=table_S)
 
 
-def _apply_criteria(criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
+def _apply_criteria(
+    criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chunk
+) -> tuple[Tensor, dict[str, Tensor]]:
     """1.0 at valid tokens that all per-token criteria accept, and the row sums of the criteria."""
     accepted_RK, sums = tokens.valid_RK, {}
     for criterion in criteria:
@@ -136,7 +155,9 @@ def _apply_criteria(criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chun
     return accepted_RK, sums
 
 
-def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tuple[Tensor, Tensor, WeightSums[Tensor]]:
+def _weigh(
+    config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk
+) -> tuple[Tensor, Tensor, WeightSums[Tensor]]:
     """Weight of every token, the extremes, and row sums."""
     valid, scratch = tokens.valid_RK, tokens.scratch_RK
     raw = safe_exp(TOKEN_LEVELS[LEVELS[config.tis_level].aggregation](tokens, chunk))
@@ -144,10 +165,16 @@ def _weigh(config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk) -> tup
     raw.mul_(valid)
     lower, upper = weight_bounds(config, chunk.advantage_RK)
     weight = config.mode.bound(raw, lower, upper)
-    if config.mode.has_lower_bound and not config.mode.rejects:  # it raises the 0 of invalid tokens, too
+    if (
+        config.mode.has_lower_bound and not config.mode.rejects
+    ):  # it raises the 0 of invalid tokens, too
         weight.mul_(valid)
     highest = raw.amax()
-    extremes = [lowest, highest, weight.amax() if config.mode.rejects or config.signs_bounds else highest]
+    extremes = [
+        lowest,
+        highest,
+        weight.amax() if config.mode.rejects or config.signs_bounds else highest,
+    ]
     if config.signs_bounds:
         extremes.append(torch.where(valid > 0, weight, torch.inf).amin())
     invalid_R = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound

@@ -1,6 +1,7 @@
 """The loss of SDE steps: FlowGRPO's clipped one or a plain policy gradient, corrected, and what it is averaged over.
 
-Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] where there is one; a loss may be taken of all
+Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] where there is one; a loss may
+    be taken of all
 steps at once, or step by step.
 """
 
@@ -16,8 +17,9 @@ from slime_tis.diffusion.trajectories import StepStatistics, correct_trajectorie
 from slime_tis.policy.losses import policy_ratio, ppo_clip, reinforce
 
 CLIP_RANGE = 1e-3
-"""Distance of the ratio from 1 that is not clipped, for log-probs that are means over latent dimensions: such a ratio
-is the D-th root of the step's, and so has to be clipped about D times closer than the customary 0.2."""
+"""Distance of the ratio from 1 that is not clipped, for log-probs that are means over latent
+dimensions: such a ratio is the D-th root of the step's, and so has to be clipped about D times
+closer than the customary 0.2."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,33 @@ class DiffusionLoss:
     numerator: Tensor
     """0-dim, with gradient: Σ of the loss over accepted steps."""
     denominator: Tensor
-    """0-dim: steps that it is averaged over, accepted ones or all, as `rejection_normalizer` says."""
+    """0-dim: steps that it is averaged over, accepted ones or all, as `rejection_normalizer`
+    says."""
     accepted_steps: Tensor
-    """0-dim: accepted steps. accepted_steps / steps is what a mean over all steps shrinks the gradient by."""
+    """0-dim: accepted steps. accepted_steps / steps is what a mean over all steps shrinks the
+    gradient by."""
     steps: Tensor
     """0-dim: all steps."""
     sums: dict[str, Tensor]
-    """Σ over accepted steps, 0-dim, without gradient: `clipped`, `kl` (log π_old − log π_θ) and `ratio` (π_θ/π_old)."""
+    """Σ over accepted steps, 0-dim, without gradient: `clipped`, `kl` (log π_old − log π_θ) and
+    `ratio` (π_θ/π_old)."""
     statistics: StepStatistics | None
     """What was measured; None unless in bypass mode, where the correction is made here."""
 
 
 def flow_grpo(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, *, clip_range: float = CLIP_RANGE
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    *,
+    clip_range: float = CLIP_RANGE,
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate objective of each SDE step.
 
         r_t = π_θ/π_old (x_{t−1} | x_t),   L_t = −min(r_t A, clip(r_t, 1−ε, 1+ε) A)
 
-    Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al. (https://arxiv.org/abs/2505.05470),
+    Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al.
+        (https://arxiv.org/abs/2505.05470),
     section 4.1.
 
     Args:
@@ -59,15 +69,22 @@ def flow_grpo(
     Returns:
         (loss_BT, clipped_BT): the losses, and 1.0 where the clip took the gradient away.
     """
-    return ppo_clip(log_prob_BT, old_log_prob_BT, advantage_BT, clip_low=clip_range, clip_high=clip_range)
+    return ppo_clip(
+        log_prob_BT, old_log_prob_BT, advantage_BT, clip_low=clip_range, clip_high=clip_range
+    )
 
 
 def policy_gradient(
-    log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, *, clip_range: float = CLIP_RANGE
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    *,
+    clip_range: float = CLIP_RANGE,
 ) -> tuple[Tensor, Tensor]:
     """Policy gradient without ratio and clip: L_t = −A log π_θ(x_{t−1} | x_t).
 
-    Source: "Training Diffusion Models with Reinforcement Learning", Black et al. (https://arxiv.org/abs/2305.13301),
+    Source: "Training Diffusion Models with Reinforcement Learning", Black et al.
+        (https://arxiv.org/abs/2305.13301),
     section 4.3 (DDPO_SF).
 
     Args and returns as `flow_grpo`; π_old and the clip range have no part in it.
@@ -75,11 +92,14 @@ def policy_gradient(
     return reinforce(log_prob_BT, advantage_BT), torch.zeros_like(log_prob_BT.detach())
 
 
-LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ppo": flow_grpo, "reinforce": policy_gradient}
+LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "ppo": flow_grpo,
+    "reinforce": policy_gradient,
+}
 """Losses by the name that `--policy-loss` has for them."""
 
 
-def diffusion_loss(
+def diffusion_loss(  # noqa: PLR0913
     config: RolloutCorrectionConfig,
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -98,48 +118,59 @@ def diffusion_loss(
         bypass:    Σ_accepted L_t(π_θ, π_rollout) / denominator,   accepted by π_θ/π_rollout here; a plain policy
                    gradient is multiplied with w_t of the same ratio where `--use-tis` is on
 
-    Args:
-        config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce (`policy_gradient`).
-        log_probs: log π_θ, [B, T] or [B], with gradient.
-        old_log_probs: log π_old, of the same shape; in bypass mode log π_rollout (`apply_bypass_mode`).
-        advantages: Of the same shape, or [B].
-        weights: Decoupled weights of these steps: `TrajectoryCorrection.folded`, or `weights` with the `mask`.
-        mask: The accepted steps; None where weights are folded, and a weight of 0 says rejected.
-        clip_range: ε of `flow_grpo`.
-        timesteps: As in `correct_trajectories`, for bypass mode.
-        latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
-        global_batch: Likewise.
+    Args: config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce
+        (`policy_gradient`). log_probs: log π_θ, [B, T] or [B], with gradient. old_log_probs: log
+        π_old, of the same shape; in bypass mode log π_rollout (`apply_bypass_mode`). advantages: Of
+        the same shape, or [B]. weights: Decoupled weights of these steps:
+        `TrajectoryCorrection.folded`, or `weights` with the `mask`. mask: The accepted steps; None
+        where weights are folded, and a weight of 0 says rejected. clip_range: ε of `flow_grpo`.
+        timesteps: As in `correct_trajectories`, for bypass mode. latent_dims: Likewise. The ratio
+        of the loss itself stays on the scale of the log-probs. global_batch: Likewise.
 
-    Raises:
-        ValueError: if the loss is another, shapes differ (naming both), or weights are given or missing where the
+    Raises: ValueError: if the loss is another, shapes differ (naming both), or weights are given or
+        missing where the
             configuration says otherwise.
     """
     if config.policy_loss not in LOSSES:
-        raise ValueError(f"--policy-loss is {config.policy_loss}, but SDE steps have ppo and reinforce; choose one.")
+        raise ValueError(
+            f"--policy-loss is {config.policy_loss}, but SDE steps have ppo and reinforce; choose"
+            " one."
+        )
     check_shapes(STEPS, log_probs=log_probs, old_log_probs=old_log_probs)
     advantage = _per_step(advantages, log_probs)
     statistics = None
     if config.use_rollout_logprobs:
         if weights is not None or mask is not None:
             raise ValueError(
-                "weights or mask are given, but with --use-rollout-logprobs the correction is made inside the loss and "
-                "would be applied twice; remove them, or recompute log π_old and remove the flag."
+                "weights or mask are given, but with --use-rollout-logprobs the correction is made"
+                " inside the loss and would be applied twice; remove them, or recompute log π_old"
+                " and remove the flag."
             )
         acting = correct_trajectories(
-            config, log_probs, old_log_probs, timesteps=timesteps, latent_dims=latent_dims, global_batch=global_batch
+            config,
+            log_probs,
+            old_log_probs,
+            timesteps=timesteps,
+            latent_dims=latent_dims,
+            global_batch=global_batch,
         )
         weights, mask, statistics = acting.weights, acting.mask, acting.statistics
     else:
         weights, mask = _decoupled(config, weights, mask, log_probs)
 
-    # A rejected or non-finite step gets ratio 1 before any arithmetic: a NaN behind a mask would poison the gradient.
+    # A rejected or non-finite step gets ratio 1 before any arithmetic: a NaN behind a mask would
+    # poison the gradient.
     current = torch.where(mask, log_probs, log_probs.detach().nan_to_num())
     old = torch.where(mask & old_log_probs.isfinite(), old_log_probs.detach(), current.detach())
     loss_BT, clipped_BT = LOSSES[config.policy_loss](current, old, advantage, clip_range=clip_range)
     numerator = torch.where(mask, loss_BT * weights.to(loss_BT.dtype), 0.0).sum()
     accepted, steps = mask.sum(), torch.ones_like(mask).sum()
     log_ratio_BT = current.detach() - old
-    terms = {"clipped": clipped_BT, "kl": -log_ratio_BT, "ratio": policy_ratio(current.detach(), old)}
+    terms = {
+        "clipped": clipped_BT,
+        "kl": -log_ratio_BT,
+        "ratio": policy_ratio(current.detach(), old),
+    }
     denominator = accepted if config.rejection_normalizer == "kept" else steps
     return DiffusionLoss(
         loss=numerator / denominator.clamp_min(1),
@@ -157,8 +188,8 @@ def _per_step(advantages: Tensor, log_probs: Tensor) -> Tensor:
         return advantages.detach()
     if advantages.shape != log_probs.shape[:1]:
         raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)}, log_probs {tuple(log_probs.shape)}; pass one advantage "
-            f"per step, or one per trajectory, {tuple(log_probs.shape[:1])}."
+            f"advantages has shape {tuple(advantages.shape)}, log_probs {tuple(log_probs.shape)};"
+            f" pass one advantage per step, or one per trajectory, {tuple(log_probs.shape[:1])}."
         )
     return advantages.detach()[:, None].expand_as(log_probs)
 
@@ -168,8 +199,8 @@ def _decoupled(
 ) -> tuple[Tensor, Tensor]:
     if weights is None and config.corrects:
         raise ValueError(
-            "weights are missing, but the configuration corrects; pass the result of correct_trajectories, computed "
-            "once from the global batch, for the steps at hand."
+            "weights are missing, but the configuration corrects; pass the result of"
+            " correct_trajectories, computed once from the global batch, for the steps at hand."
         )
     if weights is None:
         weights = torch.ones_like(log_probs, dtype=torch.float32)

@@ -3,7 +3,8 @@
 Flow matching interpolates x_t = (1 − t)·x_0 + t·ε between data (t = 0) and noise (t = 1), and the model predicts the
 velocity v = ε − x_0. Sampling goes from t = 1 down to t = 0.
 
-Shapes: suffix _BX is [B, *latent dimensions], _B per trajectory; a time is a float for all of them or [B].
+Shapes: suffix _BX is [B, *latent dimensions], _B per trajectory; a time is a float for all of them
+    or [B].
 """
 
 import math
@@ -32,12 +33,14 @@ def sde_step(
         σ_t = a·√(t / (1 − min(t, ceiling))),   Δ = next_time − t < 0,
         μ = x + [v + σ_t²/(2t)·(x + (1 − t)·v)]·Δ,   s = σ_t·√(−Δ)
 
-    x + (1 − t)·v is the expected noise, and −1/t times that the score: for any σ_t the SDE has the marginals of the
-    ODE x + v·Δ, which it is at a = 0. Everything is computed at least in float32, for every dtype of the model.
+    x + (1 − t)·v is the expected noise, and −1/t times that the score: for any σ_t the SDE has the
+    marginals of the ODE x + v·Δ, which it is at a = 0. Everything is computed at least in float32,
+    for every dtype of the model.
 
-    Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al. (https://arxiv.org/abs/2505.05470),
-    section 4.2. At t = 1 their σ_t is infinite, and their code puts the second time of the schedule into 1 − t;
-    that time is the `ceiling` to give for the same.
+    Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al.
+        (https://arxiv.org/abs/2505.05470),
+    section 4.2. At t = 1 their σ_t is infinite, and their code puts the second time of the schedule
+    into 1 − t; that time is the `ceiling` to give for the same.
 
     Args:
         velocity_BX: v of the model at (x, t).
@@ -50,14 +53,19 @@ def sde_step(
     Returns:
         (μ, s): [B, *latent dimensions], and 0-dim or [B, 1, …].
 
-    Raises:
-        ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is negative.
+    Raises: ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is
+        negative.
     """
     check_shapes(LATENTS, velocity=velocity_BX, sample=sample_BX)
     if not 0.0 < ceiling < 1.0:
-        raise ValueError(f"ceiling is {ceiling}; give a time between 0 and 1, such as the second of the schedule.")
+        raise ValueError(
+            f"ceiling is {ceiling}; give a time between 0 and 1, such as the second of the"
+            " schedule."
+        )
     if noise_level < 0.0:
-        raise ValueError(f"noise_level is {noise_level}; give 0 for the ODE, or a positive number such as 0.7.")
+        raise ValueError(
+            f"noise_level is {noise_level}; give 0 for the ODE, or a positive number such as 0.7."
+        )
     velocity, sample = at_least_float32(velocity_BX), at_least_float32(sample_BX)
     t, next_t = _as_latent(time, sample), _as_latent(next_time, sample)
     delta = next_t - t
@@ -73,9 +81,10 @@ def gaussian_log_prob(
 
         log p_d = −(x_d − μ_d)²/(2s²) − log s − ½·log 2π;   mean: 1/D·Σ_d log p_d,   sum: Σ_d log p_d
 
-    The sum is the log-density of the step. The mean, which FlowGRPO trains on, is that divided by D: its ratio is the
-    D-th root of the step's, comparable between image sizes, and close to 1 however far the policies are apart. The
-    corrections take either; `latent_dims=D` brings means back to the scale of the sum.
+    The sum is the log-density of the step. The mean, which FlowGRPO trains on, is that divided by
+    D: its ratio is the D-th root of the step's, comparable between image sizes, and close to 1
+    however far the policies are apart. The corrections take either; `latent_dims=D` brings means
+    back to the scale of the sum.
 
     Source: as `sde_step`.
 
@@ -111,7 +120,10 @@ def _as_latent(time: float | Tensor, sample_BX: Tensor) -> Tensor:
     if t.dim() == 0:
         return t
     if t.shape != sample_BX.shape[:1]:
-        raise ValueError(f"time has shape {tuple(t.shape)}, sample {tuple(sample_BX.shape)}; pass a float or [B].")
+        raise ValueError(
+            f"time has shape {tuple(t.shape)}, sample {tuple(sample_BX.shape)}; pass a float or"
+            " [B]."
+        )
     return t.view(-1, *[1] * (sample_BX.dim() - 1))
 
 
@@ -121,6 +133,6 @@ def check_shapes(layout: tuple[str, range], **tensors: Tensor) -> None:
     words, dimensions = layout
     if x.shape != other.shape or x.dim() not in dimensions:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; pass two tensors of one shape, "
-            f"{words}."
+            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; pass two"
+            f" tensors of one shape, {words}."
         )

@@ -1,7 +1,7 @@
 """Correction of whole trajectories: weights and mask of every step, bypass, mergeable statistics, and warnings.
 
-A trajectory is a sequence whose tokens are its SDE steps. There is no padding: every step is valid unless a log-prob
-is not finite.
+A trajectory is a sequence whose tokens are its SDE steps. There is no padding: every step is valid
+unless a log-prob is not finite.
 
 Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] for one step.
 """
@@ -31,7 +31,8 @@ LASTING = 10
 FIRST_STEPS = 50
 """Steps of a run in which a gap is one of the set-up."""
 LARGEST_LOG_PPL_GAP = 1.0
-"""Mean log-prob of a step, in nats, by which two engines that compute the same thing never differ."""
+"""Mean log-prob of a step, in nats, by which two engines that compute the same thing never
+differ."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,23 @@ class StepStatistics:
     core: Statistics
     """Of the correction that acts on the loss."""
     weights: Statistics | None
-    """Statistics of weights that are only measured, under `weight_report`; None if the weights act or are missing."""
+    """Statistics of weights that are only measured, under `weight_report`; None if the weights act
+    or are missing."""
     sequences: Tensor
     """[2] float64: sequences, and sequences with a rejected step."""
     highest: Tensor
     """0-dim float64: largest finite |Δ|; 0 without steps."""
     by_timestep: Tensor
-    """[n, 3] float64: a timestep, Σ|Δ| and the number of finite Δ; one row per distinct timestep of each batch."""
+    """[n, 3] float64: a timestep, Σ|Δ| and the number of finite Δ; one row per distinct timestep of
+    each batch."""
 
     def merge(self, other: "StepStatistics") -> "StepStatistics":
         """The statistics of both together: micro-batches, steps of one trajectory, or ranks."""
-        weights = None if self.weights is None or other.weights is None else self.weights.merge(other.weights)
+        weights = (
+            None
+            if self.weights is None or other.weights is None
+            else self.weights.merge(other.weights)
+        )
         return StepStatistics(
             core=self.core.merge(other.core),
             weights=weights,
@@ -63,15 +70,20 @@ class StepStatistics:
     def metrics(self) -> dict[str, float]:
         """All metrics by their names in the log.
 
-        The core's, including weights that are only measured, under `rollout_corr/`, or `actor/rollout_corr/` in bypass
-        mode; `logprob_abs_diff_mean`, `_max` and `/ts_VALUE` of each timestep; `rejected_sequence_fraction`. No value
-        is NaN or infinite; empty without a finite log-ratio.
+        The core's, including weights that are only measured, under `rollout_corr/`, or
+        `actor/rollout_corr/` in bypass mode; `logprob_abs_diff_mean`, `_max` and `/ts_VALUE` of
+        each timestep; `rejected_sequence_fraction`. No value is NaN or infinite; empty without a
+        finite log-ratio.
         """
         config = self.core.config
         found = self.core.metrics()
         if self.weights is not None:
             measured = self.weights.metrics()
-            found |= {name: value for name, value in measured.items() if name.startswith("mis_") and name not in found}
+            found |= {
+                name: value
+                for name, value in measured.items()
+                if name.startswith("mis_") and name not in found
+            }
         if "train_rollout_logprob_abs_diff" in found:
             found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
             found |= _sizes_of_steps(self)
@@ -136,8 +148,9 @@ def apply_bypass_mode(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rollout = batch.get("rollout_log_probs")
     if rollout is None:
         raise ValueError(
-            f"--use-rollout-logprobs needs rollout_log_probs, but the batch has {', '.join(batch) or 'nothing'}; "
-            f"have the rollout engine return the log-prob of every SDE step, or remove the flag."
+            "--use-rollout-logprobs needs rollout_log_probs, but the batch has"
+            f" {', '.join(batch) or 'nothing'}; have the rollout engine return the log-prob of"
+            " every SDE step, or remove the flag."
         )
     return {**batch, "old_log_probs": rollout}
 
@@ -155,21 +168,21 @@ def correct_trajectories(
 
         Δ_t = D·(log π_train − log π_rollout)(t);   weights and mask as `slime_tis.correct` makes them of Δ
 
-    Decoupled, π_train is π_old, and this is called once per global batch: levels, batch normalisation and trimming
-    are the whole batch's. In bypass mode the loss calls it, with π_θ; under a clipped loss, whose ratio is the
-    importance weight, the weights are then only measured, as `--tis-level`, `--tis-mode` and the bounds say.
+    Decoupled, π_train is π_old, and this is called once per global batch: levels, batch
+    normalisation and trimming are the whole batch's. In bypass mode the loss calls it, with π_θ;
+    under a clipped loss, whose ratio is the importance weight, the weights are then only measured,
+    as `--tis-level`, `--tis-mode` and the bounds say.
 
-    Args:
-        config: What to correct and how.
-        train_log_probs: log π_train, [B, T], or [B] for a single step; every level is then the token's.
-        rollout_log_probs: log π_rollout, of the same shape.
-        timesteps: Of the steps, as the scheduler counts them: of the same shape, or [T] or 0-dim where all
-            trajectories share theirs. Adds the mismatch by timestep to what is measured, and a synchronisation
-            with the host, which is what finding the different ones takes.
-        latent_dims: D, where the log-probs are means over D latent dimensions and bounds are to be on the ratio of
-            the sum; 1 takes them as they are.
-        global_batch: As in `slime_tis.correct`: what is known of it where micro-batches are corrected one by one, and
-            the data-parallel ranks that share it.
+    Args: config: What to correct and how. train_log_probs: log π_train, [B, T], or [B] for a single
+        step; every level is then the token's. rollout_log_probs: log π_rollout, of the same shape.
+        timesteps: Of the steps, as the scheduler counts them: of the same shape, or [T] or 0-dim
+        where all
+            trajectories share theirs. Adds the mismatch by timestep to what is measured, and a
+            synchronisation with the host, which is what finding the different ones takes.
+        latent_dims: D, where the log-probs are means over D latent dimensions and bounds are to be
+            on the ratio of the sum; 1 takes them as they are.
+        global_batch: As in `slime_tis.correct`: what is known of it where micro-batches are
+            corrected one by one, and the data-parallel ranks that share it.
 
     Raises:
         ValueError: if the shapes differ or are neither [B, T] nor [B], naming both.
@@ -181,7 +194,9 @@ def correct_trajectories(
         for x in (train_log_probs, rollout_log_probs)
     )
     every_step = torch.ones_like(train, dtype=torch.bool)
-    acting = correct(config, train, rollout, every_step, global_batch=global_batch, are_densities=True)
+    acting = correct(
+        config, train, rollout, every_step, global_batch=global_batch, are_densities=True
+    )
     reported: Correction[Tensor] | None = None
     if config.use_rollout_logprobs and not config.use_tis:  # the ratio of the loss is the weight
         reported = correct(weight_report(config), train, rollout, every_step, are_densities=True)
@@ -190,7 +205,9 @@ def correct_trajectories(
     size = torch.where(finite, difference, 0.0)
     by_timestep = size.new_zeros(0, 3)
     if timesteps is not None:
-        distinct, index = _as_steps(timesteps, shape).to(torch.float64).flatten().unique(return_inverse=True)
+        distinct, index = (
+            _as_steps(timesteps, shape).to(torch.float64).flatten().unique(return_inverse=True)
+        )
         columns = torch.stack([size.flatten(), finite.to(torch.float64).flatten()], 1)
         sums = columns.new_zeros(len(distinct), 2).index_add_(0, index, columns)
         by_timestep = torch.cat([distinct[:, None], sums], 1)
@@ -210,8 +227,9 @@ def _as_steps(timesteps: Tensor, shape: torch.Size) -> Tensor:
     shared = timesteps.shape == shape[1:]  # [T] where there are T of them, 0-dim where there is one
     if timesteps.shape != shape and not shared:
         raise ValueError(
-            f"timesteps has shape {tuple(timesteps.shape)}, train_log_probs {tuple(shape)}; pass the timestep of every "
-            f"step, or of the steps that all trajectories share, {tuple(shape[1:])}."
+            f"timesteps has shape {tuple(timesteps.shape)}, train_log_probs {tuple(shape)}; pass"
+            " the timestep of every step, or of the steps that all trajectories share,"
+            f" {tuple(shape[1:])}."
         )
     return timesteps.expand(shape)
 
@@ -233,10 +251,14 @@ class Diagnostics:
         self._steps += 1
         is_first, mode = self._steps <= FIRST_STEPS, self._config.mode
         rejects_many = found.get("rejected_sequence_fraction", 0.0) > REJECTED_SHARE
-        at_bound = not mode.rejects and found.get(f"mis_{mode.high_fraction}", 0.0) > 0.0  # one that rejects has none
+        at_bound = (
+            not mode.rejects and found.get(f"mis_{mode.high_fraction}", 0.0) > 0.0
+        )  # one that rejects has none
         problems = {
             _about_rejection: self._rejecting.observe(rejects_many),
-            _about_gap: is_first and found.get("mismatch_log_ppl_abs_diff", 0.0) > LARGEST_LOG_PPL_GAP,
+            _about_gap: (
+                is_first and found.get("mismatch_log_ppl_abs_diff", 0.0) > LARGEST_LOG_PPL_GAP
+            ),
             _about_bound: self._at_bound.observe(at_bound) and is_first,
         }
         new = [about for about, holds in problems.items() if holds and about not in self._reported]
@@ -246,33 +268,38 @@ class Diagnostics:
 
 def _about_rejection(config: RolloutCorrectionConfig, found: Mapping[str, float], _: int) -> str:
     message = (
-        f"{found['rejected_sequence_fraction']:.1%} of the sequences lost a step to rejection, and more than "
-        f"{REJECTED_SHARE:.0%} did in each of the last {LASTING} steps: training is on a selected set. Bring the "
-        f"rollout closer (newer weights, higher precision), or widen the bounds that reject."
+        f"{found['rejected_sequence_fraction']:.1%} of the sequences lost a step to rejection, and"
+        f" more than {REJECTED_SHARE:.0%} did in each of the last {LASTING} steps: training is on a"
+        " selected set. Bring the rollout closer (newer weights, higher precision), or widen the"
+        " bounds that reject."
     )
     if config.rejection_normalizer == "original":
         message += (
             f" The gradient is shrunk to {found['gradient_kept_fraction']:.0%} by it; "
-            f"--rejection-normalizer kept takes the mean over the accepted steps."
+            "--rejection-normalizer kept takes the mean over the accepted steps."
         )
     if config.use_rollout_logprobs:
-        message += " Without --use-rollout-logprobs rejection compares π_old, not the moving π_θ, with the rollout."
+        message += (
+            " Without --use-rollout-logprobs rejection compares π_old, not the moving π_θ, with the"
+            " rollout."
+        )
     return message
 
 
 def _about_gap(_: RolloutCorrectionConfig, found: Mapping[str, float], step: int) -> str:
     gap = found["mismatch_log_ppl_abs_diff"]
     return (
-        f"mismatch_log_ppl_abs_diff is {gap:.2f} nats at step {step}, above {LARGEST_LOG_PPL_GAP:g}: rollout and "
-        f"training disagree about a step by more than precision explains. Compare their timesteps, noise level and "
-        f"guidance, and the scale of their log-probs (mean or sum over latent dimensions); then raise the precision "
-        f"of the rollout or update its weights more often."
+        f"mismatch_log_ppl_abs_diff is {gap:.2f} nats at step {step}, above"
+        f" {LARGEST_LOG_PPL_GAP:g}: rollout and training disagree about a step by more than"
+        " precision explains. Compare their timesteps, noise level and guidance, and the scale of"
+        " their log-probs (mean or sum over latent dimensions); then raise the precision of the"
+        " rollout or update its weights more often."
     )
 
 
 def _about_bound(config: RolloutCorrectionConfig, _: Mapping[str, float], __: int) -> str:
     return (
-        f"The largest weight was at its bound --tis-upper-bound {config.tis_upper_bound:g} in each of the last "
-        f"{LASTING} steps: the bound is doing the work. Bring the rollout closer (newer weights, higher precision), or "
-        f"raise the bound."
+        f"The largest weight was at its bound --tis-upper-bound {config.tis_upper_bound:g} in each"
+        f" of the last {LASTING} steps: the bound is doing the work. Bring the rollout closer"
+        " (newer weights, higher precision), or raise the bound."
     )

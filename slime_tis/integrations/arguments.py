@@ -25,18 +25,20 @@ CORRECTION_ALIASES = {
 """slime's names of options, and the names here."""
 
 HOST_DEFAULTS = "rollout_correction_host_defaults"
-"""Attribute of the parsed arguments: the defaults of the host's flags that are options of the correction, by name.
+"""Attribute of the parsed arguments: the defaults of the host's flags that are options of the
+correction, by name.
 
-argparse does not say whether a value was given on the command line. A value that differs from its default was.
+argparse does not say whether a value was given on the command line. A value that differs from its
+default was.
 """
 
 
 def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every field of `RolloutCorrectionConfig`, and slime's names of these flags.
 
-    A flag that the parser defines already keeps its definition and its default, for example slime's `--use-tis` and
-    `--tis-clip`. Added flags have no default: `rollout_correction_config` uses the config's. The parsed arguments get
-    the further attribute `rollout_correction_host_defaults`.
+    A flag that the parser defines already keeps its definition and its default, for example slime's
+    `--use-tis` and `--tis-clip`. Added flags have no default: `rollout_correction_config` uses the
+    config's. The parsed arguments get the further attribute `rollout_correction_host_defaults`.
 
     Args:
         parser: The parser of another trainer; call this after it has its own flags.
@@ -51,44 +53,55 @@ def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
         if flag(name) in known:
             _check_definition(known[flag(name)], name, field)
             continue
-        old_names = [flag(old) for old, new in CORRECTION_ALIASES.items() if new == name and flag(old) not in known]
+        old_names = [
+            flag(old)
+            for old, new in CORRECTION_ALIASES.items()
+            if new == name and flag(old) not in known
+        ]
         options: dict[str, Any] = {"type": field.item, "choices": field.choices or None}
         if field.kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif field.choices:
             options["type"] = str
         help_text = docs[name].replace("%", "%%")
-        group.add_argument(flag(name), *old_names, dest=name, default=argparse.SUPPRESS, help=help_text, **options)
+        group.add_argument(
+            flag(name), *old_names, dest=name, default=argparse.SUPPRESS, help=help_text, **options
+        )
     names = [*field_types(RolloutCorrectionConfig), *CORRECTION_ALIASES]
-    host_defaults = {name: parser.get_default(name) for name in names if parser.get_default(name) is not None}
+    host_defaults = {
+        name: parser.get_default(name) for name in names if parser.get_default(name) is not None
+    }
     parser.set_defaults(**{HOST_DEFAULTS: host_defaults})
 
 
-def rollout_correction_config(args: argparse.Namespace | Mapping[str, Any]) -> RolloutCorrectionConfig:
+def rollout_correction_config(
+    args: argparse.Namespace | Mapping[str, Any],
+) -> RolloutCorrectionConfig:
     """Returns the correction that parsed arguments describe.
 
-    A field takes the attribute of its name, else the attribute of slime's name, else its default. A value of the
-    command line has priority over a default of the host's parser. None counts as unset.
+    A field takes the attribute of its name, else the attribute of slime's name, else its default. A
+    value of the command line has priority over a default of the host's parser. None counts as
+    unset.
 
-    Args:
-        args: Arguments of a parser with `add_rollout_correction_arguments`; or an object or mapping with the same
+    Args: args: Arguments of a parser with `add_rollout_correction_arguments`; or an object or
+        mapping with the same
             names, for example `vars(args)` or an omegaconf node.
 
-    Raises:
-        TypeError: The argument is neither an object with attributes nor a mapping.
-        ValueError: It has none of the options, a value is out of its limits, or options exclude each other.
+    Raises: TypeError: The argument is neither an object with attributes nor a mapping. ValueError:
+        It has none of the options, a value is out of its limits, or options exclude each other.
     """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise TypeError(
-            f"rollout_correction_config got {type(args).__name__}; pass the result of parser.parse_args(), or a "
-            "mapping of the same names, for example vars(args)."
+            f"rollout_correction_config got {type(args).__name__}; pass the result of"
+            " parser.parse_args(), or a mapping of the same names, for example vars(args)."
         )
     names = [HOST_DEFAULTS, *field_types(RolloutCorrectionConfig), *CORRECTION_ALIASES]
     if not any(_has(args, name) for name in names):
         raise ValueError(
-            f"rollout_correction_config found none of the correction's options in the {type(args).__name__}, for "
-            "example use_tis; call add_rollout_correction_arguments(parser) before parse_args(), or pass the part of "
-            "the configuration that has these options."
+            "rollout_correction_config found none of the correction's options in the"
+            f" {type(args).__name__}, for example use_tis; call"
+            " add_rollout_correction_arguments(parser) before parse_args(), or pass the part of"
+            " the configuration that has these options."
         )
     return RolloutCorrectionConfig(**given_options(args))
 
@@ -121,6 +134,6 @@ def _check_definition(action: argparse.Action, name: str, field: FieldType) -> N
     if action.dest != name or is_switch != (field.kind is bool):
         kind = "a switch" if is_switch else "an option with a value"
         raise ValueError(
-            f"{flag(name)} of the parser is {kind} for {action.dest!r}, but slime_tis needs {name!r}, {field}; rename "
-            "the parser's flag."
+            f"{flag(name)} of the parser is {kind} for {action.dest!r}, but slime_tis needs"
+            f" {name!r}, {field}; rename the parser's flag."
         )

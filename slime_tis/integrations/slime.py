@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from slime_tis.correction import Ranks, ResponseSlices, RolloutCorrectionConfig, correct, response_slices
+from slime_tis.correction import (
+    Ranks,
+    ResponseSlices,
+    RolloutCorrectionConfig,
+    correct,
+    response_slices,
+)
 from slime_tis.integrations.arguments import given_options
 from slime_tis.limits import flag
 
@@ -22,7 +28,12 @@ TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
 """Raw token ratios: exp(±20) bounds them before this."""
 
-NOT_OF_THE_CORRECTION = ("policy_loss", "use_rollout_logprobs", "old_logprobs", "get_mismatch_metrics")
+NOT_OF_THE_CORRECTION = (
+    "policy_loss",
+    "use_rollout_logprobs",
+    "old_logprobs",
+    "get_mismatch_metrics",
+)
 """Fields that choose the corrected loss: a custom function gets the finished loss."""
 FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
 BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound")
@@ -33,16 +44,21 @@ GLOBAL_BATCH_OPTIONS = {
     "rs_z_score": "adaptive_bounds",
     "rs_target_fraction": "adaptive_bounds",
 }
-"""Options of the global batch → the argument with which a custom TIS function, which gets micro-batches, follows it."""
+"""Options of the global batch → the argument with which a custom TIS function, which gets
+micro-batches, follows it."""
 
 
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     """Returns the configuration of slime's options, or of train.py's.
 
-    Attributes that are missing or None take their defaults. `tis_clip` and `tis_clip_low` bound the weight; a
-    `tis_clip_low` of 0, slime's default, counts as unset.
+    Attributes that are missing or None take their defaults. `tis_clip` and `tis_clip_low` bound the
+    weight; a `tis_clip_low` of 0, slime's default, counts as unset.
     """
-    options = {name: value for name, value in given_options(args).items() if name not in NOT_OF_THE_CORRECTION}
+    options = {
+        name: value
+        for name, value in given_options(args).items()
+        if name not in NOT_OF_THE_CORRECTION
+    }
     if getattr(args, "tis_lower_bound", None) is None and not options.get("tis_lower_bound"):
         options.pop("tis_lower_bound", None)
     return RolloutCorrectionConfig(**options, policy_loss="reinforce", get_mismatch_metrics=True)
@@ -54,8 +70,9 @@ def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None
         value = getattr(args, field.name, field.default)
         if value != field.default and field.name not in (*read, *BOUNDS, *FOLLOWED_BY_THE_TRAINER):
             raise ValueError(
-                f"{flag(field.name)} is {'on' if value is True else value}, and {function} does not follow it; remove "
-                "it, or omit --custom-tis-function-path: the built-in correction follows every option."
+                f"{flag(field.name)} is {'on' if value is True else value}, and {function} does not"
+                " follow it; remove it, or omit --custom-tis-function-path: the built-in"
+                " correction follows every option."
             )
 
 
@@ -73,20 +90,29 @@ class ContextParallel:
         if self.size == 1:
             return Ranks()
         # To torch.distributed, no group is the default one.
-        return Ranks.from_groups(context=torch.distributed.group.WORLD if self.group is None else self.group)
+        return Ranks.from_groups(
+            context=torch.distributed.group.WORLD if self.group is None else self.group
+        )
 
     def slices(
-        self, total_lengths: Sequence[int], response_lengths: Sequence[int], padded_lengths: Sequence[int] | None
+        self,
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        padded_lengths: Sequence[int] | None,
     ) -> ResponseSlices:
         """Returns this rank's slices; miles slices `padded_lengths` (`max_seq_lens`) instead of total lengths."""
-        return response_slices(total_lengths, response_lengths, self.rank, self.size, padded_lengths)
+        return response_slices(
+            total_lengths, response_lengths, self.rank, self.size, padded_lengths
+        )
 
 
 def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
     """Returns the context-parallel group: `cp_group`, miles' `parallel_state`, or Megatron-core's."""
     group = kwargs.get("cp_group")
     if group is not None:
-        return ContextParallel(torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group)
+        return ContextParallel(
+            torch.distributed.get_rank(group), torch.distributed.get_world_size(group), group
+        )
     state = kwargs.get("parallel_state")
     if state is not None:
         context = getattr(state, "cp", None)
@@ -104,7 +130,10 @@ def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
 
 
 def whole_masks(
-    masks: Sequence[Tensor], loss_masks: Sequence[Tensor], slices: ResponseSlices, context: ContextParallel
+    masks: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    slices: ResponseSlices,
+    context: ContextParallel,
 ) -> list[Tensor]:
     """Returns masks of whole responses, identical on every rank, from masks of this rank's slices."""
     if context.size == 1:
@@ -115,21 +144,35 @@ def whole_masks(
 
 
 def weighted_by_token(
-    args: Namespace, bounded: Callable[[Tensor, float, float], Tensor], pg_loss: Tensor, call: Mapping[str, Any]
+    args: Namespace,
+    bounded: Callable[[Tensor, float, float], Tensor],
+    pg_loss: Tensor,
+    call: Mapping[str, Any],
 ) -> TisResult:
     """Returns loss, masks and slime's metrics of a custom function that weights each token separately.
 
-    `args` has `tis_clip` (default 2), `tis_clip_low` (default 0) and `nonfinite_policy`. `bounded` returns the weight
-    of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. `call` has slime's other arguments.
+    `args` has `tis_clip` (default 2), `tis_clip_low` (default 0) and `nonfinite_policy`. `bounded`
+    returns the weight of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. `call`
+    has slime's other arguments.
 
-    Returns:
-        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac, tis_abs, [N] each.
+    Returns: pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio),
+        tis_clipfrac, tis_abs, [N] each.
     """
     context, loss_masks = context_parallel(call), call["loss_masks"]
-    slices = context.slices(call["total_lengths"], call["response_lengths"], call.get("max_seq_lens"))
-    config = replace(UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject")
-    ratios = correct(config, call["train_log_probs"], call["rollout_log_probs"], slices.slice_list(loss_masks))
+    slices = context.slices(
+        call["total_lengths"], call["response_lengths"], call.get("max_seq_lens")
+    )
+    config = replace(
+        UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject"
+    )
+    ratios = correct(
+        config, call["train_log_probs"], call["rollout_log_probs"], slices.slice_list(loss_masks)
+    )
     ratio, masks = torch.cat(ratios.weights), whole_masks(ratios.mask, loss_masks, slices, context)
     weight = bounded(ratio, getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
-    metrics = {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}
+    metrics = {
+        "tis": ratio,
+        "tis_clipfrac": (weight != ratio).to(ratio.dtype),
+        "tis_abs": (ratio - 1).abs(),
+    }
     return torch.where((ratio > 0) & (weight > 0), pg_loss * weight, 0.0), masks, metrics

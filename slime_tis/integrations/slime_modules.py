@@ -23,8 +23,8 @@ Values = TypeVar("Values", Tensor, list[float])
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
     """Returns the whole response [response_length, …] from the slices [L, …] of all context-parallel ranks.
 
-    Every rank writes its tokens into zeros, and a sum over the group joins them. The gradient of a token is the sum of
-    its gradients on all ranks.
+    Every rank writes its tokens into zeros, and a sum over the group joins them. The gradient of a
+    token is the sum of its gradients on all ranks.
     """
     context = context_parallel({})
     if context.size == 1:
@@ -38,7 +38,8 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
     """Returns this context-parallel rank's tokens of a whole response; raises ValueError for another length."""
     if len(log_prob) != response_length:
         raise ValueError(
-            f"log_prob has {len(log_prob)} values but response_length is {response_length}; pass the whole response."
+            f"log_prob has {len(log_prob)} values but response_length is {response_length}; pass"
+            " the whole response."
         )
     context = context_parallel({})
     if context.size == 1:
@@ -51,12 +52,23 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
     return log_prob[gap : gap + first] + log_prob[start : start + second]
 
 
-_AGENTS, _DATA, _REWARDS = "slime_tis.trainer.agents", "slime_tis.trainer.data", "slime_tis.trainer.rewards"
+_AGENTS, _DATA, _REWARDS = (
+    "slime_tis.trainer.agents",
+    "slime_tis.trainer.data",
+    "slime_tis.trainer.rewards",
+)
 _FILTERS = "slime_tis.trainer.rollout.filter_hub"
 _GRADERS, _CLIENT = f"{_REWARDS}.builtin_rewards", f"{_AGENTS}.slime_client"
 MODULES: dict[str, tuple[str, ...]] = {
-    "slime.backends.megatron_utils.cp_utils": (__name__, "all_gather_with_cp", "slice_log_prob_with_cp"),
-    "slime.backends.megatron_utils.loss": ("slime_tis.trainer.megatron.log_probs", "get_log_probs_and_entropy"),
+    "slime.backends.megatron_utils.cp_utils": (
+        __name__,
+        "all_gather_with_cp",
+        "slice_log_prob_with_cp",
+    ),
+    "slime.backends.megatron_utils.loss": (
+        "slime_tis.trainer.megatron.log_probs",
+        "get_log_probs_and_entropy",
+    ),
     "slime.rollout.base_types": (f"{_AGENTS}.rollout_function", "RolloutFnTrainOutput"),
     "slime.rollout.data_source": (f"{_DATA}.data_source", "DataSource"),
     "slime.rollout.filter_hub.base_types": (_FILTERS, "DynamicFilterOutput"),
@@ -75,7 +87,9 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """Module of slime → the module that defines its names here, and the names."""
 
-_PARENTS = {".".join(name.split(".")[:depth]) for name in MODULES for depth in range(1, name.count(".") + 1)}
+_PARENTS = {
+    ".".join(name.split(".")[:depth]) for name in MODULES for depth in range(1, name.count(".") + 1)
+}
 
 
 class Finder(MetaPathFinder, Loader):
@@ -91,7 +105,9 @@ class Finder(MetaPathFinder, Loader):
         if fullname not in MODULES and installed is not None:
             return installed
         spec = ModuleSpec(fullname, self, is_package=True)
-        spec.submodule_search_locations = list((installed and installed.submodule_search_locations) or ())
+        spec.submodule_search_locations = list(
+            (installed and installed.submodule_search_locations) or ()
+        )
         spec.loader_state = installed
         return spec
 

@@ -1,8 +1,8 @@
 """Losses for tinker's `forward_backward_custom` and `create_custom_loss`, with rollout correction.
 
-A datum has tinker's keys `logprobs` (of the sampler), `advantages`, and optionally `mask`; without a mask the tokens
-with an advantage other than 0 are trained. The losses are sums over tokens, as tinker's own are. π_train is the present
-policy.
+A datum has tinker's keys `logprobs` (of the sampler), `advantages`, and optionally `mask`; without
+a mask the tokens with an advantage other than 0 are trained. The losses are sums over tokens, as
+tinker's own are. π_train is the present policy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,8 @@ from slime_tis import functional
 from slime_tis.correction import RolloutCorrectionConfig, correct
 
 TokenLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(log π_θ with gradient, log-probs of the sampler, advantages) → the losses [T] before weights and mask."""
+"""(log π_θ with gradient, log-probs of the sampler, advantages) → the losses [T] before weights and
+mask."""
 INPUTS = ("logprobs", "sampling_logprobs", "advantages", "mask")
 """Parameters of a traced loss, all of rank 1."""
 
@@ -30,8 +31,9 @@ def corrected_loss(
 ) -> Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]:
     """A loss for `TrainingClient.forward_backward_custom`, with all options and all metrics of `slime_tis.correct`.
 
-    Metrics are named custom/NAME:mean. The data of one call are the global batch; without data the loss is 0. A token
-    whose log π_θ is not finite has loss and gradient 0 under every `nonfinite_policy` but "raise".
+    Metrics are named custom/NAME:mean. The data of one call are the global batch; without data the
+    loss is 0. A token whose log π_θ is not finite has loss and gradient 0 under every
+    `nonfinite_policy` but "raise".
     """
 
     def loss(data: Sequence[Any], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -39,7 +41,9 @@ def corrected_loss(
         rollout = [column[0] for column in columns]
         advantages = [column[1] for column in columns]
         masks = [column[2] for column in columns]
-        found = correct(config, [x.detach() for x in log_probs], rollout, masks, advantages=advantages)
+        found = correct(
+            config, [x.detach() for x in log_probs], rollout, masks, advantages=advantages
+        )
         terms = zip(log_probs, rollout, advantages, found.weights, found.mask, strict=True)
         losses = [_weighted(token_loss, *term) for term in terms]
         total = torch.stack([torch.zeros((), requires_grad=True), *losses]).sum()
@@ -54,8 +58,8 @@ def traced_loss(
 ) -> tuple[Callable[..., tuple[Tensor, Mapping[str, Tensor]]], dict[str, int]]:
     """The arguments of `ServiceClient.create_custom_loss`: a loss that tinker traces and may run on its server.
 
-    It sees one datum at a time, which must have the keys `sampling_logprobs`, `advantages` and `mask`. Options on the
-    batch are refused: see `slime_tis.functional`.
+    It sees one datum at a time, which must have the keys `sampling_logprobs`, `advantages` and
+    `mask`. Options on the batch are refused: see `slime_tis.functional`.
     """
 
     def corrected_policy_loss(
@@ -63,7 +67,9 @@ def traced_loss(
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         found = functional.correct(config, logprobs, sampling_logprobs, mask, advantages=advantages)
         accepted = found.mask.float()
-        total = _weighted(token_loss, logprobs, sampling_logprobs, advantages, found.weights, accepted)
+        total = _weighted(
+            token_loss, logprobs, sampling_logprobs, advantages, found.weights, accepted
+        )
         return total, {
             "custom/trained_tokens:sum": mask.float().sum(),
             "custom/accepted_tokens:sum": accepted.sum(),
@@ -78,7 +84,8 @@ def _columns(datum: Any) -> tuple[Tensor, Tensor, Tensor]:
     missing = [name for name in ("logprobs", "advantages") if name not in inputs]
     if missing:
         raise ValueError(
-            f"a datum lacks loss_fn_inputs {', '.join(missing)}; pass the sampler's log-probs and advantages."
+            f"a datum lacks loss_fn_inputs {', '.join(missing)}; pass the sampler's log-probs and"
+            " advantages."
         )
     rollout, advantages = inputs["logprobs"].to_torch(), inputs["advantages"].to_torch()
     return rollout, advantages, inputs["mask"].to_torch() if "mask" in inputs else advantages != 0
@@ -89,8 +96,8 @@ def _weighted(
 ) -> Tensor:
     """Σ of the weighted losses of the accepted tokens; the others are left out, whatever their log-probs are.
 
-    The neutral policy accepts tokens whose log-probs are not finite. One of π_θ has no loss and no gradient; one of the
-    sampler is taken as equal to π_θ, whose ratio is 1.
+    The neutral policy accepts tokens whose log-probs are not finite. One of π_θ has no loss and no
+    gradient; one of the sampler is taken as equal to π_θ, whose ratio is 1.
     """
     weights, accepted = factors
     trained = (accepted > 0) & log_probs.isfinite()

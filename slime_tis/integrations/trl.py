@@ -1,8 +1,9 @@
 """Rollout correction in TRL's GRPOTrainer: `RolloutCorrectionMixin`, and `CorrectedGRPOTrainer` with it.
 
-TRL samples, scores and forms advantages. The mixin then multiplies the advantage of each token by its importance
-weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo, cispo, sapo and luspo are homogeneous
-in the advantage, so this weights the policy loss exactly. The KL term with `beta` stays unweighted, as in TRL.
+TRL samples, scores and forms advantages. The mixin then multiplies the advantage of each token by
+its importance weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo,
+cispo, sapo and luspo are homogeneous in the advantage, so this weights the policy loss exactly. The
+KL term with `beta` stays unweighted, as in TRL.
 """
 
 import logging
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slime_tis.correction import Correction, GlobalBatch, Ranks, RolloutCorrectionConfig, correct, within_bound
+from slime_tis.correction import (
+    Correction,
+    GlobalBatch,
+    Ranks,
+    RolloutCorrectionConfig,
+    correct,
+    within_bound,
+)
 from slime_tis.health import Health
 
 if TYPE_CHECKING:
@@ -21,13 +29,22 @@ if TYPE_CHECKING:
 try:
     from trl import GRPOTrainer
 except ImportError as error:
-    raise ImportError(f"slime_tis.integrations.trl needs TRL ({error}); pip install 'slime_tis[trl]'.") from error
+    raise ImportError(
+        f"slime_tis.integrations.trl needs TRL ({error}); pip install 'slime_tis[trl]'."
+    ) from error
 
 PREFIX = "correction/"
 """Prefix of the metrics in TRL's log."""
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 MODEL_INPUTS = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *(
+        "pixel_values",
+        "image_grid_thw",
+        "num_images",
+        "pixel_attention_mask",
+        "spatial_shapes",
+        "num_tiles",
+    ),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 """Keys of a batch that TRL passes to the model besides tokens."""
@@ -38,8 +55,8 @@ logger = logging.getLogger(__name__)
 class RolloutCorrectionMixin:
     """Adds rollout correction to GRPOTrainer or a subclass: `class Trainer(RolloutCorrectionMixin, GRPOTrainer)`.
 
-    The correction runs once per generation batch, over all processes. π_old are the log-probs of the policy that
-    was trained when the samples arrived.
+    The correction runs once per generation batch, over all processes. π_old are the log-probs of
+    the policy that was trained when the samples arrived.
 
     Args of the constructor, besides those of the trainer:
         rollout_correction: The options. Metrics alone if None.
@@ -69,7 +86,9 @@ class RolloutCorrectionMixin:
         dump_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        self.rollout_correction = rollout_correction or RolloutCorrectionConfig(get_mismatch_metrics=True)
+        self.rollout_correction = rollout_correction or RolloutCorrectionConfig(
+            get_mismatch_metrics=True
+        )
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._health = Health(self.rollout_correction)
         self._rewards: Tensor | None = None
@@ -77,7 +96,10 @@ class RolloutCorrectionMixin:
         super().__init__(*args, **kwargs)
         check_options(self, self.rollout_correction)
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            logger.info("slime_tis corrects the rollouts; vllm_importance_sampling_correction of TRL is switched off.")
+            logger.info(
+                "slime_tis corrects the rollouts; vllm_importance_sampling_correction of TRL is"
+                " switched off."
+            )
         self.vllm_importance_sampling_correction = False
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -92,8 +114,8 @@ class RolloutCorrectionMixin:
         rollout_BT = batch.get("sampling_per_token_logps")
         if rollout_BT is None:
             raise ValueError(
-                "TRL has no log-probs of the sampler; use vLLM (use_vllm=True), or a rollout_func that returns "
-                "'logprobs'."
+                "TRL has no log-probs of the sampler; use vLLM (use_vllm=True), or a rollout_func"
+                " that returns 'logprobs'."
             )
         mode = "train" if self.model.training else "eval"
         old_BT, entropy_BT = self._old_policy(batch)
@@ -123,7 +145,11 @@ class RolloutCorrectionMixin:
             return batch["old_per_token_logps"], None
         tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        size = (
+            self.args.per_device_train_batch_size
+            if self.model.training
+            else self.args.per_device_eval_batch_size
+        )
         with torch.no_grad():
             old_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(  # type: ignore[attr-defined]
                 self.model,
@@ -136,10 +162,18 @@ class RolloutCorrectionMixin:
             )
         return old_BT, entropy_BT
 
-    def _apply(self, batch: dict[str, Any], correction: Correction[Tensor], old_BT: Tensor, rollout_BT: Tensor) -> None:
+    def _apply(
+        self,
+        batch: dict[str, Any],
+        correction: Correction[Tensor],
+        old_BT: Tensor,
+        rollout_BT: Tensor,
+    ) -> None:
         config = self.rollout_correction
         if config.use_rollout_logprobs:  # bypass: π_old is the rollout policy
-            batch["old_per_token_logps"] = torch.where(correction.mask, within_bound(rollout_BT, old_BT), old_BT)
+            batch["old_per_token_logps"] = torch.where(
+                correction.mask, within_bound(rollout_BT, old_BT), old_BT
+            )
         if not config.touches_loss:
             return
         batch["advantages"] = batch["advantages"][:, None] * correction.weights * correction.mask
@@ -152,13 +186,20 @@ class RolloutCorrectionMixin:
         for name, value in metrics.items():
             self._metrics[mode][PREFIX + name].append(value)
         if mode == "train":
-            health, messages = self._health.check({f"train/{name}": value for name, value in metrics.items()})
+            health, messages = self._health.check(
+                {f"train/{name}": value for name, value in metrics.items()}
+            )
             for name, value in health.items():
                 self._metrics[mode][name].append(value)
             for message in messages if self.accelerator.is_main_process else ():
                 logger.warning(message)
 
-    def _dump(self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]) -> None:
+    def _dump(
+        self,
+        batch: dict[str, Any],
+        correction: Correction[Tensor],
+        values: dict[str, Tensor | None],
+    ) -> None:
         from slime_tis.analysis.dumps.files import write
 
         assert self._dump_dir is not None
@@ -168,7 +209,10 @@ class RolloutCorrectionMixin:
         write(self._dump_dir / name, self._table(batch, correction, values))
 
     def _table(
-        self, batch: dict[str, Any], correction: Correction[Tensor], values: dict[str, Tensor | None]
+        self,
+        batch: dict[str, Any],
+        correction: Correction[Tensor],
+        values: dict[str, Tensor | None],
     ) -> "TokenTable":
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
         from slime_tis.analysis.dumps.what_if import annotated
@@ -178,10 +222,17 @@ class RolloutCorrectionMixin:
         if self._rewards is not None:
             totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
             rewards = totals[process * size : (process + 1) * size].tolist()
-        columns = {**values, "rollout": batch["sampling_per_token_logps"], "token": batch["completion_ids"]}
+        columns = {
+            **values,
+            "rollout": batch["sampling_per_token_logps"],
+            "token": batch["completion_ids"],
+        }
         rows = {name: x.float().cpu().numpy() for name, x in columns.items() if x is not None}
         lengths = batch["completion_mask"].sum(1).tolist()
-        prompts = [ids[kept.bool()].cpu() for ids, kept in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+        prompts = [
+            ids[kept.bool()].cpu()
+            for ids, kept in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+        ]
         accepted = correction.mask.cpu().numpy()
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         parts = [
@@ -210,7 +261,9 @@ class RolloutCorrectionMixin:
             "old_policy": "rollout" if config.use_rollout_logprobs else "recomputed",
             "temperature": self.temperature,
         }
-        mask_N = torch.cat([torch.from_numpy(accepted[i, :length]) for i, length in enumerate(lengths)]).numpy()
+        mask_N = torch.cat(
+            [torch.from_numpy(accepted[i, :length]) for i, length in enumerate(lengths)]
+        ).numpy()
         table = TokenTable.from_parts(parts, metadata)
         return annotated(table, config, accepted=mask_N, global_batch=correction.global_batch)
 
@@ -229,17 +282,26 @@ def check_options(trainer: Any, config: RolloutCorrectionConfig) -> None:
     if trainer.loss_type == "vespo":
         message = "loss_type 'vespo' has its own sequence weights; choose another loss_type"
     elif not trainer.use_vllm and trainer.rollout_func is None:
-        message = "the sampler gives no log-probs; set use_vllm=True, or pass a rollout_func that returns 'logprobs'"
+        message = (
+            "the sampler gives no log-probs; set use_vllm=True, or pass a rollout_func that returns"
+            " 'logprobs'"
+        )
     elif config.touches_loss and args.off_policy_mask_threshold is not None:
-        message = "off_policy_mask_threshold of TRL rejects sequences as well; unset it, or correct with it alone"
+        message = (
+            "off_policy_mask_threshold of TRL rejects sequences as well; unset it, or correct with"
+            " it alone"
+        )
     elif config.old_logprobs == "interpolate":
-        message = "old_logprobs 'interpolate' needs the weight version of each token, which TRL does not record"
+        message = (
+            "old_logprobs 'interpolate' needs the weight version of each token, which TRL does not"
+            " record"
+        )
     elif config.divergence_mask is not None and (
         args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
     ):
         message = (
-            "divergence_mask compares the current policy, which changes within a generation batch here; set "
-            "num_iterations=1 and steps_per_generation to gradient_accumulation_steps"
+            "divergence_mask compares the current policy, which changes within a generation batch"
+            " here; set num_iterations=1 and steps_per_generation to gradient_accumulation_steps"
         )
     if message:
         raise ValueError(f"rollout correction in TRL: {message}.")

@@ -1,14 +1,16 @@
 """verl 0.9.1's `rollout_corr_helper`: its public names, signatures and metrics, on this library.
 
-`RolloutCorrectionConfig` is verl's class, with its fields and presets; `to_config()` makes of it the
-`slime_tis.RolloutCorrectionConfig` that `slime_tis.correct` takes.
+`RolloutCorrectionConfig` is verl's class, with its fields and presets; `to_config()` makes of it
+the `slime_tis.RolloutCorrectionConfig` that `slime_tis.correct` takes.
 
-Also the older API of the documents: `rollout_rs="token"|"sequence"|"geometric"` with `rollout_rs_threshold_lower`
-and `rollout_token_veto_threshold`. What differs, deliberately: k1 bounds are on the ratio π_train/π_rollout, where
-verl inverts them (`verl_compat=True` brings that back); rows without a valid token count nowhere; padding may hold
-anything; weights that are all zero, or a batch without a finite log-ratio, give metrics of 0 instead of an error.
+Also the older API of the documents: `rollout_rs="token"|"sequence"|"geometric"` with
+`rollout_rs_threshold_lower` and `rollout_token_veto_threshold`. What differs, deliberately: k1
+bounds are on the ratio π_train/π_rollout, where verl inverts them (`verl_compat=True` brings that
+back); rows without a valid token count nowhere; padding may hold anything; weights that are all
+zero, or a batch without a finite log-ratio, give metrics of 0 instead of an error.
 
-Shapes: suffix _BT is [batch, time], _B per row. Metrics are over valid tokens, or over rows that have one.
+Shapes: suffix _BT is [batch, time], _B per row. Metrics are over valid tokens, or over rows that
+    have one.
 """
 
 import math
@@ -59,7 +61,7 @@ TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in CRITERIA if name.st
 MISMATCH = Config(get_mismatch_metrics=True)
 
 
-def compute_rollout_correction_and_rejection_mask(
+def compute_rollout_correction_and_rejection_mask(  # noqa: PLR0913
     old_log_prob: Tensor,
     rollout_log_prob: Tensor,
     response_mask: Tensor,
@@ -75,12 +77,11 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[Any, Tensor, dict[str, float]]:
     """Weights, rejection mask and metrics of a padded batch.
 
-    The options are verl's; `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are its older API's.
-    `verl_compat` inverts the bounds of k1 criteria, as verl does.
+    The options are verl's; `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are its
+    older API's. `verl_compat` inverts the bounds of k1 criteria, as verl does.
 
-    Returns:
-        An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its own dtype, and the
-        metrics with the prefix rollout_corr/.
+    Returns: An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its
+        own dtype, and the metrics with the prefix rollout_corr/.
 
     Raises:
         ValueError: if there is no valid token, shapes differ, or an option means nothing.
@@ -120,7 +121,9 @@ def compute_rollout_correction_weights(
 ) -> tuple[Tensor, dict[str, float]]:
     """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
     options = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
-    config = Config(**config_fields({**options, "rollout_is_batch_normalize": rollout_is_batch_normalize}))
+    config = Config(
+        **config_fields({**options, "rollout_is_batch_normalize": rollout_is_batch_normalize})
+    )
     ranks, distributed = Ranks(), torch.distributed
     if rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
         ranks = Ranks.from_groups(data=distributed.group.WORLD)  # verl's ranks are data-parallel
@@ -142,7 +145,9 @@ def compute_rollout_rejection_mask(
     verl_compat: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask without what the criteria reject, and their metrics without prefix."""
-    config = Config(**config_fields({"rollout_rs": rollout_rs, "rollout_rs_threshold": rollout_rs_threshold}))
+    config = Config(
+        **config_fields({"rollout_rs": rollout_rs, "rollout_rs_threshold": rollout_rs_threshold})
+    )
     if log_ratio.shape[0] == 0:
         return response_mask.detach(), {}
     return _reject(config, log_ratio, response_mask, verl_compat)
@@ -158,9 +163,15 @@ def compute_offpolicy_metrics(
     reference = old_log_prob if rollout_log_prob is None else rollout_log_prob
     _check(old_log_prob, reference, response_mask)
     found = correct(MISMATCH, old_log_prob, reference, response_mask).statistics.metrics()
-    metrics = {name.removeprefix("mismatch_"): value for name, value in found.items() if name.startswith("mismatch_")}
+    metrics = {
+        name.removeprefix("mismatch_"): value
+        for name, value in found.items()
+        if name.startswith("mismatch_")
+    }
     if rollout_log_prob is None:
-        return {name: metrics[name] for name in ("training_ppl", "training_log_ppl") if name in metrics}
+        return {
+            name: metrics[name] for name in ("training_ppl", "training_log_ppl") if name in metrics
+        }
     return metrics
 
 
@@ -172,7 +183,9 @@ def compute_rollout_corr_metrics_from_logprobs(
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+def compute_rollout_correction_and_add_to_batch(
+    batch: Any, rollout_corr_config: Any
+) -> tuple[Any, dict[str, float]]:
     """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights."""
     defaults = RolloutCorrectionConfig(rollout_is=None)
     names = [name for name in vars(defaults) if name.startswith("rollout_")]
@@ -224,7 +237,10 @@ def _reject(
 ) -> tuple[Tensor, dict[str, float]]:
     criteria, acting = parse_criteria(config.rollout_rs, config.rollout_rs_threshold), config
     if inverted:  # k1 bounds as verl reads them: on π_rollout/π_train
-        specs = [str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}" for c in criteria]
+        specs = [
+            str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}"
+            for c in criteria
+        ]
         acting = replace(config, rollout_rs_threshold=",".join(specs) or None)
     delta = _usable(log_ratio)
     found = correct(acting, delta, torch.zeros_like(delta), response_mask)
@@ -232,12 +248,18 @@ def _reject(
     metrics: dict[str, float] = {}
     for criterion in criteria:
         metrics |= criterion_metrics(criterion, log_ratio, response_mask, inverted)
-    for prefix in ["rs_", *(f"rs_{criterion.name}_" for criterion in config.rejections)] if config.rejections else []:
+    for prefix in (
+        ["rs_", *(f"rs_{criterion.name}_" for criterion in config.rejections)]
+        if config.rejections
+        else []
+    ):
         for name in (f"{prefix}masked_fraction", f"{prefix}seq_masked_fraction"):
             metrics[f"rollout_{name}"] = values.get(f"mis_{name}", 0.0)
     if config.vetoes:
         metrics["rollout_is_veto_fraction"] = values.get("mis_catastrophic_seq_fraction", 0.0)
-        metrics["rollout_is_catastrophic_token_fraction"] = values.get("mis_catastrophic_token_fraction", 0.0)
+        metrics["rollout_is_catastrophic_token_fraction"] = values.get(
+            "mis_catastrophic_token_fraction", 0.0
+        )
     return found.mask.to(response_mask.dtype), metrics
 
 
@@ -246,16 +268,24 @@ def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
         raise ValueError("response_mask must contain at least one valid token (1).")
     for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
         if old_log_prob.shape != x.shape:
-            raise ValueError(f"old_log_prob shape {old_log_prob.shape} does not match {name} shape {x.shape}.")
+            raise ValueError(
+                f"old_log_prob shape {old_log_prob.shape} does not match {name} shape {x.shape}."
+            )
 
 
 def _proto(tensors: dict[str, Tensor]) -> Any:
     """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
     protocol = sys.modules.get("verl.protocol")
-    return SimpleNamespace(batch=tensors) if protocol is None else protocol.DataProto.from_dict(tensors=tensors)
+    return (
+        SimpleNamespace(batch=tensors)
+        if protocol is None
+        else protocol.DataProto.from_dict(tensors=tensors)
+    )
 
 
-def weight_metrics(config: Config, log_ratio_BT: Tensor, response_mask_BT: Tensor) -> dict[str, float]:
+def weight_metrics(
+    config: Config, log_ratio_BT: Tensor, response_mask_BT: Tensor
+) -> dict[str, float]:
     """rollout_is_* of the weights that `config` makes of a log-ratio, after the bound, before batch normalisation."""
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     lower, upper = config.is_bounds
@@ -279,11 +309,14 @@ def compute_is_metrics(
 ) -> dict[str, float]:
     """verl's rollout_is_* metrics of given weights, without prefix.
 
-    As in verl, minimum and maximum at the sequence level are of the unbounded ratio, up to e^20 and from 0. The
-    log-ratios are [B, T] per token, or [B, 1] per sequence; the lower bound is 1/upper when None.
+    As in verl, minimum and maximum at the sequence level are of the unbounded ratio, up to e^20 and
+    from 0. The log-ratios are [B, T] per token, or [B, 1] per sequence; the lower bound is 1/upper
+    when None.
     """
     valid = response_mask.bool() & rollout_is_weights.isfinite() & raw_rollout_is_weights.isfinite()
-    bounded, raw = (torch.where(valid, x, 0.0).double() for x in (rollout_is_weights, raw_rollout_is_weights))
+    bounded, raw = (
+        torch.where(valid, x, 0.0).double() for x in (rollout_is_weights, raw_rollout_is_weights)
+    )
     upper = rollout_is_threshold
     lower = 1.0 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
     present = valid.any(-1)
@@ -342,7 +375,7 @@ def criterion_metrics(
     )
 
 
-def compute_rs_metrics(
+def compute_rs_metrics(  # noqa: PLR0913
     option_name: str,
     rs_statistic: Tensor,
     response_mask: Tensor,
@@ -356,13 +389,20 @@ def compute_rs_metrics(
 ) -> dict[str, float]:
     """verl's rollout_rs_<option>_* metrics of a given statistic, without prefix.
 
-    `per_sequence_values` [B] are means over the row when None; bounds of k1 are logarithms, and k2 and k3 have no
-    lower bound (`apply_lower_threshold`).
+    `per_sequence_values` [B] are means over the row when None; bounds of k1 are logarithms, and k2
+    and k3 have no lower bound (`apply_lower_threshold`).
     """
     valid = response_mask.bool() & rs_statistic.isfinite()
     statistic = torch.where(valid, rs_statistic, 0.0).double()
-    upper, lower = rollout_rs_threshold, rollout_rs_threshold_lower if apply_lower_threshold else 0.0
-    per_row = _row_means(statistic, valid) if per_sequence_values is None else per_sequence_values.double().flatten()
+    upper, lower = (
+        rollout_rs_threshold,
+        (rollout_rs_threshold_lower if apply_lower_threshold else 0.0),
+    )
+    per_row = (
+        _row_means(statistic, valid)
+        if per_sequence_values is None
+        else per_sequence_values.double().flatten()
+    )
     rows = per_row[seq_valid_mask.bool() & valid.any(-1)].nan_to_num()
     values = statistic[valid] if level == "token" else rows
     _, _, deviation = _deviation(statistic[valid].clamp(lower, upper))

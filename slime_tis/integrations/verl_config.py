@@ -26,7 +26,8 @@ NAMES = {
     "use_pure_rollout_correction": "policy_loss",
     "loss_type": "policy_loss",
 }
-"""Keys of verl's algorithm.rollout_correction block, of all its generations, and the option each one is here."""
+"""Keys of verl's algorithm.rollout_correction block, of all its generations, and the option each
+one is here."""
 
 SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
     "rollout_is_batch_normalize": (False, True),
@@ -61,9 +62,13 @@ LOSS_MODES: dict[str, dict[str, str | float]] = {
     "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
     "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
     "kl_cov": {"policy_loss": "kl_cov", "kl_cov_coef": 0.1},
-    **{name: {"policy_loss": name} for name in ("gspo", "sapo", "vespo", "cispo", "clip_cov", "dro")},
+    **{
+        name: {"policy_loss": name}
+        for name in ("gspo", "sapo", "vespo", "cispo", "clip_cov", "dro")
+    },
 }
-"""Values of `LOSS_MODE`, and the options that each one is here, with verl's defaults where they differ from ours."""
+"""Values of `LOSS_MODE`, and the options that each one is here, with verl's defaults where they
+differ from ours."""
 
 ACTOR_NAMES = {
     "clip_ratio": "eps_clip",
@@ -82,7 +87,8 @@ ACTOR_NAMES = {
     "policy_loss.tau_neg": "sapo_tau_neg",
     "loss_agg_mode": "calculate_per_token_loss",
 }
-"""Keys of verl's actor_rollout_ref.actor block besides `LOSS_MODE`, and the option each one is here."""
+"""Keys of verl's actor_rollout_ref.actor block besides `LOSS_MODE`, and the option each one is
+here."""
 
 DPPO_NAMES = {
     "clip_ratio": "divergence_mask_bound",
@@ -111,7 +117,8 @@ WEIGHT_LEVELS = ("token", "sequence")
 """Values of rollout_is."""
 
 REJECTION_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Values of rollout_rs in the older generations, and the criterion that each one is in the newest."""
+"""Values of rollout_rs in the older generations, and the criterion that each one is in the
+newest."""
 
 THRESHOLDS = {
     "threshold": "tis_upper_bound",
@@ -123,12 +130,13 @@ THRESHOLDS = {
 """Arguments of verl's presets, and the option that each one replaces."""
 
 
-def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> dict[str, tuple[Any, str]]:
+def translate(
+    block: Mapping[str, Any], label: Callable[[str], str] = str
+) -> dict[str, tuple[Any, str]]:
     """verl's options as options of ours: name to the value, and verl's key that it comes from.
 
-    Args:
-        block: by verl's key, among `NAMES`: True or False for `SWITCHES`, None where unset, else text or a number.
-        label: the name of a key in messages.
+    Args: block: by verl's key, among `NAMES`: True or False for `SWITCHES`, None where unset, else
+        text or a number. label: the name of a key in messages.
 
     Raises:
         TypeError: a value that is a switch where verl has a number or text, or neither.
@@ -153,11 +161,15 @@ def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> di
     }
     options.pop("rs_level", None)
     result = {**options, **_weights(block, options, label), **_rejected(block, rejection, label)}
-    rejecting = [key for key in ("rollout_rs", "rollout_token_veto_threshold") if block.get(key) is not None]
-    return {**result, "rejection_normalizer": ("kept", rejecting[0])} if rejecting else result  # verl's token mean
+    rejecting = [
+        key for key in ("rollout_rs", "rollout_token_veto_threshold") if block.get(key) is not None
+    ]
+    return (
+        {**result, "rejection_normalizer": ("kept", rejecting[0])} if rejecting else result
+    )  # verl's token mean
 
 
-def translate_actor(
+def translate_actor(  # noqa: C901
     values: Mapping[str, str | float | None], label: Callable[[str], str] = str
 ) -> dict[str, tuple[str | float, str]]:
     """verl's options of the policy loss as options of ours: name to the value, and verl's key that it comes from.
@@ -166,13 +178,15 @@ def translate_actor(
         values: by verl's key, `LOSS_MODE` or among `ACTOR_NAMES`; None where unset.
         label: the name of a key in messages.
 
-    Raises:
-        ValueError: an unknown loss mode or loss_agg_mode, a clip_ratio_c of dppo or a clip_ratio_low that is not a
+    Raises: ValueError: an unknown loss mode or loss_agg_mode, a clip_ratio_c of dppo or a
+        clip_ratio_low that is not a
             number, or two keys of one option that contradict each other.
     """
     mode = values.get(LOSS_MODE)
     if mode is not None and mode not in LOSS_MODES:
-        raise ValueError(f"{label(LOSS_MODE)} is {quoted(mode)} but must be one of {', '.join(LOSS_MODES)}.")
+        raise ValueError(
+            f"{label(LOSS_MODE)} is {quoted(mode)} but must be one of {', '.join(LOSS_MODES)}."
+        )
     options = {name: (value, LOSS_MODE) for name, value in LOSS_MODES.get(str(mode), {}).items()}
     is_dppo = "divergence_mask" in options
     names = {**ACTOR_NAMES, **DPPO_NAMES} if is_dppo else ACTOR_NAMES
@@ -185,7 +199,9 @@ def translate_actor(
         elif is_dppo and key == "clip_ratio_c":
             value = _clip_ratio(label(key), value) - 1
         elif not is_dppo and key == "clip_ratio_low":
-            value = min(_clip_ratio(label(key), value), 1.0)  # ratios are above 0: 1 is no bound, as 10 is
+            value = min(
+                _clip_ratio(label(key), value), 1.0
+            )  # ratios are above 0: 1 is no bound, as 10 is
         other, other_key = options.get(name, (value, LOSS_MODE))
         if other_key == "clip_ratio":
             pass  # clip_ratio_low and clip_ratio_high replace it
@@ -220,9 +236,10 @@ def _aggregation(value: str | float, mode: str, label: Callable[[str], str]) -> 
     """Returns calculate_per_token_loss for loss_agg_mode."""
     if value not in LOSS_AGGREGATIONS:
         raise ValueError(
-            f"{label('loss_agg_mode')} is {quoted(value)} but must be one of {', '.join(LOSS_AGGREGATIONS)}: other "
-            "sums divide by the longest response or by nothing; slime_tis.policy.reducers has dr_grpo for "
-            "--custom-pg-loss-reducer-function-path."
+            f"{label('loss_agg_mode')} is {quoted(value)} but must be one of"
+            f" {', '.join(LOSS_AGGREGATIONS)}: other sums divide by the longest response or by"
+            " nothing; slime_tis.policy.reducers has dr_grpo for"
+            " --custom-pg-loss-reducer-function-path."
         )
     return LOSS_AGGREGATIONS[str(value)] and mode not in SEQUENCE_MEAN_MODES
 
@@ -239,8 +256,12 @@ def _weights(
             "tis_level outside of verl's block takes more."
         )
     is_bypass = options.get("use_rollout_logprobs", (False, ""))[0] is True
-    applied = level is not None and not (is_bypass and options.get("policy_loss", ("ppo", ""))[0] == "ppo")
-    weights: dict[str, tuple[Any, str]] = {"use_tis": (applied, "rollout_is")}  # in bypass PPO they are measured only
+    applied = level is not None and not (
+        is_bypass and options.get("policy_loss", ("ppo", ""))[0] == "ppo"
+    )
+    weights: dict[str, tuple[Any, str]] = {
+        "use_tis": (applied, "rollout_is")
+    }  # in bypass PPO they are measured only
     bound = block.get(threshold)
     if isinstance(bound, str) and "_" in bound:
         lower, upper = bound.split("_", 1)
@@ -262,16 +283,22 @@ def _rejected(
         return {"use_rs": (False, key), **bounds}
     if "rs_upper_bound" not in bounds:
         raise ValueError(
-            f"{label(key)} is {quoted(rule)} but rollout_rs_threshold is unset; add it, as verl requires too."
+            f"{label(key)} is {quoted(rule)} but rollout_rs_threshold is unset; add it, as verl"
+            " requires too."
         )
     threshold, upper_key = bounds["rs_upper_bound"]
     if not (isinstance(rule, str) and rule in REJECTION_LEVELS):
         if "rs_lower_bound" in bounds:
             raise ValueError(
-                f"{label(bounds['rs_lower_bound'][1])} belongs to rollout_rs {', '.join(REJECTION_LEVELS)}; "
-                "for criteria write lower_upper into rollout_rs_threshold."
+                f"{label(bounds['rs_lower_bound'][1])} belongs to rollout_rs"
+                f" {', '.join(REJECTION_LEVELS)}; for criteria write lower_upper into"
+                " rollout_rs_threshold."
             )
-        return {"use_rs": (False, key), "rollout_rs": (rule, key), "rollout_rs_threshold": (threshold, upper_key)}
+        return {
+            "use_rs": (False, key),
+            "rollout_rs": (rule, key),
+            "rollout_rs_threshold": (threshold, upper_key),
+        }
     if isinstance(threshold, str) and "_" in threshold:
         if "rs_lower_bound" in bounds:
             raise ValueError(
@@ -283,9 +310,13 @@ def _rejected(
     return {"use_rs": (True, key), "rs_level": (rule, key), **bounds}
 
 
-def _preset(name: str, *arguments: str) -> classmethod[RolloutCorrectionConfig, ..., RolloutCorrectionConfig]:
+def _preset(
+    name: str, *arguments: str
+) -> classmethod[RolloutCorrectionConfig, ..., RolloutCorrectionConfig]:
     """A constructor of a preset: the options come from `PRESETS`, and each of verl's arguments replaces one."""
-    signature = Signature([Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD) for argument in ("cls", *arguments)])
+    signature = Signature(
+        [Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD) for argument in ("cls", *arguments)]
+    )
 
     def build(
         cls: type[RolloutCorrectionConfig], *args: str | float | None, **kwargs: str | float | None
@@ -303,7 +334,9 @@ def _in_verls_words(options: Mapping[str, Any]) -> dict[str, Any]:
     upper = options.get("tis_upper_bound", Config.tis_upper_bound)
     words = {
         "rollout_is": options.get("tis_level"),
-        "rollout_is_threshold": f"{options['tis_lower_bound']}_{upper}" if "tis_lower_bound" in options else upper,
+        "rollout_is_threshold": (
+            f"{options['tis_lower_bound']}_{upper}" if "tis_lower_bound" in options else upper
+        ),
         "rollout_token_veto_threshold": options.get("rs_veto_threshold"),
         "bypass_mode": options.get("use_rollout_logprobs", False),
         "loss_type": "reinforce" if options.get("policy_loss") == "reinforce" else "ppo_clip",
@@ -315,14 +348,17 @@ def _in_verls_words(options: Mapping[str, Any]) -> dict[str, Any]:
             "rollout_rs": REJECTION_LEVELS[options["rs_level"]],
             "rollout_rs_threshold": options.get("rollout_rs_threshold", bounds),
         }
-    return words | {name: options[name] for name in ("rollout_rs", "rollout_rs_threshold") if name in options}
+    return words | {
+        name: options[name] for name in ("rollout_rs", "rollout_rs_threshold") if name in options
+    }
 
 
 @dataclass
 class RolloutCorrectionConfig:
     """Options of `algorithm.rollout_correction` in verl, newest and older spelling, and verl's presets.
 
-    A preset is a class method of its name, whose arguments are verl's: `decoupled_token_is(threshold=3.0)`.
+    A preset is a class method of its name, whose arguments are verl's:
+    `decoupled_token_is(threshold=3.0)`.
     """
 
     rollout_is: str | None = "sequence"
@@ -366,9 +402,14 @@ class RolloutCorrectionConfig:
     def to_config(self) -> Config:
         """The same correction as this library's configuration.
 
-        In bypass mode with the PPO loss verl computes weights for its metrics alone, and so they are not applied.
+        In bypass mode with the PPO loss verl computes weights for its metrics alone, and so they
+        are not applied.
         """
-        older = ("bypass_old_logprob_for_rollout", "use_policy_gradient", "use_pure_rollout_correction")
+        older = (
+            "bypass_old_logprob_for_rollout",
+            "use_policy_gradient",
+            "use_pure_rollout_correction",
+        )
         words = {name: getattr(self, name) for name in NAMES if name not in older}
         return Config(**config_fields(words), get_mismatch_metrics=True)
 
@@ -378,7 +419,9 @@ class RolloutCorrectionConfig:
     decoupled_seq_is_rs = _preset("decoupled_seq_is_rs", "is_threshold", "rs_threshold")
     decoupled_geo_rs = _preset("decoupled_geo_rs", "rs_threshold", "veto_threshold")
     decoupled_geo_rs_seq_tis = _preset("decoupled_geo_rs_seq_tis", "is_threshold", "rs_threshold")
-    decoupled_geo_rs_token_tis = _preset("decoupled_geo_rs_token_tis", "is_threshold", "rs_threshold")
+    decoupled_geo_rs_token_tis = _preset(
+        "decoupled_geo_rs_token_tis", "is_threshold", "rs_threshold"
+    )
     decoupled_k3_rs = _preset("decoupled_k3_rs", "rs_threshold")
     decoupled_k3_rs_seq_tis = _preset("decoupled_k3_rs_seq_tis", "is_threshold", "rs_threshold")
     decoupled_k3_rs_token_tis = _preset("decoupled_k3_rs_token_tis", "is_threshold", "rs_threshold")
@@ -392,7 +435,9 @@ class RolloutCorrectionConfig:
     bypass_pg_geo_rs = _preset("bypass_pg_geo_rs", "rs_threshold")
     pg_rs = _preset("pg_rs", "rs_threshold", "veto_threshold")
     bypass_pg_geo_rs_seq_tis = _preset("bypass_pg_geo_rs_seq_tis", "is_threshold", "rs_threshold")
-    bypass_pg_geo_rs_token_tis = _preset("bypass_pg_geo_rs_token_tis", "is_threshold", "rs_threshold")
+    bypass_pg_geo_rs_token_tis = _preset(
+        "bypass_pg_geo_rs_token_tis", "is_threshold", "rs_threshold"
+    )
     disabled = _preset("disabled")
 
 
@@ -404,7 +449,9 @@ def config_fields(words: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(options.get(name), str):
             options[name] = _number(name, options[name])
     if not options.get("use_tis"):
-        options.pop("tis_batch_normalize", None)  # weights that are measured alone are so before normalisation
+        options.pop(
+            "tis_batch_normalize", None
+        )  # weights that are measured alone are so before normalisation
     return options
 
 
@@ -414,4 +461,6 @@ def _number(name: str, text: str) -> float:
             return float(text)
     except ValueError:
         pass
-    raise ValueError(f"{name} is {quoted(text)}, which is not a number; give 2.0, or '0.5_5.0' for two bounds.")
+    raise ValueError(
+        f"{name} is {quoted(text)}, which is not a number; give 2.0, or '0.5_5.0' for two bounds."
+    )

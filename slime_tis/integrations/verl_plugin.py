@@ -2,10 +2,11 @@
 
     export VERL_USE_EXTERNAL_MODULES=slime_tis.integrations.verl_plugin
 
-`verl.trainer.ppo.rollout_corr_helper` gets the functions of `slime_tis.integrations.verl`, which have verl's
-signatures, options and metric names. A block `slime_tis` with options of this library replaces verl's options:
-`+algorithm.rollout_correction.slime_tis.rs_z_score=3.0`. The policy losses are registered as slime_tis_NAME, for
-`actor_rollout_ref.actor.policy_loss.loss_mode`; NAME is a key of `LOSSES`.
+`verl.trainer.ppo.rollout_corr_helper` gets the functions of `slime_tis.integrations.verl`, which
+have verl's signatures, options and metric names. A block `slime_tis` with options of this library
+replaces verl's options: `+algorithm.rollout_correction.slime_tis.rs_z_score=3.0`. The policy losses
+are registered as slime_tis_NAME, for `actor_rollout_ref.actor.policy_loss.loss_mode`; NAME is a key
+of `LOSSES`.
 """
 
 import sys
@@ -24,7 +25,8 @@ try:
     from verl.trainer.ppo import core_algos, rollout_corr_helper
 except ImportError as error:
     raise ImportError(
-        f"slime_tis.integrations.verl_plugin needs verl ({error}); pip install verl, for example 0.9.1."
+        f"slime_tis.integrations.verl_plugin needs verl ({error}); pip install verl, for example"
+        " 0.9.1."
     ) from error
 
 LossAndMask = tuple[Tensor, Tensor]
@@ -41,7 +43,9 @@ def _clip_range(config: Options) -> dict[str, float]:
     }
 
 
-def _vespo(log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, config: Options) -> LossAndMask:
+def _vespo(
+    log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, config: Options
+) -> LossAndMask:
     total = torch.where(mask, (log_prob - old).detach(), 0.0).sum(1, keepdim=True)
     return losses.vespo(log_prob, total.expand_as(old), advantage), torch.zeros_like(old)
 
@@ -53,11 +57,13 @@ def _masked(preset: str) -> Callable[..., LossAndMask]:
     }
     config = RolloutCorrectionConfig(**options)
 
-    def loss(log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, _: Options) -> LossAndMask:
+    def loss(
+        log_prob: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, _: Options
+    ) -> LossAndMask:
         accepted = functional.correct(config, log_prob, old, mask, advantages=advantage).mask
-        return torch.where(accepted, -advantage * losses.policy_ratio(log_prob, old), 0.0), (mask & ~accepted).to(
-            old.dtype
-        )
+        return torch.where(accepted, -advantage * losses.policy_ratio(log_prob, old), 0.0), (
+            mask & ~accepted
+        ).to(old.dtype)
 
     return loss
 
@@ -83,7 +89,9 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
         config: Options = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        is_usable = is_log_prob(old_log_prob) & is_log_prob(log_prob.detach())  # bypass: the sampler's log-probs
+        is_usable = is_log_prob(old_log_prob) & is_log_prob(
+            log_prob.detach()
+        )  # bypass: the sampler's log-probs
         mask = response_mask.bool() & is_usable
         # padding may hold anything; 0 · NaN would reach the gradient
         current, old = (torch.where(mask, values, 0.0) for values in (log_prob, old_log_prob))
@@ -100,13 +108,17 @@ def _register(name: str, token_loss: Callable[..., LossAndMask]) -> None:
         return total, {
             "actor/pg_clipfrac": (removed.detach()[mask].sum() / count).item(),
             "actor/ppo_kl": ((old - current).detach()[mask].sum() / count).item(),
-            "actor/nonfinite_token_fraction": ((response_mask.bool() & ~is_usable).sum() / count).item(),
+            "actor/nonfinite_token_fraction": (
+                ((response_mask.bool() & ~is_usable).sum() / count).item()
+            ),
         }
 
     core_algos.register_policy_loss(f"slime_tis_{name}")(policy_loss)
 
 
-def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+def compute_rollout_correction_and_add_to_batch(
+    batch: Any, rollout_corr_config: Any
+) -> tuple[Any, dict[str, float]]:
     """Corrects the batch of a step on verl's driver, in place, with this library's options if there are any.
 
     Raises:
@@ -117,16 +129,26 @@ def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config:
         return verl.compute_rollout_correction_and_add_to_batch(batch, rollout_corr_config)
     unknown = sorted(set(options) - set(RolloutCorrectionConfig.__dataclass_fields__))
     if unknown:
-        raise ValueError(f"rollout_correction.slime_tis has no option {', '.join(unknown)}; docs/flags.md lists all.")
+        raise ValueError(
+            f"rollout_correction.slime_tis has no option {', '.join(unknown)}; docs/flags.md lists"
+            " all."
+        )
     config, tensors = RolloutCorrectionConfig(**options), batch.batch
     if config.use_rollout_logprobs:
-        raise ValueError("rollout_correction.slime_tis is read in decoupled mode alone; drop use_rollout_logprobs.")
-    found = correct(config, tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"])
+        raise ValueError(
+            "rollout_correction.slime_tis is read in decoupled mode alone; drop"
+            " use_rollout_logprobs."
+        )
+    found = correct(
+        config, tensors["old_log_probs"], tensors["rollout_log_probs"], tensors["response_mask"]
+    )
     if config.touches_loss:
         tensors["rollout_is_weights"] = found.weights * found.mask
         if config.rejection_normalizer == "kept":
             tensors["response_mask"] = found.mask.to(tensors["response_mask"].dtype)
-    return batch, {f"rollout_corr/{name}": value for name, value in found.statistics.metrics().items()}
+    return batch, {
+        f"rollout_corr/{name}": value for name, value in found.statistics.metrics().items()
+    }
 
 
 def _replace_helper() -> None:
@@ -135,7 +157,9 @@ def _replace_helper() -> None:
         original = getattr(rollout_corr_helper, name, None)
         if not callable(original) or isinstance(original, type):
             continue
-        for module in [module for key, module in sys.modules.items() if key.split(".")[0] == "verl"]:
+        for module in [
+            module for key, module in sys.modules.items() if key.split(".")[0] == "verl"
+        ]:
             if getattr(module, name, None) is original:
                 setattr(module, name, globals().get(name, getattr(verl, name)))
 

@@ -10,10 +10,12 @@ from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.policy.config import PolicyConfig
 
 MAX_REWARD = 1e150
-"""Largest magnitude of a reward: the squares of larger ones overflow in float64, and all advantages would be 0."""
+"""Largest magnitude of a reward: the squares of larger ones overflow in float64, and all advantages
+would be 0."""
 EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
 ROUNDING = 1e-12
-"""An advantage below this share of the return is the rounding of a weighted mean of equal returns."""
+"""An advantage below this share of the return is the rounding of a weighted mean of equal
+returns."""
 
 
 def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None = None) -> Tensor:
@@ -21,20 +23,20 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None
 
         A_i = (r_i − mean_group r) / (std_group r + ε)
 
-    Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", Shao et al.
-    (https://arxiv.org/abs/2402.03300), §4.1.2; without the division: "Understanding R1-Zero-Like Training", Liu et
-    al. (https://arxiv.org/abs/2503.20783).
+    Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        Shao et al.
+    (https://arxiv.org/abs/2402.03300), §4.1.2; without the division: "Understanding R1-Zero-Like
+    Training", Liu et al. (https://arxiv.org/abs/2503.20783).
 
-    Args:
-        rewards: [G, n], n ≥ 2.
-        normalize_std: divide by the group's standard deviation (the unbiased one).
-        accepted: [G, n] bool, the samples that the mean and the deviation are of; the others get 0. None for all.
+    Args: rewards: [G, n], n ≥ 2. normalize_std: divide by the group's standard deviation (the
+        unbiased one). accepted: [G, n] bool, the samples that the mean and the deviation are of;
+        the others get 0. None for all.
 
-    Returns:
-        [G, n] in the dtype of the rewards, computed in float64; exactly 0 in a group of equal rewards.
+    Returns: [G, n] in the dtype of the rewards, computed in float64; exactly 0 in a group of equal
+        rewards.
 
-    Raises:
-        ValueError: if there are fewer than two samples, or the reward of an accepted one is not finite.
+    Raises: ValueError: if there are fewer than two samples, or the reward of an accepted one is not
+        finite.
     """
     centred, count = _centred(rewards, accepted, "grpo")
     if not normalize_std:
@@ -57,7 +59,9 @@ def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
     return _as(rewards, centred * (count / (count - 1).clamp_min(1)))
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accepted: Tensor | None = None) -> Tensor:
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, valid_tokens: Tensor, *, accepted: Tensor | None = None
+) -> Tensor:
     """Group mean as the baseline, then one scale for the whole batch.
 
         A_i = whiten(r_i − mean_group r), mean and variance over all valid tokens of the batch
@@ -65,11 +69,13 @@ def reinforce_plus_plus_baseline(rewards: Tensor, valid_tokens: Tensor, *, accep
     Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization", Hu et al.
     (https://arxiv.org/abs/2501.03262), §3.
 
-    Args, returns and raises as `grpo`; `valid_tokens` [G, n] are the trained tokens of each sample, the weights of the
-    batch statistics.
+    Args, returns and raises as `grpo`; `valid_tokens` [G, n] are the trained tokens of each sample,
+    the weights of the batch statistics.
     """
     centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
-    return _as(rewards, whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted))
+    return _as(
+        rewards, whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted)
+    )
 
 
 def optimal_token_baseline(
@@ -87,23 +93,21 @@ def optimal_token_baseline(
 
         A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,   e = (1 − π)² + Σ_{v≠y} π_v²
 
-    G_t is the sum of the rewards from t on, and e is `score_norm_squared`, 0 where it is not finite.
+    G_t is the sum of the rewards from t on, and e is `score_norm_squared`, 0 where it is not
+    finite.
 
     Source: verl, core_algos.py, compute_optimal_token_baseline_advantage.
 
-    Args:
-        rewards_BT: reward of each token.
-        mask_BT: nonzero at tokens of the loss.
-        group_B: int64, number of the prompt of each sample, from 0 and the same on all ranks.
-        log_probs_BT: log π of the sampled token y under the policy before the step.
-        sum_pi_squared_BT: Σ_v π_v² over the vocabulary, at each token.
-        weights_BT: importance weights of the tokens; None for 1.
-        zero_tail: no baseline where the longest sample of a prompt is longer than all others, as in verl.
-        ranks: data-parallel ranks, each with other samples of the prompts, also of another length T.
+    Args: rewards_BT: reward of each token. mask_BT: nonzero at tokens of the loss. group_B: int64,
+        number of the prompt of each sample, from 0 and the same on all ranks. log_probs_BT: log π
+        of the sampled token y under the policy before the step. sum_pi_squared_BT: Σ_v π_v² over
+        the vocabulary, at each token. weights_BT: importance weights of the tokens; None for 1.
+        zero_tail: no baseline where the longest sample of a prompt is longer than all others, as in
+        verl. ranks: data-parallel ranks, each with other samples of the prompts, also of another
+        length T.
 
-    Returns:
-        float64 [B, T], 0 where masked and where all samples of a prompt have the same return; without baseline for the
-        only sample of a prompt.
+    Returns: float64 [B, T], 0 where masked and where all samples of a prompt have the same return;
+        without baseline for the only sample of a prompt.
 
     Raises:
         ValueError: if the reward of a token of the loss is not finite.
@@ -116,12 +120,16 @@ def optimal_token_baseline(
     if weights_BT is not None:
         energy_BT = energy_BT * weights_BT.double().square()
     path_BT = torch.where((mask_BT > 0) & energy_BT.isfinite(), energy_BT, 0.0).cumsum(1) * mask_BT
-    is_longer_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device) < mask_BT.sum(1, keepdim=True)
+    is_longer_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device) < mask_BT.sum(
+        1, keepdim=True
+    )
     columns = torch.stack([path_BT, returns_BT * path_BT, is_longer_BT.double()], 2)
     size = [int(group_B.max()) + 1 if len(group_B) else 0, mask_BT.shape[1]]
     groups, width = ranks.over_data(torch.tensor(size, device=mask_BT.device), "max").tolist()
     padding = columns.new_zeros(len(columns), width - columns.shape[1], 3)
-    columns = pad(torch.cat([columns, padding], 1), (0, 1), value=1.0)  # the last column counts samples
+    columns = pad(
+        torch.cat([columns, padding], 1), (0, 1), value=1.0
+    )  # the last column counts samples
     sums = ranks.over_data(columns.new_zeros(groups, width, 4).index_add_(0, group_B, columns))
     total_BT, weighted_BT, longer_BT, samples_BT = sums[group_B, : mask_BT.shape[1]].unbind(2)
     baseline_BT = torch.where((total_BT > 0) & (samples_BT > 1), weighted_BT / total_BT, 0.0)
@@ -135,7 +143,8 @@ def optimal_token_baseline(
 def score_norm_squared(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
     """Squared norm of the gradient of log π(y) in the logits, e = (1 − π)² + Σ_{v≠y} π_v², float64 of any shape.
 
-    verl computes 1 − 2π + Σ_v π_v² in float32, which is 0 for sure tokens. Here Σ_{v≠y} π_v² is at most (1 − π)².
+    verl computes 1 − 2π + Σ_v π_v² in float32, which is 0 for sure tokens. Here Σ_{v≠y} π_v² is at
+    most (1 − π)².
     """
     log_probs = log_probs.double()
     rest = log_probs.expm1().square()
@@ -143,29 +152,36 @@ def score_norm_squared(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
 
 
 def minimum_variance_baseline(
-    rewards_B: Tensor, group_B: Tensor, gradient_norms_B: Tensor, *, log_weights_B: Tensor | None = None
+    rewards_B: Tensor,
+    group_B: Tensor,
+    gradient_norms_B: Tensor,
+    *,
+    log_weights_B: Tensor | None = None,
 ) -> Tensor:
     """Advantages whose baseline minimizes the variance of the weighted gradient of the prompt's samples.
 
         A_i = R_i − b,   b = Σ_i w_i² ‖g_i‖² R_i / Σ_i w_i² ‖g_i‖²   over the samples of a prompt
 
-    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); its repository, staleness_utils.py,
-    compute_opob_baseline. A sequence ratio beyond float32 makes that baseline NaN; here weights are log-weights.
+    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); its repository,
+        staleness_utils.py,
+    compute_opob_baseline. A sequence ratio beyond float32 makes that baseline NaN; here weights are
+    log-weights.
 
-    Args:
-        rewards_B: reward of each sample.
-        group_B: int64, number of the prompt of each sample.
-        gradient_norms_B: ‖g_i‖ of the gradient of log π of the whole sample, or the root of Σ_t `score_norm_squared`,
+    Args: rewards_B: reward of each sample. group_B: int64, number of the prompt of each sample.
+        gradient_norms_B: ‖g_i‖ of the gradient of log π of the whole sample, or the root of Σ_t
+        `score_norm_squared`,
             which is the norm in the logits instead of in the parameters.
         log_weights_B: log w_i of the sample, for example Σ_t Δ_t; None for 0.
 
-    Returns:
-        float64 [B]; exactly 0 for equal rewards of a prompt, without baseline where all its gradients are 0.
+    Returns: float64 [B]; exactly 0 for equal rewards of a prompt, without baseline where all its
+        gradients are 0.
 
     Raises:
         ValueError: if a reward is not finite.
     """
-    _refuse_nonfinite(rewards_B, torch.ones_like(rewards_B, dtype=torch.bool), "minimum_variance_baseline")
+    _refuse_nonfinite(
+        rewards_B, torch.ones_like(rewards_B, dtype=torch.bool), "minimum_variance_baseline"
+    )
     log_share_B = 2 * gradient_norms_B.double().log()
     if log_weights_B is not None:
         log_share_B = log_share_B + 2 * log_weights_B.double()
@@ -175,7 +191,9 @@ def minimum_variance_baseline(
         logits = log_share_B[members]
         if not logits.isneginf().all():
             rewards = rewards_B[members].double()
-            relative = rewards - rewards.min()  # 0 for equal rewards, whose weighted mean would be off by rounding
+            relative = (
+                rewards - rewards.min()
+            )  # 0 for equal rewards, whose weighted mean would be off by rounding
             advantages_B[members] = relative - logits.softmax(0) @ relative
     return advantages_B
 
@@ -183,7 +201,8 @@ def minimum_variance_baseline(
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
     """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; 0 where the weight is 0.
 
-    Computed in float64, returned in the dtype of the values; exactly 0 if all values with a weight are equal.
+    Computed in float64, returned in the dtype of the values; exactly 0 if all values with a weight
+    are equal.
     """
     if not values.numel():
         return values
@@ -218,10 +237,14 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
         rewards, normalize_std=not config.disable_grpo_std_normalization, accepted=accepted
     ),
     "rloo": lambda rewards, _, config, accepted: rloo(rewards, accepted=accepted),
-    "reinforce_plus_plus_baseline": lambda rewards, valid, _, accepted: reinforce_plus_plus_baseline(
-        rewards, valid, accepted=accepted
+    "reinforce_plus_plus_baseline": (
+        lambda rewards, valid, _, accepted: reinforce_plus_plus_baseline(
+            rewards, valid, accepted=accepted
+        )
     ),
-    "optimal_token_baseline": lambda rewards, *_: rewards,  # the trainer subtracts a baseline from each token's
+    "optimal_token_baseline": (
+        lambda rewards, *_: rewards
+    ),  # the trainer subtracts a baseline from each token's
 }
 """Estimators by their command-line name."""
 
@@ -229,12 +252,14 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
 def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """Rewards less the mean of the accepted samples of their group, 0 where not accepted, and their number [G, 1].
 
-    In float64: in float32 the mean of eight rewards of 0.35 is off by 3e-8, which the division by ε makes 0.03. Rewards
-    are taken relative to the lowest one, so that equal ones give exactly 0.
+    In float64: in float32 the mean of eight rewards of 0.35 is off by 3e-8, which the division by ε
+    makes 0.03. Rewards are taken relative to the lowest one, so that equal ones give exactly 0.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         shape = tuple(rewards.shape)
-        raise ValueError(f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {shape}")
+        raise ValueError(
+            f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {shape}"
+        )
     counted = torch.ones_like(rewards, dtype=torch.bool) if accepted is None else accepted.bool()
     _refuse_nonfinite(rewards, counted, name)
     count = counted.sum(1, keepdim=True).double()
@@ -250,7 +275,8 @@ def _refuse_nonfinite(rewards: Tensor, counted: Tensor, name: str) -> None:
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"{name}: the reward at {place} is {rewards[place].item()}; pass finite rewards, or reject the sample."
+            f"{name}: the reward at {place} is {rewards[place].item()}; pass finite rewards, or"
+            " reject the sample."
         )
 
 

@@ -8,23 +8,25 @@ from slime_tis.correction.config import RolloutCorrectionConfig, loss_option
 from slime_tis.limits import REJECTS, Limits, check_fields
 
 CLIPPING_LOSSES = tuple(
-    f"--policy-loss={name}" for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov", "experimental_ctpo")
+    f"--policy-loss={name}"
+    for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov", "experimental_ctpo")
 )
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
-"""Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens differ from the
-rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and by nothing from the old one."""
+"""Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens
+differ from the rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and
+by nothing from the old one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """The objective of the policy, without the rollout correction."""
 
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "optimal_token_baseline"] = (
-        loss_option("grpo")
-    )
-    """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other samples),
-    reinforce_plus_plus_baseline (group mean, batch deviation) or optimal_token_baseline (least variance at each token;
-    costs a forward pass)."""
+    advantage_estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus_baseline", "optimal_token_baseline"
+    ] = loss_option("grpo")
+    """Baseline and scale of rewards: grpo (group mean and deviation), rloo (mean of the other
+    samples), reinforce_plus_plus_baseline (group mean, batch deviation) or optimal_token_baseline
+    (least variance at each token; costs a forward pass)."""
     disable_grpo_std_normalization: bool = loss_option(False, needs=("--advantage-estimator=grpo",))
     """grpo without division by the deviation (Dr. GRPO)."""
     normalize_advantages: bool = loss_option(False)
@@ -33,7 +35,9 @@ class PolicyConfig:
     """User function that sets each token's advantage."""
     loss_type: Literal["policy_loss", "custom_loss"] = loss_option("policy_loss")
     """policy_loss (by the other options of this group) or custom_loss (user function)."""
-    custom_loss_function_path: str | None = loss_option(None, metavar="FUNCTION", needs=("--loss-type=custom_loss",))
+    custom_loss_function_path: str | None = loss_option(
+        None, metavar="FUNCTION", needs=("--loss-type=custom_loss",)
+    )
     """User function that computes the loss from logits."""
     custom_pg_loss_reducer_function_path: str | None = loss_option(None, metavar="FUNCTION")
     """User function that reduces token losses, for example slime_tis.policy.reducers.dr_grpo."""
@@ -45,27 +49,38 @@ class PolicyConfig:
         float | None, Limits(gt=0, le=1_000_000, also=(math.inf,), hint="remove it for --eps-clip")
     ] = loss_option(None, needs=CLIPPING_LOSSES)
     """Upper clip: 1 + eps_clip_high; unset: eps_clip."""
-    eps_clip_c: Annotated[float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")] = loss_option(
+    eps_clip_c: Annotated[
+        float | None, Limits(gt=1, le=1_000_000, hint="remove it for no dual clip")
+    ] = loss_option(
         None, needs=("--policy-loss=ppo", "--policy-loss=aspo", "--policy-loss=experimental_ctpo")
     )
-    """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on aspo's weights (its source: 3)."""
+    """Dual-clip bound on the ratio at negative advantages (TRL's delta), or on aspo's weights (its
+    source: 3)."""
     use_kl_loss: bool = loss_option(False)
     """Add kl_loss_coef times the KL from the reference policy to the loss."""
-    kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.0, needs=("--use-kl-loss",))
+    kl_loss_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(
+        0.0, needs=("--use-kl-loss",)
+    )
     """Coefficient of the KL loss; 0 only reports the KL."""
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option("k1", needs=("--use-kl-loss",))
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = loss_option(
+        "k1", needs=("--use-kl-loss",)
+    )
     """KL estimator, nats per token; low_var_kl is k3 clamped to ±10."""
     use_unbiased_kl: bool = loss_option(False, needs=("--use-kl-loss",))
     """Multiply the KL estimate by the ratio π_θ/π_old (DeepSeek-V3.2)."""
-    rollout_pull_coef: Annotated[float, Limits(ge=0, le=1_000, hint="0.1 is the value of the comparison study")] = (
-        loss_option(0.0)
-    )
+    rollout_pull_coef: Annotated[
+        float, Limits(ge=0, le=1_000, hint="0.1 is the value of the comparison study")
+    ] = loss_option(0.0)
     """Coefficient of (log π_θ - log π_rollout)² of every trained token, also rejected ones."""
     staleness_decay: Annotated[float, Limits(gt=0, le=1)] = loss_option(1.0)
     """Multiply a token's policy loss by this value to the power of its staleness."""
-    sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=sapo",))
+    sapo_tau_pos: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(
+        1.0, needs=("--policy-loss=sapo",)
+    )
     """SAPO's temperature at positive advantages."""
-    sapo_tau_neg: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(1.05, needs=("--policy-loss=sapo",))
+    sapo_tau_neg: Annotated[float, Limits(gt=0, le=1_000)] = loss_option(
+        1.05, needs=("--policy-loss=sapo",)
+    )
     """SAPO's temperature at other advantages."""
     cov_ratio: Annotated[float, Limits(gt=0, le=1)] = loss_option(
         2e-4, needs=("--policy-loss=clip_cov", "--policy-loss=kl_cov")
@@ -79,25 +94,31 @@ class PolicyConfig:
         5.0, needs=("--policy-loss=clip_cov",)
     )
     """Largest selected covariance."""
-    kl_cov_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(1.0, needs=("--policy-loss=kl_cov",))
+    kl_cov_coef: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(
+        1.0, needs=("--policy-loss=kl_cov",)
+    )
     """Coefficient of the KL penalty on selected tokens."""
     experimental_cppo_budget: Annotated[float, Limits(ge=0, le=1)] = loss_option(
         0.02, needs=("--policy-loss=experimental_cppo",)
     )
-    """Mean divergence per token that experimental_cppo allows in the prefix of a token; --eps-clip bounds the token."""
-    dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(0.1, needs=("--policy-loss=dro",))
+    """Mean divergence per token that experimental_cppo allows in the prefix of a token; --eps-clip
+    bounds the token."""
+    dro_beta: Annotated[float, Limits(ge=0, le=1_000)] = loss_option(
+        0.1, needs=("--policy-loss=dro",)
+    )
     """Coefficient β of the quadratic pull to the old policy."""
     entropy_coef: Annotated[float, Limits(ge=-100, le=100)] = loss_option(0.0)
     """Coefficient of the entropy bonus."""
     calculate_per_token_loss: bool = loss_option(False)
-    """Average the loss over all tokens of the global batch, not over samples of their token means."""
+    """Average the loss over all tokens of the global batch, not over samples of their token
+    means."""
     use_opsm: bool = loss_option(False)
     """Mask tokens of negative advantage in sequences that the policy has moved away from (OPSM)."""
     opsm_policy: Literal["rollout", "old"] = loss_option("rollout", needs=("--use-opsm",))
     """Policy that use_opsm compares with π_θ: rollout (paper) or old (slime)."""
-    opsm_delta: Annotated[float | None, Limits(gt=0, le=1_000, hint="remove it for the default")] = loss_option(
-        None, needs=("--use-opsm",)
-    )
+    opsm_delta: Annotated[
+        float | None, Limits(gt=0, le=1_000, hint="remove it for the default")
+    ] = loss_option(None, needs=("--use-opsm",))
     """Bound on the mean log-ratio, nats per token; unset: rollout 0.1, old 1e-4 (slime)."""
     reject_before_advantage: bool = loss_option(False, needs=REJECTS)
     """Exclude rejected samples from their group's baseline; costs a forward pass."""
@@ -106,8 +127,8 @@ class PolicyConfig:
         check_fields(self)
         if self.clip_cov_lower_bound >= self.clip_cov_upper_bound:
             raise ValueError(
-                f"--clip-cov-lower-bound {self.clip_cov_lower_bound} is not below --clip-cov-upper-bound "
-                f"{self.clip_cov_upper_bound}; lower it."
+                f"--clip-cov-lower-bound {self.clip_cov_lower_bound} is not below"
+                f" --clip-cov-upper-bound {self.clip_cov_upper_bound}; lower it."
             )
 
     @property
@@ -135,16 +156,17 @@ COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 """Losses that select tokens by covariance.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", Cui et al.
-(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. Clip-Cov draws its tokens at random among the
-candidates there; here the largest covariances are taken, because a draw would depend on the micro-batches.
+(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. Clip-Cov draws its tokens at
+random among the candidates there; here the largest covariances are taken, because a draw would
+depend on the micro-batches.
 """
 
 
 def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
     """Whether the loss takes log π_old from a forward pass before the rollout's first step.
 
-    With one step per rollout π_old is the policy of the training forward itself, detached; then only a correction
-    that must know something of the global batch beforehand asks for the pass.
+    With one step per rollout π_old is the policy of the training forward itself, detached; then
+    only a correction that must know something of the global batch beforehand asks for the pass.
     """
     return old_policy_name(correction, steps_per_rollout) == "recomputed"
 
@@ -159,23 +181,33 @@ def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int)
     return "recomputed" if early or steps_per_rollout > 1 else "current"
 
 
-def needs_old_log_probs(correction: RolloutCorrectionConfig, steps_per_rollout: int, policy: PolicyConfig) -> bool:
+def needs_old_log_probs(
+    correction: RolloutCorrectionConfig, steps_per_rollout: int, policy: PolicyConfig
+) -> bool:
     """Whether that forward pass is made: for the loss, the mismatch of π_old itself, early rejection or advantages.
 
-    User functions for advantages or the loss get them, too, where they are not the rollout's. Measuring
-    takes none with one step per rollout, where the training forward computes π_old.
+    User functions for advantages or the loss get them, too, where they are not the rollout's.
+    Measuring takes none with one step per rollout, where the training forward computes π_old.
     """
     measures = correction.get_mismatch_metrics and steps_per_rollout > 1
-    has_own_objective = policy.custom_advantage_function_path is not None or policy.loss_type == "custom_loss"
+    has_own_objective = (
+        policy.custom_advantage_function_path is not None or policy.loss_type == "custom_loss"
+    )
     is_given = has_own_objective and not correction.use_rollout_logprobs
     shapes_advantages = policy.reject_before_advantage or policy.has_token_baseline
-    return measures or shapes_advantages or is_given or uses_recomputed_old_policy(correction, steps_per_rollout)
+    return (
+        measures
+        or shapes_advantages
+        or is_given
+        or uses_recomputed_old_policy(correction, steps_per_rollout)
+    )
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
     """Returns whether a micro-batch's correction depends on values of the whole step.
 
-    That is the mean weight of batch normalisation, the limit of second-moment trimming, and adaptive bounds.
+    That is the mean weight of batch normalisation, the limit of second-moment trimming, and
+    adaptive bounds.
     """
     normalizes = correction.use_tis and correction.tis_batch_normalize
     return normalizes or bool(correction.batch_options)
@@ -184,7 +216,7 @@ def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
 def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
     """Whether π_θ/π_old is 1 at every token of every step, so that no clip range has any effect.
 
-    That is so with one optimizer step per rollout where π_old is the policy of that very step: recomputed, or this
-    forward pass itself.
+    That is so with one optimizer step per rollout where π_old is the policy of that very step:
+    recomputed, or this forward pass itself.
     """
     return steps_per_rollout == 1 and old_policy_name(correction, 1) in ("recomputed", "current")

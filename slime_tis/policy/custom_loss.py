@@ -15,7 +15,13 @@ from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.response_tokens import ResponseTokens
 from slime_tis.user_functions import accepted, call, calling, describe, load_user_function
 from slime_tis.user_functions.calling import isolated_global_state
-from slime_tis.user_functions.tensors import call_custom_tis, check_gradient, check_metric_names, check_metrics, kind
+from slime_tis.user_functions.tensors import (
+    call_custom_tis,
+    check_gradient,
+    check_metric_names,
+    check_metrics,
+    kind,
+)
 
 Function = Callable[..., Any]
 
@@ -70,12 +76,13 @@ class CustomTis:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Returns the function's loss [L], accepted tokens bool [L], their number per sequence [S] and metrics [L].
 
-        `loss_L` has a gradient, `log_probs_L` is log π_θ, and `train_log_probs_L` is log π_train, the numerator.
-        Raises CustomFunctionError for invalid results.
+        `loss_L` has a gradient, `log_probs_L` is log π_θ, and `train_log_probs_L` is log π_train,
+        the numerator. Raises CustomFunctionError for invalid results.
         """
         assert tokens.advantages_L is not None
         lengths = tokens.lengths
-        # slime's functions multiply with the mask: log-probs of tokens that were not sampled are 0 there, NaN here
+        # slime's functions multiply with the mask: log-probs of tokens that were not sampled are 0
+        # there, NaN here
         missing_L = (tokens.loss_mask_L <= 0) & ~is_log_prob(tokens.rollout_log_probs_L)
         new_loss_L, masks, metrics = call_custom_tis(
             self.function,
@@ -83,7 +90,9 @@ class CustomTis:
             seed=self.seed + len(self.metric_names),
             pg_loss=loss_L,
             train_log_probs=list(train_log_probs_L.split(lengths)),
-            rollout_log_probs=list(tokens.rollout_log_probs_L.masked_fill(missing_L, 0.0).split(lengths)),
+            rollout_log_probs=list(
+                tokens.rollout_log_probs_L.masked_fill(missing_L, 0.0).split(lengths)
+            ),
             loss_masks=list(tokens.loss_mask_N.split(tokens.response_lengths)),
             total_lengths=list(tokens.total_lengths),
             response_lengths=list(tokens.response_lengths),
@@ -95,7 +104,9 @@ class CustomTis:
             adaptive_bounds=global_batch.adaptive_bounds,
         )
         self.metric_names.append(sorted(metrics))
-        check_metric_names(self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch")
+        check_metric_names(
+            self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch"
+        )
         accepted_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
         return new_loss_L, torch.cat(tokens.slices.slice_list(masks)) > 0, accepted_S, metrics
 
@@ -121,12 +132,11 @@ class CustomLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of a micro-batch, a scalar that is a sum over samples (or tokens), and sums to report.
 
-        Args:
-            tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction rejects.
-            weights_L: Importance weights of the correction: 1 without weights, 0 where masked.
-            sequences: Prompt and response of each sample, int64.
-            logits: [1, L, V] logits that predict the response tokens, with gradient.
-            sum_of_sample_mean: The sum over samples of the mean over their accepted tokens, or over tokens.
+        Args: tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction
+            rejects. weights_L: Importance weights of the correction: 1 without weights, 0 where
+            masked. sequences: Prompt and response of each sample, int64. logits: [1, L, V] logits
+            that predict the response tokens, with gradient. sum_of_sample_mean: The sum over
+            samples of the mean over their accepted tokens, or over tokens.
         """
         batch = loss_batch(tokens, sequences)
         batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))
@@ -134,7 +144,9 @@ class CustomLoss:
         returned = call(self.function, self.args, batch, logits, sum_of_sample_mean, seed=seed)
         name = describe(self.function)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
-            raise CustomFunctionError(f"{name} returned {kind(returned)}; return the tuple (loss, dict of metrics).")
+            raise CustomFunctionError(
+                f"{name} returned {kind(returned)}; return the tuple (loss, dict of metrics)."
+            )
         loss = checked_scalar(returned[0], logits, name, "loss", "logits")
         check_metrics(name, returned[1])
         metrics = {}
@@ -146,7 +158,9 @@ class CustomLoss:
                 raise CustomFunctionError(message) from None
             metrics[key] = torch.tensor(number, dtype=torch.float64, device=logits.device)
         self.metric_names.append(sorted(metrics))
-        check_metric_names(self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch")
+        check_metric_names(
+            self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch"
+        )
         return loss, metrics
 
 
@@ -181,7 +195,8 @@ def reduced_loss(
 ) -> Tensor:
     """Returns the policy loss of a micro-batch, reduced by the user's function.
 
-    `loss_L` has a gradient and is 0 at tokens that are not accepted; `mask_N` are the accepted tokens.
+    `loss_L` has a gradient and is 0 at tokens that are not accepted; `mask_N` are the accepted
+    tokens.
     """
     function = functions.reducer
     assert function is not None
@@ -212,26 +227,37 @@ def token_advantages(
     name, values = describe(function), rollout_data.get("advantages")
     if not isinstance(values, list | tuple) or len(values) != len(lengths):
         raise CustomFunctionError(
-            f"{name} left {kind(values)} as rollout_data['advantages']; leave a list of {len(lengths)} tensors."
+            f"{name} left {kind(values)} as rollout_data['advantages']; leave a list of"
+            f" {len(lengths)} tensors."
         )
     for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
-        if not isinstance(value, Tensor) or value.shape != (length,) or not value.is_floating_point():
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != (length,)
+            or not value.is_floating_point()
+        ):
             raise CustomFunctionError(
-                f"{name} left {kind(value)} as the advantages of sample {index}; leave a float tensor of shape "
-                f"({length},), one value per response token."
+                f"{name} left {kind(value)} as the advantages of sample {index}; leave a float"
+                f" tensor of shape ({length},), one value per response token."
             )
     advantages_L = torch.cat([value.detach().float().to(mask_L.device) for value in values])
     wrong = int((~advantages_L.isfinite() & (mask_L > 0)).sum())
     if wrong:
-        raise CustomFunctionError(f"{name} left {wrong} advantages that are NaN or infinite; leave finite numbers.")
+        raise CustomFunctionError(
+            f"{name} left {wrong} advantages that are NaN or infinite; leave finite numbers."
+        )
     return advantages_L.nan_to_num(0.0, 0.0, 0.0)
 
 
 def checked_scalar(value: Any, source: Tensor, name: str, role: str, source_name: str) -> Tensor:
     """Returns a function's loss as a scalar; raises CustomFunctionError if it is not finite or has no gradient."""
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        raise CustomFunctionError(f"{name} returned {kind(value)} as the {role}; return a scalar tensor.")
+        raise CustomFunctionError(
+            f"{name} returned {kind(value)} as the {role}; return a scalar tensor."
+        )
     check_gradient(name, value, source, source_name, source.grad_fn)
     if source.detach().isfinite().all() and not value.detach().isfinite():
-        raise CustomFunctionError(f"{name} returned {float(value.detach())} as the {role}; return a finite number.")
+        raise CustomFunctionError(
+            f"{name} returned {float(value.detach())} as the {role}; return a finite number."
+        )
     return value.reshape(()).float()

@@ -14,7 +14,12 @@ from torch import Tensor, maximum, minimum, where, zeros_like
 from slime_tis.correction.config import LOG_PROB_LIMIT
 from slime_tis.correction.context_parallel import ONE_RANK, Ranks
 from slime_tis.correction.divergence import binary_tv
-from slime_tis.correction.ratio import FLOAT16_LOG_RATIO_BOUND, LOG_RATIO_BOUND, is_log_prob, safe_exp
+from slime_tis.correction.ratio import (
+    FLOAT16_LOG_RATIO_BOUND,
+    LOG_RATIO_BOUND,
+    is_log_prob,
+    safe_exp,
+)
 from slime_tis.correction.rejection import order_statistic
 from slime_tis.policy.config import PolicyConfig
 
@@ -29,10 +34,11 @@ class TokenLossInputs:
     """log π_old, without gradient."""
     advantages_L: Tensor
     over_sequence: Callable[..., Tensor]
-    """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each whole sequence, at each of its tokens;
-    a collective of the context-parallel ranks."""
+    """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each whole sequence, at
+    each of its tokens; a collective of the context-parallel ranks."""
     prefix_sums: Callable[[Tensor], Tensor]
-    """Sums of [L] values over the accepted tokens of the whole sequence up to each token; such a collective, too."""
+    """Sums of [L] values over the accepted tokens of the whole sequence up to each token; such a
+    collective, too."""
     config: PolicyConfig
     selected_L: Tensor | None = None
     """bool, tokens of a large covariance, for clip_cov and kl_cov."""
@@ -51,8 +57,8 @@ class TokenLossInputs:
 def bounded(log_values: Tensor) -> Tensor:
     """Log-probs, or differences of two, within ±9984: what is beyond comes from a code for minus infinity.
 
-    The gradient is 0 where the bound acts. NaN becomes 0, ±inf the bound; other values keep all bits. float16, which
-    ends at 65504, has a bound of ±512.
+    The gradient is 0 where the bound acts. NaN becomes 0, ±inf the bound; other values keep all
+    bits. float16, which ends at 65504, has a bound of ±512.
     """
     bound = 512.0 if log_values.dtype == torch.float16 else LOG_PROB_LIMIT
     return log_values.nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
@@ -64,7 +70,9 @@ def policy_ratio(log_prob_L: Tensor, old_log_prob_L: Tensor) -> Tensor:
     Source of the bound: verl, core_algos.py, compute_policy_loss_vanilla.
     """
     log_ratio_L = bounded(log_prob_L - old_log_prob_L)
-    if log_prob_L.dtype == torch.float16:  # which has to hold the gradient, also where the ratio is float32
+    if (
+        log_prob_L.dtype == torch.float16
+    ):  # which has to hold the gradient, also where the ratio is float32
         log_ratio_L = log_ratio_L.clamp(-FLOAT16_LOG_RATIO_BOUND, FLOAT16_LOG_RATIO_BOUND)
     return safe_exp(log_ratio_L)
 
@@ -86,9 +94,10 @@ def ppo_clip(
 
         r_t = π_θ / π_old,   L_t = −min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t);   where A_t < 0:  min(L_t, −c A_t)
 
-    Source: "Proximal Policy Optimization Algorithms", Schulman et al. (https://arxiv.org/abs/1707.06347), eq. 7;
-    asymmetric range: "DAPO", Yu et al. (https://arxiv.org/abs/2503.14476), eq. 10; dual clip: "Mastering Complex
-    Control in MOBA Games", Ye et al. (https://arxiv.org/abs/1912.09729), eq. 5.
+    Source: "Proximal Policy Optimization Algorithms", Schulman et al.
+        (https://arxiv.org/abs/1707.06347), eq. 7;
+    asymmetric range: "DAPO", Yu et al. (https://arxiv.org/abs/2503.14476), eq. 10; dual clip:
+    "Mastering Complex Control in MOBA Games", Ye et al. (https://arxiv.org/abs/1912.09729), eq. 5.
 
     Args:
         log_prob_L: log π_θ, with gradient.
@@ -106,28 +115,41 @@ def ppo_clip(
 
 
 def gspo(
-    log_prob_L: Tensor, mean_log_ratio_L: Tensor, advantage_L: Tensor, *, clip_low: float, clip_high: float
+    log_prob_L: Tensor,
+    mean_log_ratio_L: Tensor,
+    advantage_L: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """Sequence-level clipped objective: the ratio is the geometric mean over the sequence.
 
         s = exp(mean_t log(π_θ/π_old)),   s_t = sg(s) π_θ / sg(π_θ),
         L_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t)
 
-    Averaged over the tokens of a sequence, its gradient equals the gradient of −min(s A, clip(s) A); no gradient
-    crosses context-parallel ranks.
+    Averaged over the tokens of a sequence, its gradient equals the gradient of −min(s A, clip(s)
+    A); no gradient crosses context-parallel ranks.
 
-    Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071), eq. 5, 7 and 13.
+    Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071),
+        eq. 5, 7 and 13.
 
-    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the mean over the sequence of log π_θ − log π_old, at each of
-    its tokens, without gradient. The paper's clip ranges are about 3e-4.
+    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the mean over the sequence of log π_θ −
+    log π_old, at each of its tokens, without gradient. The paper's clip ranges are about 3e-4.
     """
     # log π_θ − sg(log π_θ) carries the gradient; inf − inf would be NaN
-    ratio_L = safe_exp(bounded(mean_log_ratio_L) + bounded(log_prob_L) - bounded(log_prob_L.detach()))
+    ratio_L = safe_exp(
+        bounded(mean_log_ratio_L) + bounded(log_prob_L) - bounded(log_prob_L.detach())
+    )
     return _clipped(ratio_L, ratio_L.clamp(1 - clip_low, 1 + clip_high), advantage_L, None)
 
 
 def cispo(
-    log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, clip_low: float, clip_high: float
+    log_prob_L: Tensor,
+    old_log_prob_L: Tensor,
+    advantage_L: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> tuple[Tensor, Tensor]:
     """Clipped importance weights on a policy gradient: a clipped token still has a gradient.
 
@@ -158,7 +180,8 @@ def aspo(
 
     Source: "ASPO", Wang et al. (https://arxiv.org/abs/2510.06062); Archer2.0, core_algos.py.
 
-    Args and returns as `ppo_clip`; `dual_clip` bounds the weight and keeps the gradient, 3 in the source.
+    Args and returns as `ppo_clip`; `dual_clip` bounds the weight and keeps the gradient, 3 in the
+    source.
     """
     log_ratio_L = bounded(log_prob_L.detach() - old_log_prob_L)
     positive_L = advantage_L >= 0
@@ -168,18 +191,26 @@ def aspo(
     ratio_L = safe_exp(log_ratio_L)
     clipped_L = where(positive_L, ratio_L > 1 + clip_high, ratio_L < 1 - clip_low)
     log_prob_L = where(clipped_L, log_prob_L.detach(), log_prob_L)
-    loss_L = -weight_L * advantage_L * policy_ratio(bounded(log_prob_L), bounded(log_prob_L.detach()))
+    loss_L = (
+        -weight_L * advantage_L * policy_ratio(bounded(log_prob_L), bounded(log_prob_L.detach()))
+    )
     return loss_L, clipped_L.to(loss_L.dtype)
 
 
 def sapo(
-    log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, tau_positive: float, tau_negative: float
+    log_prob_L: Tensor,
+    old_log_prob_L: Tensor,
+    advantage_L: Tensor,
+    *,
+    tau_positive: float,
+    tau_negative: float,
 ) -> Tensor:
     """Soft gate instead of a clip: far from ratio 1 the gradient vanishes smoothly.
 
         L_t = −(4/τ) σ(τ (r_t − 1)) A_t,   τ = τ_pos where A_t > 0, else τ_neg
 
-    Source: "Soft Adaptive Policy Optimization", Gao et al. (https://arxiv.org/abs/2511.20347), eq. 5 and 6.
+    Source: "Soft Adaptive Policy Optimization", Gao et al. (https://arxiv.org/abs/2511.20347), eq.
+        5 and 6.
     """
     ratio_L = policy_ratio(log_prob_L, old_log_prob_L)
     tau_L = where(advantage_L > 0, tau_positive, tau_negative)
@@ -192,12 +223,12 @@ def vespo(log_prob_L: Tensor, sequence_log_ratio_L: Tensor, advantage_L: Tensor)
         L_t = −sg(W^k e^{λ(1 − W)}) A_t log π_θ,   log W = clamp(Σ_t log(π_θ/π_old), log 1e-8, 20),
         (k, λ) = (2, 3) where A_t ≥ 0, else (3, 2)
 
-    Source: "VESPO", Shen et al. (https://arxiv.org/abs/2602.10693); k and λ as in TRL, grpo_trainer.py,
+    Source: "VESPO", Shen et al. (https://arxiv.org/abs/2602.10693); k and λ as in TRL,
+        grpo_trainer.py,
     get_gamma_weights.
 
-    Args:
-        log_prob_L: log π_θ, with gradient.
-        sequence_log_ratio_L: Σ_t log(π_θ/π_old), each term clamped to ±20, of the whole sequence at each of its tokens,
+    Args: log_prob_L: log π_θ, with gradient. sequence_log_ratio_L: Σ_t log(π_θ/π_old), each term
+        clamped to ±20, of the whole sequence at each of its tokens,
             without gradient.
         advantage_L: advantages.
     """
@@ -222,13 +253,20 @@ def clip_cov(
     Args and returns as `ppo_clip`; `selected_L` is bool.
     """
     assert selected_L is not None
-    loss_L, clipped_L = ppo_clip(log_prob_L, old_log_prob_L, advantage_L, clip_low=clip_low, clip_high=clip_high)
+    loss_L, clipped_L = ppo_clip(
+        log_prob_L, old_log_prob_L, advantage_L, clip_low=clip_low, clip_high=clip_high
+    )
     dropped_L = selected_L & (clipped_L == 0)
     return where(dropped_L, 0.0, loss_L), where(dropped_L, 1.0, clipped_L)
 
 
 def kl_cov(
-    log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, selected_L: Tensor | None, *, coef: float
+    log_prob_L: Tensor,
+    old_log_prob_L: Tensor,
+    advantage_L: Tensor,
+    selected_L: Tensor | None,
+    *,
+    coef: float,
 ) -> Tensor:
     """−r_t A_t, and β |log r_t| on selected tokens; `config.COVARIANCE_LOSSES` has the source.
 
@@ -259,7 +297,9 @@ class CovarianceLimit:
 
     def candidates(self, log_probs_L: Tensor, advantages_L: Tensor) -> Tensor:
         """c of tokens inside the bounds, −inf elsewhere, float64 [L]."""
-        c_L = (advantages_L.double() - self.mean_advantage) * (log_probs_L.double() - self.mean_log_prob)
+        c_L = (advantages_L.double() - self.mean_advantage) * (
+            log_probs_L.double() - self.mean_log_prob
+        )
         is_candidate_L = is_log_prob(log_probs_L) & (c_L > self.bounds[0]) & (c_L < self.bounds[1])
         return torch.where(is_candidate_L, c_L, -math.inf)
 
@@ -276,15 +316,25 @@ def covariance_limit(
 
     It is made among the tokens of the mask that have a log-prob, of all ranks.
     """
-    bounds = (config.clip_cov_lower_bound, config.clip_cov_upper_bound) if name == "clip_cov" else (-math.inf, math.inf)
+    bounds = (
+        (config.clip_cov_lower_bound, config.clip_cov_upper_bound)
+        if name == "clip_cov"
+        else (-math.inf, math.inf)
+    )
     log_probs_L = torch.where(mask_L > 0, log_probs_L.detach(), math.nan)
     counts_L = is_log_prob(log_probs_L)
     values = torch.stack([torch.ones_like(log_probs_L), advantages_L, log_probs_L]).double()
-    count, advantage, log_prob = ranks.all_reduce(torch.where(counts_L, values, 0.0).flatten(1).sum(1)).unbind()
+    count, advantage, log_prob = ranks.all_reduce(
+        torch.where(counts_L, values, 0.0).flatten(1).sum(1)
+    ).unbind()
     n = count.clamp_min(1)
     zero = torch.zeros_like(n)
     limit = CovarianceLimit(
-        bounds=bounds, mean_advantage=advantage / n, mean_log_prob=log_prob / n, highest=zero, gap=zero + math.inf
+        bounds=bounds,
+        mean_advantage=advantage / n,
+        mean_log_prob=log_prob / n,
+        highest=zero,
+        gap=zero + math.inf,
     )
     c_N = torch.where(counts_L, limit.candidates(log_probs_L, advantages_L), -math.inf).flatten()
     highest = ranks.all_reduce(torch.cat([c_N, c_N.new_full((1,), -math.inf)]).amax(), "max")
@@ -297,17 +347,23 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
 
         s_t = min(Π_{i≤t} π_θ/π_old, e^10), gradient of token t alone;   bounds (1−ε_low)^√t, (1+ε_high)^√t and c^√t
 
-    Source: "Rethinking Importance Sampling in LLM Policy Optimization", Zhang et al. (https://arxiv.org/abs/2605.07331);
-    horizon-llm/CTPO, core_algos.py, cum-token-cumprod-la, whose bounds are e^(−0.025√t) and e^(0.05√t).
+    Source: "Rethinking Importance Sampling in LLM Policy Optimization", Zhang et al.
+        (https://arxiv.org/abs/2605.07331);
+    horizon-llm/CTPO, core_algos.py, cum-token-cumprod-la, whose bounds are e^(−0.025√t) and
+    e^(0.05√t).
     """
     log_prob_L = bounded(x.log_probs_L.detach())
     c = x.config.eps_clip_c
-    prefix_L = x.prefix_sums(bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    prefix_L = x.prefix_sums(
+        bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    )
     highest = FLOAT16_LOG_RATIO_BOUND if log_prob_L.dtype == torch.float16 else 10.0
     # no bound from below, as its authors have it: a small ratio does not overflow
     ratio_L = (prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(highest).exp()
     power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
-    bounded_L = ratio_L.clamp((1 - x.config.eps_clip) ** power_L, (1 + x.config.clip_high) ** power_L)
+    bounded_L = ratio_L.clamp(
+        (1 - x.config.eps_clip) ** power_L, (1 + x.config.clip_high) ** power_L
+    )
     return _clipped(ratio_L, bounded_L, x.advantages_L, None if c is None else c**power_L)
 
 
@@ -320,7 +376,8 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
         L_t = −M_t r_t A_t,   M_t = 1 where A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
         S_t = Σ_{i≤t} w_i D_i,   W_t = Σ_{i≤t} w_i,   D = |π_θ − π_old|,   w_t from 1 at t = 1 to 0.8 at the end
 
-    Source: "Beyond Uniform Token-Level Trust Region", Mao et al. (https://arxiv.org/abs/2606.10968), eq. 8 to 11, with
+    Source: "Beyond Uniform Token-Level Trust Region", Mao et al.
+        (https://arxiv.org/abs/2606.10968), eq. 8 to 11, with
     the binary total variation of its section 4.3. δ is `eps_clip`, δ_b `experimental_cppo_budget`.
     """
     log_prob_L = bounded(x.log_probs_L.detach())
@@ -329,7 +386,9 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     position_L, length_L = x.prefix_sums(one_L), x.over_sequence(one_L, mean=False)
     weight_L = 1 - (1 - CPPO_LOWEST_WEIGHT) * (position_L - 1) / (length_L - 1).clamp_min(1)
     divergence_L = weight_L * binary_tv(log_prob_L, old_log_prob_L)
-    budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (x.prefix_sums(weight_L) - weight_L)
+    budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (
+        x.prefix_sums(weight_L) - weight_L
+    )
     inside_L = (divergence_L <= x.config.eps_clip) & (x.prefix_sums(divergence_L) <= budget_L)
     kept_L = inside_L | (x.advantages_L * (log_prob_L - old_log_prob_L) <= 0)
     loss_L = where(kept_L, -policy_ratio(x.log_probs_L, x.old_log_probs_L) * x.advantages_L, 0.0)
@@ -341,7 +400,8 @@ def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta
 
         L_t = −A_t log π_θ + (β/2) (log π_θ − log π_old)²
 
-    Source: "Kimi k1.5" (https://arxiv.org/abs/2501.12599), section 2.3.2, per token as in verl's and tinker's `dro`.
+    Source: "Kimi k1.5" (https://arxiv.org/abs/2501.12599), section 2.3.2, per token as in verl's
+        and tinker's `dro`.
     """
     return -advantage_L * bounded(log_prob_L) + beta / 2 * _squared(log_prob_L - old_log_prob_L)
 
@@ -363,22 +423,28 @@ def _clipped(
 def reinforce(log_prob_L: Tensor, advantage_L: Tensor) -> Tensor:
     """Policy gradient without clipping: L_t = −A_t log π_θ(t).
 
-    Source: "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", Williams,
+    Source: "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
+        Learning", Williams,
     1992 (https://doi.org/10.1007/BF00992696).
     """
     return -advantage_L * bounded(log_prob_L)
 
 
-def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, ratio_L: Tensor | None = None) -> Tensor:
+def kl_estimate(
+    log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, ratio_L: Tensor | None = None
+) -> Tensor:
     """Estimate of KL(π_θ ‖ π_ref) on tokens sampled from π_θ, or with a ratio from another policy.
 
         d = log π_θ − log π_ref:   k1 = d,   k2 = d²/2,   k3 = e^{−d} + d − 1,   low_var_kl = k3 clamped to [−10, 10]
 
-    With r = π_θ/π_old of tokens sampled from π_old, r·k1 and r·k3 are unbiased.
-    d < −20 counts as −20 in k3, with a gradient of 0: e^{−d} overflows, and d alone would push the policy further away.
+    With r = π_θ/π_old of tokens sampled from π_old, r·k1 and r·k3 are unbiased. d < −20 counts as
+    −20 in k3, with a gradient of 0: e^{−d} overflows, and d alone would push the policy further
+    away.
 
-    Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html); the ratio: "DeepSeek-V3.2"
-    (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the multiplication as in slime's ppo_utils.py.
+    Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html); the
+        ratio: "DeepSeek-V3.2"
+    (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the multiplication as in slime's
+    ppo_utils.py.
 
     Args:
         log_prob_L: log π_θ, with gradient.
@@ -396,7 +462,9 @@ def kl_estimate(log_prob_L: Tensor, reference_log_prob_L: Tensor, kind: str, rat
         raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
     kl_L = estimate(difference_L)
     if ratio_L is not None:
-        largest = torch.finfo(kl_L.dtype).max / 4  # float16 ends at 65504, before the product of both bounds
+        largest = (
+            torch.finfo(kl_L.dtype).max / 4
+        )  # float16 ends at 65504, before the product of both bounds
         kl_L = (ratio_L * kl_L).clamp(-largest, largest)
     return kl_L.clamp(-10, 10) if kind == "low_var_kl" else kl_L
 
@@ -410,7 +478,9 @@ def _k2(difference_L: Tensor) -> Tensor:
 
 
 def _squared(difference_L: Tensor) -> Tensor:
-    bound = 128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT  # float16 cannot hold 256²
+    bound = (
+        128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT
+    )  # float16 cannot hold 256²
     return bounded(difference_L).clamp(-bound, bound).square()
 
 
@@ -441,7 +511,10 @@ LOSSES: dict[str, TokenLoss] = {
         vespo(
             x.log_probs_L,
             x.over_sequence(
-                bounded(x.log_probs_L.detach() - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), mean=False
+                bounded(x.log_probs_L.detach() - x.old_log_probs_L).clamp(
+                    -LOG_RATIO_BOUND, LOG_RATIO_BOUND
+                ),
+                mean=False,
             ),
             x.advantages_L,
         )

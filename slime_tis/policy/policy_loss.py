@@ -2,8 +2,9 @@
 
     LossInputs → policy_loss(inputs, step) → LossOutputs
 
-A micro-batch returns a numerator and a denominator (tokens or sequences); the training engine sums both over all
-micro-batches and ranks and divides once, so the mean is the global batch's for every split.
+A micro-batch returns a numerator and a denominator (tokens or sequences); the training engine sums
+both over all micro-batches and ranks and divides once, so the mean is the global batch's for every
+split.
 
 Shapes: suffix _L the response tokens this rank holds, packed; _S the sequences.
 """
@@ -40,7 +41,15 @@ from slime_tis.policy.losses import (
     policy_ratio,
 )
 from slime_tis.policy.response_tokens import ResponseTokens, expand
-from slime_tis.policy.step_sums import STALENESS, TURN, WORKER, LossReduction, LossTerms, StepSums, sums_by
+from slime_tis.policy.step_sums import (
+    STALENESS,
+    TURN,
+    WORKER,
+    LossReduction,
+    LossTerms,
+    StepSums,
+    sums_by,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,8 @@ class LossOutputs:
     denominator: Tensor
     """int32 scalar: tokens or rollouts; 0 but on context-parallel rank 0."""
     contributing: Tensor
-    """Scalar: tokens with a gradient, the accepted ones, or all of the mask with a pull to the rollout policy."""
+    """Scalar: tokens with a gradient, the accepted ones, or all of the mask with a pull to the
+    rollout policy."""
     sums: StepSums
     """What metrics are computed from."""
     record: "TokenRecord"
@@ -90,7 +100,8 @@ class TokenRecord:
     """log π_old of the loss."""
     entropy_L: Tensor
     weights_L: Tensor
-    """What multiplied the loss, 1 without importance weights and 0 where masked; NaN where a user's function did it."""
+    """What multiplied the loss, 1 without importance weights and 0 where masked; NaN where a user's
+    function did it."""
     accepted_L: Tensor
     """bool, the tokens that count in the loss."""
     measured_log_probs_L: Tensor
@@ -98,12 +109,19 @@ class TokenRecord:
 
     def stack(self) -> Tensor:
         """float32 [L, 6], in the order of the fields."""
-        return torch.stack([getattr(self, field.name).detach().float() for field in fields(self)], 1)
+        return torch.stack(
+            [getattr(self, field.name).detach().float() for field in fields(self)], 1
+        )
 
     @classmethod
     def unstack(cls, values: Tensor) -> "TokenRecord":
         """The inverse of `stack`, but for the types."""
-        return cls(**{field.name: column for field, column in zip(fields(cls), values.unbind(1), strict=True)})
+        return cls(
+            **{
+                field.name: column
+                for field, column in zip(fields(cls), values.unbind(1), strict=True)
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +131,16 @@ class LossStep:
     correction: RolloutCorrectionConfig
     policy: PolicyConfig
     uses_recomputed_old_policy: bool
-    """Whether `old_log_probs_L` gives π_old; otherwise π_old is π_θ of this forward pass, detached."""
+    """Whether `old_log_probs_L` gives π_old; otherwise π_old is π_θ of this forward pass,
+    detached."""
     version: int = 0
     """Of the policy's weights, in optimizer steps."""
     global_batch: GlobalBatch = field(default_factory=GlobalBatch)
-    """The context-parallel ranks, and what is known of the global batch before its first micro-batch."""
+    """The context-parallel ranks, and what is known of the global batch before its first
+    micro-batch."""
     covariance: CovarianceLimit | None = None
-    """The tokens of the global batch that clip_cov or kl_cov select; None selects in each micro-batch."""
+    """The tokens of the global batch that clip_cov or kl_cov select; None selects in each
+    micro-batch."""
     counts: bool = True
     """Whether this rank counts tokens and sequences: one of the context-parallel ranks does."""
     custom: CustomTis | None = None
@@ -139,7 +160,10 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     numerator, sums = objective(inputs, losses, weights_L, sums, step)
     if step.policy.rollout_pull_coef > 0:
         original = _reduction(
-            inputs.tokens.loss_mask_L > 0, corrected.correction.masked_in_per_sequence, inputs.tokens, step
+            inputs.tokens.loss_mask_L > 0,
+            corrected.correction.masked_in_per_sequence,
+            inputs.tokens,
+            step,
         )
         pull = original.sum(rollout_pull(inputs))
         numerator = numerator + step.policy.rollout_pull_coef * pull
@@ -226,7 +250,10 @@ def correct_micro_batch(inputs: LossInputs, step: LossStep) -> CorrectedMicroBat
             ranks=ranks,
         )
     return CorrectedMicroBatch(
-        old_log_probs_L=old_L, train_log_probs_L=train_L, correction=correction, opsm_mask_L=opsm_mask_L
+        old_log_probs_L=old_L,
+        train_log_probs_L=train_L,
+        correction=correction,
+        opsm_mask_L=opsm_mask_L,
     )
 
 
@@ -239,10 +266,18 @@ def objective(
         assert inputs.logits is not None
         if step.correction.corrects:
             tokens = replace(tokens, loss_mask_N=whole_mask(tokens, losses.mask_L, step))
-        loss, metrics = step.custom_loss(tokens, weights_L, inputs.sequences, inputs.logits, reduction.sum)
-        return loss, replace(sums, terms=replace(sums.terms, pg_loss=loss.detach().double()), custom=metrics)
+        loss, metrics = step.custom_loss(
+            tokens, weights_L, inputs.sequences, inputs.logits, reduction.sum
+        )
+        return loss, replace(
+            sums, terms=replace(sums.terms, pg_loss=loss.detach().double()), custom=metrics
+        )
     if step.functions.reducer is None:
-        objective_L = terms.pg_loss - policy.entropy_coef * terms.entropy_loss + policy.kl_loss_coef * terms.kl_loss
+        objective_L = (
+            terms.pg_loss
+            - policy.entropy_coef * terms.entropy_loss
+            + policy.kl_loss_coef * terms.kl_loss
+        )
         return reduction.sum(objective_L), sums
     loss = reduced_loss(
         step.functions,
@@ -260,14 +295,17 @@ def objective(
 def rollout_pull(inputs: LossInputs) -> Tensor:
     """(log π_θ − log π_rollout)² of each token, with gradient, [L]; 0 where one of both is not a log-prob.
 
-    The gradient pulls the policy back to the policy that sampled, also at rejected tokens, whose policy loss has no
-    gradient.
+    The gradient pulls the policy back to the policy that sampled, also at rejected tokens, whose
+    policy loss has no gradient.
 
-    Source: "Kimi K2.5" (https://arxiv.org/abs/2602.02276); prime-rl, src/prime_rl/trainer/rl/loss.py, kl_tau.
+    Source: "Kimi K2.5" (https://arxiv.org/abs/2602.02276); prime-rl,
+        src/prime_rl/trainer/rl/loss.py, kl_tau.
     """
     rollout_L, log_probs_L = inputs.tokens.rollout_log_probs_L, inputs.log_probs_L
     counts_L = is_log_prob(rollout_L) & is_log_prob(log_probs_L.detach())
-    return (torch.where(counts_L, log_probs_L, 0.0) - torch.where(counts_L, rollout_L, 0.0)).square()
+    return (
+        torch.where(counts_L, log_probs_L, 0.0) - torch.where(counts_L, rollout_L, 0.0)
+    ).square()
 
 
 def whole_mask(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor:
@@ -275,18 +313,26 @@ def whole_mask(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) -> Tensor
     return step.global_batch.ranks.over_context(tokens.slices.scatter(mask_L.float()))
 
 
-def applied_weights(tokens: ResponseTokens, correction: Correction[Tensor], step: LossStep) -> Tensor:
+def applied_weights(
+    tokens: ResponseTokens, correction: Correction[Tensor], step: LossStep
+) -> Tensor:
     """Returns the weights [L] that multiply the loss; in bypass mode the correction's weights are only measured."""
     if step.custom is not None and step.correction.corrects:
         return torch.full_like(correction.weights, torch.nan)
     weights_L = correction.weights if step.correction.use_tis else (tokens.loss_mask_L > 0).float()
-    return weights_L if step.policy.staleness_decay == 1 else weights_L * staleness_weights(tokens, step)
+    return (
+        weights_L
+        if step.policy.staleness_decay == 1
+        else weights_L * staleness_weights(tokens, step)
+    )
 
 
 def staleness_weights(tokens: ResponseTokens, step: LossStep) -> Tensor:
     """γ^(v_θ − v) of tokens that weights of version v sampled, float32 [L]; 1 where v is not known (below 0)."""
     age_L = (step.version - tokens.weight_versions_L).clamp_min(0)
-    return torch.where(tokens.weight_versions_L < 0, 1.0, step.policy.staleness_decay ** age_L.double()).float()
+    return torch.where(
+        tokens.weight_versions_L < 0, 1.0, step.policy.staleness_decay ** age_L.double()
+    ).float()
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
@@ -311,8 +357,8 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
     mask_L, accepted_S = corrected.without_opsm(
         correction.mask, correction.accepted_per_sequence, tokens.lengths, ranks
     )
-    # A masked token, or one without a log-prob, gets ratio 1 before any arithmetic: a NaN behind a mask would still
-    # poison the gradient.
+    # A masked token, or one without a log-prob, gets ratio 1 before any arithmetic: a NaN behind a
+    # mask would still poison the gradient.
     counts_L = mask_L & is_log_prob(inputs.log_probs_L.detach())
     log_probs_L = torch.where(counts_L, inputs.log_probs_L, bounded(inputs.log_probs_L.detach()))
     old_L = corrected.old_log_probs_L
@@ -322,7 +368,9 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
             log_probs_L=log_probs_L,
             old_log_probs_L=old_L,
             advantages_L=inputs.advantages_L,
-            over_sequence=partial(over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=ranks),
+            over_sequence=partial(
+                over_sequence, mask_L=mask_L, lengths=tokens.lengths, ranks=ranks
+            ),
             prefix_sums=partial(prefix_sums, mask_L=mask_L, slices=tokens.slices, ranks=ranks),
             config=policy,
             selected_L=selected_tokens(corrected.old_log_probs_L, tokens, step),
@@ -337,9 +385,13 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
             train_log_probs_L=corrected.train_log_probs_L,
             global_batch=step.global_batch,
         )
-        if step.correction.corrects:  # otherwise metrics alone: the loss stays as it was, to the bit
+        if (
+            step.correction.corrects
+        ):  # otherwise metrics alone: the loss stays as it was, to the bit
             loss_L = custom_loss_L
-            mask_L, accepted_S = corrected.without_opsm(custom_mask_L, custom_accepted_S, tokens.lengths, ranks)
+            mask_L, accepted_S = corrected.without_opsm(
+                custom_mask_L, custom_accepted_S, tokens.lengths, ranks
+            )
     elif step.correction.use_tis:
         loss_L = loss_L * correction.weights
     if policy.staleness_decay < 1:
@@ -371,41 +423,58 @@ def token_losses(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossS
     )
 
 
-def _reduction(mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: LossStep) -> LossReduction:
+def _reduction(
+    mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: LossStep
+) -> LossReduction:
     per_token = step.policy.calculate_per_token_loss
     rollouts = range(len(tokens)) if tokens.rollouts is None else tokens.rollouts
     return LossReduction.build(mask_L, counts_S, tokens.lengths, rollouts, per_token=per_token)
 
 
-def selected_tokens(old_log_probs_L: Tensor, tokens: ResponseTokens, step: LossStep) -> Tensor | None:
+def selected_tokens(
+    old_log_probs_L: Tensor, tokens: ResponseTokens, step: LossStep
+) -> Tensor | None:
     """bool [L], the tokens that clip_cov or kl_cov select by log π_old; None for other losses."""
     name, advantages_L = step.correction.policy_loss, tokens.advantages_L
     if name not in COVARIANCE_LOSSES:
         return None
     assert advantages_L is not None
     limit = step.covariance or covariance_limit(
-        old_log_probs_L, advantages_L, tokens.loss_mask_L, step.policy, name, step.global_batch.ranks
+        old_log_probs_L,
+        advantages_L,
+        tokens.loss_mask_L,
+        step.policy,
+        name,
+        step.global_batch.ranks,
     )
     return limit.selects(old_log_probs_L, advantages_L)
 
 
-def over_sequence(values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks) -> Tensor:
+def over_sequence(
+    values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks
+) -> Tensor:
     """Mean or sum over the masked-in tokens of the whole sequence, at each of its tokens on this rank, [L]."""
     owner_L = expand(torch.arange(len(lengths), device=values_L.device), lengths)
-    columns = torch.stack([torch.where(mask_L, values_L, 0.0), mask_L.to(values_L.dtype)], 1).double()
+    columns = torch.stack(
+        [torch.where(mask_L, values_L, 0.0), mask_L.to(values_L.dtype)], 1
+    ).double()
     sums = ranks.over_context(columns.new_zeros(len(lengths), 2).index_add_(0, owner_L, columns))
     result_S = sums[:, 0] / sums[:, 1].clamp_min(1) if mean else sums[:, 0]
     return result_S.to(values_L.dtype).index_select(0, owner_L)
 
 
-def prefix_sums(values_L: Tensor, *, mask_L: Tensor, slices: ResponseSlices, ranks: Ranks) -> Tensor:
+def prefix_sums(
+    values_L: Tensor, *, mask_L: Tensor, slices: ResponseSlices, ranks: Ranks
+) -> Tensor:
     """Sums over the masked-in tokens of the whole sequence up to each token on this rank, [L]."""
     whole_N = ranks.over_context(slices.scatter(torch.where(mask_L, values_L, 0.0).double()))
     sums_N = torch.cat([whole_N[:0], *(part.cumsum(0) for part in whole_N.split(slices.lengths))])
     return slices.slice_flat(sums_N).to(values_L.dtype)
 
 
-def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenLosses, step: LossStep) -> StepSums:
+def step_sums(
+    inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenLosses, step: LossStep
+) -> StepSums:
     """The micro-batch's contribution to the metrics of the step."""
     tokens, masked_in_S = inputs.tokens, corrected.correction.masked_in_per_sequence
     workers_L = tokens.workers_L
@@ -428,7 +497,9 @@ def step_sums(inputs: LossInputs, corrected: CorrectedMicroBatch, losses: TokenL
         old_policy_statistics=old_policy_statistics(inputs, step),
         staleness=sums_by(STALENESS, *compared, step.version - tokens.weight_versions_L),
         turns=sums_by(TURN, *compared, tokens.turns_L),
-        workers=sums_by(WORKER, *compared, torch.zeros_like(tokens.turns_L) if workers_L is None else workers_L),
+        workers=sums_by(
+            WORKER, *compared, torch.zeros_like(tokens.turns_L) if workers_L is None else workers_L
+        ),
         opsm_clipped=opsm_clipped,
         rollout_pull=None,
         custom=dict(zip(measured, custom, strict=True)),
@@ -441,11 +512,13 @@ def training_old_log_probs(inputs: LossInputs) -> Tensor:
     return inputs.log_probs_L.detach() if recomputed_L is None else recomputed_L
 
 
-def measured_log_probs(inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossStep) -> Tensor:
+def measured_log_probs(
+    inputs: LossInputs, corrected: CorrectedMicroBatch, step: LossStep
+) -> Tensor:
     """log π_train [L] that the mismatch metrics compare with the rollout.
 
-    It is that of the weights, or π_old of the training engine with --get-mismatch-metrics: in bypass mode the weights
-    have π_θ, which moves away from the rollout with every step.
+    It is that of the weights, or π_old of the training engine with --get-mismatch-metrics: in
+    bypass mode the weights have π_θ, which moves away from the rollout with every step.
     """
     if step.correction.get_mismatch_metrics:
         return training_old_log_probs(inputs)
@@ -458,7 +531,10 @@ def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
     if not step.correction.get_mismatch_metrics:
         return Statistics.empty(config, tokens.loss_mask_L.device)
     old_L = training_old_log_probs(inputs)
-    known, ranks = (tokens.rollout_log_probs_L, tokens.loss_mask_L), GlobalBatch(ranks=step.global_batch.ranks)
+    known, ranks = (
+        (tokens.rollout_log_probs_L, tokens.loss_mask_L),
+        GlobalBatch(ranks=step.global_batch.ranks),
+    )
     return correct(config, old_L, *known, lengths=tokens.lengths, global_batch=ranks).statistics
 
 

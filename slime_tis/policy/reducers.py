@@ -21,7 +21,8 @@ def dr_grpo(
 
         L = 1/S Σ_i Σ_t mask_it · loss_it / C,    C = --rollout-max-response-len
 
-    The mean over a response's own tokens makes wrong answers that are long cost less than short ones.
+    The mean over a response's own tokens makes wrong answers that are long cost less than short
+    ones.
 
     Source: "Understanding R1-Zero-Like Training: A Critical Perspective", Liu et al.
     (https://arxiv.org/abs/2503.20783), section 3.2.

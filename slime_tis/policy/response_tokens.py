@@ -24,25 +24,31 @@ class ResponseTokens:
     loss_mask_L: Tensor
     """float32: 1 where a token is trained on, 0 on tool output."""
     loss_mask_N: Tensor
-    """The same of the whole responses, which custom functions get; without context parallelism that is all of it."""
+    """The same of the whole responses, which custom functions get; without context parallelism that
+    is all of it."""
     rollout_log_probs_L: Tensor
     """float32 log π_rollout in nats; NaN where the engine gave none."""
     weight_versions_L: Tensor
     """int64: optimizer steps behind the weights that sampled each token."""
     workers_L: Tensor | None = None
-    """int64: index of the server that sampled each token, -1 if unknown; None if no token's is known."""
+    """int64: index of the server that sampled each token, -1 if unknown; None if no token's is
+    known."""
     turns_L: Tensor
-    """int64: number of the run of trained tokens that each token belongs to, from 1 on in each response."""
+    """int64: number of the run of trained tokens that each token belongs to, from 1 on in each
+    response."""
     old_log_probs_L: Tensor | None = None
-    """float32 log π_old in nats, from a forward pass before the rollout's first step; None where none was made."""
+    """float32 log π_old in nats, from a forward pass before the rollout's first step; None where
+    none was made."""
     sum_pi_squared_L: Tensor | None = None
-    """float32 Σ_v π_v² over the vocabulary, of the same pass; None unless the advantages need it."""
+    """float32 Σ_v π_v² over the vocabulary, of the same pass; None unless the advantages need
+    it."""
     ref_log_probs_L: Tensor | None = None
     """float32 log π_ref in nats; None without a KL loss."""
     advantages_L: Tensor | None = None
     """float32; None before rewards are compared."""
     rollouts: tuple[int, ...] | None = None
-    """Number of the rollout to which each response belongs, from 0; None if each response is a separate rollout."""
+    """Number of the rollout to which each response belongs, from 0; None if each response is a
+    separate rollout."""
 
     def __len__(self) -> int:
         """Responses."""
@@ -62,25 +68,33 @@ class ResponseTokens:
         """The responses at the indices `samples`, in that order."""
         slices = self.slices
         tensors: dict[str, Any] = {
-            name: _select(value, slices.starts if name == "loss_mask_N" else slices.local_starts, samples)
+            name: _select(
+                value, slices.starts if name == "loss_mask_N" else slices.local_starts, samples
+            )
             for name, value in self._tensors().items()
         }
         return replace(
             self,
             slices=self.slices.select(samples),
             total_lengths=tuple(self.total_lengths[i] for i in samples),
-            rollouts=None if self.rollouts is None else numbered([self.rollouts[i] for i in samples]),
+            rollouts=(
+                None if self.rollouts is None else numbered([self.rollouts[i] for i in samples])
+            ),
             **tensors,
         )
 
     def to(self, device: torch.device | str) -> Self:
         """The same tokens on another device."""
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self._tensors().items()}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in self._tensors().items()
+        }
         return replace(self, **moved)
 
     def with_advantages(self, per_sample: Sequence[float]) -> Self:
         """The same tokens with every sample's advantage at each of its tokens."""
-        advantages_S = torch.tensor(per_sample, dtype=torch.float64).float()  # beyond float32 it is infinite
+        advantages_S = torch.tensor(
+            per_sample, dtype=torch.float64
+        ).float()  # beyond float32 it is infinite
         return replace(self, advantages_L=expand(advantages_S, self.lengths))
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -113,5 +127,6 @@ def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _select(values: Tensor, starts: Sequence[int], samples: Sequence[int]) -> Tensor:
-    # A view of each chosen response alone: this runs for every micro-batch, over the batch of the whole step.
+    # A view of each chosen response alone: this runs for every micro-batch, over the batch of the
+    # whole step.
     return torch.cat([values[:0], *(values[starts[i] : starts[i + 1]] for i in samples)])

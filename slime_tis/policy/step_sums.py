@@ -41,7 +41,8 @@ class LossTerms:
     entropy_loss: Tensor
     """Entropy of the distribution that the token was predicted from."""
     entropy_gap: Tensor
-    """Entropy plus log π_θ: 0 on average where tokens are drawn from the very distribution they are predicted from."""
+    """Entropy plus log π_θ: 0 on average where tokens are drawn from the very distribution they are
+    predicted from."""
     kl_loss: Tensor
     """Estimate of the KL divergence from the reference policy."""
 
@@ -52,7 +53,9 @@ class LossTerms:
     @classmethod
     def unstack(cls, values: Tensor) -> "LossTerms":
         """The inverse of `stack`."""
-        return cls(**{field.name: value for field, value in zip(fields(cls), values.unbind(), strict=True)})
+        return cls(
+            **{field.name: value for field, value in zip(fields(cls), values.unbind(), strict=True)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,8 @@ class StepSums:
     terms: LossTerms
     """Numerators over accepted tokens or sequences, of this rank's tokens."""
     loss_denominator: Tensor
-    """Accepted tokens, or rollouts that have any. This and the next three are 0 but on context-parallel rank 0."""
+    """Accepted tokens, or rollouts that have any. This and the next three are 0 but on
+    context-parallel rank 0."""
     original_denominator: Tensor
     """The same before rejection."""
     accepted_tokens: Tensor
@@ -79,13 +83,14 @@ class StepSums:
     workers: Tensor
     """[buckets, 4] the same by rollout server."""
     opsm_clipped: Tensor | None
-    """Numerator over `original_denominator` of the share that off-policy sequence masking omits; None where it is
-    off."""
+    """Numerator over `original_denominator` of the share that off-policy sequence masking omits;
+    None where it is off."""
     rollout_pull: Tensor | None
-    """Numerator over `original_denominator` of the pull to the rollout policy; None where it is off."""
+    """Numerator over `original_denominator` of the pull to the rollout policy; None where it is
+    off."""
     custom: dict[str, Tensor]
-    """Numerators of the metrics that a custom function returned: over `original_denominator` of a custom correction,
-    over `loss_denominator` of a custom loss."""
+    """Numerators of the metrics that a custom function returned: over `original_denominator` of a
+    custom correction, over `loss_denominator` of a custom loss."""
 
     def merge(self, other: "StepSums") -> "StepSums":
         """The sums of two micro-batches together."""
@@ -110,38 +115,58 @@ class StepSums:
     def _tensors(self) -> list[Tensor]:
         """Everything that is added over micro-batches and ranks."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [*own, *vars(self.terms).values(), *(self.custom[name] for name in sorted(self.custom))]
+        return [
+            *own,
+            *vars(self.terms).values(),
+            *(self.custom[name] for name in sorted(self.custom)),
+        ]
 
     def _with_tensors(self, values: Sequence[Tensor]) -> "StepSums":
         rest = iter(values)
-        own: dict[str, Any] = {name: next(rest) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        own: dict[str, Any] = {
+            name: next(rest) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         terms = LossTerms(**{name: next(rest) for name in vars(self.terms)})
-        return replace(self, **own, terms=terms, custom=dict(zip(sorted(self.custom), rest, strict=True)))
+        return replace(
+            self, **own, terms=terms, custom=dict(zip(sorted(self.custom), rest, strict=True))
+        )
 
 
-def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: PolicyConfig) -> dict[str, float]:
+def step_metrics(
+    sums: StepSums, correction: RolloutCorrectionConfig, policy: PolicyConfig
+) -> dict[str, float]:
     """The metrics of one optimizer step, without the prefix train/, from sums of all micro-batches and ranks."""
     terms = sums.terms.stack() / sums.loss_denominator.clamp_min(1)
     metrics = dict(zip((field.name for field in fields(LossTerms)), terms.tolist(), strict=True))
     metrics["loss"] = (
-        metrics["pg_loss"] - policy.entropy_coef * metrics["entropy_loss"] + policy.kl_loss_coef * metrics["kl_loss"]
+        metrics["pg_loss"]
+        - policy.entropy_coef * metrics["entropy_loss"]
+        + policy.kl_loss_coef * metrics["kl_loss"]
     )
     if sums.rollout_pull is not None:
-        metrics["loss"] += policy.rollout_pull_coef * float(sums.rollout_pull / sums.loss_denominator.clamp_min(1))
+        metrics["loss"] += policy.rollout_pull_coef * float(
+            sums.rollout_pull / sums.loss_denominator.clamp_min(1)
+        )
     if policy.loss_type == "custom_loss":
         metrics["loss"] = metrics["pg_loss"]
     if not policy.use_kl_loss:
         del metrics["kl_loss"]
     metrics |= sums.statistics.metrics()
-    metrics["gradient_kept_fraction"] = float(sums.accepted_tokens / sums.masked_in_tokens.clamp_min(1))
+    metrics["gradient_kept_fraction"] = float(
+        sums.accepted_tokens / sums.masked_in_tokens.clamp_min(1)
+    )
     if correction.get_mismatch_metrics:
         of_old_policy = sums.old_policy_statistics.metrics()
-        metrics |= {name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"}
+        metrics |= {
+            name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"
+        }
     metrics |= metrics_by(STALENESS, sums.staleness) | metrics_by(TURN, sums.turns)
     metrics |= worst_worker(sums.workers)
     original = sums.original_denominator.clamp_min(1)
     # The function of a custom loss reduces its metrics itself, over accepted tokens.
-    custom_denominator = sums.loss_denominator.clamp_min(1) if policy.loss_type == "custom_loss" else original
+    custom_denominator = (
+        sums.loss_denominator.clamp_min(1) if policy.loss_type == "custom_loss" else original
+    )
     if sums.rollout_pull is not None:
         metrics["rollout_pull"] = float(sums.rollout_pull / original)
     if sums.opsm_clipped is not None:
@@ -152,7 +177,14 @@ def step_metrics(sums: StepSums, correction: RolloutCorrectionConfig, policy: Po
 
 
 RESERVED = (
-    *("grad_norm", "lr", "loss_denominator", "old_log_prob_forwards", "skipped_steps", "nonfinite_gradient_steps"),
+    *(
+        "grad_norm",
+        "lr",
+        "loss_denominator",
+        "old_log_prob_forwards",
+        "skipped_steps",
+        "nonfinite_gradient_steps",
+    ),
     *("loss_scale", "overflow_steps"),
 )
 """Metrics of a step that the learner adds."""
@@ -181,7 +213,13 @@ class LossReduction:
 
     @classmethod
     def build(
-        cls, mask_L: Tensor, counts_S: Tensor, lengths: Sequence[int], rollouts: Sequence[int], *, per_token: bool
+        cls,
+        mask_L: Tensor,
+        counts_S: Tensor,
+        lengths: Sequence[int],
+        rollouts: Sequence[int],
+        *,
+        per_token: bool,
     ) -> "LossReduction":
         """The reduction over the tokens of a mask on this rank.
 
@@ -195,10 +233,15 @@ class LossReduction:
         if per_token:
             return cls(mask_L.float(), counts_S.sum())
         rollout_S = torch.tensor(rollouts, dtype=torch.int64).to(counts_S.device, non_blocking=True)
-        counts_R = counts_S.new_zeros(max(rollouts, default=-1) + 1).index_add_(0, rollout_S, counts_S)
+        counts_R = counts_S.new_zeros(max(rollouts, default=-1) + 1).index_add_(
+            0, rollout_S, counts_S
+        )
         # A rollout without tokens has no token of the mask that its factor would reach.
         inverse_S = (1 / counts_R.clamp_min(1)).float()[rollout_S]
-        return cls(torch.where(mask_L, expand(inverse_S, lengths), 0.0), (counts_R > 0).sum().to(counts_S.dtype))
+        return cls(
+            torch.where(mask_L, expand(inverse_S, lengths), 0.0),
+            (counts_R > 0).sum().to(counts_S.dtype),
+        )
 
     def sum(self, term_L: Tensor) -> Tensor:
         """Σ scale · term, with gradient; a masked token contributes nothing, for every value of its term."""
@@ -220,12 +263,20 @@ class Breakdown:
     """The first number of each bucket but the first one."""
 
 
-STALENESS = Breakdown(name="staleness", buckets=("0", "1", "2", "3_to_4", "5_to_8", "9_or_more"), first=(1, 2, 3, 5, 9))
+STALENESS = Breakdown(
+    name="staleness",
+    buckets=("0", "1", "2", "3_to_4", "5_to_8", "9_or_more"),
+    first=(1, 2, 3, 5, 9),
+)
 """Optimizer steps between the weights that sampled a token and the trained weights."""
-TURN = Breakdown(name="turn", buckets=("1", "2", "3", "4", "5_to_8", "9_or_more"), first=(2, 3, 4, 5, 9))
+TURN = Breakdown(
+    name="turn", buckets=("1", "2", "3", "4", "5_to_8", "9_or_more"), first=(2, 3, 4, 5, 9)
+)
 """Number of the turn that a token belongs to."""
 MAX_WORKERS = 256
-WORKER = Breakdown(name="worker", buckets=tuple(map(str, range(MAX_WORKERS))), first=tuple(range(1, MAX_WORKERS)))
+WORKER = Breakdown(
+    name="worker", buckets=tuple(map(str, range(MAX_WORKERS))), first=tuple(range(1, MAX_WORKERS))
+)
 """Index of the rollout server that sampled a token; the last bucket has all further servers."""
 MIN_WORKER_TOKENS = 30
 """Smallest number of tokens by which a server is judged."""
@@ -235,7 +286,11 @@ SMALLEST_DIFFERENCE = 1e-6
 
 @torch.no_grad()
 def sums_by(
-    by: Breakdown, train_log_probs_L: Tensor, rollout_log_probs_L: Tensor, loss_mask_L: Tensor, number_L: Tensor
+    by: Breakdown,
+    train_log_probs_L: Tensor,
+    rollout_log_probs_L: Tensor,
+    loss_mask_L: Tensor,
+    number_L: Tensor,
 ) -> Tensor:
     """Sums over the tokens of each bucket: count, Δ, e^Δ − 1 and |Δ|, with Δ = log π_train − log π_rollout.
 
@@ -265,7 +320,9 @@ def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
     for name, (count, log_ratio, ratio_minus_1, difference) in zip(by.buckets, rows, strict=True):
         if count:
             metrics[f"mismatch_kl_{by.name}_{name}"] = -log_ratio / count
-            metrics[f"mismatch_k3_kl_{by.name}_{name}"] = max(ratio_minus_1 - log_ratio, 0.0) / count
+            metrics[f"mismatch_k3_kl_{by.name}_{name}"] = (
+                max(ratio_minus_1 - log_ratio, 0.0) / count
+            )
             metrics[f"train_rollout_logprob_abs_diff_{by.name}_{name}"] = difference / count
             metrics[f"token_fraction_{by.name}_{name}"] = count / total
     return metrics

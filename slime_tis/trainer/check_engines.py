@@ -1,12 +1,13 @@
 """Compares both engines on a few answers before training relies on them (`--check-engines`).
 
-The rollout engine answers some prompts with the options of training, and the training engine scores the answers by the
-same weights: Δ = log π_train − log π_rollout of every sampled token. A mean |Δ| above `max_gap`, which precision
-explains, or a pattern that precision does not make starts the search for the cause. After the first weight update
-SGLang answers the same prompts again: a prefix cache with states of older weights raises mean |Δ| then.
+The rollout engine answers some prompts with the options of training, and the training engine scores
+the answers by the same weights: Δ = log π_train − log π_rollout of every sampled token. A mean |Δ|
+above `max_gap`, which precision explains, or a pattern that precision does not make starts the
+search for the cause. After the first weight update SGLang answers the same prompts again: a prefix
+cache with states of older weights raises mean |Δ| then.
 
-At one position of an answer to each prompt the likeliest next tokens of both engines are compared too
-(`analysis.diagnosis.top_tokens`), which needs no reference and shows settings of the sampler.
+At one position of an answer to each prompt the likeliest next tokens of both engines are compared
+too (`analysis.diagnosis.top_tokens`), which needs no reference and shows settings of the sampler.
 """
 
 import sys
@@ -49,7 +50,8 @@ MAX_PROVEN_BYTES = 1 << 30
 GROWTH, SMALL = 3.0, 1e-4
 """After an update mean |Δ| may grow by this factor and by this number of nats."""
 MARGIN = 0.5
-"""Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in bf16 or fp8."""
+"""Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in
+bf16 or fp8."""
 MAX_LAYER_ERROR, MAX_LOW_PRECISION_ERROR = 1e-3, 0.2
 """Largest difference of hidden states relative to their norm, in fp32 and in lower precision."""
 HARMLESS = ("healthy", "rounding")
@@ -88,7 +90,8 @@ class EngineCheck:
     path: Path
     """Dump of the answers if the engines disagree."""
     repeats: bool
-    """Whether to compare again after the first weight update: the engine has a cache of prefixes."""
+    """Whether to compare again after the first weight update: the engine has a cache of
+    prefixes."""
     gap: float | None = field(default=None, init=False)
     """Mean |Δ| before the first step, nats; None before the check."""
 
@@ -98,16 +101,23 @@ class EngineCheck:
         Raises:
             ValueError: They disagree, and the mode is stop.
         """
-        prompts = [prompt for prompt in self.prompts if len(prompt.token_ids) <= MAX_PROMPT_TOKENS][:PROMPTS]
+        prompts = [prompt for prompt in self.prompts if len(prompt.token_ids) <= MAX_PROMPT_TOKENS][
+            :PROMPTS
+        ]
         self.repeats &= self.mode != "off" and bool(prompts)
         if self.mode == "off":
             return []
         if not prompts:
-            return [f"the engines are not compared: no prompt of at most {MAX_PROMPT_TOKENS} tokens is known"]
+            return [
+                f"the engines are not compared: no prompt of at most {MAX_PROMPT_TOKENS} tokens is"
+                " known"
+            ]
         self.prompts = prompts
         if (compared := self._compare()) is None:
             self.repeats = False
-            return self._alarm("the rollout engine gave no answer before the first step; check its log.")
+            return self._alarm(
+                "the rollout engine gave no answer before the first step; check its log."
+            )
         samples, table, gap = compared
         self.gap, tokens = gap, sum(sample.response_length for sample in samples)
         size = f"mean abs(Δ) is {gap:.2g} nats over {tokens} tokens of {len(samples)} answers"
@@ -124,8 +134,13 @@ class EngineCheck:
         if fault.is_in_training and parallel.pipeline_size * parallel.context_size == 1:
             layer = first_different_layer(self.learner, samples[0])
         checkpoint = self.learner.engine.config.hf_checkpoint
-        command = f"`slime-tis diagnose {self.path} --hf-checkpoint {checkpoint}` scores the answers again."
-        message = f"the engines disagree before the first step: {size}. {fault.sentence}{layer} {command}"
+        command = (
+            f"`slime-tis diagnose {self.path} --hf-checkpoint {checkpoint}` scores the answers"
+            " again."
+        )
+        message = (
+            f"the engines disagree before the first step: {size}. {fault.sentence}{layer} {command}"
+        )
         return self._alarm(message, stops=fault.is_certain)
 
     def after_update(self) -> list[str]:
@@ -138,9 +153,10 @@ class EngineCheck:
         if compared is None or (gap := compared[2]) <= GROWTH * self.gap + SMALL:
             return []
         return self._alarm(
-            f"mean abs(Δ) on the same prompts is {gap:.2g} nats after the first weight update and was {self.gap:.2g} "
-            "before. The rollout engine has a stale prefix cache, or a server missed the update: flush the cache at "
-            "every update, and compare the weights with --check-weight-sync."
+            f"mean abs(Δ) on the same prompts is {gap:.2g} nats after the first weight update and"
+            f" was {self.gap:.2g} before. The rollout engine has a stale prefix cache, or a server"
+            " missed the update: flush the cache at every update, and compare the weights with"
+            " --check-weight-sync."
         )
 
     def _alarm(self, message: str, *, stops: bool = True) -> list[str]:
@@ -165,7 +181,9 @@ class EngineCheck:
     def _sampling(self) -> Sampling:
         options = self.learner.rollout
         length = min(RESPONSE_TOKENS, options.rollout_max_response_len)
-        return replace(training_sampling(options), n_samples=SAMPLES_PER_PROMPT, max_response_len=length)
+        return replace(
+            training_sampling(options), n_samples=SAMPLES_PER_PROMPT, max_response_len=length
+        )
 
     def _scores(self, samples: Sequence[Sample], size: int = 1) -> tuple[list[list[float]], float]:
         """Training's log-probs of each response, and mean |Δ|; a collective."""
@@ -175,7 +193,10 @@ class EngineCheck:
         rows: list[list[float]] = []
         if parallel.is_last_stage:
             log_probs_N = parallel.ranks.over_context(tokens.slices.scatter(log_probs_L))
-            rows = [row.tolist() for row in log_probs_N.split([sample.response_length for sample in samples])]
+            rows = [
+                row.tolist()
+                for row in log_probs_N.split([sample.response_length for sample in samples])
+            ]
         return parallel.broadcast_from_last_stage(rows), comparison.gap
 
     def _top_tokens(self, samples: Sequence[Sample], noise: float) -> TopTokens | None:
@@ -203,7 +224,9 @@ class EngineCheck:
         if not responses:
             return None
         trained = iter(self._scores(responses, TOP_TOKENS)[0])
-        positions = [Position(text, {token: next(trained)[0] for token in top}, top) for text, top in found]
+        positions = [
+            Position(text, {token: next(trained)[0] for token in top}, top) for text, top in found
+        ]
         return compare_top_tokens(positions, noise)
 
     def _fault(self, table: TokenTable, top: TopTokens | None, *, is_large: bool) -> Fault | None:
@@ -217,7 +240,10 @@ class EngineCheck:
         title = CAUSES[top.cause][0] if top is not None and top.cause else finding.title
         sentence, is_proven, engine = f"The likely cause: {title}.", is_shown, ""
         checkpoint = Path(self.learner.engine.config.hf_checkpoint)
-        if sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) <= MAX_PROVEN_BYTES:
+        if (
+            sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+            <= MAX_PROVEN_BYTES
+        ):
             try:
                 own = table.of_worker(diagnosis.server) if diagnosis.server else table
                 _, proof = prove(own, str(checkpoint))
@@ -226,14 +252,20 @@ class EngineCheck:
             else:
                 if proof.causes == ("rounding",) and not (is_large or is_shown):
                     return None
-                sentence = f"{sentence} {proof.sentence}" if diagnosis.server or not proof.causes else proof.sentence
+                sentence = (
+                    f"{sentence} {proof.sentence}"
+                    if diagnosis.server or not proof.causes
+                    else proof.sentence
+                )
                 is_proven, engine = is_shown or proof.is_proven, proof.engine
         if top is not None:
             sentence = f"{sentence} The likeliest tokens: {top.evidence}."
         with suppress(OSError, ValueError):
             check_replaceable(self.path)
             write(self.path, table)
-        return Fault(sentence=sentence, is_certain=is_large or is_proven, is_in_training=engine == "training")
+        return Fault(
+            sentence=sentence, is_certain=is_large or is_proven, is_in_training=engine == "training"
+        )
 
 
 @contextmanager
@@ -276,6 +308,15 @@ def first_different_layer(learner: Learner, sample: Sample) -> str:
         rows = min(len(own), len(exact))  # a packed row may end with filler
         error = float((own[:rows] - exact[:rows]).norm() / exact[:rows].norm())
         if not error <= bound:
-            name = f"after layer {number - 1} of {len(trained) - 1} (from 0)" if number else "of the embedding"
-            return f" The hidden states {name} are the first that differ from transformers': {error:.1%} of their norm."
-    return " All hidden states agree with transformers': the final norm or the output layer differs."
+            name = (
+                f"after layer {number - 1} of {len(trained) - 1} (from 0)"
+                if number
+                else "of the embedding"
+            )
+            return (
+                f" The hidden states {name} are the first that differ from transformers':"
+                f" {error:.1%} of their norm."
+            )
+    return (
+        " All hidden states agree with transformers': the final norm or the output layer differs."
+    )

@@ -73,7 +73,9 @@ def find_resume_point(
     config: MegatronConfig, options: dict[str, Any], *, is_main: bool
 ) -> tuple[Path, TrainerState] | None:
     """Returns the latest complete checkpoint under --load and its state, or None; a collective."""
-    latest = None if config.load is None else sharded_checkpoint.latest_complete_checkpoint(config.load)
+    latest = (
+        None if config.load is None else sharded_checkpoint.latest_complete_checkpoint(config.load)
+    )
     if latest is None:
         return None
     newest, damaged = latest
@@ -114,7 +116,9 @@ class Checkpointer:
         sharded_checkpoint.load(path, learner.engine)
         learner.step = state.step
         learner.engine.keep_token_budget(state.token_budget)
-        if state.first_accuracy is not None and not changed(state.options, options, EVALUATION_OPTIONS):
+        if state.first_accuracy is not None and not changed(
+            state.options, options, EVALUATION_OPTIONS
+        ):
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
         save = self.config.save
@@ -123,20 +127,28 @@ class Checkpointer:
             self.saved_step = state.step
         sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
-        if state.sampler_weight_version != state.step and same_engine and sampler.can_checkpoint_weights:
+        if (
+            state.sampler_weight_version != state.step
+            and same_engine
+            and sampler.can_checkpoint_weights
+        ):
             sampler.load_weights(path, state.sampler_weight_version)
             updates.load_samples(path, state.sampler_weight_version)
         else:
             self.weights.send()
         if learner.parallel.is_main:
-            if resumes_there:  # a killed run may have skipped this, and this run may have nothing to save
+            if (
+                resumes_there
+            ):  # a killed run may have skipped this, and this run may have nothing to save
                 sharded_checkpoint.remove_older(path, self.run_id, self.config.save_retain)
             print(f"resumed from {path}, after step {state.step}", flush=True)
             difference = changed_options(state.options, options)
             if difference:
                 print(f"options changed since then: {difference}", flush=True)
 
-    def rollouts_in_flight(self, path: Path, state: TrainerState, sizes: ModelSizes) -> list[FinishedBatch]:
+    def rollouts_in_flight(
+        self, path: Path, state: TrainerState, sizes: ModelSizes
+    ) -> list[FinishedBatch]:
         """Returns the complete rollouts of a checkpoint that are not trained on; none if they would be others now."""
         if not state.in_flight:
             return []
@@ -144,7 +156,11 @@ class Checkpointer:
         is_main = self.weights.learner.parallel.is_main
         if different:
             if is_main:
-                print(f"rollouts in flight are sampled again: {', '.join(map(flag, different))} changed", flush=True)
+                print(
+                    f"rollouts in flight are sampled again: {', '.join(map(flag, different))}"
+                    " changed",
+                    flush=True,
+                )
             return []
         batches = load_batches(path / IN_FLIGHT, len(state.in_flight), sizes)
         if not is_main:  # as after sampling, rank 0 has the experts
@@ -157,7 +173,12 @@ class Checkpointer:
 
     def save(self, before_it_counts: Callable[[], object] = lambda: None) -> None:
         """Writes a checkpoint of the position; a collective."""
-        config, position, sampler, updates = self.config, self.position, self.weights.sampler, self.weights.updates
+        config, position, sampler, updates = (
+            self.config,
+            self.position,
+            self.weights.sampler,
+            self.weights.updates,
+        )
         learner, engine = self.weights.learner, self.weights.learner.engine
         assert config.save is not None
         self.check_weights()
@@ -166,9 +187,11 @@ class Checkpointer:
             run=self.run_id,
             step=position.step,
             rollout_id=position.rollout_id,
-            dataset=position.dataset
-            if self.data is None
-            else self.data.checkpoint(position.dataset, position.rollout_id - 1),
+            dataset=(
+                position.dataset
+                if self.data is None
+                else self.data.checkpoint(position.dataset, position.rollout_id - 1)
+            ),
             unfinished=[[to_dict(sample) for sample in group] for group in position.unfinished],
             evaluation_due=self.evaluation.is_overdue,
             sampler_weight_version=sampler.weight_version,
@@ -203,7 +226,9 @@ class Checkpointer:
 
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
         """Returns whether a checkpoint is due after this number of rollouts; never without --save."""
-        return self.config.save is not None and is_due(self.config.save_interval, rollout_id, num_rollout)
+        return self.config.save is not None and is_due(
+            self.config.save_interval, rollout_id, num_rollout
+        )
 
     def save_before_stopping(self) -> str:
         """Saves the position, unless it is saved already; returns a message that names the directory."""
@@ -216,7 +241,10 @@ class Checkpointer:
             return f"Nothing was saved, since the weights are not finite. {self._newest()}"
         if self.saved_step != step:
             self.save()
-        return f"The run stops after step {step}, saved under {save}; the same command with --load {save} resumes."
+        return (
+            f"The run stops after step {step}, saved under {save}; the same command with --load"
+            f" {save} resumes."
+        )
 
     def check_weights(self) -> None:
         """Raises CheckpointError if a weight is not finite, before it replaces good ones; a collective."""
@@ -228,4 +256,8 @@ class Checkpointer:
 
     def _newest(self) -> str:
         earlier = [] if self.config.save is None else checkpoints(self.config.save)
-        return f"The latest checkpoint is {earlier[-1]}." if earlier else "There is no earlier checkpoint."
+        return (
+            f"The latest checkpoint is {earlier[-1]}."
+            if earlier
+            else "There is no earlier checkpoint."
+        )

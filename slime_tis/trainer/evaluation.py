@@ -37,10 +37,12 @@ class Evaluation:
     """Evaluates the policy on the held-out prompt sets and stores the first and the last accuracy."""
 
     prompts: dict[str, list[Prompt]]
-    """Prompts by the name of their set; the accuracy of the first set is the accuracy of the run."""
+    """Prompts by the name of their set; the accuracy of the first set is the accuracy of the
+    run."""
     reward: Callable[[list[Sample]], list[float]]
     logs: Callable[[int, Mapping[str, Sequence[Sample]]], bool]
-    """Calls the user's log function with the rollout's number and the answers; returns whether to log metrics."""
+    """Calls the user's log function with the rollout's number and the answers; returns whether to
+    log metrics."""
     config: RolloutConfig
     engine: TrainingEngine
     build_engine: Callable[[], RolloutEngine]
@@ -93,7 +95,9 @@ class Evaluation:
     def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
         sampling, concurrency = evaluation_sampling(self.config), self.config.generate_concurrency
         function = None if self.generate is None else self.generate.bind(sampling, evaluation=True)
-        groups = engine.submit(prompts, sampling, 0, function=function, concurrency=concurrency).result()
+        groups = engine.submit(
+            prompts, sampling, 0, function=function, concurrency=concurrency
+        ).result()
         if function is not None:
             mark_failed_samples(groups)
         assign_rewards(groups, self.reward)
@@ -110,7 +114,10 @@ def load_evaluation_prompts(
         "tool_key": config.eval_tool_key,
     }
     options = prompt_options(config) | {name: key for name, key in keys.items() if key is not None}
-    return {name: load_prompts(path, tokenizer, sizes=sizes, **options) for name, path in config.eval_prompt_sets}
+    return {
+        name: load_prompts(path, tokenizer, sizes=sizes, **options)
+        for name, path in config.eval_prompt_sets
+    }
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -118,7 +125,11 @@ def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     answers = by_rollout(samples)
     return {
         "accuracy": sum(map(rollout_reward, answers)) / len(answers),
-        "response_length": sum(sample.effective_response_length for sample in samples) / len(answers),
-        "truncated_fraction": sum(has_status(answer, SampleStatus.TRUNCATED) for answer in answers) / len(answers),
+        "response_length": (
+            sum(sample.effective_response_length for sample in samples) / len(answers)
+        ),
+        "truncated_fraction": (
+            sum(has_status(answer, SampleStatus.TRUNCATED) for answer in answers) / len(answers)
+        ),
         **{f"reward/{key}": value for key, value in mean_parts(samples).items()},
     }

@@ -1,7 +1,7 @@
 """Turns scored samples into optimizer steps and their metrics.
 
-samples → advantages, once per rollout
-for each step: batch → old log-probs if needed → correction of the global batch → policy loss → optimizer step
+samples → advantages, once per rollout for each step: batch → old log-probs if needed → correction
+of the global batch → policy loss → optimizer step
 """
 
 import math
@@ -37,12 +37,24 @@ from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, Toke
 from slime_tis.policy.step_sums import StepSums, mismatch, mismatch_metrics, step_metrics
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
-from slime_tis.trainer.megatron.batch import TrainingBatch, assign_together, fixed_partition, shard, unshard
+from slime_tis.trainer.megatron.batch import (
+    TrainingBatch,
+    assign_together,
+    fixed_partition,
+    shard,
+    unshard,
+)
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
 from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
 from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.step_inputs import Step, advantages_of, training_batch, user_batch, with_token_baseline
+from slime_tis.trainer.step_inputs import (
+    Step,
+    advantages_of,
+    training_batch,
+    user_batch,
+    with_token_baseline,
+)
 from slime_tis.trainer.token_gradients import TokenGradients
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names
@@ -50,7 +62,8 @@ from slime_tis.user_functions.tensors import check_metric_names
 WITH_REPLAY, WITHOUT_REPLAY = "with_replay", "without_replay"
 """Metric prefixes of the two passes that `--measure-routing-mismatch` compares."""
 DIFFERENCE = "routing_difference"
-"""Share of tokens that the training router would send to other experts; per-layer values append the layer's name."""
+"""Share of tokens that the training router would send to other experts; per-layer values append the
+layer's name."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +76,9 @@ class Learner:
     rollout: RolloutConfig
     steps_per_rollout: int
     custom_tis: Callable[..., Any] | None = None
-    functions: ObjectiveFunctions = field(default_factory=lambda: ObjectiveFunctions(args=Namespace()))
+    functions: ObjectiveFunctions = field(
+        default_factory=lambda: ObjectiveFunctions(args=Namespace())
+    )
     dump: TrainDump | None = None
     """Records the tokens of every step; set on all ranks or on none."""
     after_step: Callable[[], None] = lambda: None
@@ -88,12 +103,18 @@ class Learner:
         rollouts = [rollout for group in groups for rollout in by_rollout(group)]
         size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
-        steps = [self._prepare(rollouts[start : start + size]) for start in range(0, len(rollouts), size)]
+        steps = [
+            self._prepare(rollouts[start : start + size]) for start in range(0, len(rollouts), size)
+        ]
         accepted = None
         if self.policy.reject_before_advantage:
             accepted = [keep for step in steps for keep in self._accepted(step)]
-        elif self.rollout.max_weight_staleness is not None:  # stale samples do not count in their group's baseline
-            accepted = [any(map(any, (sample.loss_mask for sample in rollout))) for rollout in rollouts]
+        elif (
+            self.rollout.max_weight_staleness is not None
+        ):  # stale samples do not count in their group's baseline
+            accepted = [
+                any(map(any, (sample.loss_mask for sample in rollout))) for rollout in rollouts
+            ]
         elif any(sample.failure for rollout in rollouts for sample in rollout):
             accepted = [not all(sample.failure for sample in rollout) for rollout in rollouts]
         advantages = iter(advantages_of(groups, accepted, self.policy, user_advantages))
@@ -101,20 +122,31 @@ class Learner:
         local_advantages = []
         for number, step in enumerate(steps):
             step_advantages = per_rollout[number * size : (number + 1) * size]
-            local = shard(step_advantages, self.parallel.data_rank, self.parallel.data_size, step.assigned_together)
+            local = shard(
+                step_advantages,
+                self.parallel.data_rank,
+                self.parallel.data_size,
+                step.assigned_together,
+            )
             local_advantages.append([advantage for rollout in local for advantage in rollout])
         steps = self._with_advantages(steps, local_advantages)
         if self.policy.has_token_baseline and self.parallel.is_last_stage:
             numbers = {group[0].group_index: number for number, group in enumerate(groups)}
             corrections = [self._mask_and_weights(step.batch) for step in steps]
-            steps = with_token_baseline(steps, local_advantages, corrections, numbers, self.parallel.ranks)
+            steps = with_token_baseline(
+                steps, local_advantages, corrections, numbers, self.parallel.ranks
+            )
         rows = []
         for step, sample_advantages in zip(steps, local_advantages, strict=True):
-            rows.append(self._train_step(self._isolate_zero_advantage_groups(step), sample_advantages))
+            rows.append(
+                self._train_step(self._isolate_zero_advantage_groups(step), sample_advantages)
+            )
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 is_finite = self.engine.weights_are_finite()
                 if not is_finite or self.engine.config.nonfinite_gradient == "stop":
-                    message = nonfinite_message(self.step + 1, rows[-1], is_finite, self._token_at_fault)
+                    message = nonfinite_message(
+                        self.step + 1, rows[-1], is_finite, self._token_at_fault
+                    )
                     raise NonFiniteGradient(message, rows)
             self.step += 1
             self.after_step()
@@ -130,7 +162,9 @@ class Learner:
             batch = batch.with_routing(None, None)
         return batch, self.engine.log_probs(batch, fixed_partition(len(samples), size))
 
-    def _with_advantages(self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]) -> list[Step]:
+    def _with_advantages(
+        self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]
+    ) -> list[Step]:
         steps = [
             replace(step, batch=step.batch.with_advantages(values))
             for step, values in zip(steps, advantages, strict=True)
@@ -164,7 +198,9 @@ class Learner:
             assert batch.responses.old_log_probs_L is not None
             correction = self._correct(batch, batch.responses.old_log_probs_L)
             mask_L = correction.mask if self.policy.reject_before_advantage else mask_L
-            weights_L = correction.weights if config.use_tis and self.custom_tis is None else weights_L
+            weights_L = (
+                correction.weights if config.use_tis and self.custom_tis is None else weights_L
+            )
         return mask_L, weights_L
 
     def _seed(self) -> int:
@@ -175,7 +211,11 @@ class Learner:
         policy = self.policy
         is_built_in = self.custom_tis is None and self.functions.loss is None
         is_scaled = is_built_in and self.correction.policy_loss not in ("dro", "kl_cov")
-        return is_scaled and not policy.use_kl_loss and policy.entropy_coef == policy.rollout_pull_coef == 0
+        return (
+            is_scaled
+            and not policy.use_kl_loss
+            and policy.entropy_coef == policy.rollout_pull_coef == 0
+        )
 
     def _isolate_zero_advantage_groups(self, step: Step) -> Step:
         """Moves zero-advantage groups into separate micro-batches, whose backward pass is skipped."""
@@ -185,15 +225,21 @@ class Learner:
             return step
         tokens = step.batch.responses
         assert tokens.advantages_L is not None
-        is_nonzero = [bool(values.any()) for values in tokens.advantages_L.split(list(tokens.lengths))]
-        group_of = dict(zip(step.rollouts, (sample.group_index for sample in step.samples), strict=True))
+        is_nonzero = [
+            bool(values.any()) for values in tokens.advantages_L.split(list(tokens.lengths))
+        ]
+        group_of = dict(
+            zip(step.rollouts, (sample.group_index for sample in step.samples), strict=True)
+        )
         samples: dict[int, list[int]] = {}
         nonzero_groups = set()
         for index, rollout in enumerate(step.rollouts):
             samples.setdefault(rollout, []).append(index)
             if is_nonzero[index]:
                 nonzero_groups.add(group_of[rollout])
-        order = sorted(samples, key=lambda rollout: group_of[rollout] not in nonzero_groups)  # a stable sort
+        order = sorted(
+            samples, key=lambda rollout: group_of[rollout] not in nonzero_groups
+        )  # a stable sort
         partition = [
             sorted(index for position in positions for index in samples[order[position]])
             for positions in fixed_partition(len(order), size)
@@ -208,24 +254,39 @@ class Learner:
             together = assign_together([rollout[0].group_index for rollout in rollouts], size)
         shards = [shard(rollouts, rank, size, together) for rank in range(size)]
         rank_samples = [[sample for rollout in shard for sample in rollout] for shard in shards]
-        numbers = [[number for number, rollout in enumerate(shard) for _ in rollout] for shard in shards]
-        samples, rollout_numbers = rank_samples[self.parallel.data_rank], numbers[self.parallel.data_rank]
+        numbers = [
+            [number for number, rollout in enumerate(shard) for _ in rollout] for shard in shards
+        ]
+        samples, rollout_numbers = (
+            rank_samples[self.parallel.data_rank],
+            numbers[self.parallel.data_rank],
+        )
         partition, load = self.engine.micro_batches(
             [[sample.tokens for sample in samples] for samples in rank_samples],
             [[sample.response_length for sample in samples] for samples in rank_samples],
             numbers,
         )
         recorded, missing = self._with_routing(rank_samples, rollout_numbers)
-        batch = recorded if self.rollout.use_rollout_routing_replay else recorded.with_routing(None, None)
+        batch = (
+            recorded
+            if self.rollout.use_rollout_routing_replay
+            else recorded.with_routing(None, None)
+        )
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         if self.policy.has_token_baseline:
             columns = self._old_log_probs(batch, partition, record=record, sums_squares=True)
-            batch = batch.with_token_values(old_log_probs_L=columns[:, 0], sum_pi_squared_L=columns[:, 1])
+            batch = batch.with_token_values(
+                old_log_probs_L=columns[:, 0], sum_pi_squared_L=columns[:, 1]
+            )
         elif needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
-            batch = batch.with_token_values(old_log_probs_L=self._old_log_probs(batch, partition, record=record))
+            batch = batch.with_token_values(
+                old_log_probs_L=self._old_log_probs(batch, partition, record=record)
+            )
         if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
-                batch = batch.with_token_values(ref_log_probs_L=self.engine.reference_log_probs(batch, partition))
+                batch = batch.with_token_values(
+                    ref_log_probs_L=self.engine.reference_log_probs(batch, partition)
+                )
         return Step(
             samples=samples,
             rollouts=rollout_numbers,
@@ -238,7 +299,9 @@ class Learner:
             samples_without_routing=missing,
         )
 
-    def _with_routing(self, shares: Sequence[Sequence[Sample]], rollouts: Sequence[int]) -> tuple[TrainingBatch, int]:
+    def _with_routing(
+        self, shares: Sequence[Sequence[Sample]], rollouts: Sequence[int]
+    ) -> tuple[TrainingBatch, int]:
         """Returns the batch of this rank's share with its experts, and the number of all samples without them."""
         samples = shares[self.parallel.data_rank]
         batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
@@ -247,7 +310,8 @@ class Learner:
         receive_routing(self.parallel, shares)
         replays_weights = self.rollout.routing_replay_weights
         is_usable = [
-            has_usable_experts(sample, sizes) and (not replays_weights or has_usable_weights(sample))
+            has_usable_experts(sample, sizes)
+            and (not replays_weights or has_usable_weights(sample))
             for sample in samples
         ]
         pairs = list(zip(samples, is_usable, strict=True))
@@ -263,7 +327,9 @@ class Learner:
             assert old_log_probs_L is not None  # computed in _prepare for --reject-before-advantage
             accepted = [False] * (max(step.rollouts) + 1)
             correction = self._correct(step.batch, old_log_probs_L)
-            for rollout, count in zip(step.rollouts, correction.accepted_per_sequence.tolist(), strict=True):
+            for rollout, count in zip(
+                step.rollouts, correction.accepted_per_sequence.tolist(), strict=True
+            ):
                 accepted[rollout] |= count > 0
         gathered = self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted))
         return unshard(gathered, step.assigned_together)
@@ -298,11 +364,15 @@ class Learner:
             args, seed = self.functions.args, self._seed()
             custom = CustomTis(function=self.custom_tis, args=args, seed=seed, context_group=group)
         if self.functions.loss is not None:
-            custom_loss = CustomLoss(function=self.functions.loss, args=self.functions.args, seed=self._seed())
+            custom_loss = CustomLoss(
+                function=self.functions.loss, args=self.functions.args, seed=self._seed()
+            )
         context = LossStep(
             correction=self.correction,
             policy=self.policy,
-            uses_recomputed_old_policy=uses_recomputed_old_policy(self.correction, self.steps_per_rollout),
+            uses_recomputed_old_policy=uses_recomputed_old_policy(
+                self.correction, self.steps_per_rollout
+            ),
             version=self.step,
             global_batch=replace(known, ranks=Ranks(context=self.parallel.ranks.context)),
             covariance=self._covariance_limit(batch),
@@ -345,9 +415,15 @@ class Learner:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if measures:
                 trained = WITH_REPLAY if self.rollout.use_rollout_routing_replay else WITHOUT_REPLAY
-                statistics = reduce(Statistics.merge, trained_mismatch) if self.parallel.is_last_stage else None
+                statistics = (
+                    reduce(Statistics.merge, trained_mismatch)
+                    if self.parallel.is_last_stage
+                    else None
+                )
                 measured |= self._mismatch(trained, statistics)
-            metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(routing | measured)
+            metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(
+                routing | measured
+            )
         return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
 
     def _rate_scale(self, sums: StepSums | None) -> float:
@@ -355,12 +431,20 @@ class Learner:
         if scaling == "off":
             return share
         if sums is not None:
-            share = sums.statistics.all_reduce(self.parallel.ranks).metrics().get("effective_sequence_share", 1.0)
+            share = (
+                sums.statistics.all_reduce(self.parallel.ranks)
+                .metrics()
+                .get("effective_sequence_share", 1.0)
+            )
         share = self.parallel.broadcast_from_last_stage(share)
         return math.sqrt(share) if scaling == "sqrt" else share
 
     def _dump(
-        self, step: Step, advantages: Sequence[float], records: Sequence[TokenRecord], known: GlobalBatch
+        self,
+        step: Step,
+        advantages: Sequence[float],
+        records: Sequence[TokenRecord],
+        known: GlobalBatch,
     ) -> None:
         """Adds the step's tokens to the dump of each data-parallel rank."""
         parallel = self.parallel
@@ -386,7 +470,9 @@ class Learner:
         replays = not self.rollout.use_rollout_routing_replay
         name = WITH_REPLAY if replays else WITHOUT_REPLAY
         with self.engine.timer(name):
-            log_probs_L = self.engine.log_probs(step.recorded, step.partition, replays_routing=replays)
+            log_probs_L = self.engine.log_probs(
+                step.recorded, step.partition, replays_routing=replays
+            )
             statistics = None
             if self.parallel.is_last_stage:
                 tokens = step.recorded.responses.to(self.parallel.device)
@@ -394,12 +480,23 @@ class Learner:
             metrics = self._mismatch(name, statistics)
             routing = self.engine.routing.metrics()
         if replays:
-            return metrics | {key: value for key, value in routing.items() if key.startswith(DIFFERENCE)}
-        return metrics | {f"{name}/{key}": value for key, value in routing.items() if key == DIFFERENCE}
+            return metrics | {
+                key: value for key, value in routing.items() if key.startswith(DIFFERENCE)
+            }
+        return metrics | {
+            f"{name}/{key}": value for key, value in routing.items() if key == DIFFERENCE
+        }
 
     def _mismatch(self, prefix: str, statistics: Statistics | None) -> dict[str, float]:
-        metrics = {} if statistics is None else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
-        return {f"{prefix}/{name}": value for name, value in self.parallel.broadcast_from_last_stage(metrics).items()}
+        metrics = (
+            {}
+            if statistics is None
+            else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
+        )
+        return {
+            f"{prefix}/{name}": value
+            for name, value in self.parallel.broadcast_from_last_stage(metrics).items()
+        }
 
     def _global_batch(self, batch: TrainingBatch, step: Step) -> GlobalBatch:
         """Returns the mean weight, second-moment limit and adaptive bounds of the step before its first micro-batch."""
@@ -416,7 +513,10 @@ class Learner:
             return GlobalBatch()
         if correction.old_logprobs == "interpolate":
             train_L = interpolate_old_log_probs(
-                train_L, tokens.rollout_log_probs_L.to(train_L), self.step, tokens.weight_versions_L.to(train_L.device)
+                train_L,
+                tokens.rollout_log_probs_L.to(train_L),
+                self.step,
+                tokens.weight_versions_L.to(train_L.device),
             )
         return self._correct(batch, train_L).global_batch
 
@@ -425,19 +525,27 @@ class Learner:
         if name not in COVARIANCE_LOSSES or not self.parallel.is_last_stage:
             return None
         tokens = batch.responses.to(self.parallel.device)
-        old_L = tokens.rollout_log_probs_L if self.correction.use_rollout_logprobs else tokens.old_log_probs_L
+        old_L = (
+            tokens.rollout_log_probs_L
+            if self.correction.use_rollout_logprobs
+            else tokens.old_log_probs_L
+        )
         assert old_L is not None and tokens.advantages_L is not None
         inputs = old_L.to(self.parallel.device), tokens.advantages_L, tokens.loss_mask_L
         return covariance_limit(*inputs, self.policy, name, self.parallel.ranks)
 
-    def _step_metrics(self, result: StepResult, custom: CustomTis | CustomLoss | None) -> dict[str, float]:
+    def _step_metrics(
+        self, result: StepResult, custom: CustomTis | CustomLoss | None
+    ) -> dict[str, float]:
         parallel = self.parallel
         metrics: dict[str, float] = {}
         if result.sums is not None:  # on the last pipeline stage
             if custom is not None:
                 names = parallel.all_gather_data_and_context(sorted(result.sums.custom))
                 check_metric_names(custom.function, names, "rank")
-            metrics = step_metrics(result.sums.all_reduce(parallel.ranks), self.correction, self.policy)
+            metrics = step_metrics(
+                result.sums.all_reduce(parallel.ranks), self.correction, self.policy
+            )
         metrics = parallel.broadcast_from_last_stage(metrics)
         metrics |= {
             "grad_norm": result.grad_norm,
@@ -460,15 +568,28 @@ def train_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
-def nonfinite_message(step: int, metrics: dict[str, float], weights_are_finite: bool, token_at_fault: str) -> str:
+def nonfinite_message(
+    step: int, metrics: dict[str, float], weights_are_finite: bool, token_at_fault: str
+) -> str:
     """Returns the error message for a step with a non-finite gradient or loss.
 
     `token_at_fault` is the sentence of `TokenGradients.first_nonfinite`.
     """
     values = ", ".join(
-        f"{name} {metrics[f'train/{name}']:.3g}" for name in ("loss", "grad_norm", "lr") if f"train/{name}" in metrics
+        f"{name} {metrics[f'train/{name}']:.3g}"
+        for name in ("loss", "grad_norm", "lr")
+        if f"train/{name}" in metrics
     )
-    cause = "Lower --lr, check rewards, coefficients and custom functions, or add --nonfinite-gradient skip."
+    cause = (
+        "Lower --lr, check rewards, coefficients and custom functions, or add --nonfinite-gradient"
+        " skip."
+    )
     if not weights_are_finite:
-        cause = "The weights are not finite: lower --lr or --weight-decay, or give another --hf-checkpoint."
-    return f"the gradient of step {step} is not finite; the step was not made ({values}). {token_at_fault} {cause}"
+        cause = (
+            "The weights are not finite: lower --lr or --weight-decay, or give another"
+            " --hf-checkpoint."
+        )
+    return (
+        f"the gradient of step {step} is not finite; the step was not made ({values})."
+        f" {token_at_fault} {cause}"
+    )

@@ -1,9 +1,10 @@
 """`slime-tis plan`: memory and sizes of a run on any number of ranks, computed on one machine without weights.
 
-The model is built once, on one rank, under torch's `FakeTensorMode` with the `fake` process group. Its weights give the
-memory of any layout; `tests/megatron/test_plan.py` compares it with what megatron-core builds on each rank. The padding
-of the distributed optimizer's buffers, less than 64 values per weight, is not counted. Activations are estimated: in
-the schedule 1F1B, stage s of P holds P − s micro-batches.
+The model is built once, on one rank, under torch's `FakeTensorMode` with the `fake` process group.
+Its weights give the memory of any layout; `tests/megatron/test_plan.py` compares it with what
+megatron-core builds on each rank. The padding of the distributed optimizer's buffers, less than 64
+values per weight, is not counted. Activations are estimated: in the schedule 1F1B, stage s of P
+holds P − s micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ if TYPE_CHECKING:  # its import must follow that of slime_tis.trainer.megatron
 GIB = 2**30
 MAX_RANKS = 65_536
 USABLE = 0.9
-"""Share of a GPU's memory that tensors may take; the remainder is for libraries, communication and fragmentation."""
+"""Share of a GPU's memory that tensors may take; the remainder is for libraries, communication and
+fragmentation."""
 MIN_TOKENS = 2048
 """Tokens that a recommended layout must fit into one micro-batch."""
 MAX_TENSOR_SIZE = 8
@@ -59,12 +61,20 @@ class Weight(NamedTuple):
 def _backward_bytes(config: TransformerConfig) -> int:
     """Bytes per token of the gradients that exist at once while one layer is differentiated.
 
-    The MLP has gradients of its product, gate and up (3 inner vectors), of its input, output and residual (3 hidden).
+    The MLP has gradients of its product, gate and up (3 inner vectors), of its input, output and
+    residual (3 hidden).
     """
     inner = config.ffn_hidden_size
     if config.num_moe_experts is not None:
-        inner = max(inner if 0 in config.moe_layer_freq else 0, config.moe_router_topk * config.moe_ffn_hidden_size)
-    return int(config.params_dtype.itemsize * 3 * (inner / config.tensor_model_parallel_size + config.hidden_size))
+        inner = max(
+            inner if 0 in config.moe_layer_freq else 0,
+            config.moe_router_topk * config.moe_ffn_hidden_size,
+        )
+    return int(
+        config.params_dtype.itemsize
+        * 3
+        * (inner / config.tensor_model_parallel_size + config.hidden_size)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,8 @@ class Stage:
     temporary: int
     """Gradient of the largest weight, before it is added to its buffer."""
     per_token: int
-    """Activations per token of a micro-batch, at the peak of a step, of all micro-batches that the stage holds."""
+    """Activations per token of a micro-batch, at the peak of a step, of all micro-batches that the
+    stage holds."""
 
     @property
     def fixed(self) -> int:
@@ -124,7 +135,9 @@ class Census:
                 shards[stage].append(weight._replace(size=size, copies=copies))
         return [self._stage(config, world_size, index, shard) for index, shard in enumerate(shards)]
 
-    def _stage(self, config: MegatronConfig, world_size: int, index: int, shard: Sequence[Weight]) -> Stage:
+    def _stage(
+        self, config: MegatronConfig, world_size: int, index: int, shard: Sequence[Weight]
+    ) -> Stage:
         itemsize, per_value = (4, 8) if config.precision == "fp32" else (2, 12)
         stages = config.pipeline_model_parallel_size
         transformer = copy.copy(self.transformer)
@@ -134,12 +147,20 @@ class Census:
         in_flight = stages - index
         transformer.num_layers = transformer.num_layers // stages * in_flight
         transformer.pipeline_model_parallel_size = in_flight
-        if config.precision != "fp32" and config.transformer_impl != "local" and transformer.num_moe_experts is None:
+        if (
+            config.precision != "fp32"
+            and config.transformer_impl != "local"
+            and transformer.num_moe_experts is None
+        ):
             transformer.use_te_activation_func = False  # transformer-engine's layers save more
         optimizer = 0
         for weight in shard:
             # context-parallel ranks share the optimizer state, too
-            repeats = config.expert_parallel_size if weight.is_expert else config.tensor_model_parallel_size * stages
+            repeats = (
+                config.expert_parallel_size
+                if weight.is_expert
+                else config.tensor_model_parallel_size * stages
+            )
             ranks = world_size // repeats if config.use_distributed_optimizer else 1
             optimizer += per_value * weight.size * weight.copies // ranks
         parameters = sum(weight.size * weight.copies for weight in shard)
@@ -149,7 +170,8 @@ class Census:
             gradients=4 * parameters,
             optimizer=optimizer,
             temporary=itemsize * max(weight.size for weight in shard),
-            per_token=bytes_per_token(transformer, 0, config.log_probs_chunk_size) + _backward_bytes(transformer),
+            per_token=bytes_per_token(transformer, 0, config.log_probs_chunk_size)
+            + _backward_bytes(transformer),
         )
 
 
@@ -158,7 +180,9 @@ def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterato
     """One of `world_size` ranks, without the others; its collectives do nothing, its tensors have no memory."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        parallel = initialize(replace(config, transformer_impl=None))  # transformer-engine cannot be built on the CPU
+        parallel = initialize(
+            replace(config, transformer_impl=None)
+        )  # transformer-engine cannot be built on the CPU
         with FakeTensorMode():
             yield parallel
     finally:
@@ -193,7 +217,11 @@ def census(config: MegatronConfig) -> Census:
                 is_expert=is_expert,
             )
             weights.append(weight)
-        return Census(weights=tuple(weights), transformer=model.config, tied=bool(model.hf_config.tie_word_embeddings))
+        return Census(
+            weights=tuple(weights),
+            transformer=model.config,
+            tied=bool(model.hf_config.tie_word_embeddings),
+        )
 
 
 def smallest_layout(
@@ -201,12 +229,18 @@ def smallest_layout(
 ) -> tuple[int, MegatronConfig] | None:
     """The fewest ranks, up to `world_size`, whose ranks all fit `MIN_TOKENS` tokens; None if no layout does.
 
-    Layouts of powers of two without context parallelism, with the distributed optimizer; of equal numbers of ranks the
-    one with the smallest pipeline, then the smallest tensor size, then the smallest expert size.
+    Layouts of powers of two without context parallelism, with the distributed optimizer; of equal
+    numbers of ranks the one with the smallest pipeline, then the smallest tensor size, then the
+    smallest expert size.
     """
-    model, moe = read_model_config(config.hf_checkpoint), moe_sizes(read_hf_config(config.hf_checkpoint))
+    model, moe = (
+        read_model_config(config.hf_checkpoint),
+        moe_sizes(read_hf_config(config.hf_checkpoint)),
+    )
     for ranks in _powers(world_size):
-        for pipeline, tensor, expert in product(_powers(ranks), _powers(min(ranks, MAX_TENSOR_SIZE)), _powers(ranks)):
+        for pipeline, tensor, expert in product(
+            _powers(ranks), _powers(min(ranks, MAX_TENSOR_SIZE)), _powers(ranks)
+        ):
             if expert > 1 and moe is None:
                 continue
             layout = replace(
@@ -242,7 +276,10 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     Raises:
         ValueError: the model or the ranks do not divide, or a number is out of range.
     """
-    for flag, value, most in (("--world-size", world_size, MAX_RANKS), ("--gpu-memory", gpu_memory, 1e6)):
+    for flag, value, most in (
+        ("--world-size", world_size, MAX_RANKS),
+        ("--gpu-memory", gpu_memory, 1e6),
+    ):
         if not 0 < value <= most:
             raise ValueError(f"{flag} is {value:g}; it must be above 0 and at most {most:g}.")
     if not 0 < bandwidth < math.inf:
@@ -250,7 +287,9 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf = read_hf_config(config.hf_checkpoint)
     moe = moe_sizes(hf)
-    if problems := [*layout_problems(config, read_model_config(config.hf_checkpoint), moe, world_size)]:
+    if problems := [
+        *layout_problems(config, read_model_config(config.hf_checkpoint), moe, world_size)
+    ]:
         raise ValueError(" ".join(problems))
     whole = census(config)
     ranks = whole.stages(config, world_size)
@@ -258,14 +297,23 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     data = world_size // config.model_parallel_size
     update = whole.total * (4 if config.precision == "fp32" else 2)
     lines = [
-        f"{config.hf_checkpoint}: {whole.total:,} parameters ({hf.architectures[0]}), {config.precision}",
-        f"{world_size} ranks: tensor {config.tensor_model_parallel_size} × pipeline {len(ranks)} × context "
-        f"{config.context_parallel_size} × data {data}, expert {config.expert_model_parallel_size}",
+        (
+            f"{config.hf_checkpoint}: {whole.total:,} parameters ({hf.architectures[0]}),"
+            f" {config.precision}"
+        ),
+        (
+            f"{world_size} ranks: tensor {config.tensor_model_parallel_size} × pipeline"
+            f" {len(ranks)} × context {config.context_parallel_size} × data {data}, expert"
+            f" {config.expert_model_parallel_size}"
+        ),
         "",
         *_table(ranks, memory),
         "",
         f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
-        f"Weight update: {update / 1e9:.2f} GB, {update / 1e9 / bandwidth:.2f} s at {bandwidth:g} GB/s.",
+        (
+            f"Weight update: {update / 1e9:.2f} GB, {update / 1e9 / bandwidth:.2f} s at"
+            f" {bandwidth:g} GB/s."
+        ),
         f"Routing replay: {2 * len(moe.layers) * moe.top_k:,} bytes per token." if moe else "",
     ]
     if min(stage.tokens(memory) for stage in ranks) == 0:
@@ -280,7 +328,9 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
 
 def _table(ranks: Sequence[Stage], memory: float) -> Iterator[str]:
     columns = ("weights", "gradients", "optimizer", "fixed")
-    yield f"{'stage':>5} {'parameters':>16} " + " ".join(f"{name:>12}" for name in (*columns, "per token", "tokens"))
+    yield f"{'stage':>5} {'parameters':>16} " + " ".join(
+        f"{name:>12}" for name in (*columns, "per token", "tokens")
+    )
     for index, stage in enumerate(ranks):
         sizes = " ".join(f"{getattr(stage, name) / GIB:8.2f} GiB" for name in columns)
         per_token = f"{stage.per_token / 2**20:8.3f} MiB"
@@ -298,4 +348,7 @@ def _flags(ranks: int, config: MegatronConfig) -> str:
     if config.expert_tensor_parallel_size == 1 and config.tensor_model_parallel_size > 1:
         words.append("--expert-tensor-parallel-size 1")
     words += ["--sequence-parallel"] if config.sequence_parallel else []
-    return f"{ranks} rank{'s' if ranks > 1 else ''}, {' '.join([*words, '--use-distributed-optimizer'])}"
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''},"
+        f" {' '.join([*words, '--use-distributed-optimizer'])}"
+    )

@@ -22,8 +22,9 @@ LONGEST_ROLLOUT = timedelta(days=30)
 def on_every_rank(function: Callable[[], Result]) -> list[Result]:
     """Returns the result of `function()` on each rank; a collective.
 
-    An error on one rank is raised on all of them, so that no rank waits for the others: `Interrupted` first, then the
-    rank's own error, then another rank's error as `portable` makes it.
+    An error on one rank is raised on all of them, so that no rank waits for the others:
+    `Interrupted` first, then the rank's own error, then another rank's error as `portable` makes
+    it.
     """
     if _size() == 1:
         return [function()]
@@ -37,7 +38,9 @@ def on_every_rank(function: Callable[[], Result]) -> list[Result]:
     return outcomes
 
 
-def map_over_ranks(function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
+def map_over_ranks(
+    function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]
+) -> list[Result]:
     """Returns `function(items)` on every rank, where each rank processes every world-size-th item; a collective."""
     size = _size()
     if size == 1:
@@ -93,7 +96,8 @@ class RankZero:
     def run(self, work: Callable[[WeightSource], Result], source: WeightSource) -> Result:
         """Runs work on rank 0 and returns its result, or raises its error, on all ranks.
 
-        The work is called with a source of weights; when it iterates the source, the other ranks iterate theirs.
+        The work is called with a source of weights; when it iterates the source, the other ranks
+        iterate theirs.
         """
 
         def shared_source() -> Iterable[tuple[str, Tensor]]:

@@ -1,6 +1,7 @@
 """Samples on their way from the rollout engine to the learner.
 
-    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters, masks → learner
+    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters,
+    masks → learner
 
 `SampleSource.next` runs this path once per rollout.
 """
@@ -43,7 +44,8 @@ class Rollout:
     groups: Groups
     metrics: dict[str, float]
     advantages: list[float] | None
-    """One per sample, from --custom-reward-post-process-path; None lets the learner estimate them."""
+    """One per sample, from --custom-reward-post-process-path; None lets the learner estimate
+    them."""
 
 
 @dataclass(kw_only=True)
@@ -84,7 +86,9 @@ class SampleSource:
         if not hooks.logs_rollout(rollout_id, groups, metrics, seconds):
             measured = {}
         mask_removed_samples(groups)
-        measured["rollout/stale_samples"] = mask_stale_samples(groups, version, options.max_weight_staleness)
+        measured["rollout/stale_samples"] = mask_stale_samples(
+            groups, version, options.max_weight_staleness
+        )
         if options.mask_offpolicy_in_partial_rollout:
             measured["rollout/masked_offpolicy_tokens"] = mask_earlier_tokens(groups)
         measured |= check_sampling_masks(groups, truncates_sampling=options.truncates_sampling)
@@ -101,7 +105,9 @@ class SampleSource:
         loop, rollout = self.arguments.loop, self.arguments.rollout
         assert loop.load_debug_rollout_data is not None
         path = loop.load_debug_rollout_data.format(rollout_id=rollout_id)
-        groups = load_samples(path, rollout.rollout_batch_size, rollout.n_samples_per_prompt, self.sizes)
+        groups = load_samples(
+            path, rollout.rollout_batch_size, rollout.n_samples_per_prompt, self.sizes
+        )
         if rollout.truncates_sampling and not rollout.allow_truncation_bias:
             require_sampling_masks(path, groups)
         return groups, groups, {}
@@ -157,7 +163,11 @@ def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: 
     if limit is None:
         return 0
     samples = [sample for group in groups for sample in group]
-    stale = [sample for sample in samples if version - min(sample.trained_versions, default=version) > limit]
+    stale = [
+        sample
+        for sample in samples
+        if version - min(sample.trained_versions, default=version) > limit
+    ]
     for sample in stale:
         sample.loss_mask = [0] * len(sample.loss_mask)
     return len(stale)
@@ -168,24 +178,34 @@ def mask_earlier_tokens(groups: Sequence[Sequence[Sample]]) -> float:
     trained = masked = 0
     for sample in (sample for group in groups for sample in group):
         newest = max(sample.trained_versions, default=0)
-        earlier = [m > 0 and v < newest for m, v in zip(sample.loss_mask, sample.weight_versions, strict=True)]
+        earlier = [
+            m > 0 and v < newest
+            for m, v in zip(sample.loss_mask, sample.weight_versions, strict=True)
+        ]
         trained, masked = trained + sum(m > 0 for m in sample.loss_mask), masked + sum(earlier)
         sample.loss_mask = [0 if e else m for e, m in zip(earlier, sample.loss_mask, strict=True)]
     return masked / max(trained, 1)
 
 
-def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampling: bool) -> dict[str, float]:
+def check_sampling_masks(
+    groups: Sequence[Sequence[Sample]], *, truncates_sampling: bool
+) -> dict[str, float]:
     """Removes sampling masks that exclude the sampled token, and returns metrics of the masks of a rollout.
 
-    Under such a mask the sampled token would have probability 0. Its rollout log-prob becomes NaN, so that
-    --nonfinite-policy handles the token.
+    Under such a mask the sampled token would have probability 0. Its rollout log-prob becomes NaN,
+    so that --nonfinite-policy handles the token.
     """
     samples = [sample for group in groups for sample in group]
     if not truncates_sampling and all(sample.sampling_mask is None for sample in samples):
         return {}
-    masks = [sample.sampling_mask or SamplingMask.unrecorded(sample.response_length) for sample in samples]
+    masks = [
+        sample.sampling_mask or SamplingMask.unrecorded(sample.response_length)
+        for sample in samples
+    ]
     all_masks = SamplingMask.cat(masks)
-    token_ids = torch.tensor([token for sample in samples for token in sample.response_ids], dtype=torch.int32)
+    token_ids = torch.tensor(
+        [token for sample in samples for token in sample.response_ids], dtype=torch.int32
+    )
     violations = ~all_masks.contains(token_ids)
     trained = torch.tensor([value for sample in samples for value in sample.loss_mask]) > 0
     recorded = all_masks.lengths > 0
@@ -197,19 +217,28 @@ def check_sampling_masks(groups: Sequence[Sequence[Sample]], *, truncates_sampli
                 for position in positions.nonzero().squeeze(1).tolist():
                     sample.rollout_log_probs[position] = math.nan
     return {
-        "rollout/sampling_mask_tokens": float(all_masks.lengths.sum()) / max(int(recorded.sum()), 1),
-        "rollout/sampling_mask_missing": float((trained & ~recorded).sum()) / max(int(trained.sum()), 1),
+        "rollout/sampling_mask_tokens": (
+            float(all_masks.lengths.sum()) / max(int(recorded.sum()), 1)
+        ),
+        "rollout/sampling_mask_missing": (
+            float((trained & ~recorded).sum()) / max(int(trained.sum()), 1)
+        ),
         "rollout/sampling_mask_violations": float(violations.sum()),
     }
 
 
 def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> None:
     """Raises ValueError if a trained sample has no mask, although sampling was truncated."""
-    missing = sum(sample.sampling_mask is None and any(sample.loss_mask) for group in groups for sample in group)
+    missing = sum(
+        sample.sampling_mask is None and any(sample.loss_mask)
+        for group in groups
+        for sample in group
+    )
     if missing:
         raise ValueError(
-            f"{missing} samples of the rollout data {str(path)!r} have no sampling mask; remove --rollout-top-p and "
-            "--rollout-top-k if sampling was not truncated, or add --allow-truncation-bias."
+            f"{missing} samples of the rollout data {str(path)!r} have no sampling mask; remove"
+            " --rollout-top-p and --rollout-top-k if sampling was not truncated, or add"
+            " --allow-truncation-bias."
         )
 
 
@@ -225,7 +254,9 @@ def shown_progress(progress: Callable[[], tuple[int, int]], *, shown: bool) -> I
     over = threading.Event()
 
     def watch() -> None:
-        with tqdm(desc="responses", unit="", leave=False, delay=PROGRESS_INTERVAL, disable=None) as bar:
+        with tqdm(
+            desc="responses", unit="", leave=False, delay=PROGRESS_INTERVAL, disable=None
+        ) as bar:
             while not over.wait(PROGRESS_INTERVAL):
                 bar.n, bar.total = progress()
                 bar.refresh()

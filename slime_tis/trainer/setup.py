@@ -1,6 +1,7 @@
 """Builds a run in stages, each from finished objects.
 
-user functions → checkpoint to resume → data → learner → rollout engine → samples → evaluation → reporters
+user functions → checkpoint to resume → data → learner → rollout engine → samples → evaluation →
+reporters
 """
 
 import copy
@@ -17,7 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CommandLineError, CustomFunctionError, quoted_path
 from slime_tis.health import Health, HealthState
-from slime_tis.hf_directory import ModelSizes, load_config, model_sizes, moe_sizes, read_model_config
+from slime_tis.hf_directory import (
+    ModelSizes,
+    load_config,
+    model_sizes,
+    moe_sizes,
+    read_model_config,
+)
 from slime_tis.policy.config import needs_old_log_probs, old_policy_name
 from slime_tis.policy.custom_loss import ObjectiveFunctions
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, build_generate_function
@@ -69,7 +76,9 @@ class Process:
         """Closes it after the run, also after an error, which takes precedence over an error of `close`."""
 
         def close(kind: type[BaseException] | None, *_: object) -> None:
-            with suppress(OSError) if kind is not None else nullcontext():  # the disk may be what failed
+            with (
+                suppress(OSError) if kind is not None else nullcontext()
+            ):  # the disk may be what failed
                 resource.close()
 
         self.opened.push(close)
@@ -124,9 +133,13 @@ class Run:
         return health.state()
 
 
-def set_up(arguments: Arguments, parallel: Parallel, interrupts: Interrupts, opened: ExitStack) -> Run:
+def set_up(
+    arguments: Arguments, parallel: Parallel, interrupts: Interrupts, opened: ExitStack
+) -> Run:
     """Builds all parts of a run and restores the checkpoint under --load, if there is one."""
-    process = Process(arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened)
+    process = Process(
+        arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened
+    )
     functions = load_functions(process)
     options = effective_config(arguments)
     checkpoint = find_resume_point(arguments.megatron, options, is_main=parallel.is_main)
@@ -225,7 +238,9 @@ def load_data(process: Process, resumed: TrainerState | None) -> Data:
     dataset: PromptDataset | CustomDataSource
     with refusing_prompts():
         if rollout.data_source_path is not None:
-            dataset = CustomDataSource(rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes)
+            dataset = CustomDataSource(
+                rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes
+            )
         else:
             # the rollout function may read a file of its own kind by args.prompt_data
             file = None if rollout.disable_rollout_global_dataset else rollout.prompt_data
@@ -251,15 +266,25 @@ def load_data(process: Process, resumed: TrainerState | None) -> Data:
 
 
 def check_rewards(
-    arguments: Arguments, dataset: PromptDataset | CustomDataSource, eval_prompts: dict[str, list[Prompt]]
+    arguments: Arguments,
+    dataset: PromptDataset | CustomDataSource,
+    eval_prompts: dict[str, list[Prompt]],
 ) -> None:
     """Checks that every prompt has the label that its reward needs."""
     if arguments.loop.load_debug_rollout_data is None:  # loaded samples have their rewards
         check_prompts(arguments.rollout, dataset.prompts)
     for name, prompts in eval_prompts.items():
-        check_prompts(arguments.rollout, prompts, f"--label-key or --eval-label-key (--eval-prompt-data {name})")
+        check_prompts(
+            arguments.rollout,
+            prompts,
+            f"--label-key or --eval-label-key (--eval-prompt-data {name})",
+        )
     rollout = arguments.rollout
-    sources = (rollout.data_source_path, rollout.rollout_function_path, rollout.custom_generate_function_path)
+    sources = (
+        rollout.data_source_path,
+        rollout.rollout_function_path,
+        rollout.custom_generate_function_path,
+    )
     if sources == (None, None, None):  # a user function may choose the server for each sample
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
@@ -314,7 +339,9 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
             "policy": changed_fields(arguments.policy),
             "precision": arguments.megatron.precision,
             # SGLang's servers may choose their precision themselves
-            "rollout_precision": rollout.rollout_precision if rollout.rollout_engine == "local" else None,
+            "rollout_precision": (
+                rollout.rollout_precision if rollout.rollout_engine == "local" else None
+            ),
             "num_experts": 0 if moe is None else moe.num_experts,
             "replays_experts": rollout.use_rollout_routing_replay,
             "temperature": rollout.rollout_temperature,
@@ -323,8 +350,8 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
     )
     if parallel.data_size > 1 and settings.path(0, 0) == settings.path(0, 1):
         raise ValueError(
-            f"--save-debug-train-data is {quoted_path(pattern)}, one file for {parallel.data_size} data-parallel "
-            "ranks; add {rank} to the name."
+            f"--save-debug-train-data is {quoted_path(pattern)}, one file for {parallel.data_size}"
+            " data-parallel ranks; add {rank} to the name."
         )
     dump = TrainDump(settings, parallel.rank)
     process.close_at_end(dump)
@@ -359,7 +386,9 @@ def build_engine_check(
     """Builds the comparison of both engines; a resumed run and one that only samples, or does not, make none."""
     arguments = process.arguments
     rollout, loop = arguments.rollout, arguments.loop
-    is_made = resumed is None and loop.load_debug_rollout_data is None and not loop.debug_rollout_only
+    is_made = (
+        resumed is None and loop.load_debug_rollout_data is None and not loop.debug_rollout_only
+    )
     return EngineCheck(
         mode=rollout.check_engines if is_made else "off",
         learner=weights.learner,
@@ -387,7 +416,12 @@ def build_samples(
         seed, sampling = (rollout.rollout_seed << 32) + number, training_sampling(rollout)
         function = None if generate is None else generate.bind(sampling)
         return sampler.submit(
-            prompts, sampling, seed, function=function, concurrency=rollout.generate_concurrency, num_groups=num_groups
+            prompts,
+            sampling,
+            seed,
+            function=function,
+            concurrency=rollout.generate_concurrency,
+            num_groups=num_groups,
         )
 
     def new_prompts() -> int:
@@ -411,10 +445,18 @@ def build_samples(
         sizes=model_sizes(read_model_config(arguments.megatron.hf_checkpoint)),
         sampler=sampler,
         prefetcher=Prefetcher(
-            dataset, submit, prompts=new_prompts, depth=rollout.rollout_lookahead, number=data.first_batch
+            dataset,
+            submit,
+            prompts=new_prompts,
+            depth=rollout.rollout_lookahead,
+            number=data.first_batch,
         ),
         unfinished=unfinished,
-        custom_rollout=None if checks is None else CustomRollout(checks=checks, dataset=dataset, config=rollout),
+        custom_rollout=(
+            None
+            if checks is None
+            else CustomRollout(checks=checks, dataset=dataset, config=rollout)
+        ),
         reward=functions.reward,
         hooks=functions.hooks,
         data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,
@@ -450,7 +492,9 @@ def build_evaluation(
     )
 
 
-def build_reporters(process: Process, data: Data, learner: Learner, evaluation: Evaluation, run_id: str) -> Reporter:
+def build_reporters(
+    process: Process, data: Data, learner: Learner, evaluation: Evaluation, run_id: str
+) -> Reporter:
     """Opens the reporters of metrics; only the main rank has any."""
     arguments = process.arguments
     if not process.parallel.is_main:

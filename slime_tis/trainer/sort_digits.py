@@ -2,8 +2,8 @@
 
 Each prompt begins with `<bos>`, since prompts are tokenized without special tokens, as slime does.
 
-The policy is trained on a few supervised answers until a third of its greedy answers to the held-out prompts are
-correct. Reinforcement learning starts from this policy.
+The policy is trained on a few supervised answers until a third of its greedy answers to the
+held-out prompts are correct. Reinforcement learning starts from this policy.
 """
 
 import json
@@ -50,8 +50,8 @@ class Example:
     experts: int = 0
     """Experts per layer, each as wide as the model; a token uses two. 0 for a dense model."""
     supervised_prompts: int = 256
-    """Training rows of the supervised training. With few rows, samples become about as accurate as greedy answers
-    long before the model can sort."""
+    """Training rows of the supervised training. With few rows, samples become about as accurate as
+    greedy answers long before the model can sort."""
     lr: float = 2e-3
     batch_size: int = 128
     accuracy: tuple[float, float] = (0.30, 0.40)
@@ -161,8 +161,15 @@ def make_qwen3(seed: int, *, hidden_size: int, experts: int = 0, **sizes: int) -
     }
     model: PreTrainedModel
     if experts:
-        options |= {"num_experts": experts, "num_experts_per_tok": EXPERTS_PER_TOKEN, "norm_topk_prob": True}
-        options |= {"moe_intermediate_size": hidden_size, "tie_word_embeddings": False}  # as SGLang's Qwen3-MoE
+        options |= {
+            "num_experts": experts,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "norm_topk_prob": True,
+        }
+        options |= {
+            "moe_intermediate_size": hidden_size,
+            "tie_word_embeddings": False,
+        }  # as SGLang's Qwen3-MoE
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**options, tie_word_embeddings=True))
@@ -182,14 +189,20 @@ def train_supervised(
 ) -> dict[str, float]:
     """Trains until both accuracies are reached, and returns them with the number of steps."""
     lowest, highest = example.accuracy
-    optimizer = torch.optim.AdamW(model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0
+    )
     warmup, scale = 30, 1.0
-    for step, batch in zip(range(1, example.max_steps + 1), batches(train, example, seed), strict=False):
+    for step, batch in zip(
+        range(1, example.max_steps + 1), batches(train, example, seed), strict=False
+    ):
         for group in optimizer.param_groups:
             group["lr"] = example.lr * scale * min(1.0, step / warmup)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         answers = batch[:, -example.digits - 1 :, None]
-        loss = -answer_log_probs(model, batch, example.digits).gather(-1, answers).squeeze(-1).mean()
+        loss = (
+            -answer_log_probs(model, batch, example.digits).gather(-1, answers).squeeze(-1).mean()
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -205,8 +218,8 @@ def train_supervised(
                 for parameter, value in zip(model.parameters(), before, strict=True):
                     parameter.copy_(value)
     raise RuntimeError(
-        f"seed {seed} did not reach a greedy accuracy of {lowest} to {highest} in {example.max_steps} steps; "
-        "choose another --seed."
+        f"seed {seed} did not reach a greedy accuracy of {lowest} to {highest} in"
+        f" {example.max_steps} steps; choose another --seed."
     )
 
 
@@ -219,7 +232,9 @@ def batches(train: Tensor, example: Example, seed: int) -> Iterator[Tensor]:
 
 def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
     """Returns the log-probs [rows, digits + 1, vocabulary] of the answer and `<eos>`."""
-    logits: Tensor = model(input_ids=tokens[:, :-1], logits_to_keep=digits + 1, use_cache=False).logits
+    logits: Tensor = model(
+        input_ids=tokens[:, :-1], logits_to_keep=digits + 1, use_cache=False
+    ).logits
     return logits.log_softmax(-1)
 
 

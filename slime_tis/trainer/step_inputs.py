@@ -34,13 +34,17 @@ class Step:
     """The samples with the rollout's experts, also if training does not replay them."""
     partition: list[list[int]]
     load: float | None
-    """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without a budget."""
+    """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without
+    a budget."""
     routing_record: RoutingRecord | None
-    """Experts of the old log-prob pass, for training to replay; None without `--use-routing-replay`."""
+    """Experts of the old log-prob pass, for training to replay; None without
+    `--use-routing-replay`."""
     samples_without_routing: int
 
 
-def user_batch(step: Step, tokens: ResponseTokens, advantages: Sequence[float]) -> dict[str, list[Any]]:
+def user_batch(
+    step: Step, tokens: ResponseTokens, advantages: Sequence[float]
+) -> dict[str, list[Any]]:
     """Returns the columns that --custom-advantage-function-path gets for one step, in slime's names."""
     columns: dict[str, list[Any]] = loss_batch(tokens, step.batch.tokens)
     del columns["advantages"]
@@ -62,12 +66,18 @@ def advantages_of(
 ) -> list[float]:
     """Returns the advantage of every sample, group by group; all segments of a rollout share its advantage."""
     rollouts = [rollout for group in groups for rollout in by_rollout(group)]
-    units = rollouts if user_advantages is None else [[sample] for rollout in rollouts for sample in rollout]
+    units = (
+        rollouts
+        if user_advantages is None
+        else [[sample] for rollout in rollouts for sample in rollout]
+    )
     if user_advantages is not None and accepted is not None:
         accepted = [keep for keep, rollout in zip(accepted, rollouts, strict=True) for _ in rollout]
 
     def grouped(values: Sequence[float] | Sequence[bool]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).view(len(groups) if user_advantages is None else 1, -1)
+        return torch.tensor(values, dtype=torch.float64).view(
+            len(groups) if user_advantages is None else 1, -1
+        )
 
     per_unit = advantages(
         grouped([rollout_reward(unit) for unit in units]),
@@ -100,11 +110,15 @@ def with_token_baseline(
     for step, (mask_L, weights_L) in zip(steps, corrections, strict=True):
         tokens = step.batch.responses
         values = tokens.old_log_probs_L, tokens.sum_pi_squared_L, mask_L > 0, weights_L
-        columns_L = torch.stack([value.to(mask_L.device).double() for value in values if value is not None], 1)
+        columns_L = torch.stack(
+            [value.to(mask_L.device).double() for value in values if value is not None], 1
+        )
         rows += ranks.over_context(tokens.slices.scatter(columns_L)).split(tokens.response_lengths)
     log_probs_BT, squares_BT, mask_BT, weights_BT = pad_sequence(rows, batch_first=True).unbind(2)
     is_last_BT = (mask_BT > 0) & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
-    reward_B = torch.tensor([reward for of_step in rewards for reward in of_step], dtype=torch.float64)
+    reward_B = torch.tensor(
+        [reward for of_step in rewards for reward in of_step], dtype=torch.float64
+    )
     groups = [group_numbers[sample.group_index] for step in steps for sample in step.samples]
     advantages_BT = optimal_token_baseline(
         torch.where(is_last_BT, reward_B.to(mask_BT)[:, None], 0.0),
@@ -115,11 +129,16 @@ def with_token_baseline(
         weights_BT=weights_BT,
         ranks=Ranks(data=ranks.data),
     ).float()
-    values_N = iter([values_T[: len(row)] for values_T, row in zip(advantages_BT, rows, strict=True)])
+    values_N = iter(
+        [values_T[: len(row)] for values_T, row in zip(advantages_BT, rows, strict=True)]
+    )
     per_step = [torch.cat([next(values_N) for _ in step.samples]) for step in steps]
     return [
         replace(
-            step, batch=step.batch.with_token_values(advantages_L=step.batch.responses.slices.slice_flat(values).cpu())
+            step,
+            batch=step.batch.with_token_values(
+                advantages_L=step.batch.responses.slices.slice_flat(values).cpu()
+            ),
         )
         for step, values in zip(steps, per_step, strict=True)
     ]

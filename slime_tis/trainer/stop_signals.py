@@ -4,9 +4,10 @@
     SIGTERM   Slurm's and Kubernetes' request to end, and torchrun's to its ranks
     SIGUSR1   Slurm's warning ahead of the time limit (`#SBATCH --signal`)
 
-A thread receives signals, also while the main thread waits in a collective or a kernel. At the next check the run
-saves and ends with status 128 + the signal's number. A second signal, or a signal during start-up, ends the process
-immediately. Ranks share signals and failures through the key-value store of their rendezvous.
+A thread receives signals, also while the main thread waits in a collective or a kernel. At the next
+check the run saves and ends with status 128 + the signal's number. A second signal, or a signal
+during start-up, ends the process immediately. Ranks share signals and failures through the
+key-value store of their rendezvous.
 """
 
 import json
@@ -27,7 +28,8 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REPEAT_WINDOW = 0.5
-"""Seconds in which a repeated signal counts as the first: launchers forward signals to processes that have them."""
+"""Seconds in which a repeated signal counts as the first: launchers forward signals to processes
+that have them."""
 POLL_INTERVAL = 0.5
 """Seconds between two reads of other ranks' reports."""
 FAILURE_TIMEOUT = 15.0
@@ -72,10 +74,14 @@ class Interrupts:
             return self
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        threading.Thread(target=self._watch, args=(self._pipe[0],), name="signals", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(self._pipe[0],), name="signals", daemon=True
+        ).start()
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs of a shell
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup and background jobs of a shell
                 self._previous[number] = signal.signal(number, _leave_to_the_thread)
         _active = self
         return self
@@ -124,7 +130,9 @@ class Interrupts:
         mine, store = Failure(self._rank, message), self._store
         if store is None:
             return mine
-        first = _answer_in_time(lambda: Failure(*json.loads(store.compare_set("failure", "", json.dumps(mine)))))
+        first = _answer_in_time(
+            lambda: Failure(*json.loads(store.compare_set("failure", "", json.dumps(mine))))
+        )
         return first or mine
 
     def failure_elsewhere(self) -> Failure | None:
@@ -163,7 +171,9 @@ class Interrupts:
     def _receive(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
         if self._starting:
-            end_process(128 + number, f"{name}: the run ends before training began; nothing was saved.")
+            end_process(
+                128 + number, f"{name}: the run ends before training began; nothing was saved."
+            )
         if self.number == 0:
             self.number, self._since = number, now
             if self._store is not None:
@@ -206,7 +216,10 @@ def _answer_in_time(ask: Callable[[], T]) -> T | None:
 def stops_because(rank: int, failure: Failure | None) -> str:
     """Returns the message of a rank that stops because of another rank."""
     if failure is None:
-        return f"rank {rank} stops because another rank ended without a message: it was killed, or its machine is lost."
+        return (
+            f"rank {rank} stops because another rank ended without a message: it was killed, or its"
+            " machine is lost."
+        )
     return f"rank {rank} stops because rank {failure.rank} failed: {failure.message}"
 
 

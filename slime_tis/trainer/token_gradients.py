@@ -21,7 +21,8 @@ NO_TOKEN = (
 class TokenGradients:
     """Whether the gradients of each token of an optimizer step are finite, on this rank.
 
-    Hooks look at the gradients as they pass. Nothing synchronizes with the host before `first_nonfinite`.
+    Hooks look at the gradients as they pass. Nothing synchronizes with the host before
+    `first_nonfinite`.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,9 @@ class TokenGradients:
         for values_L in (inputs.log_probs_L, inputs.entropy_L):
             if values_L.requires_grad:
                 values_L.register_hook(look)
-        if inputs.logits is not None and inputs.logits.requires_grad:  # a user's loss goes through them
+        if (
+            inputs.logits is not None and inputs.logits.requires_grad
+        ):  # a user's loss goes through them
             inputs.logits.register_hook(look_at_logits)
 
     def first_nonfinite(self, step: Step, parallel: Parallel) -> str:
@@ -57,7 +60,9 @@ class TokenGradients:
 
     def _on_this_rank(self, step: Step, parallel: Parallel) -> str | None:
         tokens = step.batch.responses
-        columns = torch.stack([torch.cat(self._log_probs).float(), torch.cat(self._are_finite).float()], 1)
+        columns = torch.stack(
+            [torch.cat(self._log_probs).float(), torch.cat(self._are_finite).float()], 1
+        )
         columns_L = _in_batch_order(columns, step.partition, tokens.lengths)
         # NaN and infinity stay what they are: the other ranks add 0
         columns_N = parallel.ranks.over_context(tokens.slices.scatter(columns_L)).cpu()
@@ -79,7 +84,9 @@ def _has_nonfinite_log_prob(row: Tensor) -> Tensor:
     return ~row[:, 0].isfinite()
 
 
-def _in_batch_order(columns: Tensor, partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+def _in_batch_order(
+    columns: Tensor, partition: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> Tensor:
     """The tokens of all micro-batches in the order of the batch's samples."""
     order = [sample for samples in partition for sample in samples]
     parts = columns.split([lengths[sample] for sample in order])
@@ -93,7 +100,8 @@ def _sentence(sample: Sample, position: int, log_prob: float) -> str:
     if not prompt and sample.prompt_row is not None:
         prompt = sample.prompt_row.text
     return (
-        f"The first token at fault is token {position} (id {token}) of the response of sample {sample.index} to the "
-        f"prompt {one_line(str(prompt), 60)!r}: its log-prob is {log_prob:.6g} in training and "
-        f"{sample.rollout_log_probs[position]:.6g} in the rollout engine."
+        f"The first token at fault is token {position} (id {token}) of the response of sample"
+        f" {sample.index} to the prompt {one_line(str(prompt), 60)!r}: its log-prob is"
+        f" {log_prob:.6g} in training and {sample.rollout_log_probs[position]:.6g} in the rollout"
+        " engine."
     )

@@ -7,7 +7,8 @@
         send       new weights to the rollout engine
         report     metrics, evaluation, checkpoint
 
-`set_up` builds the parts of a run. `python train.py --help` lists the flags; docs/quick_start.md walks through a run.
+`set_up` builds the parts of a run. `python train.py --help` lists the flags; docs/quick_start.md
+walks through a run.
 """
 
 import errno
@@ -27,7 +28,13 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from slime_tis.errors import CommandLineError, CustomFunctionError, NonFiniteGradient, OtherRankFailed, RunStopped
+from slime_tis.errors import (
+    CommandLineError,
+    CustomFunctionError,
+    NonFiniteGradient,
+    OtherRankFailed,
+    RunStopped,
+)
 from slime_tis.trainer.check_engines import show
 from slime_tis.trainer.checkpointer import Position
 from slime_tis.trainer.cli.arguments import describe
@@ -42,7 +49,8 @@ from slime_tis.trainer.setup import Run, set_up
 from slime_tis.trainer.stop_signals import Interrupted, Interrupts, stops_because
 
 EXPECTED = (ValueError, OSError, RolloutUnavailable, Interrupted, RunStopped, CheckpointError)
-"""Errors that end a run with one message; any other exception is a defect of this program or of a library."""
+"""Errors that end a run with one message; any other exception is a defect of this program or of a
+library."""
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
 
 
@@ -101,7 +109,9 @@ def report_rollout(run: Run) -> None:
     """Logs the steps of the last rollout. A checkpoint that is complete before would lose them to a kill."""
     times = run.process.timer.take()
     if "perf/forward_time" in times:
-        times["perf/backward_time"] = times["perf/forward_backward_time"] - times["perf/forward_time"]
+        times["perf/backward_time"] = (
+            times["perf/forward_backward_time"] - times["perf/forward_time"]
+        )
     run.unreported[-1] |= times
     report(run, run.unreported, run.learner.step or run.rollout_id)
     run.unreported = []
@@ -145,7 +155,10 @@ def finish(run: Run) -> None:
         run.checkpointer.check_weights()
         written = save_hf(directory, run.learner.engine)
         if written is not None and written != Path(directory).resolve():
-            print(f"warning: {directory} contains other files by now; the policy is at {written}", file=sys.stderr)
+            print(
+                f"warning: {directory} contains other files by now; the policy is at {written}",
+                file=sys.stderr,
+            )
     evaluation = run.evaluation
     if evaluation.is_overdue:
         check_interrupts(run)
@@ -173,7 +186,9 @@ def saving_before_stopping(run: Run) -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        raise RunStopped(f"stopped by {error.name}. {checkpointer.save_before_stopping()}", error.status) from error
+        raise RunStopped(
+            f"stopped by {error.name}. {checkpointer.save_before_stopping()}", error.status
+        ) from error
     except NonFiniteGradient as error:
         report(run, error.rows, run.learner.step + 1)
         if run.learner.step > checkpointer.position.step:  # drop the rest of the rollout
@@ -181,7 +196,9 @@ def saving_before_stopping(run: Run) -> Iterator[None]:
             checkpointer.position = position(run)
         raise RunStopped(f"error: {error} {checkpointer.save_before_stopping()}", 1) from error
     except RolloutUnavailable as error:
-        raise RunStopped(f"error: {message_of(error)} {checkpointer.save_before_stopping()}", 1) from error
+        raise RunStopped(
+            f"error: {message_of(error)} {checkpointer.save_before_stopping()}", 1
+        ) from error
 
 
 def main(arguments: Arguments) -> int:
@@ -190,7 +207,9 @@ def main(arguments: Arguments) -> int:
         prepare_terminal()
         main_process = os.environ.get("RANK", "0") == "0"
         try:
-            outputs.enter_context(held_outputs(arguments.megatron, arguments.reporting, main=main_process))
+            outputs.enter_context(
+                held_outputs(arguments.megatron, arguments.reporting, main=main_process)
+            )
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -239,7 +258,10 @@ def report_error(error: Exception, rank: int, interrupts: Interrupts) -> bool:
     if first.rank == rank:
         expected = isinstance(error, EXPECTED) or too_many_files
         if expected:
-            print(message if isinstance(error, (RunStopped, Interrupted)) else f"error: {message}", file=sys.stderr)
+            print(
+                message if isinstance(error, (RunStopped, Interrupted)) else f"error: {message}",
+                file=sys.stderr,
+            )
         return expected
     if first.message != message:
         print(f"error: {stops_because(rank, first)}", file=sys.stderr)
@@ -250,15 +272,18 @@ def message_of(error: Exception) -> str:
     """Returns an error's message on one line, or its type if the message is empty."""
     if TOO_MANY_FILES in str(error):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"the run needs more open files than its limit of {limit}; raise the limit with ulimit -n."
+        return (
+            f"the run needs more open files than its limit of {limit}; raise the limit with"
+            " ulimit -n."
+        )
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def prepare_terminal() -> None:
     """Silences remarks of libraries, and gives tqdm a lock of this process.
 
-    tqdm's default lock is a semaphore shared with forked processes. A forked process that is killed during `print`
-    would hold it forever, and the run would wait at its next line.
+    tqdm's default lock is a semaphore shared with forked processes. A forked process that is killed
+    during `print` would hold it forever, and the run would wait at its next line.
     """
     tqdm.set_lock(threading.RLock())
     for name in ("megatron", "transformers", "torch"):

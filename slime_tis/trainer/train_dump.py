@@ -29,10 +29,14 @@ MAX_QUEUED_ROLLOUTS = 2
 """Rollouts in the queue; training waits if it is full, which bounds the memory."""
 
 
-def in_order(records: Sequence[TokenRecord], partition: Sequence[Sequence[int]], lengths: Sequence[int]) -> Tensor:
+def in_order(
+    records: Sequence[TokenRecord], partition: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> Tensor:
     """Returns the records of all micro-batches in the order of the batch, float32 [L, 6]."""
     order = [sample for samples in partition for sample in samples]
-    parts = torch.cat([record.stack() for record in records]).split([lengths[sample] for sample in order])
+    parts = torch.cat([record.stack() for record in records]).split(
+        [lengths[sample] for sample in order]
+    )
     sample_records = dict(zip(order, parts, strict=True))
     return torch.cat([sample_records[sample] for sample in range(len(order))])
 
@@ -107,7 +111,9 @@ class TrainDump:
             metadata = {**table.metadata, "rollout_id": rollout_id, "rank": self._rank}
             write(path, replace(table, metadata=metadata))
         except Exception as error:  # training continues after any error
-            message = f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
+            message = (
+                f"warning: --save-debug-train-data: {path} was not written: {first_line(error)}."
+            )
             tqdm.write(message, file=sys.stderr)
 
 
@@ -116,7 +122,10 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     lengths = [sample.response_length for sample in step.samples]
     record = TokenRecord.unstack(step.record_N)
     records = map(TokenRecord.unstack, step.record_N.split(lengths))
-    parts = [_parts(*values, step.step) for values in zip(step.samples, records, step.advantages, strict=True)]
+    parts = [
+        _parts(*values, step.step)
+        for values in zip(step.samples, records, step.advantages, strict=True)
+    ]
     table = TokenTable.from_parts(parts, dict(settings.metadata))
     turns = turns_of(torch.from_numpy(table.loss_mask), lengths) - 1
     table = replace(table, turn=turns.numpy().astype(np.int32))
@@ -126,17 +135,21 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
         metadata = {**table.metadata, "criteria": ["custom"]}
         table = replace(table, rejected=rejected, bounded_weight=None, metadata=metadata)
     else:
-        table = annotated(table, settings.correction, accepted=accepted, global_batch=step.global_batch)
+        table = annotated(
+            table, settings.correction, accepted=accepted, global_batch=step.global_batch
+        )
     if settings.correction.get_mismatch_metrics:
         table = _with_measured_policy(table, record, settings)
     return table
 
 
-def _with_measured_policy(table: TokenTable, record: TokenRecord, settings: DumpSettings) -> TokenTable:
+def _with_measured_policy(
+    table: TokenTable, record: TokenRecord, settings: DumpSettings
+) -> TokenTable:
     """Returns the table with the training engine's π_old, which the mismatch metrics are of, as old policy.
 
-    The loss of bypass mode has the rollout's π_old, which is a column anyway, and an interpolated one follows from
-    other columns. The weights and criteria of these losses are annotated before.
+    The loss of bypass mode has the rollout's π_old, which is a column anyway, and an interpolated
+    one follows from other columns. The weights and criteria of these losses are annotated before.
     """
     old_policy = "recomputed" if settings.recomputes_old_policy else "current"
     return replace(

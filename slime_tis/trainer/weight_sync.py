@@ -6,8 +6,9 @@ Three checks follow every update, from the most exact to the most general:
     movement   the probe's log-probs moved as in training                  mean |Δr| is not far below mean |Δn|
     gap        the probe's log-probs are near the training engine's        gap = mean |r − n|
 
-n are the probe's log-probs of the training engine, r of the rollout engine, and Δ is the change since the last update.
-An engine that misses an update has Δr = 0, also if rounding and kernels cause a gap at every update.
+n are the probe's log-probs of the training engine, r of the rollout engine, and Δ is the change
+since the last update. An engine that misses an update has Δr = 0, also if rounding and kernels
+cause a gap at every update.
 """
 
 import math
@@ -35,10 +36,19 @@ MIN_TOKENS = 16
 MIN_RECEIVED = 0.5
 """The movement check needs this share of the weight update to survive rounding."""
 MIN_MOVEMENT = 0.25
-"""An update counts as missed if log-probs move less than this fraction of training's movement times that share."""
-MAX_GAP: dict[Precision, float] = {"fp32": 0.01, "fp16": 0.05, "bf16": 0.15, "int8": 0.2, "fp8": 0.5, "int4": 2.0}
-"""Largest mean gap of long probes, by the coarser precision of the two engines. The bounds are three to four times the
-mean log-prob difference of SmolLM2-135M: 0.04 in bf16, 0.05 in int8 and 0.13 in fp8."""
+"""An update counts as missed if log-probs move less than this fraction of training's movement times
+that share."""
+MAX_GAP: dict[Precision, float] = {
+    "fp32": 0.01,
+    "fp16": 0.05,
+    "bf16": 0.15,
+    "int8": 0.2,
+    "fp8": 0.5,
+    "int4": 2.0,
+}
+"""Largest mean gap of long probes, by the coarser precision of the two engines. The bounds are
+three to four times the mean log-prob difference of SmolLM2-135M: 0.04 in bf16, 0.05 in int8 and
+0.13 in fp8."""
 SHORT_PROBE_MARGIN = 4.0
 """The bound for n tokens grows by the factor 1 + SHORT_PROBE_MARGIN / √n."""
 METRICS = {
@@ -62,12 +72,15 @@ class SyncCheck:
     trained_L: Tensor | None = None
     """Log-probs [L] of the probe by the training engine at the previous check."""
     received_L: dict[str, Tensor] = field(default_factory=dict)
-    """Log-probs [L] of the probe by each copy of the rollout engine's weights at the previous check."""
+    """Log-probs [L] of the probe by each copy of the rollout engine's weights at the previous
+    check."""
 
 
 def max_gap(trains_in: Precision, samples_in: Precision | None, tokens: int) -> float:
     """Returns the largest mean |r − n| over this number of tokens that precision explains; None counts as fp8."""
-    return MAX_GAP[coarser(trains_in, samples_in or "fp8")] * (1 + SHORT_PROBE_MARGIN / math.sqrt(tokens))
+    return MAX_GAP[coarser(trains_in, samples_in or "fp8")] * (
+        1 + SHORT_PROBE_MARGIN / math.sqrt(tokens)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +113,22 @@ class PolicyWeights:
     """Rounds and measures each update; part of a checkpoint."""
     check: SyncCheck | None = field(init=False, default=None)
 
-    def connect(self, sampler: RolloutEngine, prompts: Sequence[Prompt], context_len: int | None) -> None:
+    def connect(
+        self, sampler: RolloutEngine, prompts: Sequence[Prompt], context_len: int | None
+    ) -> None:
         """Sets the receiver; `prompts` make the probe, and `context_len` limits its tokens."""
         rounder = WeightRounder(self.config.weight_update_rounding, self.megatron.seed)
         checks = self.config.check_weight_sync
-        self.sampler, self.updates = sampler, WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
+        self.sampler, self.updates = (
+            sampler,
+            WeightUpdates(rounder, sampler.weight_precision, samples_all=checks),
+        )
         if checks:
-            limits = [limit for limit in (PROBE_TOKENS, context_len, sampler.max_context_len) if limit is not None]
+            limits = [
+                limit
+                for limit in (PROBE_TOKENS, context_len, sampler.max_context_len)
+                if limit is not None
+            ]
             self.check = SyncCheck(
                 probe=make_probe(prompts, min(limits)),
                 bound=self.config.weight_sync_bound,
@@ -127,7 +149,9 @@ class PolicyWeights:
             self.sampler.update_weights(self.tensors, self.version())
             metrics = self.updates.metrics()
         if self.check is not None:
-            metrics |= check_weight_sync(self.learner.engine, self.sampler, self.check, self.updates)
+            metrics |= check_weight_sync(
+                self.learner.engine, self.sampler, self.check, self.updates
+            )
         return metrics
 
     @property
@@ -153,31 +177,51 @@ def check_weight_sync(
         count = engine.parallel.largest(len(names))
         if count:
             first = f" (first: {names[0]!r})" if names else ""
-            raise ValueError(f"{after} {count} tensors of {copy} differ from the sent tensors{first}.")
+            raise ValueError(
+                f"{after} {count} tensors of {copy} differ from the sent tensors{first}."
+            )
     precision, share = _expectation(engine, updates, check.trains_in)
-    bound = max_gap(check.trains_in, precision, len(check.probe) - 1) if check.bound is None else check.bound
+    bound = (
+        max_gap(check.trains_in, precision, len(check.probe) - 1)
+        if check.bound is None
+        else check.bound
+    )
     trained_L: Tensor | None = None
     received_L: dict[str, Tensor] = {}
     comparisons: list[Comparison] = []
     for copy, log_probs in sampler.prompt_log_probs(check.probe).items():
-        count, context = len(log_probs), (engine.parallel.context_rank, engine.parallel.context_size)
+        count, context = (
+            len(log_probs),
+            (
+                engine.parallel.context_rank,
+                engine.parallel.context_size,
+            ),
+        )
         batch = make_batch([check.probe], [[1] * count], [log_probs], [[0] * count], *context)
         if trained_L is None:
             with engine.at_temperature(1.0):
                 trained_L = engine.log_probs(batch, [[0]])
         received_L[copy] = batch.responses.rollout_log_probs_L.to(trained_L)
-        comparison = compare(engine.parallel, received_L[copy], trained_L, check.received_L.get(copy), check.trained_L)
+        comparison = compare(
+            engine.parallel,
+            received_L[copy],
+            trained_L,
+            check.received_L.get(copy),
+            check.trained_L,
+        )
         comparisons.append(comparison)
         if not comparison.gap <= bound:
             raise ValueError(
-                f"{after} the log-probs of a probe prompt differ by {comparison.gap:.3g} on average between training "
-                f"and {copy}, more than --weight-sync-bound {bound:.3g}; check that both run the same model, and raise "
-                "the bound if this precision of the rollout engine is intended."
+                f"{after} the log-probs of a probe prompt differ by {comparison.gap:.3g} on average"
+                f" between training and {copy}, more than --weight-sync-bound {bound:.3g}; check"
+                " that both run the same model, and raise the bound if this precision of the"
+                " rollout engine is intended."
             )
         if share >= MIN_RECEIVED and len(check.probe) > MIN_TOKENS and comparison.is_missed(share):
             raise ValueError(
-                f"{after} the log-probs of a probe prompt moved by {comparison.movement:.3g} on average in training "
-                f"and by {comparison.movement_received:.3g} in {copy}; check that it applies every update."
+                f"{after} the log-probs of a probe prompt moved by {comparison.movement:.3g} on"
+                f" average in training and by {comparison.movement_received:.3g} in {copy}; check"
+                " that it applies every update."
             )
     check.trained_L, check.received_L = trained_L, received_L
     if not comparisons:
@@ -191,9 +235,9 @@ def _expectation(
 ) -> tuple[Precision | None, float]:
     """Returns the rollout engine's precision and the share of the update that survived rounding; a collective.
 
-    The share is 0 if the probe need not move: no measured weight moved, the precision is unknown, or training is the
-    coarser of the two, so that its noise moves the probe further than the update. Ranks that send nothing know neither
-    value and get both from the others.
+    The share is 0 if the probe need not move: no measured weight moved, the precision is unknown,
+    or training is the coarser of the two, so that its noise moves the probe further than the
+    update. Ranks that send nothing know neither value and get both from the others.
     """
     precision, received = updates.precision, 0.0
     level = 0 if precision is None else 1 + COARSENESS.index(precision)
@@ -217,14 +261,18 @@ def compare(
 
         def total(*terms: Tensor) -> list[float]:
             sums = torch.stack([term.double().sum() for term in terms])
-            return [value / parallel.data_size for value in parallel.ranks.all_reduce(sums).tolist()]
+            return [
+                value / parallel.data_size for value in parallel.ranks.all_reduce(sums).tolist()
+            ]
 
         r, n = received_L.double(), trained_L.double()
         tokens, distance = total(torch.ones_like(n), (r - n).abs())
         values["gap"] = math.inf if math.isnan(distance) else distance / tokens
         if trained_earlier_L is not None:
             dn = n - trained_earlier_L.double()
-            before, moved, square = total((r - trained_earlier_L.double()).abs(), dn.abs(), dn.square())
+            before, moved, square = total(
+                (r - trained_earlier_L.double()).abs(), dn.abs(), dn.square()
+            )
             values |= {"gap_before": before / tokens, "movement": moved / tokens}
             if earlier_L is not None:
                 dr = r - earlier_L.double()

@@ -34,7 +34,9 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 """Getter and setter of each setting that `isolated_global_state` restores."""
 
 
-def call(function: Callable[..., Any], *arguments: Any, seed: int | None = None, **keywords: Any) -> Any:
+def call(
+    function: Callable[..., Any], *arguments: Any, seed: int | None = None, **keywords: Any
+) -> Any:
     """Calls a user function; see `calling`. With a seed the call runs in `isolated_global_state`."""
     with nullcontext() if seed is None else isolated_global_state(seed), calling(function):
         return function(*arguments, **keywords)
@@ -47,8 +49,9 @@ def calling(function: Callable[..., Any]) -> Iterator[None]:
         with calling(function):
             result = await function(args, sample)
 
-    The message names the function, the exception, and the last executed line of the function's directory. `sys.exit`
-    is an exception like any other. Ctrl-C and a task's cancellation pass through.
+    The message names the function, the exception, and the last executed line of the function's
+    directory. `sys.exit` is an exception like any other. Ctrl-C and a task's cancellation pass
+    through.
     """
     code = _code(function)
     try:
@@ -98,11 +101,15 @@ def accepted(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # a function in C without a signature
         return []
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return [name for name in names if takes_any or name in parameters]
 
 
-def check_signature(function: Callable[..., Any], positional: Sequence[str], keywords: Sequence[str]) -> None:
+def check_signature(
+    function: Callable[..., Any], positional: Sequence[str], keywords: Sequence[str]
+) -> None:
     """Checks that a function can be called with these arguments; raises CustomFunctionError if not."""
     try:
         signature = inspect.signature(function)
@@ -113,24 +120,29 @@ def check_signature(function: Callable[..., Any], positional: Sequence[str], key
     except TypeError as error:
         arguments = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
         raise CustomFunctionError(
-            f"{describe(function)} cannot be called as {_name(function)}({arguments}): {one_line(str(error))}; "
-            "take these parameters, or **kwargs for unused parameters."
+            f"{describe(function)} cannot be called as {_name(function)}({arguments}):"
+            f" {one_line(str(error))}; take these parameters, or **kwargs for unused parameters."
         ) from None
 
 
 def failure(error: BaseException) -> str:
     """Returns `raised TYPE: text`, or `called sys.exit(status)`."""
     if isinstance(error, SystemExit):
-        return f"called sys.exit({one_line(repr(error.code))}); return a value, or raise an exception to stop the run"
+        return (
+            f"called sys.exit({one_line(repr(error.code))}); return a value, or raise an exception"
+            " to stop the run"
+        )
     try:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
     except Exception:  # a user-defined __str__
         text = ""
     text = one_line(text, MAX_REASON_LENGTH).rstrip(".")
-    if isinstance(error, AttributeError) and isinstance(error.obj, Namespace):  # an option of the function itself
+    if isinstance(error, AttributeError) and isinstance(
+        error.obj, Namespace
+    ):  # an option of the function itself
         text += (
-            f"; add {error.name} to the YAML file of --custom-config-path, or in Python to the Namespace of the "
-            "argument args="
+            f"; add {error.name} to the YAML file of --custom-config-path, or in Python to the"
+            " Namespace of the argument args="
         )
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
@@ -142,7 +154,9 @@ def last_line(error: BaseException, directory: Path | None) -> str | None:
     line, trace = None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        is_imported = directory is None and not name.startswith((str(Path(__file__).parent), importlib.__file__))
+        is_imported = directory is None and not name.startswith(
+            (str(Path(__file__).parent), importlib.__file__)
+        )
         if not name.startswith("<") and (is_imported or Path(name).parent == directory):
             line = f"{name}, line {trace.tb_lineno}"
         trace = trace.tb_next

@@ -1,7 +1,7 @@
 """Loads user functions from `package.module.function` or `path/file.py:function`.
 
-Each file is a module of its own and runs once, for any number of functions. It can import from its directory
-(`from helper import x`, `from .helper import x`) without a change of `sys.path`.
+Each file is a module of its own and runs once, for any number of functions. It can import from its
+directory (`from helper import x`, `from .helper import x`) without a change of `sys.path`.
 """
 
 import hashlib
@@ -22,21 +22,37 @@ from typing import Any
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.integrations import slime_modules
 from slime_tis.integrations.slime import GLOBAL_BATCH_OPTIONS
-from slime_tis.user_functions.calling import TRACEBACK_HINT, accepted, check_signature, describe, failure, last_line
+from slime_tis.user_functions.calling import (
+    TRACEBACK_HINT,
+    accepted,
+    check_signature,
+    describe,
+    failure,
+    last_line,
+)
 from slime_tis.user_functions.table import USER_FUNCTIONS
 
 
 def load_user_function(option: str, path: str) -> Callable[..., Any]:
     """Returns the function at a path; raises CustomFunctionError unless it can be called as in `USER_FUNCTIONS`."""
     function, signature = load_function(path), USER_FUNCTIONS[option]
-    if signature.is_plain and (inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)):
+    if signature.is_plain and (
+        inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
+    ):
         raise CustomFunctionError(
-            f"{describe(function)} is a coroutine or a generator; write a plain `def` with a `return`."
+            f"{describe(function)} is a coroutine or a generator; write a plain `def` with a"
+            " `return`."
         )
-    check_signature(function, signature.positional, [*signature.keywords, *accepted(function, signature.optional)])
+    check_signature(
+        function,
+        signature.positional,
+        [*signature.keywords, *accepted(function, signature.optional)],
+    )
     for method, arguments in signature.methods.items():
         if not callable(getattr(function, method, None)):
-            raise CustomFunctionError(f"{one_line(path)} has no method {method}; write {', '.join(signature.methods)}.")
+            raise CustomFunctionError(
+                f"{one_line(path)} has no method {method}; write {', '.join(signature.methods)}."
+            )
         check_signature(getattr(function, method), ("self", *arguments), ())
     return function
 
@@ -44,15 +60,17 @@ def load_user_function(option: str, path: str) -> Callable[..., Any]:
 def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
     """Returns a custom TIS function; raises CustomFunctionError if it does not follow an option of the run.
 
-    A function `check_args(args)` of its module may raise ValueError for options that the function does not follow.
+    A function `check_args(args)` of its module may raise ValueError for options that the function
+    does not follow.
     """
     function = load_user_function("custom_tis_function_path", path)
     parameters = inspect.signature(function).parameters
     for option, argument in GLOBAL_BATCH_OPTIONS.items():
         if argument not in parameters and getattr(args, option, None) is not None:
             raise CustomFunctionError(
-                f"--{option.replace('_', '-')} is {getattr(args, option)} and goes by the global batch, but "
-                f"{describe(function)} gets micro-batches and takes no argument {argument}; remove one of the two."
+                f"--{option.replace('_', '-')} is {getattr(args, option)} and goes by the global"
+                f" batch, but {describe(function)} gets micro-batches and takes no argument"
+                f" {argument}; remove one of the two."
             )
     check_args = getattr(inspect.unwrap(function), "__globals__", {}).get("check_args")
     if callable(check_args):
@@ -66,26 +84,34 @@ def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
 def load_function(path: str) -> Callable[..., Any]:
     """Returns the function at `package.module.function` or `path/file.py:function`.
 
-    A file's path is relative to the working directory and may begin with `~`. `slime_modules` provides slime's modules.
+    A file's path is relative to the working directory and may begin with `~`. `slime_modules`
+    provides slime's modules.
 
-    Raises:
-        CustomFunctionError: The path has neither form, or the file, module or function is missing or fails to import.
+    Raises: CustomFunctionError: The path has neither form, or the file, module or function is
+        missing or fails to import.
     """
     slime_modules.provide()
     shown = repr(one_line(path))
     source, separator, name = path.rpartition(":" if ":" in path else ".")
     if not source or not name or (source.startswith(".") and not separator == ":") or name == "py":
         raise CustomFunctionError(
-            f"{shown} names no module and function; write package.module.function or path/file.py:function."
+            f"{shown} names no module and function; write package.module.function or"
+            " path/file.py:function."
         )
     module = _module_of_file(shown, source) if separator == ":" else _module_of_name(shown, source)
     function: Any = module
     for attribute in name.split("."):
         function = getattr(function, attribute, None)
     if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        names = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        ]
         has = one_line(", ".join(names), 200) or "none"
-        raise CustomFunctionError(f"{shown}: {one_line(source)} has no function {name!r}; it has {has}.")
+        raise CustomFunctionError(
+            f"{shown}: {one_line(source)} has no function {name!r}; it has {has}."
+        )
     result: Callable[..., Any] = function
     return result
 
@@ -95,14 +121,20 @@ def _module_of_file(shown: str, source: str) -> ModuleType:
         file = Path(source).expanduser().resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
         raise CustomFunctionError(
-            f"{shown}: there is no file {one_line(source)} ({one_line(str(error))}); the working directory is "
-            f"{one_line(str(Path.cwd()))}."
+            f"{shown}: there is no file {one_line(source)} ({one_line(str(error))}); the working"
+            f" directory is {one_line(str(Path.cwd()))}."
         ) from None
     if file.suffix != ".py" or not file.is_file():
-        raise CustomFunctionError(f"{shown}: {source} is not a Python file; write path/file.py:function.")
+        raise CustomFunctionError(
+            f"{shown}: {source} is not a Python file; write path/file.py:function."
+        )
     digest = hashlib.sha256(bytes(file.parent)).hexdigest()[:12]
     package = f"_custom_function_{digest}"
-    stem = file.stem if file.stem.isidentifier() else re.sub(r"\W", "_", file.stem) + f"_{len(file.stem)}"
+    stem = (
+        file.stem
+        if file.stem.isidentifier()
+        else re.sub(r"\W", "_", file.stem) + f"_{len(file.stem)}"
+    )
     name = f"{package}.{stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -129,12 +161,14 @@ def _module_of_name(shown: str, name: str) -> ModuleType:
             return importlib.import_module(name)
     except CustomFunctionError as error:
         cause = error.__cause__
-        if not isinstance(cause, ModuleNotFoundError) or not f"{name}.".startswith(f"{cause.name}."):
+        if not isinstance(cause, ModuleNotFoundError) or not f"{name}.".startswith(
+            f"{cause.name}."
+        ):
             raise
         hint = " Here slime's mis.py is custom_tis.mis." if name.endswith(".mis") else ""
         raise CustomFunctionError(
-            f"{shown}: there is no module {cause.name!r}; set PYTHONPATH to its directory, or write "
-            f"path/file.py:function.{hint}"
+            f"{shown}: there is no module {cause.name!r}; set PYTHONPATH to its directory, or write"
+            f" path/file.py:function.{hint}"
         ) from None
 
 
@@ -148,7 +182,8 @@ def _importing(shown: str, file: Path | None) -> Iterator[None]:
     except BaseException as error:
         line = (file and last_line(error, file.parent)) or last_line(error, None) or file
         raise CustomFunctionError(
-            f"{shown} could not be loaded: importing it {failure(error)}{f' ({line})' if line else ''}; {_hint(error)}"
+            f"{shown} could not be loaded: importing it"
+            f" {failure(error)}{f' ({line})' if line else ''}; {_hint(error)}"
         ) from error
 
 

@@ -35,7 +35,8 @@ USER_FUNCTIONS: dict[str, Signature] = {
         returns=tuple[Tensor, list[Tensor], dict[str, Tensor]],
     ),
     "custom_loss_function_path": Signature(
-        positional=("args", "batch", "logits", "sum_of_sample_mean"), returns=tuple[Tensor, dict[str, Tensor]]
+        positional=("args", "batch", "logits", "sum_of_sample_mean"),
+        returns=tuple[Tensor, dict[str, Tensor]],
     ),
     "custom_pg_loss_reducer_function_path": Signature(
         positional=("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),
@@ -68,7 +69,9 @@ USER_FUNCTIONS: dict[str, Signature] = {
             "__len__": (),
         },
     ),
-    "buffer_filter_path": Signature(positional=("args", "rollout_id", "buffer", "num_samples"), returns=list[Any]),
+    "buffer_filter_path": Signature(
+        positional=("args", "rollout_id", "buffer", "num_samples"), returns=list[Any]
+    ),
     "dynamic_sampling_filter_path": Signature(positional=("args", "samples"), returns=bool),
     "rollout_sample_filter_path": Signature(positional=("args", "samples")),
     "rollout_all_samples_process_path": Signature(positional=("args", "samples", "data_source")),
@@ -76,7 +79,8 @@ USER_FUNCTIONS: dict[str, Signature] = {
         positional=("args", "samples"), returns=tuple[list[float], list[float]]
     ),
     "custom_rollout_log_function_path": Signature(
-        positional=("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"), returns=bool | None
+        positional=("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),
+        returns=bool | None,
     ),
     "custom_eval_rollout_log_function_path": Signature(
         positional=("rollout_id", "args", "data", "extra_metrics"), returns=bool | None

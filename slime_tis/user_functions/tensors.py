@@ -15,7 +15,9 @@ MAX_NAME_LENGTH = 100
 """Characters of a metric's name."""
 
 
-def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, **kwargs: Any) -> TisResult:
+def call_custom_tis(
+    function: Callable[..., Any], args: Any, *, seed: int = 0, **kwargs: Any
+) -> TisResult:
     """Calls a custom TIS function with copies of all tensors, and checks the returned values.
 
     Args:
@@ -39,7 +41,8 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
     name = describe(function)
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise CustomFunctionError(
-            f"{name} returned {kind(result)}; return the tuple (pg_loss, modified_response_masks, metrics)."
+            f"{name} returned {kind(result)}; return the tuple (pg_loss, modified_response_masks,"
+            " metrics)."
         )
     loss, masks, metrics = result
     check_metrics(name, metrics)
@@ -52,21 +55,31 @@ def call_custom_tis(function: Callable[..., Any], args: Any, *, seed: int = 0, *
 def check_metrics(name: str, metrics: Any) -> None:
     """Checks that metrics are a dict with printable names."""
     if not isinstance(metrics, Mapping):
-        raise CustomFunctionError(f"{name} returned {kind(metrics)} as metrics; return a dict of names to tensors.")
+        raise CustomFunctionError(
+            f"{name} returned {kind(metrics)} as metrics; return a dict of names to tensors."
+        )
     for key in metrics:
-        if not isinstance(key, str) or not key or not key.isprintable() or len(key) > MAX_NAME_LENGTH:
+        if (
+            not isinstance(key, str)
+            or not key
+            or not key.isprintable()
+            or len(key) > MAX_NAME_LENGTH
+        ):
             raise CustomFunctionError(
-                f"{name} returned a metric named {one_line(repr(key))}; use {MAX_NAME_LENGTH} printable characters."
+                f"{name} returned a metric named {one_line(repr(key))}; use {MAX_NAME_LENGTH}"
+                " printable characters."
             )
 
 
-def check_metric_names(function: Callable[..., Any], names: Sequence[Sequence[str]], where: str) -> None:
+def check_metric_names(
+    function: Callable[..., Any], names: Sequence[Sequence[str]], where: str
+) -> None:
     """Checks that calls returned the same names, since metrics are summed; `where` is "micro-batch" or "rank"."""
     differing = set().union(*names).difference(set(names[0]).intersection(*names))
     if differing:
         raise CustomFunctionError(
-            f"{describe(function)} returned metric {one_line(repr(min(differing)))} for one {where} and not for "
-            "another; return the same names in every call."
+            f"{describe(function)} returned metric {one_line(repr(min(differing)))} for one {where}"
+            " and not for another; return the same names in every call."
         )
 
 
@@ -74,16 +87,22 @@ def check_gradient(name: str, value: Tensor, source: Tensor, source_name: str, o
     """Checks that a returned loss has a gradient to the tensor that the function got."""
     if source.requires_grad and not _leads_to(value.grad_fn, origin):
         raise CustomFunctionError(
-            f"{name} returned a loss that lost the gradient of {source_name}; do not detach or rebuild {source_name}."
+            f"{name} returned a loss that lost the gradient of {source_name}; do not detach or"
+            f" rebuild {source_name}."
         )
 
 
 def kind(value: Any) -> str:
     """Returns a short description of a value."""
     if isinstance(value, Tensor):
-        layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        layout = (
+            "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        )
         device = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"a {layout}tensor of shape {tuple(value.shape)} and type {str(value.dtype)[6:]}{device}"
+        return (
+            f"a {layout}tensor of shape {tuple(value.shape)} and type"
+            f" {str(value.dtype)[6:]}{device}"
+        )
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     return type(value).__name__
@@ -112,8 +131,9 @@ def _checked_loss(name: str, pg_loss: Any, source: Tensor, origin: Any) -> Tenso
     wrong = torch.isfinite(source) & ~torch.isfinite(loss)
     if wrong.any():
         raise CustomFunctionError(
-            f"{name} made a finite pg_loss NaN or infinite, at {int(wrong.sum())} of {wrong.numel()} tokens; a rollout "
-            f"log-prob can be missing (NaN), and inf · 0 is NaN: choose with torch.where, and clamp before exp."
+            f"{name} made a finite pg_loss NaN or infinite, at {int(wrong.sum())} of"
+            f" {wrong.numel()} tokens; a rollout log-prob can be missing (NaN), and inf · 0 is NaN:"
+            " choose with torch.where, and clamp before exp."
         )
     return loss
 
@@ -134,26 +154,35 @@ def _leads_to(node: Any, origin: Any) -> bool:
 def _check_masks(name: str, masks: Any, originals: list[Tensor]) -> None:
     if not isinstance(masks, list | tuple) or len(masks) != len(originals):
         raise CustomFunctionError(
-            f"{name} returned {kind(masks)} as masks; return a list of {len(originals)}, one per response."
+            f"{name} returned {kind(masks)} as masks; return a list of {len(originals)}, one per"
+            " response."
         )
     for i, (mask, original) in enumerate(zip(masks, originals, strict=True)):
         _check_like(name, mask, original, f"mask {i}")
     if not masks:
         return
-    flat, original = (torch.cat([mask.detach().to(torch.float64) for mask in some]) for some in (masks, originals))
+    flat, original = (
+        torch.cat([mask.detach().to(torch.float64) for mask in some]) for some in (masks, originals)
+    )
     wrong = flat[(flat != 0) & (flat != 1)]
     if len(wrong):
         raise CustomFunctionError(
-            f"{name} returned a mask with {wrong[0].item():g} in it; masks are 0 or 1. Weights go into pg_loss."
+            f"{name} returned a mask with {wrong[0].item():g} in it; masks are 0 or 1. Weights go"
+            " into pg_loss."
         )
     if ((flat != 0) & (original == 0)).any():
         raise CustomFunctionError(
-            f"{name} returned a mask with 1 where the loss mask is 0; multiply the loss masks that it gets."
+            f"{name} returned a mask with 1 where the loss mask is 0; multiply the loss masks that"
+            " it gets."
         )
 
 
 def _check_like(name: str, value: Any, source: Tensor, role: str) -> None:
     """Checks for a dense real tensor with the shape and device of another."""
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+    is_dense = (
+        isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
+    )
     if not is_dense or value.shape != source.shape or value.device != source.device:
-        raise CustomFunctionError(f"{name} returned {kind(value)} as {role}; return {kind(source)}.")
+        raise CustomFunctionError(
+            f"{name} returned {kind(value)} as {role}; return {kind(source)}."
+        )

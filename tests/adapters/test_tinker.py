@@ -21,7 +21,9 @@ CONFIGS = {
         use_tis=True, use_rs=True, rs_level="geometric", rs_lower_bound=0.9, rs_upper_bound=1.1
     ),
     "dppo": RolloutCorrectionConfig(divergence_mask="binary_tv", divergence_mask_bound=0.1),
-    "all rejected": RolloutCorrectionConfig(use_rs=True, rs_level="token", rs_lower_bound=90.0, rs_upper_bound=99.0),
+    "all rejected": RolloutCorrectionConfig(
+        use_rs=True, rs_level="token", rs_lower_bound=90.0, rs_upper_bound=99.0
+    ),
 }
 
 
@@ -52,7 +54,11 @@ def batch(last=None):
             "mask": mask,
         }
         inputs = {name: numbers(value) for name, value in inputs.items()}
-        data.append(types.Datum(model_input=types.ModelInput.from_ints(list(range(length))), loss_fn_inputs=inputs))
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(list(range(length))), loss_fn_inputs=inputs
+            )
+        )
     return data, log_probs
 
 
@@ -60,7 +66,10 @@ def sent(data, log_probs, loss):
     """The weights of all tokens that the client sends for the backward pass, −dL/dlog π, and the metrics."""
     forward = SimpleNamespace(loss_fn_outputs=[{"logprobs": numbers(x)} for x in log_probs])
     result = TrainingClient._compute_custom_loss(data, loss, forward)
-    return torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in result.data]), result.metrics
+    return (
+        torch.cat([datum.loss_fn_inputs["weights"].to_torch() for datum in result.data]),
+        result.metrics,
+    )
 
 
 def columns(data, name):
@@ -71,12 +80,18 @@ def columns(data, name):
 def test_the_weights_sent_are_advantage_times_weight(name):
     data, log_probs = batch()
     config, advantages = CONFIGS[name], columns(data, "advantages")
-    found = correct(config, log_probs, columns(data, "logprobs"), columns(data, "mask"), advantages=advantages)
-    expected = torch.cat([a * w * m for a, w, m in zip(advantages, found.weights, found.mask, strict=True)])
+    found = correct(
+        config, log_probs, columns(data, "logprobs"), columns(data, "mask"), advantages=advantages
+    )
+    expected = torch.cat(
+        [a * w * m for a, w, m in zip(advantages, found.weights, found.mask, strict=True)]
+    )
     assert expected.any() or name == "all rejected"
     weights, metrics = sent(data, log_probs, corrected_loss(config))
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
-    assert metrics == {f"custom/{name.lower()}:mean": value for name, value in found.statistics.metrics().items()}
+    assert metrics == {
+        f"custom/{name.lower()}:mean": value for name, value in found.statistics.metrics().items()
+    }
     loss, ranks = traced_loss(config)
     handle = custom_loss.trace_loss(loss, ranks, "session")
     assert custom_loss.encode_graph(handle).nodes
@@ -88,7 +103,9 @@ def test_the_weights_sent_are_advantage_times_weight(name):
 
 def test_ppo_compares_with_the_sampler():
     data, log_probs = batch()
-    loss = corrected_loss(RolloutCorrectionConfig(use_rollout_logprobs=True), lambda *x: ppo_clip(*x)[0])
+    loss = corrected_loss(
+        RolloutCorrectionConfig(use_rollout_logprobs=True), lambda *x: ppo_clip(*x)[0]
+    )
     weights, _ = sent(data, log_probs, loss)
     rows = zip(log_probs, columns(data, "logprobs"), columns(data, "advantages"), strict=True)
     expected = []
@@ -105,21 +122,31 @@ def test_metrics_alone_leave_the_loss_as_it_is():
         data,
         log_probs,
         lambda data, values: (
-            sum(policy_gradient(x, x, a).sum() for x, a in zip(values, columns(data, "advantages"), strict=True)),
+            sum(
+                policy_gradient(x, x, a).sum()
+                for x, a in zip(values, columns(data, "advantages"), strict=True)
+            ),
             {},
         ),
     )
-    measured, metrics = sent(data, log_probs, corrected_loss(RolloutCorrectionConfig(get_mismatch_metrics=True)))
+    measured, metrics = sent(
+        data, log_probs, corrected_loss(RolloutCorrectionConfig(get_mismatch_metrics=True))
+    )
     assert torch.equal(measured, plain) and metrics["custom/mismatch_k3_kl:mean"] > 0
 
 
 def test_log_probs_that_are_not_finite_are_counted_and_not_trained():
     data, log_probs = batch(last=math.nan)
     last = [sum(LENGTHS[: i + 1]) - 1 for i in range(len(LENGTHS))]
-    for loss in (corrected_loss(CONFIGS["tis"]), corrected_loss(CONFIGS["tis"], lambda *x: ppo_clip(*x)[0])):
+    for loss in (
+        corrected_loss(CONFIGS["tis"]),
+        corrected_loss(CONFIGS["tis"], lambda *x: ppo_clip(*x)[0]),
+    ):
         weights, metrics = sent(data, log_probs, loss)
         assert not weights[last].any() and weights.isfinite().all() and weights.any()
-        assert metrics["custom/nonfinite_token_fraction:mean"] == pytest.approx(3 / (sum(LENGTHS) - 3))
+        assert metrics["custom/nonfinite_token_fraction:mean"] == pytest.approx(
+            3 / (sum(LENGTHS) - 3)
+        )
 
 
 TOKEN_LOSSES = {"policy gradient": policy_gradient, "ppo": lambda *x: ppo_clip(*x)[0]}
@@ -138,7 +165,11 @@ def test_loss_and_gradient_are_finite_for_any_log_prob(traced, token_loss, of, v
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy=policy)
     if traced:
         loss, _ = traced_loss(config, TOKEN_LOSSES[token_loss])
-        rows = zip(leaves, *(columns(data, name) for name in ("sampling_logprobs", "advantages", "mask")), strict=True)
+        rows = zip(
+            leaves,
+            *(columns(data, name) for name in ("sampling_logprobs", "advantages", "mask")),
+            strict=True,
+        )
         total = torch.stack([loss(*row)[0] for row in rows]).sum()
     else:
         total, _ = corrected_loss(config, TOKEN_LOSSES[token_loss])(data, leaves)
@@ -178,5 +209,7 @@ def test_a_datum_without_log_probs_is_refused():
 
 def test_the_recipe_runs(capsys):
     recipe.main(steps=15)
-    first, *_, last = [float(line.split("reward ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    first, *_, last = [
+        float(line.split("reward ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()
+    ]
     assert last > first + 0.1

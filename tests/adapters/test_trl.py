@@ -31,7 +31,13 @@ EVERYTHING = RolloutCorrectionConfig(
     rs_upper_bound=1.02,
     rs_veto_threshold=1e-4,
 )
-PROGRESS = {"step_time", "train_runtime", "total_flos", "train_samples_per_second", "train_steps_per_second"}
+PROGRESS = {
+    "step_time",
+    "train_runtime",
+    "total_flos",
+    "train_samples_per_second",
+    "train_steps_per_second",
+}
 
 
 def first_batch(run):
@@ -47,7 +53,13 @@ def first_batch(run):
 def gradients(run, loss):
     run.model.zero_grad()
     loss.backward()
-    return torch.cat([parameter.grad.flatten() for parameter in run.model.parameters() if parameter.grad is not None])
+    return torch.cat(
+        [
+            parameter.grad.flatten()
+            for parameter in run.model.parameters()
+            if parameter.grad is not None
+        ]
+    )
 
 
 def log_probs(run, batch):
@@ -62,7 +74,11 @@ def log_probs(run, batch):
 @pytest.mark.parametrize("config", [TIS, EVERYTHING], ids=["tis", "everything"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"])
 def test_loss_and_gradient_equal_the_library(loss_type, config, tools, tmp_path):
-    options = {"loss_type": loss_type, "sampler": RoundedSampler(tools=tools), "dtype": torch.float64}
+    options = {
+        "loss_type": loss_type,
+        "sampler": RoundedSampler(tools=tools),
+        "dtype": torch.float64,
+    }
     if loss_type == "luspo":
         options["importance_sampling_level"] = "sequence"
     run, plain = trainer(tmp_path, config, **options), trainer(tmp_path, cls=GRPOTrainer, **options)
@@ -81,7 +97,9 @@ def test_loss_and_gradient_equal_the_library(loss_type, config, tools, tmp_path)
         ratio = (((current - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
         loss = -ratio * advantages
     else:
-        loss, _ = ppo_clip(current, old, advantages, clip_low=run.epsilon_low, clip_high=run.epsilon_high)
+        loss, _ = ppo_clip(
+            current, old, advantages, clip_low=run.epsilon_low, clip_high=run.epsilon_high
+        )
     weighted = loss * found.weights * found.mask
     rows = weighted.sum(1) / mask.sum(1).clamp_min(1)
     totals = {
@@ -106,7 +124,9 @@ def history(run):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"beta": 0.1}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2}], ids=str
+    "options",
+    [{}, {"beta": 0.1}, {"num_iterations": 2}, {"gradient_accumulation_steps": 2}],
+    ids=str,
 )
 def test_metrics_alone_leave_the_run_bitwise_unchanged(options, tmp_path):
     plain = trainer(tmp_path, cls=GRPOTrainer, **options)
@@ -120,22 +140,38 @@ def test_metrics_alone_leave_the_run_bitwise_unchanged(options, tmp_path):
 
 
 def test_the_kl_term_is_not_weighted(tmp_path):
-    nothing = RolloutCorrectionConfig(use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0)
+    nothing = RolloutCorrectionConfig(
+        use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0
+    )
     run = trainer(tmp_path, nothing, beta=0.5)
     batch = first_batch(run)
     assert not batch["advantages"].any()
     batch["ref_per_token_logps"] = batch["ref_per_token_logps"] - 0.5
-    assert run._compute_loss(run.model, batch).item() == pytest.approx(0.5 * (math.exp(-0.5) + 0.5 - 1), rel=1e-4)
+    assert run._compute_loss(run.model, batch).item() == pytest.approx(
+        0.5 * (math.exp(-0.5) + 0.5 - 1), rel=1e-4
+    )
 
 
 def test_a_batch_with_everything_rejected_or_masked_is_ordinary(tmp_path):
     nothing = RolloutCorrectionConfig(
-        use_rs=True, rs_level="token", rs_lower_bound=3.0, rs_upper_bound=4.0, rejection_normalizer="kept"
+        use_rs=True,
+        rs_level="token",
+        rs_lower_bound=3.0,
+        rs_upper_bound=4.0,
+        rejection_normalizer="kept",
     )
-    for run in (trainer(tmp_path, nothing), trainer(tmp_path, TIS, mask_truncated_completions=True)):
+    for run in (
+        trainer(tmp_path, nothing),
+        trainer(tmp_path, TIS, mask_truncated_completions=True),
+    ):
         before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
         rows = history(run)
-        assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+        assert all(
+            math.isfinite(value)
+            for row in rows
+            for value in row.values()
+            if isinstance(value, float)
+        )
         assert nothing is not run.rollout_correction or all(
             torch.equal(x, before[n]) for n, x in run.model.state_dict().items()
         )
@@ -150,12 +186,18 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained(tmp_path):
     batch = first_batch(run)
     assert not batch["advantages"][:, 0].any() and batch["advantages"].isfinite().all()
     metrics = run._metrics["train"]
-    assert metrics["correction/nonfinite_token_fraction"][0] == pytest.approx(4 / batch["completion_mask"].sum().item())
+    assert metrics["correction/nonfinite_token_fraction"][0] == pytest.approx(
+        4 / batch["completion_mask"].sum().item()
+    )
 
 
 def test_accepted_tokens_are_the_divisor_if_asked(tmp_path):
     config = RolloutCorrectionConfig(
-        use_rs=True, rs_level="token", rs_lower_bound=0.98, rs_upper_bound=1.02, rejection_normalizer="kept"
+        use_rs=True,
+        rs_level="token",
+        rs_lower_bound=0.98,
+        rs_upper_bound=1.02,
+        rejection_normalizer="kept",
     )
     run = trainer(tmp_path, config, loss_type="dapo")
     batch = first_batch(run)
@@ -205,8 +247,9 @@ def test_with_vllm_the_importance_sampling_of_trl_is_off(tmp_path):
 def test_a_trainer_that_unsloth_has_replaced_is_the_base():
     """unsloth sets trl.GRPOTrainer to a subclass when it is imported."""
     code = (
-        "import trl; trl.GRPOTrainer = type('UnslothGRPOTrainer', (trl.GRPOTrainer,), {}); "
-        "from slime_tis.integrations.trl import CorrectedGRPOTrainer as C; assert issubclass(C, trl.GRPOTrainer)"
+        "import trl; trl.GRPOTrainer = type('UnslothGRPOTrainer', (trl.GRPOTrainer,), {}); from"
+        " slime_tis.integrations.trl import CorrectedGRPOTrainer as C; assert issubclass(C,"
+        " trl.GRPOTrainer)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True)
 
@@ -215,10 +258,17 @@ def test_a_trainer_that_unsloth_has_replaced_is_the_base():
     ("config", "options", "words"),
     [
         pytest.param(TIS, {"loss_type": "vespo"}, "vespo", id="vespo"),
-        pytest.param(TIS, {"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold", id="OPSM"),
-        pytest.param(RolloutCorrectionConfig(old_logprobs="interpolate"), {}, "interpolate", id="interpolate"),
         pytest.param(
-            RolloutCorrectionConfig(divergence_mask="binary_tv"), {"num_iterations": 2}, "num_iterations=1", id="mask"
+            TIS, {"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold", id="OPSM"
+        ),
+        pytest.param(
+            RolloutCorrectionConfig(old_logprobs="interpolate"), {}, "interpolate", id="interpolate"
+        ),
+        pytest.param(
+            RolloutCorrectionConfig(divergence_mask="binary_tv"),
+            {"num_iterations": 2},
+            "num_iterations=1",
+            id="mask",
         ),
     ],
 )
@@ -230,7 +280,12 @@ def test_what_cannot_be_exact_is_refused(config, options, words, tmp_path):
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     path = tmp_path_factory.mktemp("example") / "sort_digits"
-    prepare(path, example=Example(train_prompts=64, eval_prompts=16, accuracy=(0.0, 1.0), sampled_accuracy=0.0))
+    prepare(
+        path,
+        example=Example(
+            train_prompts=64, eval_prompts=16, accuracy=(0.0, 1.0), sampled_accuracy=0.0
+        ),
+    )
     return path
 
 
@@ -254,8 +309,17 @@ def test_the_notebook_runs(example, tmp_path, monkeypatch):
 def test_two_processes_equal_one(tmp_path):
     """The second-moment bound and the batch's mean weight depend on the tokens of both processes."""
     script = Path(__file__).with_name("two_processes.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run([*command, str(script), str(tmp_path)], timeout=300, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    ended = subprocess.run(
+        [*command, str(script), str(tmp_path)], timeout=300, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["metrics"] == second["metrics"]
@@ -265,4 +329,6 @@ def test_two_processes_equal_one(tmp_path):
     expected = found.statistics.metrics()
     assert first["metrics"] == pytest.approx(expected, rel=1e-6)
     advantages = torch.tensor([*first["advantages"], *second["advantages"]])
-    torch.testing.assert_close(advantages, torch.tensor(first["raw"])[:, None] * found.weights * found.mask)
+    torch.testing.assert_close(
+        advantages, torch.tensor(first["raw"])[:, None] * found.weights * found.mask
+    )

@@ -44,16 +44,21 @@ def worker_loss(loss_mode, x, whole=None):
     `whole` is the mask of all response tokens, where the batch's own lacks rejected tokens.
     """
     policy_loss = PolicyLossConfig(loss_mode=loss_mode)
-    config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH, policy_loss=policy_loss)
+    config = FSDPActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=BATCH, policy_loss=policy_loss
+    )
     mask = x["response_mask"] if whole is None else whole
     attention = torch.cat([torch.ones(BATCH, PROMPT, dtype=torch.long), mask], 1)
     log_probs = x["log_probs"].clone().requires_grad_()
     # the model's output: for each token of a row without padding, the log-prob of the next one
     rows = [
-        torch.cat([torch.zeros(PROMPT - 1), log_probs[i, : int(mask[i].sum())], torch.zeros(1)]) for i in range(BATCH)
+        torch.cat([torch.zeros(PROMPT - 1), log_probs[i, : int(mask[i].sum())], torch.zeros(1)])
+        for i in range(BATCH)
     ]
     tensors = {
-        name: x[name] for name in ("old_log_probs", "advantages", "response_mask", "rollout_is_weights") if name in x
+        name: x[name]
+        for name in ("old_log_probs", "advantages", "response_mask", "rollout_is_weights")
+        if name in x
     }
     tensors |= {
         "prompts": torch.zeros(BATCH, PROMPT),
@@ -70,9 +75,14 @@ def worker_loss(loss_mode, x, whole=None):
 
 def test_verls_helper_is_replaced():
     x = columns()
-    batch = DataProto.from_dict({name: value.clone() for name, value in x.items() if name != "log_probs"})
+    batch = DataProto.from_dict(
+        {name: value.clone() for name, value in x.items() if name != "log_probs"}
+    )
     options = VerlConfig(
-        rollout_is="token", rollout_is_threshold=1.1, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.97_1.03"
+        rollout_is="token",
+        rollout_is_threshold=1.1,
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.97_1.03",
     )
     batch, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(batch, options)
     assert (
@@ -80,21 +90,33 @@ def test_verls_helper_is_replaced():
         is verl.compute_rollout_correction_and_rejection_mask
     )
     config = RolloutCorrectionConfig(
-        use_tis=True, tis_upper_bound=1.1, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.97_1.03"
+        use_tis=True,
+        tis_upper_bound=1.1,
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.97_1.03",
     )
     found = correct(config, x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
     assert torch.equal(batch.batch["response_mask"].bool(), found.mask) and not torch.equal(
         found.mask, x["response_mask"].bool()
     )
     torch.testing.assert_close(batch.batch["rollout_is_weights"], found.weights)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(found.statistics.metrics()["mismatch_k3_kl"])
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(
+        found.statistics.metrics()["mismatch_k3_kl"]
+    )
 
 
 def on_driver(x, *options):
     """The batch that verl's driver corrects with options from verl's command line."""
-    with initialize_config_dir(str(Path(core_algos.__file__).parents[1] / "config"), version_base=None):
-        config = compose("ppo_trainer", [f"+algorithm.rollout_correction.slime_tis.{option}" for option in options])
-    batch = DataProto.from_dict({name: value.clone() for name, value in x.items() if name != "log_probs"})
+    with initialize_config_dir(
+        str(Path(core_algos.__file__).parents[1] / "config"), version_base=None
+    ):
+        config = compose(
+            "ppo_trainer",
+            [f"+algorithm.rollout_correction.slime_tis.{option}" for option in options],
+        )
+    batch = DataProto.from_dict(
+        {name: value.clone() for name, value in x.items() if name != "log_probs"}
+    )
     batch, metrics = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
         batch, config.algorithm.rollout_correction
     )
@@ -107,21 +129,36 @@ def test_options_that_verl_lacks(normalizer):
     options = {"use_tis": True, "tis_level": "prefix", "tis_batch_normalize": True, "use_rs": True}
     options |= {"rs_level": "geometric", "rs_z_score": 1.0, "rejection_normalizer": normalizer}
     batch, metrics = on_driver(x, *(f"{name}={value}" for name, value in options.items()))
-    found = correct(RolloutCorrectionConfig(**options), x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
+    found = correct(
+        RolloutCorrectionConfig(**options),
+        x["old_log_probs"],
+        x["rollout_log_probs"],
+        x["response_mask"],
+    )
     assert 0 < found.mask.sum() < x["response_mask"].sum()
-    assert metrics == {f"rollout_corr/{name}": value for name, value in found.statistics.metrics().items()}
+    assert metrics == {
+        f"rollout_corr/{name}": value for name, value in found.statistics.metrics().items()
+    }
     log_probs = x["log_probs"].clone().requires_grad_()
-    expected = found.mean(ppo_clip(log_probs, x["old_log_probs"], x["advantages"], dual_clip=3.0)[0])
+    expected = found.mean(
+        ppo_clip(log_probs, x["old_log_probs"], x["advantages"], dual_clip=3.0)[0]
+    )
     # the lengths of the worker's model output do not depend on rejection
-    loss, gradient, _ = worker_loss("vanilla", batch | {"log_probs": x["log_probs"]}, x["response_mask"])
+    loss, gradient, _ = worker_loss(
+        "vanilla", batch | {"log_probs": x["log_probs"]}, x["response_mask"]
+    )
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8
+    )
 
 
 def test_metrics_alone_leave_the_loss_as_it_is():
     x = columns()
     batch, metrics = on_driver(x, "get_mismatch_metrics=true")
-    measured, plain = (worker_loss("vanilla", each)[:2] for each in (batch | {"log_probs": x["log_probs"]}, x))
+    measured, plain = (
+        worker_loss("vanilla", each)[:2] for each in (batch | {"log_probs": x["log_probs"]}, x)
+    )
     assert torch.equal(measured[0], plain[0]) and torch.equal(measured[1], plain[1])
     assert metrics["rollout_corr/mismatch_k3_kl"] > 0
 
@@ -135,7 +172,12 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained():
     runs = [worker_loss("vanilla", batch | {"log_probs": x["log_probs"]})]
     runs += [worker_loss(f"slime_tis_{name}", bypass) for name in verl_plugin.LOSSES]
     for loss, gradient, _ in runs:
-        assert loss.isfinite() and gradient.isfinite().all() and gradient.any() and not gradient[:, 0].any()
+        assert (
+            loss.isfinite()
+            and gradient.isfinite().all()
+            and gradient.any()
+            and not gradient[:, 0].any()
+        )
     assert metrics["rollout_corr/nonfinite_token_fraction"] == share
     assert runs[1][2]["actor/nonfinite_token_fraction"].values == [share]
 
@@ -160,9 +202,13 @@ def test_loss_and_gradient_of_the_worker_equal_the_library(loss_mode):
     found = correct(config, x["old_log_probs"], x["rollout_log_probs"], x["response_mask"])
     loss, gradient, _ = worker_loss(loss_mode, {**x, "rollout_is_weights": found.weights})
     log_probs = x["log_probs"].requires_grad_()
-    expected = found.mean(ppo_clip(log_probs, x["old_log_probs"], x["advantages"], dual_clip=3.0)[0])
+    expected = found.mean(
+        ppo_clip(log_probs, x["old_log_probs"], x["advantages"], dual_clip=3.0)[0]
+    )
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected, log_probs)[0], rtol=1e-6, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("name", ["cispo", "dppo_tv"])

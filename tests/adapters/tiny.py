@@ -13,9 +13,13 @@ LENGTH = 8
 
 
 def tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def model(directory, dtype):
@@ -59,7 +63,12 @@ class RoundedSampler:
             ids, log_probs = list(prompt), []
             for _ in range(LENGTH):
                 with torch.no_grad():
-                    scores = engine(torch.tensor([ids]), use_cache=False).logits[0, -1].float().log_softmax(-1)
+                    scores = (
+                        engine(torch.tensor([ids]), use_cache=False)
+                        .logits[0, -1]
+                        .float()
+                        .log_softmax(-1)
+                    )
                 ids.append(int(torch.multinomial(scores.exp(), 1)))
                 log_probs.append(float(scores[ids[-1]]))
                 if ids[-1] == 1:
@@ -69,7 +78,9 @@ class RoundedSampler:
         self.edit(self.log_probs)
         result = {"prompt_ids": tokens, "completion_ids": responses, "logprobs": self.log_probs}
         if self.tools:  # the second token counts as a tool's
-            result["env_mask"] = [[int(t != 1) for t in range(len(response))] for response in responses]
+            result["env_mask"] = [
+                [int(t != 1) for t in range(len(response))] for response in responses
+            ]
         return result
 
 
@@ -78,7 +89,14 @@ def distinct_words(completions, **_):
 
 
 def trainer(
-    directory, correction=None, *, cls=CorrectedGRPOTrainer, sampler=None, extra=None, dtype=torch.float32, **options
+    directory,
+    correction=None,
+    *,
+    cls=CorrectedGRPOTrainer,
+    sampler=None,
+    extra=None,
+    dtype=torch.float32,
+    **options,
 ):
     """A trainer on eight prompts. `extra` goes to the constructor, `options` to GRPOConfig."""
     settings = {

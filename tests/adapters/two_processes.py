@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny import RoundedSampler, trainer  # this script's directory is on the path; another package is called tests
+from tiny import (
+    RoundedSampler,
+    trainer,
+)  # this script's directory is on the path; another package is called tests
 
 from slime_tis import RolloutCorrectionConfig
 
@@ -20,7 +23,11 @@ def main(directory):
     old, _ = run._old_policy({**batch, "old_per_token_logps": None})
     values = {
         "config": OPTIONS,
-        "metrics": {name[11:]: row[0] for name, row in run._metrics["train"].items() if name.startswith("correction/")},
+        "metrics": {
+            name[11:]: row[0]
+            for name, row in run._metrics["train"].items()
+            if name.startswith("correction/")
+        },
         "old": old.tolist(),
         "rollout": batch["sampling_per_token_logps"].tolist(),
         "mask": batch["completion_mask"].tolist(),

@@ -11,13 +11,19 @@ import pytest
 from slime_tis.main import main
 from tests.report.dumps import make_run
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH; apt-get install chromium")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium on PATH; apt-get install chromium"
+)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="the package playwright is not installed"
+    )
     with sync_api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield opened
@@ -35,9 +41,14 @@ def report(tmp_path_factory):
 def page(browser, report, request):
     opened = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme=request.param)
     troubles = []
-    opened.on("console", lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None)
+    opened.on(
+        "console",
+        lambda said: troubles.append(said.text) if said.type in ("error", "warning") else None,
+    )
     opened.on("pageerror", lambda error: troubles.append(str(error)))
-    opened.on("request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None)
+    opened.on(
+        "request", lambda made: troubles.append(made.url) if made.url.startswith("http") else None
+    )
     opened.goto(report.as_uri())
     opened.wait_for_selector("html[data-drawn][data-samples]", state="attached")
     yield opened
@@ -56,7 +67,9 @@ def test_every_plot_is_drawn(page):
 
 def test_visible_plots_are_drawn_before_the_page_has_loaded(browser, report):
     opened = browser.new_page(viewport={"width": 1240, "height": 500})
-    opened.add_init_script("addEventListener('load', (event) => event.stopImmediatePropagation(), true)")
+    opened.add_init_script(
+        "addEventListener('load', (event) => event.stopImmediatePropagation(), true)"
+    )
     opened.goto(report.as_uri())
     opened.wait_for_selector("html[data-samples]", state="attached")
     pareto = opened.locator("#plot-pareto .main-svg")
@@ -84,7 +97,9 @@ def test_the_density_shows_the_number_of_tokens_of_a_cell(page):
 
 def test_tokens_are_colored_by_the_selected_value(page):
     def colors():
-        return page.eval_on_selector_all("#sample .tokens span", "all => all.map(one => one.style.background)")
+        return page.eval_on_selector_all(
+            "#sample .tokens span", "all => all.map(one => one.style.background)"
+        )
 
     by_ratio = colors()
     assert len({color for color in by_ratio if color}) > 3
@@ -147,7 +162,9 @@ def test_segments_have_headings(page):
     page.fill("#search", "question 5")
     model, tool, after = page.locator("#sample .turn").all_inner_texts()
     assert model.startswith("turn 0, model, weights 0, 5 tokens, mean abs(Δ) 0.0")
-    assert tool == "turn 0, tool or environment, not trained on, 4 tokens" and after.startswith("turn 1, model")
+    assert tool == "turn 0, tool or environment, not trained on, 4 tokens" and after.startswith(
+        "turn 1, model"
+    )
     page.fill("#search", "question 17")
     weights = [text.split(", ")[2:4] for text in page.locator("#sample .turn").all_inner_texts()]
     assert weights == [["weights 1", "9 tokens"], ["weights 2", "15 tokens"]]
@@ -202,9 +219,14 @@ def test_the_table_of_corrections_sorts_and_gives_flags(page):
     rows = page.locator("#what-if-table tbody tr")
     assert rows.count() > 30
     page.locator("#what-if-table th", has_text="kept").click()
-    kept = [float(text) for text in page.locator("#what-if-table tbody tr td:nth-child(2)").all_inner_texts()]
+    kept = [
+        float(text)
+        for text in page.locator("#what-if-table tbody tr td:nth-child(2)").all_inner_texts()
+    ]
     assert kept == sorted(kept, reverse=True)
     page.locator("#what-if-table td", has_text="decoupled_token_is").first.click()
-    assert page.locator("#flags code").inner_text() == "--rollout-correction-preset decoupled_token_is"
+    assert (
+        page.locator("#flags code").inner_text() == "--rollout-correction-preset decoupled_token_is"
+    )
     page.click("#flags button")
     page.locator("#flags button", has_text=re.compile("^(copied|selected)$")).wait_for()

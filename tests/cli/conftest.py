@@ -29,14 +29,17 @@ def base(tmp_path, monkeypatch):
     for name in ("train.jsonl", "eval.jsonl", "hard.jsonl", "d/0.pt"):
         Path(name).write_text('{"input": "21>", "label": "12"}\n')
     return (
-        "--hf-checkpoint model --prompt-data train.jsonl --rollout-batch-size 4 --n-samples-per-prompt 8 "
-        "--rollout-max-response-len 12 --num-rollout 3 --rm-type exact_match "
+        "--hf-checkpoint model --prompt-data train.jsonl --rollout-batch-size 4"
+        " --n-samples-per-prompt 8 --rollout-max-response-len 12 --num-rollout 3 --rm-type"
+        " exact_match "
     )
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen3", max_position_embeddings=64)
+    return make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "qwen3", max_position_embeddings=64
+    )
 
 
 @pytest.fixture

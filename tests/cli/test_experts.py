@@ -55,15 +55,35 @@ REFUSED = {
     ),
     "shared prompts": ({}, "--share-prompts", 1, "--share-prompts"),
     "experts over ranks": ({}, "--expert-model-parallel-size 4", 4, "number of experts is 6"),
-    "an expert over ranks": ({}, f"{TENSOR_2} --expert-tensor-parallel-size 4", 4, "moe_intermediate_size is 18"),
-    "a shared expert over ranks": (QWEN2 | {"shared_expert_intermediate_size": 25}, TENSOR_2, 2, "shared expert is 25"),
+    "an expert over ranks": (
+        {},
+        f"{TENSOR_2} --expert-tensor-parallel-size 4",
+        4,
+        "moe_intermediate_size is 18",
+    ),
+    "a shared expert over ranks": (
+        QWEN2 | {"shared_expert_intermediate_size": 25},
+        TENSOR_2,
+        2,
+        "shared expert is 25",
+    ),
     "ranks": ({}, f"{TENSOR_2} --expert-model-parallel-size 2", 2, "world size is 2"),
     "sglang, tied": ({"tie_word_embeddings": True}, ENGINE, 1, "ties embeddings"),
     "sglang, first layer dense": ({"mlp_only_layers": [0]}, ENGINE, 1, "dense layers"),
-    "one expert per token, normalized": ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "", 1, "norm_topk_prob"),
+    "one expert per token, normalized": (
+        {"num_experts_per_tok": 1, "norm_topk_prob": True},
+        "",
+        1,
+        "norm_topk_prob",
+    ),
     "more experts per token than there are": ({"num_experts_per_tok": 7}, "", 1, "of 6 experts"),
     "the type of a dense model": ({"model_type": "qwen3"}, "", 1, "'qwen3'"),
-    "dense layers before the first": (GLM | {"first_k_dense_replace": -1}, "", 1, "first_k_dense_replace -1"),
+    "dense layers before the first": (
+        GLM | {"first_k_dense_replace": -1},
+        "",
+        1,
+        "first_k_dense_replace -1",
+    ),
     "groups that do not fit": (GLM | {"n_group": 4, "topk_group": 1}, "", 1, "n_group 4"),
     "no experts": ({"num_experts": 0}, "", 1, "num_experts"),
 }
@@ -78,13 +98,27 @@ def test_what_cannot_work_is_refused(given, fields, flags, ranks, part):
     ("fields", "flags", "ranks"),
     [
         ({}, f"{TENSOR_2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 2),
-        ({}, "--expert-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+        (
+            {},
+            (
+                "--expert-model-parallel-size 2 --context-parallel-size 2"
+                " --pipeline-model-parallel-size 2"
+            ),
+            4,
+        ),
         ({"tie_word_embeddings": True, "mlp_only_layers": [1]}, "", 1),
         ({}, ENGINE, 1),
         (GLM, ENGINE, 1),
         ({"num_experts": None, "num_local_experts": 6}, "--expert-model-parallel-size 3", 3),
     ],
-    ids=["tensor", "context and pipeline", "tied and mixed", "sglang", "sglang, dense layers of glm", "another name"],
+    ids=[
+        "tensor",
+        "context and pipeline",
+        "tied and mixed",
+        "sglang",
+        "sglang, dense layers of glm",
+        "another name",
+    ],
 )
 def test_what_works_is_accepted(given, fields, flags, ranks):
     samples = "--rollout-batch-size 6 "
@@ -92,4 +126,7 @@ def test_what_works_is_accepted(given, fields, flags, ranks):
 
 
 def test_a_dense_model_may_have_its_experts_on_one_rank(base):
-    assert configured(base + "--expert-tensor-parallel-size 1").megatron.expert_tensor_parallel_size == 1
+    assert (
+        configured(base + "--expert-tensor-parallel-size 1").megatron.expert_tensor_parallel_size
+        == 1
+    )

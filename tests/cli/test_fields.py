@@ -22,7 +22,9 @@ SAMPLES = {bool: ("true", True), int: ("7", 7), float: ("2e-1", 0.2), str: ("wor
 def test_every_option_is_read_from_its_flag_and_from_yaml(name, tmp_path):
     """`build` passes each value to the field of this name."""
     option = OPTIONS[name]
-    text, value = (option.type.choices[-1],) * 2 if option.type.choices else SAMPLES[option.type.item]
+    text, value = (
+        (option.type.choices[-1],) * 2 if option.type.choices else SAMPLES[option.type.item]
+    )
     value = (value,) if option.type.is_list else value
     flags = read_flags(COMMAND_LINE, flags_of([flag(name), text]), {})
     assert flags.given[name].value == value and type(flags.given[name].value) is type(value)
@@ -39,7 +41,12 @@ LANDINGS = [
     ("--eps-clip-high 0.28", "policy", "clip_high", 0.28),
     ("--no-share-prompts", "megatron", "share_prompts", False),
     ("--lr-decay-style linear --lr 1e-4 --min-lr 1e-5", "megatron", "min_lr", 1e-5),
-    ("--custom-generate-function-path a.py:f --generate-concurrency 8", "rollout", "generate_concurrency", 8),
+    (
+        "--custom-generate-function-path a.py:f --generate-concurrency 8",
+        "rollout",
+        "generate_concurrency",
+        8,
+    ),
     ("--eval-prompt-data eval.jsonl --eval-engine rollout", "rollout", "evaluates_locally", False),
     ("--rollout-stop-token-ids 2 5", "rollout", "rollout_stop_token_ids", (2, 5)),
     ("--rm-type dapo --reward-weights acc=1,score=2", "rollout", "reward_weights", "acc=1,score=2"),
@@ -51,7 +58,12 @@ LANDINGS = [
         (("easy", "eval.jsonl"), ("hard", "hard.jsonl")),
     ),
     ("--eval-prompt-data eval.jsonl --eval-top-p 1", "rollout", "eval_temperature", 0.0),
-    (SERVER + "--partial-rollout --over-sampling-batch-size 6", "rollout", "over_sampling_batch_size", 6),
+    (
+        SERVER + "--partial-rollout --over-sampling-batch-size 6",
+        "rollout",
+        "over_sampling_batch_size",
+        6,
+    ),
     (SERVER + "http://b:2/", "sglang", "server_urls", ("http://a:1", "http://b:2")),
     (
         "--rollout-engine sglang --sglang-router-ip 10.0.0.1 --sglang-router-port 8000",
@@ -60,7 +72,10 @@ LANDINGS = [
         "http://10.0.0.1:8000",
     ),
     (
-        "--rollout-engine sglang --sglang-launch 2 --sglang-tp-size 2 --sglang-disable-x --sglang-dtype=float32",
+        (
+            "--rollout-engine sglang --sglang-launch 2 --sglang-tp-size 2 --sglang-disable-x"
+            " --sglang-dtype=float32"
+        ),
         "sglang",
         "sglang_server_args",
         ("--tp-size", "2", "--disable-x", "--dtype=float32"),
@@ -69,12 +84,19 @@ LANDINGS = [
     ("", "loop", "num_steps_per_rollout", 1),
     ("--global-batch-size 16", "loop", "num_steps_per_rollout", 2),
     ("--num-steps-per-rollout 4", "loop", "global_batch_size", 8),
-    ("--dump-details d", "loop", "save_debug_train_data", "d/train_data/{rollout_id}_{rank}.parquet"),
+    (
+        "--dump-details d",
+        "loop",
+        "save_debug_train_data",
+        "d/train_data/{rollout_id}_{rank}.parquet",
+    ),
     ("--dump-details d", "loop", "save_debug_rollout_data", "d/rollout_data/{rollout_id}.jsonl"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "section", "field", "value"), LANDINGS, ids=[row[0] or "none" for row in LANDINGS])
+@pytest.mark.parametrize(
+    ("flags", "section", "field", "value"), LANDINGS, ids=[row[0] or "none" for row in LANDINGS]
+)
 def test_derived_and_combined_values(base, flags, section, field, value):
     got = getattr(getattr(configured(base + flags), section), field)
     assert got == value and type(got) is type(value)
@@ -82,12 +104,27 @@ def test_derived_and_combined_values(base, flags, section, field, value):
 
 def test_routing_options_land_where_the_model_has_experts(base, tmp_path):
     model = json.loads((tmp_path / "model/config.json").read_text())
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "model_type": "qwen3_moe"}
-    model |= experts | {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 16, "intermediate_size": 16}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "model_type": "qwen3_moe",
+    }
+    model |= experts | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 16,
+        "intermediate_size": 16,
+    }
     (tmp_path / "model/config.json").write_text(json.dumps(model))
-    line = "--use-rollout-routing-replay --routing-replay-weights --measure-routing-mismatch 8 --rollout-router-bits 4 "
+    line = (
+        "--use-rollout-routing-replay --routing-replay-weights --measure-routing-mismatch 8"
+        " --rollout-router-bits 4 "
+    )
     got = configured(base + line + "--use-routing-replay --num-steps-per-rollout 2")
-    assert (got.rollout.use_rollout_routing_replay, got.rollout.routing_replay_weights) == (True, True)
+    assert (got.rollout.use_rollout_routing_replay, got.rollout.routing_replay_weights) == (
+        True,
+        True,
+    )
     assert (got.megatron.use_routing_replay, got.rollout.measure_routing_mismatch) == (True, 8)
     assert got.rollout.rollout_router_bits == 4
     sampling = training_sampling(got.rollout)
@@ -99,14 +136,19 @@ def test_evaluation_records_no_sets(base):
     line = "--rollout-top-p 0.9 --eval-prompt-data eval.jsonl --eval-temperature 1 --eval-top-p 0.7"
     config = configured(base + line).rollout
     assert training_sampling(config).return_sampling_mask
-    assert (evaluation_sampling(config).return_sampling_mask, evaluation_sampling(config).top_p) == (False, 0.7)
+    assert (
+        evaluation_sampling(config).return_sampling_mask,
+        evaluation_sampling(config).top_p,
+    ) == (False, 0.7)
 
 
 @pytest.mark.parametrize(("old", "new"), ALIASES.items())
 def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
     value = {"tis_mode": "clip", "tis_level": "geometric", "save_retain": "3"}.get(new, "0.25")
     flag_and_value = flag(old) if new == "tis_batch_normalize" else f"{flag(old)} {value}"
-    (tmp_path / "run.yaml").write_text(f"{old}: {'true' if new == 'tis_batch_normalize' else value}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"{old}: {'true' if new == 'tis_batch_normalize' else value}\n"
+    )
     base += "--use-tis --save ckpt "
     by_flag = effective_config(configured(base + flag_and_value))
     by_yaml = effective_config(configured(base + "--custom-config-path run.yaml"))
@@ -115,9 +157,21 @@ def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
 
 
 def test_the_namespace_has_slimes_names_and_the_bounds_that_nobody_set(base):
-    args = configured(base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3").namespace
-    assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (True, "truncate", "token", 3.0)
-    assert (args.tis_clip, args.tis_clip_low, args.mis_upper_bound, args.mis_level) == (3.0, 0.0, 3.0, "token")
+    args = configured(
+        base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3"
+    ).namespace
+    assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (
+        True,
+        "truncate",
+        "token",
+        3.0,
+    )
+    assert (args.tis_clip, args.tis_clip_low, args.mis_upper_bound, args.mis_level) == (
+        3.0,
+        0.0,
+        3.0,
+        "token",
+    )
     assert (args.use_rs, args.rs_level, args.rs_veto_threshold) == (False, "token", 1e-4)
     assert (args.eps_clip, args.eps_clip_high, args.context_parallel_size) == (0.3, 0.3, 1)
     assert configured(base + "--use-tis --tis-lower-bound 0.5").namespace.tis_clip_low == 0.5
@@ -127,12 +181,21 @@ def test_the_namespace_has_slimes_names_and_the_bounds_that_nobody_set(base):
         args = configured(base + flags).namespace
         return args.tis_lower_bound, args.rs_lower_bound, args.rs_upper_bound
 
-    assert bounds("--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.25") == (0.5, 0.8, 1.25)
+    assert bounds("--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.25") == (
+        0.5,
+        0.8,
+        1.25,
+    )
     assert bounds("--use-tis --tis-upper-bound 4 --use-rs") == (0.25, 0.25, 4.0)
     assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
     assert bounds("--use-tis --use-rs --tis-clip-low 0") == (0.0, 0.0, 2.0)
-    assert bounds("--use-tis --tis-upper-bound 0.8")[0] is None  # mode truncate, which has no lower bound
-    line = "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis --tis-upper-bound 3"
+    assert (
+        bounds("--use-tis --tis-upper-bound 0.8")[0] is None
+    )  # mode truncate, which has no lower bound
+    line = (
+        "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis"
+        " --tis-upper-bound 3"
+    )
     assert configured(base + line).namespace.tis_upper_bound == 3.0
 
 
@@ -140,7 +203,11 @@ def test_the_namespace_has_slimes_names_and_the_bounds_that_nobody_set(base):
 IDLE = [
     ("--custom-loss-function-path a.f", "--custom-loss-function-path", "--loss-type custom_loss"),
     ("--tis-upper-bound 2", "--tis-upper-bound", "--use-tis or --use-rs"),
-    ("--use-tis --reject-before-advantage", "--reject-before-advantage", "--divergence-mask or --tis-mode mask"),
+    (
+        "--use-tis --reject-before-advantage",
+        "--reject-before-advantage",
+        "--divergence-mask or --tis-mode mask",
+    ),
     (
         "--use-rollout-logprobs --policy-loss reinforce --eps-clip 0.2",
         "--eps-clip",
@@ -150,10 +217,14 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("flags", "option", "part"), IDLE, ids=[row[0] for row in IDLE])
-def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(base, tmp_path, flags, option, part):
+def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(
+    base, tmp_path, flags, option, part
+):
     """tests/faults/test_command_lines.py tries every option."""
     message = refusal(base + flags)
-    assert message.startswith(f"{option} is ") and "no effect without" in message and part in message
+    assert (
+        message.startswith(f"{option} is ") and "no effect without" in message and part in message
+    )
     values = [words.partition(" ") for words in flags.removeprefix("--").split(" --")]
     lines = [f"{name.replace('-', '_')}: {value or 'true'}\n" for name, _, value in values]
     (tmp_path / "run.yaml").write_text("".join(lines))
@@ -161,7 +232,9 @@ def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(bas
     assert message.startswith(f"{option[2:].replace('-', '_')} in run.yaml is ") and part in message
 
 
-@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.needs or option.suffices])
+@pytest.mark.parametrize(
+    "name", [name for name, option in OPTIONS.items() if option.needs or option.suffices]
+)
 def test_an_option_needs_only_declared_options(name):
     """A misspelled flag would be skipped, and the option would have an effect without it."""
     flags = [word.partition("=")[0] for word in (*OPTIONS[name].needs, *OPTIONS[name].suffices)]
@@ -188,15 +261,22 @@ def test_options_of_a_switch_that_is_off_are_ignored(base, tmp_path, yaml_text, 
 
 def test_help_is_grouped_and_every_option_has_a_text_and_a_default():
     text = build_parser().format_help()
-    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    titles = [
+        line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")
+    ]
     assert titles == ["options", *TITLES]
     unwrapped = "".join(text.split())
     for option in OPTIONS.values():
         assert option.help.endswith(".")
-        assert "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split()) in unwrapped
+        assert (
+            "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split())
+            in unwrapped
+        )
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["DUMP", "--help"], ["DUMP", "--use-tis", "-h"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["DUMP", "--help"], ["DUMP", "--use-tis", "-h"]], ids=" ".join
+)
 def test_help_of_what_if_is_its_own_wherever_the_flag_stands(argv, capsys):
     with pytest.raises(SystemExit) as end:
         main(["what-if", *argv])

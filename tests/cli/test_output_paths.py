@@ -26,7 +26,15 @@ FLAGS = """
 def base(tmp_path, monkeypatch):
     """A model, data and checkpoints of an earlier run below the working directory; the flags that every run needs."""
     monkeypatch.chdir(tmp_path)
-    for directory in ("data/model", "data/ref", "old/iter_0000003", "export", "project", "empty", "runs/x/checkpoints"):
+    for directory in (
+        "data/model",
+        "data/ref",
+        "old/iter_0000003",
+        "export",
+        "project",
+        "empty",
+        "runs/x/checkpoints",
+    ):
         Path(directory).mkdir(parents=True)
     for model in ("data/model", "data/ref"):
         Path(model, "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
@@ -42,19 +50,32 @@ def base(tmp_path, monkeypatch):
         Path(name).parent.mkdir(exist_ok=True, parents=True)
         Path(name).write_text("mine")
     Path("export/config.json").write_text("{}")
-    for directory, file in (("export", "config.json"), ("edited", "config.json"), ("hidden", "../file")):
+    for directory, file in (
+        ("export", "config.json"),
+        ("edited", "config.json"),
+        ("hidden", "../file"),
+    ):
         Path(directory, ".slime_tis_export.json").write_text(json.dumps({"files": [file]}))
     Path("link").symlink_to("data")
     Path("lost").symlink_to("nowhere")
     os.mkfifo("pipe.pt")
     parquet.write_table(pa.table({"mine": [1]}), "other.parquet")
     torch.save({"metadata": {}, "mine": torch.ones(3)}, "other.pt")
-    (Path("old/iter_0000003") / TRAINER_STATE).write_text(json.dumps({"run": "a", "options": {"seed": 7}}))
+    (Path("old/iter_0000003") / TRAINER_STATE).write_text(
+        json.dumps({"run": "a", "options": {"seed": 7}})
+    )
     return FLAGS.split()
 
 
 DUMPS = ("--save-debug-train-data", "--save-debug-rollout-data")
-FOREIGN = ("data/train.jsonl", "data/model/config.json", "lost", "pipe.pt", "other.parquet", "other.pt")
+FOREIGN = (
+    "data/train.jsonl",
+    "data/model/config.json",
+    "lost",
+    "pipe.pt",
+    "other.parquet",
+    "other.pt",
+)
 # part of the message by flags
 REFUSED = {
     "--save-hf data/model": "the same as --hf-checkpoint",
@@ -130,15 +151,21 @@ def test_a_separate_path_is_accepted(flags, base):
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.pt"])
 def test_an_earlier_dump_is_written_over(name, base):
-    write(name, TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0])]))
+    write(
+        name, TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0])])
+    )
     configure([*base, "--save-debug-train-data", name], {})
-    with pytest.raises(ValueError, match=r"--save-debug-rollout-data would write .* is no dump of this program"):
+    with pytest.raises(
+        ValueError, match=r"--save-debug-rollout-data would write .* is no dump of this program"
+    ):
         configure([*base, "--save-debug-rollout-data", name], {})
 
 
 def test_a_file_with_the_name_of_a_report_is_not_overwritten(base):
     Path("project/config.yaml").write_text("mine: 1\n")
-    with pytest.raises(ValueError, match=r"--output-dir is 'project' but its config\.yaml is of no run"):
+    with pytest.raises(
+        ValueError, match=r"--output-dir is 'project' but its config\.yaml is of no run"
+    ):
         configure([*base, "--output-dir", "project"], {})
 
 
@@ -148,7 +175,9 @@ def test_checkpoints_that_came_after_the_check_are_seen_under_the_lock(base):
             assert sorted(path.name for path in Path("new").iterdir()) == [".lock"]
             assert sorted(path.name for path in Path("r").iterdir()) == [".export.lock", ".lock"]
 
-    arguments = configure([*base, "--save", "new", "--output-dir", "r", "--save-hf", "r/export"], {})
+    arguments = configure(
+        [*base, "--save", "new", "--output-dir", "r", "--save-hf", "r/export"], {}
+    )
     hold(arguments)
     assert not list(Path("new").iterdir()) and not list(Path("r").iterdir())
     Path("new/iter_0000001").mkdir()

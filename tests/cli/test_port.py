@@ -10,11 +10,15 @@ from slime_tis.trainer.port.port_command import port_script
 
 FILES = {
     "train.jsonl": '{"prompt": "21>", "label": "12"}\n',
-    "model/config.json": '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, '
-    '"hidden_size": 2560, "intermediate_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, '
-    '"rope_theta": 1000000, "vocab_size": 64}',
-    "models/tiny.sh": "MODEL_ARGS=(\n   --swiglu --num-layers 2 --hidden-size 2560 --num-attention-heads 32\n"
-    '   --num-query-groups 8 --rotary-base "${ROTARY_BASE:-1000000}" --qk-layernorm\n)',
+    "model/config.json": (
+        '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2,'
+        ' "hidden_size": 2560, "intermediate_size": 64, "num_attention_heads": 32,'
+        ' "num_key_value_heads": 8, "rope_theta": 1000000, "vocab_size": 64}'
+    ),
+    "models/tiny.sh": (
+        "MODEL_ARGS=(\n   --swiglu --num-layers 2 --hidden-size 2560 --num-attention-heads 32\n"
+        '   --num-query-groups 8 --rotary-base "${ROTARY_BASE:-1000000}" --qk-layernorm\n)'
+    ),
     "models/small.sh": 'ROTARY_BASE=5 source "$(dirname -- "${BASH_SOURCE[0]}")/tiny.sh"',
 }
 RUN = r"""#!/bin/bash
@@ -95,7 +99,13 @@ def ported(folder, text):
 
 def test_a_script_in_slimes_form_is_ported_and_explained(tmp_path):
     command, comments = (text.replace(str(tmp_path), "DIRECTORY") for text in ported(tmp_path, RUN))
-    assert shlex.split(command) == ["torchrun", "--nproc-per-node", "4", "train.py", *shlex.split(PORTED)]
+    assert shlex.split(command) == [
+        "torchrun",
+        "--nproc-per-node",
+        "4",
+        "train.py",
+        *shlex.split(PORTED),
+    ]
     assert [comment for comment in COMMENTS if comment not in comments] == []
     assert "HAS_NVLINK" not in comments  # only ray gets it
     assert "train.py refuses" not in comments
@@ -103,10 +113,26 @@ def test_a_script_in_slimes_form_is_ported_and_explained(tmp_path):
 
 # (flags added to RUN, part of the command, part of the comments)
 ADDED = {
-    "greedy evaluation": ("--eval-top-k 1 --eval-temperature 0.6", "--eval-temperature 0", "--eval-top-k 1 becomes"),
-    "no tensor parallelism": ("--tensor-model-parallel-size 1", "", "--sequence-parallel is on but"),
-    "too few GPUs": ("--tensor-model-parallel-size 8", "--sglang-url http://SERVER:30000", "with --tp-size 2 --mem"),
-    "large servers": ("--rollout-num-gpus-per-engine 16", "--sglang-url http://SERVER:30000", "with --tp-size 16"),
+    "greedy evaluation": (
+        "--eval-top-k 1 --eval-temperature 0.6",
+        "--eval-temperature 0",
+        "--eval-top-k 1 becomes",
+    ),
+    "no tensor parallelism": (
+        "--tensor-model-parallel-size 1",
+        "",
+        "--sequence-parallel is on but",
+    ),
+    "too few GPUs": (
+        "--tensor-model-parallel-size 8",
+        "--sglang-url http://SERVER:30000",
+        "with --tp-size 2 --mem",
+    ),
+    "large servers": (
+        "--rollout-num-gpus-per-engine 16",
+        "--sglang-url http://SERVER:30000",
+        "with --tp-size 16",
+    ),
     "refused": ("--lr fast", "--lr fast", "train.py refuses: --lr is 'fast' but must be a number"),
     "another model": ("--num-layers 28", "", "--num-layers is '28' but"),
 }
@@ -125,37 +151,60 @@ MIS = "mis.compute_mis_weights_with_cp"
 PATH = 'PYTHONPATH="/x:${X}/y" torchrun --nproc-per-node 8 train.py --lr'
 # (script, part of the printed command)
 COMMANDS = {
-    "train.py --update-weight-buffer-size 536870912": "train.py --sglang-bucket-mb 512 --rollout-engine",
-    "train.py --advantage-estimator reinforce_plus_plus": f"--advantage-estimator grpo {RAW_REWARDS}",
+    "train.py --update-weight-buffer-size 536870912": (
+        "train.py --sglang-bucket-mb 512 --rollout-engine"
+    ),
+    "train.py --advantage-estimator reinforce_plus_plus": (
+        f"--advantage-estimator grpo {RAW_REWARDS}"
+    ),
     "train.py --advantage-estimator reinforce_plus_plus_baseline": (
         "--advantage-estimator grpo --disable-grpo-std-normalization"
     ),
     "train.py --disable-rewards-normalization --n-samples-per-prompt 1": RAW_REWARDS,
     "train.py --num-rollout 100000000": "--num-rollout 10000000",
-    "train.py --use-dynamic-batch-size --micro-batch-size 2": "train.py --use-dynamic-batch-size --rollout-engine",
-    "train.py --hf-checkpoint /x/${1}": 'train.py --hf-checkpoint "${HF_CHECKPOINT}" --rollout-engine',
-    "train.py --prompt-data /x/p.parquet@[0:3000]": "--prompt-data '/x/p.parquet@[0:3000]'",
-    "train_async.py --rollout-function-path mine.generate --custom-generate-function-path mine.one": (
-        "train.py --rollout-function-path mine.generate --rollout-engine"
+    "train.py --use-dynamic-batch-size --micro-batch-size 2": (
+        "train.py --use-dynamic-batch-size --rollout-engine"
     ),
+    "train.py --hf-checkpoint /x/${1}": (
+        'train.py --hf-checkpoint "${HF_CHECKPOINT}" --rollout-engine'
+    ),
+    "train.py --prompt-data /x/p.parquet@[0:3000]": "--prompt-data '/x/p.parquet@[0:3000]'",
+    (
+        "train_async.py --rollout-function-path mine.generate --custom-generate-function-path "
+        "mine.one"
+    ): ("train.py --rollout-function-path mine.generate --rollout-engine"),
     "train.py --load /ckpt": "train.py --rollout-engine",
     "train.py --lr 1 --lr 2 --seed=7": "train.py --lr 2 --seed 7 --rollout-engine",
-    f"train.py --custom-tis-function-path examples.train_infer_mismatch_helper.{MIS}": f"-path custom_tis.{MIS}",
+    f"train.py --custom-tis-function-path examples.train_infer_mismatch_helper.{MIS}": (
+        f"-path custom_tis.{MIS}"
+    ),
     "train_async.py": "train.py --rollout-lookahead 1 --rollout-engine",
-    "train.py --actor-num-gpus-per-node 4 --rollout-num-gpus 4": "node 4 train.py --rollout-engine sglang"
-    " --sglang-launch 4 --sglang-base-gpu-id 4 --bf16",
-    "train.py --actor-num-nodes 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4": "torchrun --nnodes 2"
-    " --nproc-per-node 8 train.py --rollout-engine sglang --sglang-url http://SERVER:30000",
-    "train.py --actor-num-gpus-per-node 8 --rollout-num-gpus 8": "node 8 train.py --rollout-engine sglang"
-    " --sglang-url http://SERVER:30000",
-    "train.py --colocate --tensor-model-parallel-size 4 --expert-model-parallel-size 8"
-    " --expert-tensor-parallel-size 1": "torchrun --nproc-per-node 8 train.py",
-    "train.py --colocate --tensor-model-parallel-size 2 --context-parallel-size 2": "node 4 train.py"
-    " --tensor-model-parallel-size 2 --context-parallel-size 2"
-    " --rollout-engine sglang --sglang-launch 4 --sglang-base-gpu-id 4",
-    "train.py --colocate --global-batch-size 6": "node 3 train.py --global-batch-size 6"
-    " --rollout-engine sglang --sglang-launch 5 --sglang-base-gpu-id 3",
-    "train.py --rollout-external-engine-addrs a:1 b:2": "--sglang-url http://a:1 http://b:2 --rollout-engine",
+    "train.py --actor-num-gpus-per-node 4 --rollout-num-gpus 4": (
+        "node 4 train.py --rollout-engine sglang --sglang-launch 4 --sglang-base-gpu-id 4 --bf16"
+    ),
+    "train.py --actor-num-nodes 2 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4": (
+        "torchrun --nnodes 2"
+        " --nproc-per-node 8 train.py --rollout-engine sglang --sglang-url http://SERVER:30000"
+    ),
+    "train.py --actor-num-gpus-per-node 8 --rollout-num-gpus 8": (
+        "node 8 train.py --rollout-engine sglang --sglang-url http://SERVER:30000"
+    ),
+    (
+        "train.py --colocate --tensor-model-parallel-size 4 --expert-model-parallel-size 8 "
+        "--expert-tensor-parallel-size 1"
+    ): ("torchrun --nproc-per-node 8 train.py"),
+    "train.py --colocate --tensor-model-parallel-size 2 --context-parallel-size 2": (
+        "node 4 train.py"
+        " --tensor-model-parallel-size 2 --context-parallel-size 2"
+        " --rollout-engine sglang --sglang-launch 4 --sglang-base-gpu-id 4"
+    ),
+    "train.py --colocate --global-batch-size 6": (
+        "node 3 train.py --global-batch-size 6"
+        " --rollout-engine sglang --sglang-launch 5 --sglang-base-gpu-id 3"
+    ),
+    "train.py --rollout-external-engine-addrs a:1 b:2": (
+        "--sglang-url http://a:1 http://b:2 --rollout-engine"
+    ),
     "train.py --tb-project-name \"${USER_X}-\\`id\\`\\$(id)\" --save '$(id)'": (
         "train.py --tb-project-name \"${USER_X}-\\`id\\`\\$(id)\" --save '$(id)' --rollout-engine"
     ),
@@ -166,22 +215,34 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("text", "printed"), COMMANDS.items(), ids=[text[:70] for text in COMMANDS])
+@pytest.mark.parametrize(
+    ("text", "printed"), COMMANDS.items(), ids=[text[:70] for text in COMMANDS]
+)
 def test_printed_command(tmp_path, text, printed):
     assert printed in ported(tmp_path, f"D=/x; {text}")[0]
 
 
-TINY = "--swiglu --num-layers 2 --hidden-size 2560 --num-attention-heads 32 --num-query-groups 8 --rotary-base"
+TINY = (
+    "--swiglu --num-layers 2 --hidden-size 2560 --num-attention-heads 32 --num-query-groups 8"
+    " --rotary-base"
+)
 COMPLETE = (
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --num-rollout 2 --rollout-max-response-len 8 --rm-type math "
-    "--prompt-data /none/p.jsonl --micro-batch-size 1"
+    "--rollout-batch-size 8 --n-samples-per-prompt 4 --num-rollout 2 --rollout-max-response-len 8"
+    " --rm-type math --prompt-data /none/p.jsonl --micro-batch-size 1"
 )
 
 
 def test_all_refusals_are_listed_before_any_file(tmp_path):
-    flags = "--hf-checkpoint /none/Mine --lr fast --eps-clip 7 --lr-decay-style odd --max-tokens-per-gpu 5"
+    flags = (
+        "--hf-checkpoint /none/Mine --lr fast --eps-clip 7 --lr-decay-style odd"
+        " --max-tokens-per-gpu 5"
+    )
     script = port_script(str(write(tmp_path, f"python train.py {COMPLETE} {flags}")))
-    assert [refusal.split()[0] for refusal in script.refusals] == ["--lr", "--lr-decay-style", "--eps-clip"]
+    assert [refusal.split()[0] for refusal in script.refusals] == [
+        "--lr",
+        "--lr-decay-style",
+        "--eps-clip",
+    ]
     assert "--max-tokens-per-gpu is 5 but has no effect" in script.text
     assert "--prompt-data /none/p.jsonl" in script.text
     assert all(line.startswith("#") for line in script.text.splitlines())
@@ -189,7 +250,10 @@ def test_all_refusals_are_listed_before_any_file(tmp_path):
 
 # (flags, part of the reason)
 OTHER_EXPERIMENTS = {
-    "adapters": ("--lora-rank 32 --lora-alpha 32 --target-modules all-linear", "trains all weights"),
+    "adapters": (
+        "--lora-rank 32 --lora-alpha 32 --target-modules all-linear",
+        "trains all weights",
+    ),
     "distillation": ("--use-opd --opd-type sglang", "no on-policy distillation"),
     "critic": ("--advantage-estimator ppo", "there is no critic"),
     "fine-tuning": ("--loss-type sft_loss", "no supervised fine-tuning"),
@@ -213,10 +277,22 @@ def test_another_experiment_is_no_command(tmp_path, capsys, flags, reason):
 
 # (--hf-checkpoint, flags, part of the text)
 MODELS = {
-    "sizes of the script": ("/none/m", f"{TINY} 1000000 --vocab-size 64 --ffn-hidden-size 64 --lr 1", ""),
+    "sizes of the script": (
+        "/none/m",
+        f"{TINY} 1000000 --vocab-size 64 --ffn-hidden-size 64 --lr 1",
+        "",
+    ),
     "published": ("/none/Qwen3-32B", "--lr 1", "pipeline stage 0 does not fit"),
-    "unknown": ("/none/Mine", "--lr 1", "neither config.json nor the script gives the model's sizes"),
-    "too many heads": ("/none/Qwen3-4B", "--tensor-model-parallel-size 3", "num_key_value_heads is 8"),
+    "unknown": (
+        "/none/Mine",
+        "--lr 1",
+        "neither config.json nor the script gives the model's sizes",
+    ),
+    "too many heads": (
+        "/none/Qwen3-4B",
+        "--tensor-model-parallel-size 3",
+        "num_key_value_heads is 8",
+    ),
     "unsupported name": ("/none/Kimi-K2-Instruct", "--lr 1", "of an unsupported family"),
     "quantized name": ("/none/Qwen3-4B-FP8", "--lr 1", "by its name quantized"),
 }
@@ -224,16 +300,19 @@ MODELS = {
 
 @pytest.mark.parametrize(("model", "flags", "part"), MODELS.values(), ids=MODELS)
 def test_model_of_another_machine_is_checked(tmp_path, model, flags, part):
-    text = port_script(str(write(tmp_path, f"python train.py {COMPLETE} --hf-checkpoint {model} {flags}"))).text
+    text = port_script(
+        str(write(tmp_path, f"python train.py {COMPLETE} --hf-checkpoint {model} {flags}"))
+    ).text
     assert part in " ".join(text.replace("#", " ").split())
     assert ("# memory:" in text) == (model not in ("/none/m", "/none/Qwen3-4B-FP8"))
 
 
 def test_expert_layout_of_slimes_script_runs_by_plan(tmp_path, capsys):
     layout = (
-        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 "
-        "--expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 8192 --global-batch-size 32"
+        "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8"
+        " --expert-tensor-parallel-size 1 --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 8192"
+        " --global-batch-size 32"
     )
     launch = "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 8"
     complete = COMPLETE.replace("--micro-batch-size 1", "")
@@ -247,7 +326,9 @@ def test_expert_layout_of_slimes_script_runs_by_plan(tmp_path, capsys):
 
 def test_missing_sourced_file_keeps_its_name(tmp_path):
     folder = "/very/long/directory" * 8
-    comments = ported(tmp_path, f"source {folder}/models/qwen3-4B.sh\npython train.py ${{MODEL_ARGS[@]}} --lr 1")[1]
+    comments = ported(
+        tmp_path, f"source {folder}/models/qwen3-4B.sh\npython train.py ${{MODEL_ARGS[@]}} --lr 1"
+    )[1]
     assert "/models/qwen3-4B.sh' is not found" in comments
     assert "MODEL_ARGS is unset" not in comments
 
@@ -256,21 +337,51 @@ MODEL = "\npython train.py ${MODEL_ARGS[@]}"
 # (script, words after train.py)
 SCRIPTS = {
     "append": ("A=(--a)\nA+=(--b 1)\nB=(\n # --x\n)\npython train.py ${A[@]} ${B[@]}", "--a --b 1"),
-    "unset array": ('python train.py --x ${A[@]} "${A[@]}" "${EVAL_ARGS}" $EVAL_ARGS --y', "--x --y"),
-    "variables": ("M=/m A=(1 2)\nexport N=${M}/n\npython train.py $M \"${N}.x\" '$M' $A", "/m /m/n.x $M 1"),
-    "several in a word": ("H=h P=1\nA=(http://$H:$P/g)\npython train.py ${A[@]} x$H:$P", "http://h:1/g xh:1"),
-    "blanks": ('A="1  2"\nB=$A\npython train.py "$A $B " $B \'\' ""', ["1  2 1  2 ", "1", "2", "", ""]),
-    "apostrophes": ("# don't\nA=1 B=$C\n# can't\npython train.py \"it's $A\" $B", ["it's 1", "${C}"]),
+    "unset array": (
+        'python train.py --x ${A[@]} "${A[@]}" "${EVAL_ARGS}" $EVAL_ARGS --y',
+        "--x --y",
+    ),
+    "variables": (
+        "M=/m A=(1 2)\nexport N=${M}/n\npython train.py $M \"${N}.x\" '$M' $A",
+        "/m /m/n.x $M 1",
+    ),
+    "several in a word": (
+        "H=h P=1\nA=(http://$H:$P/g)\npython train.py ${A[@]} x$H:$P",
+        "http://h:1/g xh:1",
+    ),
+    "blanks": (
+        'A="1  2"\nB=$A\npython train.py "$A $B " $B \'\' ""',
+        ["1  2 1  2 ", "1", "2", "", ""],
+    ),
+    "apostrophes": (
+        "# don't\nA=1 B=$C\n# can't\npython train.py \"it's $A\" $B",
+        ["it's 1", "${C}"],
+    ),
     "defaults": ('python3 /slime/train.py --a ${A:-1} "${B:-x y}" ${C:-}', ["--a", "1", "x y"]),
-    "unknown": ("python train.py ${K}/x `id -u` $(id -u) ${X%.*}", ["${K}/x", "`id -u`", "$(id -u)", "${X%.*}"]),
-    "redirected": ("CUDA=1 nohup python train.py --a 2>&1 1 > log.txt | tee log && echo done &", "--a 1"),
+    "unknown": (
+        "python train.py ${K}/x `id -u` $(id -u) ${X%.*}",
+        ["${K}/x", "`id -u`", "$(id -u)", "${X%.*}"],
+    ),
+    "redirected": (
+        "CUDA=1 nohup python train.py --a 2>&1 1 > log.txt | tee log && echo done &",
+        "--a 1",
+    ),
     "shell": ('X=2\nbash -c "cd x; python train.py --a ${X} ${Y}"', "--a 2 ${Y}"),
-    "here-document": ("cat <<'EOF' > x\npython train.py 'open\nEOF\n(cd /x && python train.py --a 1)", "--a 1"),
+    "here-document": (
+        "cat <<'EOF' > x\npython train.py 'open\nEOF\n(cd /x && python train.py --a 1)",
+        "--a 1",
+    ),
     "condition": ("N=2\nif true; then N=3; fi\npython train.py --n $N", "--n 2"),
     "carriage returns": ("A=(--a 1)\r\npython train.py ${A[@]}\r\n", "--a 1"),
     "case": ("case $X in\n  a) Y=1 ;;\n  *) Y=2 ;;\nesac\npython train.py --a $Y", "--a 1"),
-    "the last of two": ("for ((i=0; i<3; i++)); do B+=($i); done\npython train.py --a\npython train.py --b", "--b"),
-    "slime's models": (f"source /root/slime/scripts/models/tiny.sh{MODEL}", f"{TINY} 1000000 --qk-layernorm"),
+    "the last of two": (
+        "for ((i=0; i<3; i++)); do B+=($i); done\npython train.py --a\npython train.py --b",
+        "--b",
+    ),
+    "slime's models": (
+        f"source /root/slime/scripts/models/tiny.sh{MODEL}",
+        f"{TINY} 1000000 --qk-layernorm",
+    ),
     "model from a model": (f". models/small.sh{MODEL}", f"{TINY} 5 --qk-layernorm"),
     "arithmetic": (
         "N=16 P=8\npython train.py --n $((N / ${P} + 2 * 3)) --m $((N ** 9))",
@@ -287,7 +398,9 @@ def test_words_of_the_training_command(tmp_path, text, words):
     assert found == (words.split(" ") if isinstance(words, str) else words)
 
 
-@pytest.mark.parametrize(("name", "message"), [("run.py", "is a Python program"), ("none.sh", "is not a file")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("run.py", "is a Python program"), ("none.sh", "is not a file")]
+)
 def test_other_files_are_refused(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
         read_launch(tmp_path / name)

@@ -32,7 +32,10 @@ REFUSALS = [
     ("--custom-config-path a.yaml --custom-config-path=b.yaml", "is given twice"),
     ("--rollout-correction-preset decoupled_token", "did you mean"),
     ("--rollout-rs geometric", "write --use-rs"),
-    ("--use-tis --tis-clip 2 --tis-upper-bound 3", "--tis-clip and --tis-upper-bound are one option"),
+    (
+        "--use-tis --tis-clip 2 --tis-upper-bound 3",
+        "--tis-clip and --tis-upper-bound are one option",
+    ),
     ("algorithm.rollout_correction.rollout_iz=token", "did you mean rollout_is?"),
     ("data.train_batch_size=4", "is an override of Hydra"),
     ("actor_rollout_ref.rollout.calculate_log_probs=false", "is not read"),
@@ -40,12 +43,18 @@ REFUSALS = [
     # combinations
     ("--use-routing-replay", "no pass for old log-probs"),
     ("--use-rollout-routing-replay", "the model has no experts"),
-    ("--measure-routing-mismatch 8 --use-routing-replay --num-steps-per-rollout 2", "--use-rollout-routing-replay"),
+    (
+        "--measure-routing-mismatch 8 --use-routing-replay --num-steps-per-rollout 2",
+        "--use-rollout-routing-replay",
+    ),
     (f"--routing-replay-weights --use-rollout-routing-replay {SGLANG}", "--rollout-engine local"),
     ("--opsm-policy old --use-opsm", "--num-steps-per-rollout"),
     ("--divergence-mask binary_tv --divergence-mask-anchor old", "--num-steps-per-rollout"),
     ("--rollout-correction-preset dppo_tv --divergence-mask-anchor old", "is the rollout policy"),
-    ("--use-rs --reject-before-advantage --use-tis --tis-upper-bound-negative 1", "--tis-upper-bound-negative"),
+    (
+        "--use-rs --reject-before-advantage --use-tis --tis-upper-bound-negative 1",
+        "--tis-upper-bound-negative",
+    ),
     ("--staleness-decay 0.5", "--partial-rollout"),
     ("--use-rollout-logprobs --use-tis", "applies the correction twice"),
     ("--policy-loss reinforce", "--use-rollout-logprobs"),
@@ -55,10 +64,19 @@ REFUSALS = [
     ("--rollout-batch-size 65536 --n-samples-per-prompt 4096", "a rollout has 268435456 samples"),
     ("--loss-type custom_loss", "--custom-loss-function-path"),
     ("--custom-advantage-function-path a.f --normalize-advantages", "--normalize-advantages"),
-    ("--advantage-estimator optimal_token_baseline --normalize-advantages", "--normalize-advantages"),
-    ("--advantage-estimator optimal_token_baseline --old-logprobs interpolate", "--old-logprobs interpolate"),
+    (
+        "--advantage-estimator optimal_token_baseline --normalize-advantages",
+        "--normalize-advantages",
+    ),
+    (
+        "--advantage-estimator optimal_token_baseline --old-logprobs interpolate",
+        "--old-logprobs interpolate",
+    ),
     ("--use-dynamic-batch-size", "--max-tokens-per-gpu"),
-    ("--micro-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 64", "remove one of the two"),
+    (
+        "--micro-batch-size 4 --use-dynamic-batch-size --max-tokens-per-gpu 64",
+        "remove one of the two",
+    ),
     ("--sequence-parallel", "--tensor-model-parallel-size is 1"),
     ("--n-samples-per-prompt 1", "--advantage-estimator grpo"),
     ("--share-prompts --context-parallel-size 2", "remove one of the two"),
@@ -94,13 +112,19 @@ REFUSALS = [
     # engines
     ("--rollout-engine sglang", "no server is named"),
     ("--sglang-api-key s3cret " + SGLANG, "--sglang-api-key-env"),
-    ("--sglang-ssl-keyfile-password=s3cret " + SGLANG, "--sglang-ssl-keyfile-password-env VARIABLE"),
+    (
+        "--sglang-ssl-keyfile-password=s3cret " + SGLANG,
+        "--sglang-ssl-keyfile-password-env VARIABLE",
+    ),
     ("--sglang-port 1 " + SGLANG, "--sglang-base-port"),
     ("--sglang-ulr http://a:1 --rollout-engine sglang", "did you mean --sglang-url?"),
     ("--partial-rollout --over-sampling-batch-size 6", "--rollout-engine sglang"),
     ("--over-sampling-batch-size 6", "has no effect without --partial-rollout"),
     (SGLANG + "--partial-rollout", "--over-sampling-batch-size is None"),
-    (SGLANG + "--partial-rollout --over-sampling-batch-size 6 --rollout-lookahead 1", "remove one of them"),
+    (
+        SGLANG + "--partial-rollout --over-sampling-batch-size 6 --rollout-lookahead 1",
+        "remove one of them",
+    ),
 ]
 
 
@@ -122,7 +146,9 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "world_size", "part"), RANKS, ids=[f"{row[0]} on {row[1]}" for row in RANKS])
+@pytest.mark.parametrize(
+    ("flags", "world_size", "part"), RANKS, ids=[f"{row[0]} on {row[1]}" for row in RANKS]
+)
 def test_sizes_that_do_not_divide_over_the_ranks(base, flags, world_size, part):
     assert part in refusal(base + flags, world_size)
 
@@ -144,7 +170,11 @@ def test_refusal_exits_with_code_2_and_one_line(base, capsys):
 def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsys):
     parse_args(shlex.split(whole))
     assert capsys.readouterr().err == ""
-    parse_args(shlex.split(whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"))
+    parse_args(
+        shlex.split(
+            whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"
+        )
+    )
     bound, measures = capsys.readouterr().err.splitlines()
     assert bound.startswith("warning: --tis-lower-bound is 0.5") and "--use-tis" in measures
 
@@ -154,7 +184,10 @@ GEOMETRIC = "--use-rs --rs-level geometric"
 STALE = "--update-weights-interval 3"
 # (flags, part of the only warning; None for no warning)
 WARNINGS = [
-    (f"--load-debug-rollout-data d/0.pt {FUNCTIONS}", "-filter-path and --custom-generate-function-path will not be"),
+    (
+        f"--load-debug-rollout-data d/0.pt {FUNCTIONS}",
+        "-filter-path and --custom-generate-function-path will not be",
+    ),
     ("--load-debug-rollout-data d/0.pt", None),
     (FUNCTIONS, None),
     ("--lr-warmup-iters 2", None),

@@ -76,8 +76,8 @@ def said(line, model=None):
 
 def test_all_unknown_flags_are_one_message_in_groups():
     line = (
-        "--num-layers 36 --colocate --sglang-server-concurrency 512 --sglang-mem-fraction-static 0.7 --hidden-dropout "
-        "0.1 --roll-out-batch-size 4 --zzz"
+        "--num-layers 36 --colocate --sglang-server-concurrency 512 --sglang-mem-fraction-static"
+        " 0.7 --hidden-dropout 0.1 --roll-out-batch-size 4 --zzz"
     )
     lines = said(line, {**QWEN3, "num_hidden_layers": 28}).splitlines()
     assert lines[0].startswith("7 flags are refused")
@@ -93,36 +93,56 @@ def test_all_unknown_flags_are_one_message_in_groups():
     ("line", "model"),
     [
         (
-            "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
-            "--group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear "
-            "--normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128 "
-            "--qk-layernorm --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 "
-            "--attention-softmax-in-fp32 --optimizer adam",
+            (
+                "--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728"
+                " --num-attention-heads 32 --group-query-attention --num-query-groups 8"
+                " --use-rotary-position-embeddings --disable-bias-linear --normalization RMSNorm"
+                " --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128"
+                " --qk-layernorm --attention-dropout 0.0 --hidden-dropout 0.0"
+                " --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --optimizer adam"
+            ),
             QWEN3,
         ),
         (
-            "--use-rope-scaling --rotary-scaling-factor 8.0 --rotary-base 500000 --kv-channels 128 "
-            "--untie-embeddings-and-output-weights --position-embedding-type rope --rotary-percent 1.0",
+            (
+                "--use-rope-scaling --rotary-scaling-factor 8.0 --rotary-base 500000 --kv-channels"
+                " 128 --untie-embeddings-and-output-weights --position-embedding-type rope"
+                " --rotary-percent 1.0"
+            ),
             LLAMA31,
         ),
         ("--add-qkv-bias", {"architectures": ["Qwen2ForCausalLM"]}),
         (
-            "--moe-ffn-hidden-size 768 --moe-router-score-function softmax --moe-token-dispatcher-type alltoall "
-            "--moe-router-topk 8 --num-experts 128 --moe-token-drop-policy probs --moe-router-dtype fp32 "
-            "--moe-aux-loss-coeff 0",
+            (
+                "--moe-ffn-hidden-size 768 --moe-router-score-function softmax"
+                " --moe-token-dispatcher-type alltoall --moe-router-topk 8 --num-experts 128"
+                " --moe-token-drop-policy probs --moe-router-dtype fp32 --moe-aux-loss-coeff 0"
+            ),
             QWEN3_MOE,
         ),
         (
-            "--num-experts 160 --moe-router-topk 8 --moe-ffn-hidden-size 1536 --moe-shared-expert-intermediate-size "
-            "1536 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0 "
-            "--moe-router-load-balancing-type seq_aux_loss --moe-router-topk-scaling-factor 2.5 "
-            "--moe-router-num-groups 1 --moe-router-group-topk 1 --qk-layernorm --add-qkv-bias",
+            (
+                "--num-experts 160 --moe-router-topk 8 --moe-ffn-hidden-size 1536"
+                " --moe-shared-expert-intermediate-size 1536 --moe-router-score-function sigmoid"
+                " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0"
+                " --moe-router-load-balancing-type seq_aux_loss --moe-router-topk-scaling-factor"
+                " 2.5 --moe-router-num-groups 1 --moe-router-group-topk 1 --qk-layernorm"
+                " --add-qkv-bias"
+            ),
             GLM45,
         ),
         ("--num-layers 7 --rotary-base 3", {}),
         ("--num-layers 7 --rotary-base 3", None),
     ],
-    ids=["qwen3", "llama3.1", "qwen2.5", "qwen3-30b-a3b", "glm-4.5", "empty config.json", "no config.json"],
+    ids=[
+        "qwen3",
+        "llama3.1",
+        "qwen2.5",
+        "qwen3-30b-a3b",
+        "glm-4.5",
+        "empty config.json",
+        "no config.json",
+    ],
 )
 def test_flags_that_repeat_config_json_are_accepted(line, model):
     assert said(line, model) == ""
@@ -146,7 +166,9 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "model", "part"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS])
+@pytest.mark.parametrize(
+    ("line", "model", "part"), CONTRADICTIONS, ids=[row[0] for row in CONTRADICTIONS]
+)
 def test_flags_that_contradict_config_json_are_refused(line, model, part):
     message = said(line, model)
     assert message.startswith(line.split()[0]) and part in message
@@ -168,13 +190,31 @@ def test_a_suggestion_is_made_where_it_is_plausible(word, found):
 
 def test_no_table_names_a_flag_of_this_program_or_one_flag_twice_and_advice_names_existing_flags():
     advised = [name for flags in (*ADVICE, *OTHER_EXPERIMENTS) for name in flags.split()]
-    names = [*RESTATED, *FIXED, *RENAMED, *SLIME_ONLY, *(name for name in advised if not name.endswith("*"))]
+    names = [
+        *RESTATED,
+        *FIXED,
+        *RENAMED,
+        *SLIME_ONLY,
+        *(name for name in advised if not name.endswith("*")),
+    ]
     assert not FLAGS.intersection(names)
     assert len(set(names)) == len(names)
     assert not [name for name in FLAGS if advice_for(name)]
-    servers = {"--nnodes", "--nproc-per-node", "--sglang-tp-size", "--sglang-base-gpu-id", "--sglang-quantization"}
-    texts = [*ADVICE.values(), *OTHER_EXPERIMENTS.values(), *(new for row in VALUES.values() for new in row.values())]
-    recommended = {word.strip(",;:.") for text in texts for word in text.split() if word.startswith("--")}
+    servers = {
+        "--nnodes",
+        "--nproc-per-node",
+        "--sglang-tp-size",
+        "--sglang-base-gpu-id",
+        "--sglang-quantization",
+    }
+    texts = [
+        *ADVICE.values(),
+        *OTHER_EXPERIMENTS.values(),
+        *(new for row in VALUES.values() for new in row.values()),
+    ]
+    recommended = {
+        word.strip(",;:.") for text in texts for word in text.split() if word.startswith("--")
+    }
     assert recommended <= FLAGS | servers | {"--eval-", "--help"}
 
 
@@ -183,7 +223,9 @@ def test_restated_flags_and_flags_of_servers_are_checked_by_the_command_line(bas
     (tmp_path / "run.yaml").write_text("hf_checkpoint: model\n")
     flags = base.removeprefix("--hf-checkpoint model ")
     assert "num_hidden_layers 2" in refusal_of(base + "--num-layers 28")
-    assert "num_hidden_layers 2" in refusal_of(flags + "--custom-config-path run.yaml --num-layers 28")
+    assert "num_hidden_layers 2" in refusal_of(
+        flags + "--custom-config-path run.yaml --num-layers 28"
+    )
     line = base + "--rollout-engine sglang --sglang-launch 1 --sglang-server-concurrency 8"
     assert refusal_of(line) == "--sglang-server-concurrency is --sglang-concurrency here."
 
@@ -211,8 +253,12 @@ WITHOUT_COUNTERPART = {
     "--use-rollout-entropy": "it is slime's, and this program has no counterpart",
     "--log-passrate": "it is slime's, and this program has no counterpart",
     "--value-clip 0.2": "there is no critic",
-    "--custom-megatron-before-train-step-hook-path a.b": "no function is called inside the training engine",
-    "--custom-convert-samples-to-train-data-path a.b": "no function is called on the converted batch",
+    "--custom-megatron-before-train-step-hook-path a.b": (
+        "no function is called inside the training engine"
+    ),
+    "--custom-convert-samples-to-train-data-path a.b": (
+        "no function is called on the converted batch"
+    ),
     "--lora-rank 8": "this program trains all weights",
     "--megatron-to-hf-mode bridge": "without conversion",
     "--disable-rewards-normalization": "raw_rewards",
@@ -227,4 +273,6 @@ def test_flags_of_slime_are_never_taken_for_typing_errors(flags, part):
 
 
 def test_loss_type_of_fine_tuning_is_refused_with_advice(base):
-    assert "there is no supervised fine-tuning; use slime" in refusal_of(f"{base} --loss-type sft_loss")
+    assert "there is no supervised fine-tuning; use slime" in refusal_of(
+        f"{base} --loss-type sft_loss"
+    )

@@ -12,7 +12,17 @@ from slime_tis import correction
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
-HEAVY = ("torch", "transformers", "megatron", "sympy", "numpy", "math_verify", "matplotlib", "tensorboard", "pyarrow")
+HEAVY = (
+    "torch",
+    "transformers",
+    "megatron",
+    "sympy",
+    "numpy",
+    "math_verify",
+    "matplotlib",
+    "tensorboard",
+    "pyarrow",
+)
 COMMANDS = {
     "a wrong flag": ("train.py", ["--no-such-flag"], 2),
     "an option without effect": ("train.py", ["--rs-upper-bound", "2"], 2),
@@ -52,16 +62,25 @@ def test_lazy_packages_export_what_they_can_import():
     assert set(slime_tis.__all__) <= set(correction.__all__)
     for package in (slime_tis, correction):
         (checked,) = (
-            node for node in ast.parse(Path(package.__file__ or "").read_text()).body if isinstance(node, ast.If)
+            node
+            for node in ast.parse(Path(package.__file__ or "").read_text()).body
+            if isinstance(node, ast.If)
         )
-        imported = [name.name for node in checked.body if isinstance(node, ast.ImportFrom) for name in node.names]
+        imported = [
+            name.name
+            for node in checked.body
+            if isinstance(node, ast.ImportFrom)
+            for name in node.names
+        ]
         assert sorted(imported) == sorted(package.__all__)  # what type checkers see
     code = (
         "import slime_tis, slime_tis.correction; modules = slime_tis, slime_tis.correction\n"
         "print([set(m.__all__) - set(dir(m)) for m in modules])\n"
         "print([[name for name in m.__all__ if not hasattr(m, name)] for m in modules])"
     )
-    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert asked.stdout == "[set(), set()]\n[[], []]\n"
 
 
@@ -71,7 +90,15 @@ sys.modules.update(dict.fromkeys({missing!r}))
 from slime_tis.main import main
 sys.exit(main({argv!r}))
 """
-TRAIN = ("megatron", "psutil", "pydantic", "math_verify", "tensorboard", "matplotlib", "tree_sitter")
+TRAIN = (
+    "megatron",
+    "psutil",
+    "pydantic",
+    "math_verify",
+    "tensorboard",
+    "matplotlib",
+    "tree_sitter",
+)
 """Packages that the extra analysis does not bring along."""
 OPTIONAL = ("sglang", "transformer_engine", "verl")
 ALL = (
@@ -99,10 +126,14 @@ def run_without(directory, missing, *argv):
     make_checkpoint(directory / "model", "qwen3")
     (directory / "rows.jsonl").write_text('{"prompt": "21>", "label": "12"}\n')
     (directory / "dump.jsonl").write_text(DUMP)
-    (directory / "run_without.sh").write_text("python3 train.py --lr 1e-6 --hf-checkpoint /m --num-rollout 1\n")
+    (directory / "run_without.sh").write_text(
+        "python3 train.py --lr 1e-6 --hf-checkpoint /m --num-rollout 1\n"
+    )
     (directory / "run_without.yaml").write_text("num_rollout: 1\n")
     command = [sys.executable, "-c", RUN_WITHOUT.format(missing=missing, argv=list(argv))]
-    return subprocess.run(command, cwd=directory, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=directory, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
 
 
 NEEDS = {
@@ -123,13 +154,17 @@ def test_a_command_names_the_extra_that_it_needs(command, tmp_path):
     assert f"pip install 'slime_tis[{extra}]'" in ended.stderr
 
 
-@pytest.mark.parametrize("argv", [("--version",), ("train", "--help"), ("report", "--help")], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [("--version",), ("train", "--help"), ("report", "--help")], ids=" ".join
+)
 def test_a_base_install_is_enough(argv, tmp_path):
     ended = run_without(tmp_path, (*ALL, "numpy"), *argv)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("argv", [("report", "dump.jsonl"), ("diagnose", "dump.jsonl")], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [("report", "dump.jsonl"), ("diagnose", "dump.jsonl")], ids=" ".join
+)
 def test_the_extra_analysis_is_enough(argv, tmp_path):
     ended = run_without(tmp_path, TRAIN, *argv)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -145,10 +180,13 @@ def test_train_without_one_package_ends_in_one_line(package, tmp_path):
 def test_the_library_works_without_any_other_package(tmp_path):
     """NumPy is declared because torch warns without it; the library does not import it."""
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({(*ALL, 'numpy')!r}))\n"
-        "import torch, slime_tis, slime_tis.user_functions\n"
-        "config = slime_tis.RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0)\n"
-        "print(slime_tis.correct(config, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1)).weights.item())"
+        f"import sys; sys.modules.update(dict.fromkeys({(*ALL, 'numpy')!r}))\nimport torch,"
+        " slime_tis, slime_tis.user_functions\nconfig ="
+        " slime_tis.RolloutCorrectionConfig(use_tis=True,"
+        " tis_upper_bound=2.0)\nprint(slime_tis.correct(config, torch.zeros(1, 1), -torch.ones(1,"
+        " 1), torch.ones(1, 1)).weights.item())"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert ended.stdout == "2.0\n"

@@ -34,7 +34,10 @@ YAML_REFUSALS = [
     ("use_tis: 3", "'3' but must be true or false"),
     ("rollout_stop_token_ids: [a]", "must be a list"),
     ("tis_clip: 2\ntis-upper-bound: 3", "a second time"),
-    ("use_tis: true\nlr: 1e-5\nuse_tis: false", "line 3: 'use_tis' is given a second time, after line 1"),
+    (
+        "use_tis: true\nlr: 1e-5\nuse_tis: false",
+        "line 3: 'use_tis' is given a second time, after line 1",
+    ),
     ("a: &x [1, 2]\nlr: *x", "line 2: an alias"),
     ("lr: " + "[" * 5000, "more than 8 levels"),
     ("? [a]\n: 1", "a key must be a word"),
@@ -45,22 +48,32 @@ YAML_REFUSALS = [
     ("algorithm: {rollout_correction: {rollout_is: geometric}}", "must be null, token or sequence"),
     ("algorithm: {rollout_correction: {bypass_mode: perhaps}}", "must be true or false"),
     (
-        "algorithm: {rollout_correction: {bypass_mode: true, use_policy_gradient: true, loss_type: ppo_clip}}",
+        (
+            "algorithm: {rollout_correction: {bypass_mode: true, use_policy_gradient: true,"
+            " loss_type: ppo_clip}}"
+        ),
         "contradicts",
     ),
     ("algorithm: {rollout_correction: {rollout_is_threshold: 2.0}}", "no effect without --use-tis"),
     (
-        "algorithm: {rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2, "
-        "rollout_rs_threshold_lower: 0.5}}",
+        (
+            "algorithm: {rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 2, "
+            "rollout_rs_threshold_lower: 0.5}}"
+        ),
         "belongs to rollout_rs token",
     ),
-    ("algorithm: {rollout_correction: {rollout_is: token}}\nuse_tis: false", "gives use_tis a second time"),
+    (
+        "algorithm: {rollout_correction: {rollout_is: token}}\nuse_tis: false",
+        "gives use_tis a second time",
+    ),
     ("actor_rollout_ref: {rollout: {calculate_log_probs: False}}", "is not read"),
     ("algorithm: {adv_estimator: grpo}", "is not read"),
 ]
 
 
-@pytest.mark.parametrize(("text", "part"), YAML_REFUSALS, ids=[row[0][:60] for row in YAML_REFUSALS])
+@pytest.mark.parametrize(
+    ("text", "part"), YAML_REFUSALS, ids=[row[0][:60] for row in YAML_REFUSALS]
+)
 def test_yaml_refusals(base, tmp_path, text, part):
     (tmp_path / "run.yaml").write_text(text)
     message = refusal(base + "--custom-config-path run.yaml")
@@ -68,12 +81,19 @@ def test_yaml_refusals(base, tmp_path, text, part):
 
 
 def test_options_of_user_functions_keep_their_yaml_types(base, tmp_path):
-    (tmp_path / "run.yaml").write_text("use_tis: true\ndrop_above: 1e-4\nnames: [a, '1']\ncount: 3\n")
-    line = base + "--custom-config-path run.yaml --custom-tis-function-path custom_tis.mis.compute_mis_weights_with_cp"
+    (tmp_path / "run.yaml").write_text(
+        "use_tis: true\ndrop_above: 1e-4\nnames: [a, '1']\ncount: 3\n"
+    )
+    line = (
+        base + "--custom-config-path run.yaml --custom-tis-function-path"
+        " custom_tis.mis.compute_mis_weights_with_cp"
+    )
     got = configured(line)
     assert got.user_options == {"drop_above": 1e-4, "names": ["a", "1"], "count": 3}
     assert got.namespace.drop_above == 1e-4 and got.namespace.names == ["a", "1"]
-    assert arguments.effective_config(got)["count"] == 3 and "drop_above 0.0001" in arguments.describe(got)
+    assert arguments.effective_config(got)[
+        "count"
+    ] == 3 and "drop_above 0.0001" in arguments.describe(got)
     (tmp_path / "saved.yaml").write_text(yaml.safe_dump(arguments.options_in_force(got)))
     assert configured("--custom-config-path saved.yaml").user_options == got.user_options
 
@@ -82,12 +102,15 @@ def test_options_of_user_functions_keep_their_yaml_types(base, tmp_path):
 def test_preset_gives_the_fields_of_its_table(base, name):
     got = configured(base + f"--rollout-correction-preset {name}").correction
     expected = RolloutCorrectionConfig.preset(name)
-    assert list(map(str, dataclasses.astuple(got))) == list(map(str, dataclasses.astuple(expected)))  # "0.01" is 0.01
+    assert list(map(str, dataclasses.astuple(got))) == list(
+        map(str, dataclasses.astuple(expected))
+    )  # "0.01" is 0.01
 
 
 def test_command_line_wins_over_yaml_wins_over_preset_wins_over_default(base, tmp_path):
     (tmp_path / "run.yaml").write_text(
-        "rollout-correction-preset: decoupled_seq_is_rs\nrs_upper_bound: 4.0\ntis_upper_bound: 5.0\nlr: 1e-4\n"
+        "rollout-correction-preset: decoupled_seq_is_rs\nrs_upper_bound: 4.0\ntis_upper_bound:"
+        " 5.0\nlr: 1e-4\n"
     )
     got = configured(base + "--custom-config-path run.yaml --tis-upper-bound 2.0")
     assert got.correction.use_tis and got.correction.tis_level == "sequence"  # preset
@@ -97,7 +120,8 @@ def test_command_line_wins_over_yaml_wins_over_preset_wins_over_default(base, tm
     assert got.correction.rejection_normalizer == "kept"  # default
     assert got.megatron.lr == 1e-4  # YAML reads it as text
     other = configured(
-        base + "--custom-config-path run.yaml --rollout-correction-preset decoupled_token_is --no-use-rs"
+        base
+        + "--custom-config-path run.yaml --rollout-correction-preset decoupled_token_is --no-use-rs"
     )
     assert other.correction.tis_level == "token" and not other.correction.use_rs
 
@@ -108,29 +132,54 @@ LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
 @pytest.mark.parametrize("flags", LISTS)
 def test_none_unsets_lists_and_takes_other_options_back_to_their_default(base, flags):
     assert configured(base + f"{flags} {flags.split()[0]} none") == configured(base)
-    assert configured(base + "--rollout-engine sglang --sglang-url none --sglang-launch 1").sglang.sglang_url is None
+    assert (
+        configured(
+            base + "--rollout-engine sglang --sglang-url none --sglang-launch 1"
+        ).sglang.sglang_url
+        is None
+    )
     assert configured(base + "--lr 1e-4 --lr none").megatron.lr == 1e-6
-    assert configured(base + "--use-tis=false") == configured(base + "--use-tis false") == configured(base)
+    assert (
+        configured(base + "--use-tis=false")
+        == configured(base + "--use-tis false")
+        == configured(base)
+    )
     assert configured(base + "--use-tis=true --tis-level=sequence").correction.use_tis
 
 
 def test_options_in_force_round_trip_through_yaml(base, tmp_path):
     lines = [
         "",
-        "--rollout-correction-preset decoupled_k3_rs_token_tis --rollout-stop-token-ids 2 5 --lr 3e-5",
-        "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eval-prompt-data a eval.jsonl b hard.jsonl",
-        "--use-rollout-correction --num-steps-per-rollout 2 --custom-tis-function-path mine.py:fn --no-progress",
+        (
+            "--rollout-correction-preset decoupled_k3_rs_token_tis --rollout-stop-token-ids 2 5"
+            " --lr 3e-5"
+        ),
+        (
+            "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eval-prompt-data a eval.jsonl b"
+            " hard.jsonl"
+        ),
+        (
+            "--use-rollout-correction --num-steps-per-rollout 2 --custom-tis-function-path"
+            " mine.py:fn --no-progress"
+        ),
         "--eps-clip-high inf",
     ]
     for line in lines:
         first = configured(base + line)
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(options_in_force(first), sort_keys=False))
+        (tmp_path / "config.yaml").write_text(
+            yaml.safe_dump(options_in_force(first), sort_keys=False)
+        )
         assert configured("--custom-config-path config.yaml") == first
 
 
 def test_description_has_what_departs_from_the_defaults(base):
-    assert describe(configured(base + "--use-tis --tis-clip 3 --rollout-stop-token-ids 2 5 --weight-decay 0.01")) == (
-        "model and data: --hf-checkpoint model --prompt-data train.jsonl\n"
+    assert (
+        describe(
+            configured(
+                base + "--use-tis --tis-clip 3 --rollout-stop-token-ids 2 5 --weight-decay 0.01"
+            )
+        )
+        == "model and data: --hf-checkpoint model --prompt-data train.jsonl\n"
         "rollout: --rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 12\n"
         "sampling: --rollout-stop-token-ids 2 5\n"
         "rewards: --rm-type exact_match\n"
@@ -166,8 +215,14 @@ def test_use_rollout_correction_with_its_opposite_is_refused(base, flags, opposi
     ("flags", "written"),
     [
         ("algorithm.rollout_correction.rollout_is_threshold=-1", "rollout_is_threshold"),
-        ("--use-rollout-correction --use-rollout-logprobs", "(--use-tis is --use-rollout-correction)"),
-        ("--use-tis algorithm.rollout_correction.bypass_mode=True", "rollout_correction.bypass_mode)"),
+        (
+            "--use-rollout-correction --use-rollout-logprobs",
+            "(--use-tis is --use-rollout-correction)",
+        ),
+        (
+            "--use-tis algorithm.rollout_correction.bypass_mode=True",
+            "rollout_correction.bypass_mode)",
+        ),
     ],
     ids=["limit", "switch", "combination"],
 )

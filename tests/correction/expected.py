@@ -38,7 +38,9 @@ class Sequence:
 
 def expected_correction(config, train, rollout, loss_mask, *, are_densities=False):
     is_usable = are_near if are_densities else are_log_probs
-    batch = [sequence(config, *three, is_usable) for three in zip(train, rollout, loss_mask, strict=True)]
+    batch = [
+        sequence(config, *three, is_usable) for three in zip(train, rollout, loss_mask, strict=True)
+    ]
     weights, outside, weight_metrics = expected_weights(config, batch)
     rejected, rejection_metrics = expected_rejection(config, batch)
     metrics = mismatch(batch) | weight_metrics | rejection_metrics
@@ -122,13 +124,23 @@ def turn_sum(values, mask, position):
     return math.fsum(values[first : last + 1])
 
 
-LEVELS = {"token": "token", "sequence": "sum", "geometric": "mean", "prefix": "prefix", "segment": "segment"}
+LEVELS = {
+    "token": "token",
+    "sequence": "sum",
+    "geometric": "mean",
+    "prefix": "prefix",
+    "segment": "segment",
+}
 
 
 def expected_weights(config, batch):
     """The weights, which tokens they reject, and their metrics."""
     if not config.use_tis:
-        return [[float(ok) for ok in s.valid] for s in batch], [[False] * len(s.mask) for s in batch], {}
+        return (
+            [[float(ok) for ok in s.valid] for s in batch],
+            [[False] * len(s.mask) for s in batch],
+            {},
+        )
     lower, upper = config.is_bounds
     levels = [aggregate(LEVELS[config.tis_level], s.delta, s) for s in batch]
     raw = [list(map(exp, row)) for row in levels]
@@ -196,14 +208,24 @@ def divergence(kind, delta):
     """k1, k2, k3 or error of one log-ratio."""
     bounded = min(delta, 20.0)
     error = math.exp(min(abs(delta), 20.0))
-    return {"k1": delta, "k2": delta * delta / 2, "k3": math.expm1(bounded) - bounded, "error": error}[kind]
+    return {
+        "k1": delta,
+        "k2": delta * delta / 2,
+        "k3": math.expm1(bounded) - bounded,
+        "error": error,
+    }[kind]
 
 
 def out_of_bounds(criterion, s):
-    values = aggregate(criterion.aggregation, [divergence(criterion.divergence, d) for d in s.delta], s)
+    values = aggregate(
+        criterion.aggregation, [divergence(criterion.divergence, d) for d in s.delta], s
+    )
     low, high = -math.inf, criterion.upper
     if criterion.lower is not None:
-        low, high = math.log(criterion.lower) if criterion.lower else -math.inf, math.log(criterion.upper)
+        low, high = (
+            math.log(criterion.lower) if criterion.lower else -math.inf,
+            math.log(criterion.upper),
+        )
     return [ok and not low <= value <= high for value, ok in zip(values, s.valid, strict=True)]
 
 
@@ -261,21 +283,36 @@ def expected_rejection(config, batch):
         report("mis_rs_masked_fraction", by_rs, "mis_rs_seq_masked_fraction")
     rejected = by_rs
     if config.vetoes:
-        floor = -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
-        ceiling = math.inf if config.rs_veto_upper_threshold is None else math.log(config.rs_veto_upper_threshold)
-        bad = [[ok and not floor <= d <= ceiling for d, ok in zip(s.delta, s.valid, strict=True)] for s in batch]
+        floor = (
+            -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
+        )
+        ceiling = (
+            math.inf
+            if config.rs_veto_upper_threshold is None
+            else math.log(config.rs_veto_upper_threshold)
+        )
+        bad = [
+            [ok and not floor <= d <= ceiling for d, ok in zip(s.delta, s.valid, strict=True)]
+            for s in batch
+        ]
         rejected = either(rejected, [[any(row)] * len(row) for row in bad])
         report("mis_catastrophic_token_fraction", bad, "mis_catastrophic_seq_fraction")
     if config.rs_second_moment_bound is not None:
-        limit = second_moment_limit([d * d for s in batch for d in s.deltas], config.rs_second_moment_bound)
-        large = [[ok and d * d >= limit for d, ok in zip(s.delta, s.valid, strict=True)] for s in batch]
+        limit = second_moment_limit(
+            [d * d for s in batch for d in s.deltas], config.rs_second_moment_bound
+        )
+        large = [
+            [ok and d * d >= limit for d, ok in zip(s.delta, s.valid, strict=True)] for s in batch
+        ]
         rejected = either(rejected, large)
         report("mis_second_moment_masked_fraction", large)
     return rejected, metrics
 
 
 def either(first, second):
-    return [[a or b for a, b in zip(*rows, strict=True)] for rows in zip(first, second, strict=True)]
+    return [
+        [a or b for a, b in zip(*rows, strict=True)] for rows in zip(first, second, strict=True)
+    ]
 
 
 def second_moment_limit(squares, bound):

@@ -19,7 +19,10 @@ FIXED_BOUNDS = [
     {"rs_upper_bound": 1.719},
     {"rs_lower_bound": 0.563, "rs_upper_bound": 1.719},
 ]
-ALL_BOUNDS = [*FIXED_BOUNDS, *({name: x} for name in ("rs_z_score", "rs_target_fraction") for x in (0.537, 0.917))]
+ALL_BOUNDS = [
+    *FIXED_BOUNDS,
+    *({name: x} for name in ("rs_z_score", "rs_target_fraction") for x in (0.537, 0.917)),
+]
 
 
 @st.composite
@@ -29,7 +32,11 @@ def configurations(draw, policies=("reject", "neutral")):
     names = draw(st.lists(st.sampled_from(list(CRITERIA)), unique=True, max_size=3))
     lower = draw(st.sampled_from([None, 0, 0.437, 0.811]))
     use_rs, rs_level = draw(st.booleans()), draw(st.sampled_from(tuple(LEVELS)))
-    bounds = draw(st.sampled_from(FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS))
+    bounds = draw(
+        st.sampled_from(
+            FIXED_BOUNDS if not use_rs or rs_level not in SEQUENCE_LEVELS else ALL_BOUNDS
+        )
+    )
     return RolloutCorrectionConfig(
         use_tis=draw(st.booleans()),
         tis_mode=draw(st.sampled_from(get_args(ModeName))),
@@ -53,10 +60,19 @@ def configurations(draw, policies=("reject", "neutral")):
 
 DIVERGENCE_MASKS = [
     {"divergence_mask": None},
-    {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.05, "divergence_mask_bound_negative": 0.02},
+    {
+        "divergence_mask": "binary_tv",
+        "divergence_mask_bound": 0.05,
+        "divergence_mask_bound_negative": 0.02,
+    },
     {"divergence_mask": "binary_kl", "divergence_mask_bound": 0.02},
     *(
-        {"divergence_mask_direction": "both", "divergence_mask": divergence, "divergence_mask_bound": bound, **level}
+        {
+            "divergence_mask_direction": "both",
+            "divergence_mask": divergence,
+            "divergence_mask_bound": bound,
+            **level,
+        }
         for divergence, bound in (("binary_kl_max", 0.1), ("binary_tv", 0.1), ("binary_kl", 0.03))
         for level in ({}, {"divergence_mask_level": "sequence"})
     ),
@@ -73,7 +89,9 @@ def policy_configurations(draw):
         **draw(st.sampled_from(DIVERGENCE_MASKS)),
         divergence_mask_anchor=draw(st.sampled_from(anchors)),
         tis_upper_bound_negative=draw(st.sampled_from([None, 1.13, float("inf")])),
-        tis_lower_bound_negative=draw(st.sampled_from([None, 0, 0.913])) if config.mode.has_lower_bound else None,
+        tis_lower_bound_negative=(
+            draw(st.sampled_from([None, 0, 0.913])) if config.mode.has_lower_bound else None
+        ),
     )
 
 
@@ -86,7 +104,12 @@ def policy_batch(seed=3, rows=7, width=19):
 
     rollout = -4 * torch.rand(rows, width, generator=generator, dtype=torch.float64) ** 3
     train, current = ((rollout + 0.3 * normal()).clamp(max=0) for _ in range(2))
-    current[2, 3], rollout[3, 4], train[1, 2], rollout[2, 3] = torch.nan, torch.nan, -torch.inf, -1e30
+    current[2, 3], rollout[3, 4], train[1, 2], rollout[2, 3] = (
+        torch.nan,
+        torch.nan,
+        -torch.inf,
+        -1e30,
+    )
     mask = (torch.rand(rows, width, generator=generator) > 0.2).float()
     mask[5] = 0
     return {
@@ -101,7 +124,20 @@ def policy_batch(seed=3, rows=7, width=19):
 LOG_PROBS = st.floats(-6.0, 0.5, width=32)
 DELTAS = st.floats(-2.5, 2.5, width=32) | st.floats(-0.0625, 0.0625, width=32)
 WILD = st.sampled_from(
-    [float("nan"), float("inf"), float("-inf"), -3.0e38, 3.0e38, -1.0e9, 2.0e6, -1.0e6, -9999.0, -200.0, -25.0, 30.0]
+    [
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+        -3.0e38,
+        3.0e38,
+        -1.0e9,
+        2.0e6,
+        -1.0e6,
+        -9999.0,
+        -200.0,
+        -25.0,
+        30.0,
+    ]
 )
 
 

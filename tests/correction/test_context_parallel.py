@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime_tis import GlobalBatch, Ranks, RolloutCorrectionConfig, context_parallel_slices, correct, response_slices
+from slime_tis import (
+    GlobalBatch,
+    Ranks,
+    RolloutCorrectionConfig,
+    context_parallel_slices,
+    correct,
+    response_slices,
+)
 from slime_tis.correction.sums import stacked
 from tests.correction.expected import expected_correction
 from tests.runs import free_port, spawn
@@ -46,7 +53,9 @@ CONFIGS = [
     options("prefix", "clip", "token", 0.05),
     options("segment", "clip", "geometric", rs_target_fraction=0.4),
 ]
-BY_JOINING = [config for config in CONFIGS if {config.tis_level, config.rs_level} & {"prefix", "segment"}]
+BY_JOINING = [
+    config for config in CONFIGS if {config.tis_level, config.rs_level} & {"prefix", "segment"}
+]
 # (prompt, response): longer than a row, shorter than the group, a single token.
 SHAPES = [(5, 300), (1, 9), (40, 3), (2, 1), (7, 64), (1, 2)]
 
@@ -57,7 +66,12 @@ def batch():
     rollout = [-torch.rand(response, generator=generator) for _, response in SHAPES]
     train = [r + 0.3 * torch.randn(len(r), generator=generator) for r in rollout]
     mask = [torch.rand(len(r), generator=generator) > 0.2 for r in rollout]
-    train[0][17], train[0][200], train[4][20], rollout[4][40] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    train[0][17], train[0][200], train[4][20], rollout[4][40] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        -torch.inf,
+    )
     mask[0][70:80], mask[0][140:155], mask[4][:] = False, False, True
     return [x.double() for x in train], [*rollout[:-1], None], [x.long() for x in mask]
 
@@ -84,7 +98,9 @@ def unchanged(table, op):
 
 def _sliced(rank, size):
     """Every rank holds its zigzag slices of all sequences."""
-    local = [[take(x, shape, rank, size) for x, shape in zip(xs, SHAPES, strict=True)] for xs in batch()]
+    local = [
+        [take(x, shape, rank, size) for x, shape in zip(xs, SHAPES, strict=True)] for xs in batch()
+    ]
     results = []
     for config in CONFIGS:
         calls = []
@@ -99,12 +115,18 @@ def _sliced(rank, size):
             assert calls == [(sum(r for _, r in SHAPES), 3)]
             packed = [
                 torch.cat(
-                    [torch.full_like(t, torch.nan) if x is None else x for x, t in zip(xs, local[0], strict=True)]
+                    [
+                        torch.full_like(t, torch.nan) if x is None else x
+                        for x, t in zip(xs, local[0], strict=True)
+                    ]
                 )
                 for xs in local
             ]
             of_packed = correct(
-                config, *packed, lengths=[len(x) for x in local[0]], global_batch=GlobalBatch(ranks=ranks)
+                config,
+                *packed,
+                lengths=[len(x) for x in local[0]],
+                global_batch=GlobalBatch(ranks=ranks),
             )
             assert torch.equal(of_packed.weights, torch.cat(found.weights))
             assert torch.equal(of_packed.mask, torch.cat(found.mask))
@@ -113,7 +135,9 @@ def _sliced(rank, size):
             assert calls[-1][0] == len(SHAPES)
         statistics = found.statistics.all_reduce(world())
         limit = found.global_batch.second_moment_limit
-        results.append((found.weights, found.mask, limit, statistics.metrics(), found.sequence_sums))
+        results.append(
+            (found.weights, found.mask, limit, statistics.metrics(), found.sequence_sums)
+        )
     return results
 
 
@@ -125,7 +149,14 @@ def _sharded(rank, size):
         ranks = Ranks.from_groups(data=dist.group.WORLD)
         found = correct(config, *local, global_batch=GlobalBatch(ranks=ranks))
         statistics = found.statistics.all_reduce(ranks)
-        results.append((found.weights, found.mask, found.global_batch.second_moment_limit, statistics.metrics()))
+        results.append(
+            (
+                found.weights,
+                found.mask,
+                found.global_batch.second_moment_limit,
+                statistics.metrics(),
+            )
+        )
     return results
 
 
@@ -142,8 +173,14 @@ def _far_below(rank, size):
 
 
 def _rank(rank, size, port, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    found = {"sliced": _sliced(rank, size), "sharded": _sharded(rank, size), "far below": _far_below(rank, size)}
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
+    found = {
+        "sliced": _sliced(rank, size),
+        "sharded": _sharded(rank, size),
+        "far below": _far_below(rank, size),
+    }
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
@@ -165,9 +202,13 @@ def test_context_parallel_ranks_agree_with_one(ranks):
                 expected = take(whole.weights[i], shape, rank, size)
                 torch.testing.assert_close(weights[i], expected, rtol=1e-6, atol=1e-6)
                 assert mask[i].tolist() == take(whole.mask[i], shape, rank, size).tolist()
-                assert config not in BY_JOINING or torch.equal(weights[i], expected)  # joined values arrive to the bit
+                assert config not in BY_JOINING or torch.equal(
+                    weights[i], expected
+                )  # joined values arrive to the bit
             assert sums.accepted.tolist() == whole.sequence_sums.accepted.tolist()
-            assert config not in BY_JOINING or torch.equal(stacked(sums), stacked(whole.sequence_sums))
+            assert config not in BY_JOINING or torch.equal(
+                stacked(sums), stacked(whole.sequence_sums)
+            )
             assert limit == whole.global_batch.second_moment_limit
             assert values == pytest.approx(whole.statistics.metrics(), rel=1e-6, abs=1e-6)
 
@@ -194,7 +235,9 @@ def test_data_parallel_ranks_merge_ratios_far_below(ranks):
         assert found["far below"] == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize(("total", "response"), [(10, 7), (3, 2), (16, 16), (1, 1), (33, 1), (9, 0)])
+@pytest.mark.parametrize(
+    ("total", "response"), [(10, 7), (3, 2), (16, 16), (1, 1), (33, 1), (9, 0)]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_slices_cover_the_response_once(total, response, size):
     owned = []
@@ -207,7 +250,8 @@ def test_slices_cover_the_response_once(total, response, size):
 
 
 def test_slices_of_a_worked_example():
-    # 10 tokens, prompt 3, two ranks: chunks of 3 positions; rank 0 has positions 0-2 and 9, rank 1 has 3-8.
+    # 10 tokens, prompt 3, two ranks: chunks of 3 positions; rank 0 has positions 0-2 and 9, rank 1
+    # has 3-8.
     assert context_parallel_slices(10, 7, 0, 2) == (slice(0, 1), slice(0, 0))
     assert context_parallel_slices(10, 7, 1, 2) == (slice(1, 4), slice(4, 7))
     assert context_parallel_slices(10, 7, 0, 2, padded_length=16) == (slice(0, 2), slice(0, 0))
@@ -215,8 +259,14 @@ def test_slices_of_a_worked_example():
     whole = torch.arange(1.0, 10.0)
     of_ranks = [response_slices([4, 10], [2, 7], rank, 2) for rank in (0, 1)]
     assert [slices.local_lengths for slices in of_ranks] == [(0, 1), (2, 6)]
-    assert [slices.slice_flat(whole).tolist() for slices in of_ranks] == [[3], [1, 2, 4, 5, 6, 7, 8, 9]]
-    assert [x.tolist() for x in of_ranks[1].slice_list(list(whole.split([2, 7])))] == [[1, 2], [4, 5, 6, 7, 8, 9]]
+    assert [slices.slice_flat(whole).tolist() for slices in of_ranks] == [
+        [3],
+        [1, 2, 4, 5, 6, 7, 8, 9],
+    ]
+    assert [x.tolist() for x in of_ranks[1].slice_list(list(whole.split([2, 7])))] == [
+        [1, 2],
+        [4, 5, 6, 7, 8, 9],
+    ]
     table = torch.stack([whole, -whole], 1)
     spread = [slices.scatter(slices.slice_flat(table)) for slices in of_ranks]
     assert spread[0].tolist() == [[0, 0], [0, 0], [3, -3], *[[0, 0]] * 6]
@@ -226,7 +276,9 @@ def test_slices_of_a_worked_example():
 @pytest.mark.parametrize("level", ["prefix", "segment"])
 def test_levels_that_need_whole_sequences_say_so(level):
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level)
-    with pytest.raises(ValueError, match=f"--tis-level {level} needs whole sequences.*slices=response_slices"):
+    with pytest.raises(
+        ValueError, match=f"--tis-level {level} needs whole sequences.*slices=response_slices"
+    ):
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
     config = RolloutCorrectionConfig(use_rs=True, rs_level=level)
     with pytest.raises(ValueError, match=f"--rs-level {level} needs whole sequences"):
@@ -288,7 +340,10 @@ def named(name, calls):
 
 def test_the_world_before_init_process_group_is_refused():
     assert dist.group.WORLD is None
-    with pytest.raises(ValueError, match=r"WORLD is None before torch.distributed.init_process_group; call that first"):
+    with pytest.raises(
+        ValueError,
+        match=r"WORLD is None before torch.distributed.init_process_group; call that first",
+    ):
         Ranks.from_groups(data=dist.group.WORLD)
 
 
@@ -306,15 +361,24 @@ def test_collectives_of_both_groups_and_of_joined_sequences():
     statistics.all_reduce(Ranks(context=context, data=data))
     # Sums are of whole sequences already; extremes are of this rank's tokens.
     # The maxima come first, because the ratios of sequences are summed relative to the largest one.
-    assert calls == [("context", "max"), ("data", "max"), ("data", "sum"), ("context", "min"), ("data", "min")]
+    assert calls == [
+        ("context", "max"),
+        ("data", "max"),
+        ("data", "sum"),
+        ("context", "min"),
+        ("data", "min"),
+    ]
     calls.clear()
     statistics.all_reduce(Ranks(context=context, data=data, data_and_context=both))
     assert calls == [("both", "max"), ("data", "sum"), ("both", "min")]
-    # At the level prefix every context-parallel rank has the whole sequences, and would count them twice.
+    # At the level prefix every context-parallel rank has the whole sequences, and would count them
+    # twice.
     calls = []
     context, data, both = (named(name, calls) for name in ("context", "data", "both"))
     config = RolloutCorrectionConfig(use_tis=True, tis_level="prefix", rs_second_moment_bound=0.1)
-    ranks = Ranks(context=context, data=data, data_and_context=both, slices=response_slices([2], [1], 0, 1))
+    ranks = Ranks(
+        context=context, data=data, data_and_context=both, slices=response_slices([2], [1], 0, 1)
+    )
     tokens = [[torch.tensor([value])] for value in (-1.0, -1.5, 1.0)]
     correct(config, *tokens, global_batch=GlobalBatch(ranks=ranks))
     assert calls == [("context", "sum"), *[("data", "sum")] * 7]

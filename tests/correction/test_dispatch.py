@@ -10,7 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction.layout import row_width
 
-SYNCHRONISING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "unique", "bincount")
+SYNCHRONISING = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "unique",
+    "bincount",
+)
 EVERYTHING = RolloutCorrectionConfig.preset(
     "decoupled_geo_rs_token_tis",
     tis_mode="mask",
@@ -55,7 +63,8 @@ class DispatchCounter(TorchDispatchMode):
         if name in SYNCHRONISING:
             raise AssertionError(f"{func} synchronises with the host")
         if name.startswith("index") and any(
-            isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in torch.utils._pytree.tree_leaves(args[1:])
+            isinstance(i, torch.Tensor) and i.dtype == torch.bool
+            for i in torch.utils._pytree.tree_leaves(args[1:])
         ):
             raise AssertionError(f"{func} indexes with a bool tensor")
         self.counts[str(func)] += 1
@@ -77,7 +86,9 @@ def batch(sequences, tokens=4096):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", "prefix", "segment"])
 def test_operations_do_not_depend_on_the_number_of_sequences(level):
-    config = RolloutCorrectionConfig.preset("decoupled_token_is", tis_level=level, rs_veto_threshold=1e-4)
+    config = RolloutCorrectionConfig.preset(
+        "decoupled_token_is", tis_level=level, rs_veto_threshold=1e-4
+    )
     totals = []
     for sequences in (2, 16, 512):
         inputs = batch(sequences)
@@ -93,7 +104,11 @@ def test_no_host_synchronisation(layout):
     lengths = None
     if layout != "list":
         lengths = [len(x) for x in train] if layout == "packed" else None
-        join = torch.cat if layout == "packed" else lambda x: torch.nn.utils.rnn.pad_sequence(x, batch_first=True)
+        join = (
+            torch.cat
+            if layout == "packed"
+            else lambda x: torch.nn.utils.rnn.pad_sequence(x, batch_first=True)
+        )
         train, rollout, mask = join(train), join(rollout), join(mask)
     with counted() as counts:
         correct(EVERYTHING, train, rollout, mask, lengths=lengths)

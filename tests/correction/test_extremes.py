@@ -1,6 +1,7 @@
 """Metrics of mismatches that are too large for the usual sums, against loops over float64 numbers.
 
-A metric that measures agreement must not read "perfect" when all ratios underflow or all weights are tiny.
+A metric that measures agreement must not read "perfect" when all ratios underflow or all weights
+are tiny.
 """
 
 import math
@@ -56,13 +57,22 @@ def expected_metrics(config, deltas):
 
 
 def in_lists(config, rows):
-    return correct(config, rows, [torch.zeros_like(row) for row in rows], [torch.ones(len(row)) for row in rows])
+    return correct(
+        config,
+        rows,
+        [torch.zeros_like(row) for row in rows],
+        [torch.ones(len(row)) for row in rows],
+    )
 
 
 def packed(config, rows):
     tokens = torch.cat(rows)
     return correct(
-        config, tokens, torch.zeros_like(tokens), torch.ones(len(tokens)), lengths=[len(row) for row in rows]
+        config,
+        tokens,
+        torch.zeros_like(tokens),
+        torch.ones(len(tokens)),
+        lengths=[len(row) for row in rows],
     )
 
 
@@ -95,12 +105,16 @@ def test_micro_batches_of_extreme_mismatches_merge(options, batch):
     merged = Statistics.empty(config)
     for row in rows:
         merged = Statistics.empty(config).merge(merged.merge(in_lists(config, [row]).statistics))
-    assert merged.metrics() == pytest.approx(expected_metrics(config, BATCHES[batch]), rel=1e-12, abs=1e-15)
+    assert merged.metrics() == pytest.approx(
+        expected_metrics(config, BATCHES[batch]), rel=1e-12, abs=1e-15
+    )
 
 
 def test_the_share_of_sequences_far_below_is_not_perfect():
     """The value of exactness_3.md N4, from Σ Δ of −400, −380 and −390."""
-    statistics = in_lists(RolloutCorrectionConfig(), [torch.tensor([x]) for x in (-400.0, -380.0, -390.0)]).statistics
+    statistics = in_lists(
+        RolloutCorrectionConfig(), [torch.tensor([x]) for x in (-400.0, -380.0, -390.0)]
+    ).statistics
     assert statistics.metrics()["effective_sequence_share"] == pytest.approx(0.33336, abs=5e-6)
 
 

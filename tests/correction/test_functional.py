@@ -50,7 +50,9 @@ def test_a_traced_program_computes_in_float32_too(dtype):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if preset(name).batch_options])
 def test_a_preset_on_the_batch_is_refused(name):
-    with pytest.raises(ValueError, match=r"needs the values of the batch; call slime_tis.correct instead"):
+    with pytest.raises(
+        ValueError, match=r"needs the values of the batch; call slime_tis.correct instead"
+    ):
         functional.correct(preset(name), **policy_batch())
 
 
@@ -61,7 +63,9 @@ def test_float8_is_refused_by_name(function, name, dtype):
     config = RolloutCorrectionConfig.preset("dppo_tv", use_tis=True)
     batch = rounded(torch.float32)
     batch[name] = batch[name].nan_to_num(0.0, 0.0, 0.0).clamp(-50, 50).to(dtype)
-    with pytest.raises(ValueError, match=f"^{name} has dtype {dtype}, which has too few digits; pass float32"):
+    with pytest.raises(
+        ValueError, match=f"^{name} has dtype {dtype}, which has too few digits; pass float32"
+    ):
         function(config, **batch)
 
 
@@ -69,7 +73,10 @@ def test_float8_is_refused_by_name(function, name, dtype):
 def test_meta_tensors_are_refused(in_list):
     tensor = torch.zeros(2, 3, device="meta")
     inputs = [list(tensor)] * 3 if in_list else [tensor] * 3
-    with pytest.raises(ValueError, match=r"^train_log_probs.* is on the meta device, which has no values; pass it on"):
+    with pytest.raises(
+        ValueError,
+        match=r"^train_log_probs.* is on the meta device, which has no values; pass it on",
+    ):
         correct(RolloutCorrectionConfig(use_tis=True), *inputs)
 
 

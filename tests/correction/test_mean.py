@@ -5,17 +5,26 @@ import torch
 
 from slime_tis import RolloutCorrectionConfig, correct
 
-# Two sequences; the third token of the first is masked, its fourth is rejected, ratios are 1, 2, -, 9 | 0.5, 1.
+# Two sequences; the third token of the first is masked, its fourth is rejected, ratios are 1, 2, -,
+# 9 | 0.5, 1.
 DELTA = [torch.tensor([1.0, 2.0, 1.0, 9.0]).log(), torch.tensor([0.5, 1.0]).log()]
 MASK = [torch.tensor([1, 1, 0, 1]), torch.tensor([1, 1])]
 LOSS = [torch.tensor([1.0, 2.0, torch.nan, torch.inf]), torch.tensor([4.0, 8.0])]
-WEIGHTED = {"use_tis": True, "tis_upper_bound": 4.0, "use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 4.0}
+WEIGHTED = {
+    "use_tis": True,
+    "tis_upper_bound": 4.0,
+    "use_rs": True,
+    "rs_lower_bound": 0.1,
+    "rs_upper_bound": 4.0,
+}
 
 
 def mean(layout, aggregation, **options):
     config = RolloutCorrectionConfig(**{**WEIGHTED, **options})
     if layout == "list":
-        return correct(config, DELTA, [torch.zeros(4), torch.zeros(2)], MASK).mean(LOSS, aggregation=aggregation)
+        return correct(config, DELTA, [torch.zeros(4), torch.zeros(2)], MASK).mean(
+            LOSS, aggregation=aggregation
+        )
     if layout == "packed":
         delta, loss, mask = (torch.cat(x) for x in (DELTA, LOSS, MASK))
         found = correct(config, delta, torch.zeros(6), mask, lengths=[4, 2])
@@ -35,10 +44,17 @@ def mean(layout, aggregation, **options):
         ("seq-mean-token-mean", "kept", ((1 + 4) / 2 + (2 + 8) / 2) / 2),
         ("seq-mean-token-mean", "original", ((1 + 4) / 3 + (2 + 8) / 2) / 2),
     ],
-    ids=["token-mean over accepted", "token-mean over original", "seq-mean over accepted", "seq-mean over original"],
+    ids=[
+        "token-mean over accepted",
+        "token-mean over original",
+        "seq-mean over accepted",
+        "seq-mean over original",
+    ],
 )
 def test_by_hand(layout, aggregation, normalizer, expected):
-    assert mean(layout, aggregation, rejection_normalizer=normalizer).item() == pytest.approx(expected)
+    assert mean(layout, aggregation, rejection_normalizer=normalizer).item() == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["rejected", "masked"])
@@ -53,13 +69,17 @@ def test_everything_rejected_is_zero_with_a_gradient_of_zero(is_masked, aggregat
     value = found.mean(logits.exp(), aggregation=aggregation)
     assert not found.mask.any()
     value.backward()
-    assert value.item() == 0.0 and logits.grad is not None and logits.grad.tolist() == [[0, 0], [0, 0]]
+    assert (
+        value.item() == 0.0 and logits.grad is not None and logits.grad.tolist() == [[0, 0], [0, 0]]
+    )
 
 
 @pytest.mark.parametrize(("normalizer", "sequences"), [("kept", 1), ("original", 2)])
 def test_seq_mean_counts_rejected_sequences_as_original(normalizer, sequences):
     config = RolloutCorrectionConfig(**WEIGHTED, rejection_normalizer=normalizer)
-    delta = torch.tensor([[1.0, 2.0], [9.0, 9.0], [1.0, 1.0]]).log()  # all of the second is rejected
+    delta = torch.tensor(
+        [[1.0, 2.0], [9.0, 9.0], [1.0, 1.0]]
+    ).log()  # all of the second is rejected
     mask = torch.tensor([[1, 1], [1, 1], [0, 0]])
     corrected = correct(config, delta, torch.zeros(3, 2), mask)
     assert corrected.loss_denominator("seq-mean-token-mean").item() == sequences
@@ -68,7 +88,12 @@ def test_seq_mean_counts_rejected_sequences_as_original(normalizer, sequences):
 
 
 def test_a_sequence_of_one_token_counts_as_much_as_others():
-    corrected = correct(RolloutCorrectionConfig(), torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([[1, 0], [1, 1]]))
+    corrected = correct(
+        RolloutCorrectionConfig(),
+        torch.zeros(2, 2),
+        torch.zeros(2, 2),
+        torch.tensor([[1, 0], [1, 1]]),
+    )
     loss = torch.tensor([[8.0, 0.0], [1.0, 3.0]])
     assert corrected.mean(loss, aggregation="seq-mean-token-mean").item() == (8.0 + 2.0) / 2
 
@@ -85,7 +110,9 @@ def test_the_gradient_is_that_of_the_kept_tokens_over_all():
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_micro_batches_with_the_denominator_of_all_add_up(aggregation):
     config = RolloutCorrectionConfig(**WEIGHTED)
-    parts = [correct(config, [d], [torch.zeros_like(d)], [m]) for d, m in zip(DELTA, MASK, strict=True)]
+    parts = [
+        correct(config, [d], [torch.zeros_like(d)], [m]) for d, m in zip(DELTA, MASK, strict=True)
+    ]
     denominator = sum((part.loss_denominator(aggregation) for part in parts), torch.zeros(()))
     total = sum(
         part.mean([loss], aggregation=aggregation, denominator=denominator).item()
@@ -97,8 +124,12 @@ def test_micro_batches_with_the_denominator_of_all_add_up(aggregation):
 def test_what_does_not_fit_is_refused():
     config = RolloutCorrectionConfig(**WEIGHTED)
     found = correct(config, torch.zeros(2, 4), torch.zeros(2, 4), torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"token_loss has shape \(2, 3\) but the mask \(2, 4\); pass the loss in"):
+    with pytest.raises(
+        ValueError, match=r"token_loss has shape \(2, 3\) but the mask \(2, 4\); pass the loss in"
+    ):
         found.mean(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="aggregation is 'sum'; choose one of token-mean, seq-mean-token-mean"):
+    with pytest.raises(
+        ValueError, match="aggregation is 'sum'; choose one of token-mean, seq-mean-token-mean"
+    ):
         found.mean(torch.zeros(2, 4), aggregation="sum")
     assert correct(config, [], [], []).mean([]).item() == 0.0

@@ -5,61 +5,101 @@ import math
 import pytest
 import torch
 
-from slime_tis import RolloutCorrectionConfig, correct, interpolate_old_log_probs, off_policy_sequence_mask
+from slime_tis import (
+    RolloutCorrectionConfig,
+    correct,
+    interpolate_old_log_probs,
+    off_policy_sequence_mask,
+)
 
 
 def test_interpolation_by_hand_without_a_gradient():
-    # Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3 goes half the way.
-    # v = −1 is not a version of 6 steps ago, whose α would be 5/6.
+    # Current version 5: a token of version 5, 4 or unknown keeps its own log-prob, one of version 3
+    # goes half the way. v = −1 is not a version of 6 steps ago, whose α would be 5/6.
     current, rollout = torch.tensor([-1.0] * 5 + [torch.nan]), torch.full((6,), -2.0)
     old = interpolate_old_log_probs(current, rollout, 5, torch.tensor([5, 4, 3, 1, -1, 1]))
     assert old.tolist() == [-2.0, -2.0, -1.5, -1.25, -2.0, -2.0]
     current = torch.zeros(2, requires_grad=True)
-    assert not interpolate_old_log_probs(current, torch.ones(2), 3, torch.tensor([1, 1])).requires_grad
+    assert not interpolate_old_log_probs(
+        current, torch.ones(2), 3, torch.tensor([1, 1])
+    ).requires_grad
     with pytest.raises(ValueError, match=r"log_probs has shape \(2,\), rollout_log_probs \(3,\)"):
         interpolate_old_log_probs(current, torch.ones(3), 3, torch.tensor([1, 1]))
 
 
 def test_interpolation_takes_version_0_as_a_version():
-    rollout, versions = torch.tensor([-2.0]), torch.tensor([0])  # the initial weights sampled the token
+    rollout, versions = (
+        torch.tensor([-2.0]),
+        torch.tensor([0]),
+    )  # the initial weights sampled the token
     old = interpolate_old_log_probs(torch.tensor([-1.0]), rollout, 5, versions)
     assert old.tolist() == pytest.approx([-2.0 + 4 / 5])
 
 
 def test_off_policy_sequence_mask():
     """Mean log-ratios old − current: 0.2, 0.2, 0.05, and a sequence without valid tokens."""
-    old = [torch.tensor([0.1, 0.3]), torch.tensor([0.2, 9.0]), torch.tensor([0.05]), torch.tensor([5.0])]
+    old = [
+        torch.tensor([0.1, 0.3]),
+        torch.tensor([0.2, 9.0]),
+        torch.tensor([0.05]),
+        torch.tensor([5.0]),
+    ]
     current = [torch.zeros(2), torch.zeros(2), torch.zeros(1), torch.zeros(1)]
     masks = [torch.ones(2), torch.tensor([1, 0]), torch.ones(1), torch.zeros(1)]
     advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0])
     kept = off_policy_sequence_mask(current, old, advantages, masks, delta=0.1)
     assert kept.tolist() == [False, True, True, True]
     packed = off_policy_sequence_mask(
-        torch.cat(current), torch.cat(old), advantages, torch.cat(masks), delta=0.1, lengths=[2, 2, 1, 1]
+        torch.cat(current),
+        torch.cat(old),
+        advantages,
+        torch.cat(masks),
+        delta=0.1,
+        lengths=[2, 2, 1, 1],
     )
     assert packed.tolist() == kept.tolist()
     missing = [torch.tensor([0.1, torch.nan]), *old[1:]]
     found = {
-        policy: off_policy_sequence_mask(current, missing, advantages, masks, delta=0.08, nonfinite_policy=policy)
+        policy: off_policy_sequence_mask(
+            current, missing, advantages, masks, delta=0.08, nonfinite_policy=policy
+        )
         for policy in ("reject", "neutral")
     }
-    assert [found[policy].tolist()[0] for policy in ("reject", "neutral")] == [False, True]  # means 0.1 and 0.05
-    with pytest.raises(ValueError, match=r"sequence 0, position 1: train log-prob 0.0, rollout log-prob nan"):
-        off_policy_sequence_mask(current, missing, advantages, masks, delta=0.08, nonfinite_policy="raise")
+    assert [found[policy].tolist()[0] for policy in ("reject", "neutral")] == [
+        False,
+        True,
+    ]  # means 0.1 and 0.05
+    with pytest.raises(
+        ValueError, match=r"sequence 0, position 1: train log-prob 0.0, rollout log-prob nan"
+    ):
+        off_policy_sequence_mask(
+            current, missing, advantages, masks, delta=0.08, nonfinite_policy="raise"
+        )
     with pytest.raises(ValueError, match="for 4 sequences and a mask of shape"):
         off_policy_sequence_mask(current, old, advantages[:2], masks, delta=0.1)
 
 
-OPSM_BY_TOKEN = {  # advantages, mask → accepted tokens; log π_old − log π_θ is 1 at every trained token
+# advantages, mask → accepted tokens; log π_old − log π_θ is 1 at every trained token
+OPSM_BY_TOKEN = {
     "signs differ": ([2.0, -1.0, -0.5], [1, 1, 1], [True, False, False]),
-    "a masked token has the largest advantage": ([-1.0, 5.0, -1.0], [1, 0, 1], [False, False, False]),
-    "a masked token has the only negative advantage": ([1.0, -5.0, 1.0], [1, 0, 1], [True, False, True]),
+    "a masked token has the largest advantage": (
+        [-1.0, 5.0, -1.0],
+        [1, 0, 1],
+        [False, False, False],
+    ),
+    "a masked token has the only negative advantage": (
+        [1.0, -5.0, 1.0],
+        [1, 0, 1],
+        [True, False, True],
+    ),
     "a masked token has no advantage": ([-1.0, math.nan, 1.0], [1, 0, 1], [False, False, True]),
     "advantages of 0": ([0.0, -0.0, -1.0], [1, 1, 1], [True, True, False]),
 }
 
 
-@pytest.mark.parametrize(("advantages", "mask", "accepted"), OPSM_BY_TOKEN.values(), ids=OPSM_BY_TOKEN)
+@pytest.mark.parametrize(
+    ("advantages", "mask", "accepted"), OPSM_BY_TOKEN.values(), ids=OPSM_BY_TOKEN
+)
 def test_opsm_goes_by_the_advantage_of_each_token(advantages, mask, accepted):
     old, current = torch.full((1, 3), -1.0), torch.full((1, 3), -2.0)
     if not mask[1]:
@@ -73,7 +113,9 @@ def test_opsm_goes_by_the_advantage_of_each_token(advantages, mask, accepted):
 
 def test_opsm_keeps_sequences_without_advantage():
     old, current = torch.full((3, 2), -1.0), torch.full((3, 2), -2.0)
-    kept = off_policy_sequence_mask(current, old, torch.tensor([0.0, -0.0, -1e-30]), torch.ones(3, 2), delta=0.1)
+    kept = off_policy_sequence_mask(
+        current, old, torch.tensor([0.0, -0.0, -1e-30]), torch.ones(3, 2), delta=0.1
+    )
     assert kept.tolist() == [True, True, False]
 
 
@@ -100,20 +142,36 @@ def test_topr_by_hand():
         torch.ones_like(delta),
         advantages=advantages,
     )
-    assert found.weights[:, 0].tolist() == pytest.approx([1.0, math.exp(-0.5), 1.0, 1.0]) and found.mask.all()
+    assert (
+        found.weights[:, 0].tolist() == pytest.approx([1.0, math.exp(-0.5), 1.0, 1.0])
+        and found.mask.all()
+    )
     metrics = found.statistics.metrics()
     assert metrics["mis_clip_fraction_high"] == 0.5 and metrics["mis_clip_fraction_low"] == 0.25
-    assert metrics["mis_weight_min"] == pytest.approx(math.exp(-0.5)) and metrics["mis_weight_max"] == 1.0
+    assert (
+        metrics["mis_weight_min"] == pytest.approx(math.exp(-0.5))
+        and metrics["mis_weight_max"] == 1.0
+    )
 
 
 @pytest.mark.parametrize("advantage", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_non_finite_advantages_leave_weights_and_metrics_finite(level, advantage):
-    bounds = {"tis_lower_bound": 0.7, "tis_lower_bound_negative": 0.0, "tis_upper_bound_negative": 1.05}
-    config = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_level=level, tis_upper_bound=1.2, **bounds)
+    bounds = {
+        "tis_lower_bound": 0.7,
+        "tis_lower_bound_negative": 0.0,
+        "tis_upper_bound_negative": 1.05,
+    }
+    config = RolloutCorrectionConfig(
+        use_tis=True, tis_mode="clip", tis_level=level, tis_upper_bound=1.2, **bounds
+    )
     delta, mask = torch.tensor([[0.3, -0.9, 0.1]]), torch.ones(1, 3)
-    found = correct(config, delta, torch.zeros(1, 3), mask, advantages=torch.full((1, 3), advantage))
-    assert found.weights.isfinite().all() and all(map(math.isfinite, found.statistics.metrics().values()))
+    found = correct(
+        config, delta, torch.zeros(1, 3), mask, advantages=torch.full((1, 3), advantage)
+    )
+    assert found.weights.isfinite().all() and all(
+        map(math.isfinite, found.statistics.metrics().values())
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def metrics_of(**options):
 def test_means_of_weights_just_below_1_keep_their_digits():
     log_ratio = torch.full((1, 1000), -4e-6)  # a float32 sum of 1,000 weights has errors of 3e-5
     config = RolloutCorrectionConfig(use_tis=True)
-    metrics = correct(config, log_ratio, torch.zeros(1, 1000), torch.ones(1, 1000)).statistics.metrics()
+    metrics = correct(
+        config, log_ratio, torch.zeros(1, 1000), torch.ones(1, 1000)
+    ).statistics.metrics()
     assert 1 - metrics["mis_seq_weight_min"] == pytest.approx(4e-6, rel=1e-2)
 
 
@@ -95,11 +97,17 @@ def test_the_deviation_of_weights_near_one_is_not_lost_in_float32():
     generator = torch.Generator().manual_seed(0)
     log_ratio = 1e-4 * torch.randn(64, 512, generator=generator)
     config = RolloutCorrectionConfig(use_tis=True)
-    values = correct(config, log_ratio, torch.zeros(64, 512), torch.ones(64, 512)).statistics.metrics()
+    values = correct(
+        config, log_ratio, torch.zeros(64, 512), torch.ones(64, 512)
+    ).statistics.metrics()
     exact = log_ratio.double().exp()
     assert values["mis_weight_std"] == pytest.approx(exact.std(correction=0).item(), rel=1e-4)
-    assert 1 - values["mis_eff_sample_size"] == pytest.approx(exact.var(correction=0).item(), rel=1e-4)
-    assert values["mis_seq_weight_std"] == pytest.approx(exact.mean(1).std(correction=0).item(), rel=1e-4)
+    assert 1 - values["mis_eff_sample_size"] == pytest.approx(
+        exact.var(correction=0).item(), rel=1e-4
+    )
+    assert values["mis_seq_weight_std"] == pytest.approx(
+        exact.mean(1).std(correction=0).item(), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-2, 1.0])
@@ -108,12 +116,14 @@ def test_k3_of_small_log_ratios_is_accurate_and_never_negative(size):
     generator = torch.Generator().manual_seed(1)
     log_ratio = size * torch.randn(26, 32, generator=generator)
     config = RolloutCorrectionConfig(get_mismatch_metrics=True)
-    values = correct(config, log_ratio, torch.zeros(26, 32), torch.ones(26, 32)).statistics.metrics()
+    values = correct(
+        config, log_ratio, torch.zeros(26, 32), torch.ones(26, 32)
+    ).statistics.metrics()
     exact = (log_ratio.double().expm1() - log_ratio.double()).mean().item()
     assert values["mismatch_k3_kl"] == pytest.approx(exact, rel=max(2e-7 / size, 1e-6))
-    assert correct(config, *[torch.full((1, 3), 1e-8 * k) for k in (1, 2)], torch.ones(1, 3)).statistics.metrics()[
-        "mismatch_k3_kl"
-    ] == pytest.approx(5e-17, abs=1e-16)
+    assert correct(
+        config, *[torch.full((1, 3), 1e-8 * k) for k in (1, 2)], torch.ones(1, 3)
+    ).statistics.metrics()["mismatch_k3_kl"] == pytest.approx(5e-17, abs=1e-16)
 
 
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
@@ -124,13 +134,20 @@ def test_bounds_beyond_float32_are_ordinary_bounds(mode, level, upper):
     lower = min(upper / 2, 1e-310) or None
     if lower is None and mode != "truncate":
         pytest.skip("there is no bound below the smallest number")
-    options = {"tis_mode": mode, "tis_level": level, "tis_upper_bound": upper, "tis_lower_bound": lower}
+    options = {
+        "tis_mode": mode,
+        "tis_level": level,
+        "tis_upper_bound": upper,
+        "tis_lower_bound": lower,
+    }
     config = RolloutCorrectionConfig(use_tis=True, **options)
     found = correct(config, TRAIN, ROLLOUT, MASK)
     values = found.statistics.metrics()
     assert all(math.isfinite(value) for value in values.values())
     assert all(weights.isfinite().all() for weights in found.weights)
-    assert values["mis_weight_max"] == (pytest.approx(2.0, rel=1e-6) if upper > 1 else pytest.approx(0.0, abs=1e-300))
+    assert values["mis_weight_max"] == (
+        pytest.approx(2.0, rel=1e-6) if upper > 1 else pytest.approx(0.0, abs=1e-300)
+    )
 
 
 def test_reading_metrics_leaves_nothing_out_of_an_empty_rank():
@@ -152,6 +169,8 @@ def test_reading_metrics_leaves_nothing_out_of_an_empty_rank():
 def test_statistics_of_other_configurations_are_not_merged():
     """The sums of another configuration have another meaning; the message names the options that differ."""
     truncated = correct(RolloutCorrectionConfig(use_tis=True), TRAIN, ROLLOUT, MASK).statistics
-    wider = correct(RolloutCorrectionConfig(use_tis=True, tis_upper_bound=5.0), TRAIN, ROLLOUT, MASK).statistics
+    wider = correct(
+        RolloutCorrectionConfig(use_tis=True, tis_upper_bound=5.0), TRAIN, ROLLOUT, MASK
+    ).statistics
     with pytest.raises(ValueError, match="tis_upper_bound"):
         truncated.merge(wider)

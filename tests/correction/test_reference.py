@@ -9,11 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_tis import GlobalBatch, RolloutCorrectionConfig, Statistics, adaptive_bounds, correct, functional
+from slime_tis import (
+    GlobalBatch,
+    RolloutCorrectionConfig,
+    Statistics,
+    adaptive_bounds,
+    correct,
+    functional,
+)
 from slime_tis.correction import LEVELS, layout
 from slime_tis.correction.reference import reference_correct
 from tests.correction.expected import expected_correction
-from tests.correction.strategies import batches, configurations, policy_batch, policy_configurations, tensors
+from tests.correction.strategies import (
+    batches,
+    configurations,
+    policy_batch,
+    policy_configurations,
+    tensors,
+)
 
 SOME, REST = slice(0, 3), slice(3, 7)
 
@@ -50,7 +63,11 @@ def assert_is(reference, expected):
         reference.weights, reference.mask, expected.weights, expected.mask, strict=True
     ):
         assert weights[: len(row)].tolist() == pytest.approx(row, rel=1e-9, abs=1e-12)
-        assert mask[: len(row)].tolist() == row_mask and not mask[len(row) :].any() and not weights[len(row) :].any()
+        assert (
+            mask[: len(row)].tolist() == row_mask
+            and not mask[len(row) :].any()
+            and not weights[len(row) :].any()
+        )
 
 
 @settings(max_examples=300)
@@ -92,8 +109,13 @@ def test_the_current_policy_and_advantages(config, seed):
         torch.testing.assert_close(weights, found.weights, rtol=1e-6, atol=0)
         assert torch.equal(mask, found.mask)
     known = {"global_batch": found.global_batch}
-    parts = [correct(config, **{name: x[rows] for name, x in batch.items()}, **known) for rows in (SOME, REST)]
-    torch.testing.assert_close(torch.cat([part.weights for part in parts]), found.weights, rtol=1e-6, atol=0)
+    parts = [
+        correct(config, **{name: x[rows] for name, x in batch.items()}, **known)
+        for rows in (SOME, REST)
+    ]
+    torch.testing.assert_close(
+        torch.cat([part.weights for part in parts]), found.weights, rtol=1e-6, atol=0
+    )
     assert torch.equal(torch.cat([part.mask for part in parts]), found.mask)
     assert_metrics(parts[0].statistics.merge(parts[1].statistics).metrics(), metrics, 1e-9)
     if not config.batch_options:
@@ -105,9 +127,13 @@ def test_the_current_policy_and_advantages(config, seed):
 def test_the_reference_refuses_non_finite_tokens_too():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="raise")
     train, mask = torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 1]])
-    with pytest.raises(ValueError, match="a log-prob is not finite; fix the sample or choose --nonfinite-policy"):
+    with pytest.raises(
+        ValueError, match="a log-prob is not finite; fix the sample or choose --nonfinite-policy"
+    ):
         reference_correct(config, train, torch.zeros(1, 2), mask)
-    assert reference_correct(config, train, torch.zeros(1, 2), torch.tensor([[1, 0]])).weights.tolist() == [[1, 0]]
+    assert reference_correct(
+        config, train, torch.zeros(1, 2), torch.tensor([[1, 0]])
+    ).weights.tolist() == [[1, 0]]
 
 
 def assert_same(a, b):
@@ -130,7 +156,9 @@ def test_layout_padding_and_chunks(config, batch, extra):
     assert_same(expected, (chunked.weights, chunked.mask, chunked.statistics))
     if lengths:
         packed = correct(config, *(torch.cat(x) for x in inputs), lengths=lengths)
-        assert_same(expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics))
+        assert_same(
+            expected, (packed.weights.split(lengths), packed.mask.split(lengths), packed.statistics)
+        )
         padded = correct(config, *(pad(x, max(lengths) + extra) for x in inputs))
         rows = [[x[i, :n] for i, n in enumerate(lengths)] for x in (padded.weights, padded.mask)]
         assert_same(expected, (*rows, padded.statistics))
@@ -182,9 +210,19 @@ def test_rows_of_long_sequences_join(level):
 
 OPTIONS = {
     "token truncate": {"use_tis": True, "tis_upper_bound": 1.3},
-    "segment clip": {"use_tis": True, "tis_level": "segment", "tis_mode": "clip", "tis_upper_bound": 1.3},
+    "segment clip": {
+        "use_tis": True,
+        "tis_level": "segment",
+        "tis_mode": "clip",
+        "tis_upper_bound": 1.3,
+    },
     "normalized sequence": {"use_tis": True, "tis_level": "sequence", "tis_batch_normalize": True},
-    "geometric": {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.7, "rs_upper_bound": 1.2},
+    "geometric": {
+        "use_rs": True,
+        "rs_level": "geometric",
+        "rs_lower_bound": 0.7,
+        "rs_upper_bound": 1.2,
+    },
     "veto": {"use_tis": True, "rs_veto_threshold": 0.2, "rs_veto_upper_threshold": 4.0},
     "kpop": {"divergence_mask": "binary_kl_max", "divergence_mask_direction": "both"},
     "binary_tv away": {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.05},
@@ -197,11 +235,18 @@ def test_fx_and_compile_and_vmap_trace_it(name):
 
     def both(*inputs):
         train, rollout, mask, current, advantages = inputs
-        return tuple(functional.correct(config, train, rollout, mask, current_log_probs=current, advantages=advantages))
+        return tuple(
+            functional.correct(
+                config, train, rollout, mask, current_log_probs=current, advantages=advantages
+            )
+        )
 
     inputs = [x.float() for x in policy_batch().values()]
     expected = both(*inputs)
-    for traced in (torch.fx.symbolic_trace(both), torch.compile(both, fullgraph=True, backend="eager")):
+    for traced in (
+        torch.fx.symbolic_trace(both),
+        torch.compile(both, fullgraph=True, backend="eager"),
+    ):
         for one, other in zip(traced(*inputs), expected, strict=True):
             assert torch.equal(one, other)
     if not config.tis_batch_normalize:
@@ -226,7 +271,9 @@ def test_no_gradient_flows_through_weights():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        pytest.param({"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}, "rs_z_score", id="z-score"),
+        pytest.param(
+            {"use_rs": True, "rs_level": "geometric", "rs_z_score": 3.0}, "rs_z_score", id="z-score"
+        ),
         pytest.param({"rs_second_moment_bound": 0.1}, "rs_second_moment_bound", id="second moment"),
         pytest.param({"divergence_mask": "binary_tv"}, "advantages", id="advantages"),
     ],

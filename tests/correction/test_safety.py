@@ -49,13 +49,21 @@ def test_absurd_bounds_give_finite_weights_and_metrics(level, bound):
     rollout = [torch.tensor([-1.0, -INF, -30.0, 3e38]), torch.tensor([-1e-40, -1e9])]
     train = [torch.tensor([-1.5, -1.0, -0.1, -3e38]), torch.tensor([-5.0, NAN])]
     for mode in ("truncate", "clip", "mask"):
-        options = {"tis_level": level, "tis_mode": mode, "tis_lower_bound": 0.0, "tis_upper_bound": bound}
+        options = {
+            "tis_level": level,
+            "tis_mode": mode,
+            "tis_lower_bound": 0.0,
+            "tis_upper_bound": bound,
+        }
         config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True, **options)
         inputs = [[x.clone() for x in values] for values in (train, rollout)]
         found = correct(config, *inputs, [torch.ones(4), torch.ones(2)])
         assert all(weights.isfinite().all() and (weights >= 0).all() for weights in found.weights)
         assert all(math.isfinite(value) for value in found.statistics.metrics().values())
-        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(inputs[0], train, strict=True))
+        assert all(
+            torch.equal(x.nan_to_num(), y.nan_to_num())
+            for x, y in zip(inputs[0], train, strict=True)
+        )
 
 
 def test_truncation_keeps_tokens_whose_weight_is_0():
@@ -72,27 +80,45 @@ def test_reject_takes_out_exactly_the_token():
     found = correct(TOKEN_IS, train, rollout, [torch.ones(5)])
     assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 0.0, 1.0, 0.0, 0.0])
     assert found.mask[0].tolist() == [True, False, True, False, False]
-    assert found.masked_in_per_sequence.tolist() == [5] and found.accepted_per_sequence.tolist() == [2]
-    expected = clean.statistics.metrics() | {"nonfinite_token_fraction": 0.6, "gradient_kept_fraction": 0.4}
+    assert found.masked_in_per_sequence.tolist() == [
+        5
+    ] and found.accepted_per_sequence.tolist() == [2]
+    expected = clean.statistics.metrics() | {
+        "nonfinite_token_fraction": 0.6,
+        "gradient_kept_fraction": 0.4,
+    }
     assert found.statistics.metrics() == pytest.approx(expected)
 
 
 def test_neutral_tokens_have_ratio_one_and_no_part_in_perplexities():
     config = RolloutCorrectionConfig(use_tis=True, nonfinite_policy="neutral")
-    found = correct(config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)])
+    found = correct(
+        config, [torch.tensor([-1.0, NAN])], [torch.tensor([-1.5, -1.0])], [torch.ones(2)]
+    )
     assert found.weights[0].tolist() == pytest.approx([math.exp(0.5), 1.0])
     assert found.mask[0].tolist() == [True, True]
     values = found.statistics.metrics()
     assert values["nonfinite_token_fraction"] == 0.5 and values["gradient_kept_fraction"] == 1.0
     assert values["mismatch_kl"] == pytest.approx(-0.25)
-    # One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without it.
+    # One infinite log-prob among tokens of −1 and −1.5 leaves both perplexities as they are without
+    # it.
     config = RolloutCorrectionConfig(get_mismatch_metrics=True, nonfinite_policy="neutral")
-    expected = {"mismatch_training_ppl": math.e, "mismatch_rollout_ppl": math.exp(1.5), "mismatch_log_ppl_diff": -0.5}
+    expected = {
+        "mismatch_training_ppl": math.e,
+        "mismatch_rollout_ppl": math.exp(1.5),
+        "mismatch_log_ppl_diff": -0.5,
+    }
     for train, rollout in ((-INF, -1.5), (-1.0, -INF), (NAN, NAN), (-1e9, -1.0)):
-        inputs = torch.tensor([[-1.0, -1.0, train]]), torch.tensor([[-1.5, -1.5, rollout]]), torch.ones(1, 3)
+        inputs = (
+            torch.tensor([[-1.0, -1.0, train]]),
+            torch.tensor([[-1.5, -1.5, rollout]]),
+            torch.ones(1, 3),
+        )
         values = correct(config, *inputs).statistics.metrics()
         assert {name: values[name] for name in expected} == pytest.approx(expected)
-    lost = correct(config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2)).statistics.metrics()
+    lost = correct(
+        config, torch.full((1, 2), NAN), torch.zeros(1, 2), torch.ones(1, 2)
+    ).statistics.metrics()
     assert lost["mismatch_kl"] == 0.0 and lost["nonfinite_token_fraction"] == 1.0
     assert not [name for name in lost if "ppl" in name]
 
@@ -103,26 +129,42 @@ def test_raise_names_sequence_and_position():
     train[1][150] = -INF
     masks = [torch.ones(7), torch.ones(200)]
     rollout = [torch.zeros(7), torch.zeros(200)]
-    with pytest.raises(ValueError, match=r"sequence 1, position 150: train log-prob -inf, rollout log-prob 0\.0"):
+    with pytest.raises(
+        ValueError, match=r"sequence 1, position 150: train log-prob -inf, rollout log-prob 0\.0"
+    ):
         correct(config, train, rollout, masks)
     masks[1][150] = 0
     assert correct(config, train, rollout, masks).accepted_per_sequence.tolist() == [7, 199]
 
 
 def test_missing_rollout_log_probs_and_half_precision():
-    found = correct(TOKEN_IS, [torch.zeros(2), torch.zeros(3)], [None, torch.zeros(3)], [torch.ones(2), torch.ones(3)])
+    found = correct(
+        TOKEN_IS,
+        [torch.zeros(2), torch.zeros(3)],
+        [None, torch.zeros(3)],
+        [torch.ones(2), torch.ones(3)],
+    )
     assert [mask.tolist() for mask in found.mask] == [[False, False], [True, True, True]]
     assert found.statistics.metrics()["nonfinite_token_fraction"] == 0.4
-    train, rollout = torch.tensor([-10.0625], dtype=torch.bfloat16), torch.tensor([-10.0], dtype=torch.float16)
+    train, rollout = (
+        torch.tensor([-10.0625], dtype=torch.bfloat16),
+        torch.tensor([-10.0], dtype=torch.float16),
+    )
     found = correct(TOKEN_IS, [train], [rollout], [torch.ones(1)])
     assert found.weights[0].item() == pytest.approx(math.exp(-0.0625), rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16]
+)
 def test_masks_of_any_dtype(dtype):
     mask = [torch.tensor([1, 0, 1]).to(dtype)]
     found = correct(TOKEN_IS, [torch.zeros(3)], [torch.zeros(3)], mask)
-    assert found.mask[0].tolist() == [True, False, True] and found.weights[0].tolist() == [1.0, 0.0, 1.0]
+    assert found.mask[0].tolist() == [True, False, True] and found.weights[0].tolist() == [
+        1.0,
+        0.0,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -134,7 +176,12 @@ def test_sums_of_absurd_log_probs_do_not_overflow(dtype):
     assert all(math.isfinite(value) for value in values.values())
 
 
-SENTINELS = {"vLLM": -9999.0, "vLLM in bfloat16": -9984.0, "others": -1e6, "lowest float32": -3.4e38}
+SENTINELS = {
+    "vLLM": -9999.0,
+    "vLLM in bfloat16": -9984.0,
+    "others": -1e6,
+    "lowest float32": -3.4e38,
+}
 
 
 @pytest.mark.parametrize("sentinel", SENTINELS.values(), ids=SENTINELS)
@@ -158,8 +205,12 @@ def test_a_sentinel_is_minus_infinity_on_either_side(side, other, sentinel):
     assert found.statistics.metrics() == expected.statistics.metrics()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("value", "is_legal"), [(-200.0, True), (-9000.0, True), (-9999.0, False)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize(
+    ("value", "is_legal"), [(-200.0, True), (-9000.0, True), (-9999.0, False)], ids=str
+)
 def test_low_log_probs_are_legal_in_every_dtype(value, is_legal, dtype):
     low, ordinary = torch.tensor([[value]], dtype=dtype), torch.tensor([[-1.0]], dtype=dtype)
     for pair in ((low, ordinary), (ordinary, low), (low, low)):
@@ -175,7 +226,9 @@ def test_log_densities_have_no_lowest_value():
 
 
 def test_empty_batches_and_sequences():
-    config = RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True)
+    config = RolloutCorrectionConfig(
+        use_tis=True, use_rs=True, rs_veto_threshold=1e-4, tis_batch_normalize=True
+    )
     assert correct(config, [], [], []).weights == []
     padded = correct(config, torch.zeros(0, 4), torch.zeros(0, 4), torch.zeros(0, 4))
     assert (padded.weights.dtype, padded.mask.dtype) == (torch.float32, torch.bool)
@@ -189,14 +242,29 @@ def test_empty_batches_and_sequences():
 ROW, ONES = torch.zeros(1, 2), torch.ones(1, 2)
 REFUSED = {
     "number of masks": (([torch.zeros(2)], [torch.zeros(2)], []), "numbers of sequences differ"),
-    "tokens of a sequence": (([ROW[0]] * 2, [ROW[0], torch.zeros(4)], [ONES[0]] * 2), "sequence 1 has these numbers"),
-    "shapes": ((torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)), r"rollout_log_probs \(2, 4\)"),
-    "tensor and list": ((torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)), "pass tensors of one shape"),
-    "list and tensor": (([ROW[0]], ROW, [ONES[0]]), "rollout_log_probs is Tensor, loss_mask is list"),
+    "tokens of a sequence": (
+        ([ROW[0]] * 2, [ROW[0], torch.zeros(4)], [ONES[0]] * 2),
+        "sequence 1 has these numbers",
+    ),
+    "shapes": (
+        (torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2, 3)),
+        r"rollout_log_probs \(2, 4\)",
+    ),
+    "tensor and list": (
+        (torch.zeros(2, 3), [torch.zeros(3)], torch.ones(2, 3)),
+        "pass tensors of one shape",
+    ),
+    "list and tensor": (
+        ([ROW[0]], ROW, [ONES[0]]),
+        "rollout_log_probs is Tensor, loss_mask is list",
+    ),
     "packed without lengths": ((ROW[0], ROW[0], ONES[0]), r"pass \[B, T\], or \[N\] with lengths"),
     "integers": ((ROW.long(), ROW, ONES), "train_log_probs has dtype torch.int64"),
     "complex": ((ROW, ROW, ONES.to(torch.complex64)), "loss_mask has dtype torch.complex64"),
-    "device": ((ROW, torch.zeros(1, 2, device="meta"), ONES), "rollout_log_probs is torch.strided on meta"),
+    "device": (
+        (ROW, torch.zeros(1, 2, device="meta"), ONES),
+        "rollout_log_probs is torch.strided on meta",
+    ),
     "sparse": ((ROW, ROW.to_sparse(), ONES), "pass dense tensors"),
     "numbers": (([ROW[0]], [[0.0, 0.0]], [ONES[0]]), r"rollout_log_probs\[0\] is list"),
     "missing": (([ROW[0], None], [ROW[0]] * 2, [ONES[0]] * 2), r"train_log_probs\[1\] is NoneType"),
@@ -213,7 +281,12 @@ def test_inputs_that_disagree_or_are_of_another_kind(arguments, message):
 
 @pytest.mark.parametrize(
     ("lengths", "message"),
-    [([1, 4.0], "one whole number per"), (5, "one whole number per"), ([1, 3], "sum to 4"), ([6, -1], "none below 0")],
+    [
+        ([1, 4.0], "one whole number per"),
+        (5, "one whole number per"),
+        ([1, 3], "sum to 4"),
+        ([6, -1], "none below 0"),
+    ],
     ids=["a float", "a number", "another sum", "a negative length"],
 )
 def test_lengths_that_do_not_fit(lengths, message):
@@ -225,7 +298,9 @@ def test_lengths_that_do_not_fit(lengths, message):
 def test_a_mean_weight_that_nothing_can_be_divided_by(factor):
     config = RolloutCorrectionConfig(use_tis=True, tis_batch_normalize=True)
     inputs = torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
-    weights = correct(config, *inputs, global_batch=GlobalBatch(batch_norm_factor=torch.tensor(factor))).weights
+    weights = correct(
+        config, *inputs, global_batch=GlobalBatch(batch_norm_factor=torch.tensor(factor))
+    ).weights
     assert weights.tolist() == ([[0.0, 0.0]] if factor == INF else [[1.0, 1.0]])
 
 
@@ -234,7 +309,9 @@ def test_lengths_of_lists_and_a_configuration_of_verl_are_refused():
         correct(TOKEN_IS, [torch.zeros(2)], [torch.zeros(2)], [torch.ones(2)], lengths=[2])
     with pytest.raises(TypeError, match=r"pass a slime_tis\.RolloutCorrectionConfig"):
         correct(VerlConfig.pg_is(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2))
-    assert correct(VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)).mask.all()
+    assert correct(
+        VerlConfig.pg_is().to_config(), torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
+    ).mask.all()
 
 
 def test_no_gradient_flows():

@@ -21,7 +21,9 @@ def test_the_simulated_device_refuses_what_a_gpu_refuses():
     assert isinstance(there, SimulatedTensor) and there.device.type == "simulated"
     assert isinstance(there[1:] * 2 + torch.tensor(1.0, device="cpu"), SimulatedTensor)
     assert (there + 1).tolist() == [1.0, 2.0, 3.0] and there.cpu().tolist() == [0.0, 1.0, 2.0]
-    with pytest.raises(RuntimeError, match=r"add.Tensor: expected all tensors to be on the same device"):
+    with pytest.raises(
+        RuntimeError, match=r"add.Tensor: expected all tensors to be on the same device"
+    ):
         there + here
     with pytest.raises(RuntimeError, match="same device"):
         torch.cat([there, here])
@@ -45,7 +47,12 @@ def test_the_simulated_device_refuses_what_a_gpu_refuses():
 @pytest.mark.parametrize("level", LEVELS)
 def test_correction_and_loss_leave_the_host_alone(level, aggregation):
     config = RolloutCorrectionConfig(
-        use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0, rs_veto_threshold=1e-4
+        use_tis=True,
+        tis_level=level,
+        use_rs=True,
+        rs_level="geometric",
+        rs_z_score=3.0,
+        rs_veto_threshold=1e-4,
     )
     rollout = -torch.arange(1.0, 41.0) / 40
     train, mask = rollout + 0.1 * torch.sin(torch.arange(40.0)), torch.ones(40)

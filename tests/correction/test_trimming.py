@@ -82,7 +82,9 @@ def test_limit_of_split_batches_is_that_of_fractions(squares, bound, cuts, dtype
     whole = torch.tensor(squares, dtype=dtype)
     values = whole.tolist()
     means = [sum(map(Fraction, sorted(values)[:m])) / m for m in range(1, len(values) + 1)]
-    assume(all(abs(mean - Fraction(bound)) > 1e-9 for mean in means))  # no verdict hangs on rounding
+    assume(
+        all(abs(mean - Fraction(bound)) > 1e-9 for mean in means)
+    )  # no verdict hangs on rounding
     expected = oracle.second_moment_limit(values, bound)
     assert second_moment_limit(whole, bound).item() == expected
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
@@ -93,8 +95,12 @@ def test_limit_of_split_batches_is_that_of_fractions(squares, bound, cuts, dtype
 def test_limits_of_a_million_tokens_over_ranks_and_without_a_bound():
     squares = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).square()
     alone = second_moment_limit(squares, 0.5).item()
-    assert limit_over_ranks([squares[:17], squares[17:300_000], squares[300_000:]], 0.5) == [alone] * 3
-    assert squares[squares < alone].double().mean() <= 0.5 < squares[squares <= alone].double().mean()
+    assert (
+        limit_over_ranks([squares[:17], squares[17:300_000], squares[300_000:]], 0.5) == [alone] * 3
+    )
+    assert (
+        squares[squares < alone].double().mean() <= 0.5 < squares[squares <= alone].double().mean()
+    )
     assert correct(RolloutCorrectionConfig(), [], [], []).global_batch.second_moment_limit is None
     config = RolloutCorrectionConfig(rs_second_moment_bound=0.1)
     limit = correct(config, [], [], []).global_batch.second_moment_limit
@@ -115,7 +121,13 @@ def reject(level="geometric", **options):
 
 def of_log_ratios(config, deltas, **known):
     train = [torch.as_tensor(delta, dtype=torch.float64) for delta in deltas]
-    return correct(config, train, [torch.zeros_like(x) for x in train], [torch.ones_like(x) for x in train], **known)
+    return correct(
+        config,
+        train,
+        [torch.zeros_like(x) for x in train],
+        [torch.ones_like(x) for x in train],
+        **known,
+    )
 
 
 def kept(found):
@@ -125,7 +137,9 @@ def kept(found):
 def noise(lengths, sd, seed=0):
     """Log-ratios of healthy sequences: normal, with E[exp Δ] = 1."""
     generator = torch.Generator().manual_seed(seed)
-    return [sd * torch.randn(n, generator=generator, dtype=torch.float64) - sd * sd / 2 for n in lengths]
+    return [
+        sd * torch.randn(n, generator=generator, dtype=torch.float64) - sd * sd / 2 for n in lengths
+    ]
 
 
 @pytest.mark.parametrize("level", ["geometric", "sequence"])
@@ -136,8 +150,15 @@ def noise(lengths, sd, seed=0):
         pytest.param({"rs_z_score": 1.91}, [True, False, True, True], 1.91, id="z-score 1.91"),
         pytest.param({"rs_z_score": 2.11}, [True] * 4, 2.11, id="z-score 2.11"),
         pytest.param({"rs_target_fraction": 0.24}, [True] * 4, Z_UP, id="share 0.24"),
-        pytest.param({"rs_target_fraction": 0.25}, [True, False, True, True], Z_DOWN, id="share 0.25"),
-        pytest.param({"rs_target_fraction": 0.5}, [True, False, True, False], (4 * K3 - 4 * 5e-5) / SD, id="share 0.5"),
+        pytest.param(
+            {"rs_target_fraction": 0.25}, [True, False, True, True], Z_DOWN, id="share 0.25"
+        ),
+        pytest.param(
+            {"rs_target_fraction": 0.5},
+            [True, False, True, False],
+            (4 * K3 - 4 * 5e-5) / SD,
+            id="share 0.5",
+        ),
     ],
 )
 def test_by_hand(level, options, expected, z_score):
@@ -162,10 +183,14 @@ def test_length_exact_sequences_and_ties_count():
     # The scale is that of the noisy ones, or every one of them would be rejected.
     batch = [*[torch.zeros(64, dtype=torch.float64)] * 30, *noise([64] * 10, 0.02)]
     assert kept(of_log_ratios(reject(rs_z_score=6.0), batch)) == [True] * 40
-    # Three equal worst ones and a share of one: none leaves; rounding that depends on the cut does not part them.
+    # Three equal worst ones and a share of one: none leaves; rounding that depends on the cut does
+    # not part them.
     batch = [*SEQUENCES, [0.3] * 4, [0.3] * 4, [0.3 + 1e-9] * 4]
     assert kept(of_log_ratios(reject(rs_target_fraction=1 / 7), batch)) == [True] * 7
-    assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [*[True] * 4, *[False] * 3]
+    assert kept(of_log_ratios(reject(rs_target_fraction=3 / 7), batch)) == [
+        *[True] * 4,
+        *[False] * 3,
+    ]
 
 
 @pytest.mark.parametrize("token", [-30.0, 20.0, 5.0])
@@ -181,24 +206,32 @@ def test_what_is_to_be_rejected_does_not_widen_the_bounds(token, sd):
     assert clean is not None and found.global_batch.adaptive_bounds is not None
     assert clean.k3.item() == pytest.approx(sd * sd / 2, rel=0.1)
     widened = (math.e - 2 if token > 0 else 1 / math.e) / (20 * (12 + 64 + 300))
-    assert found.global_batch.adaptive_bounds.k3.item() == pytest.approx(clean.k3.item() + widened, rel=0.01)
+    assert found.global_batch.adaptive_bounds.k3.item() == pytest.approx(
+        clean.k3.item() + widened, rel=0.01
+    )
     assert kept(found) == [i != 4 for i in range(60)]
 
 
-@pytest.mark.parametrize("options", [{"rs_z_score": 3.0}, {"rs_target_fraction": 0.5}], ids=["z-score", "share"])
+@pytest.mark.parametrize(
+    "options", [{"rs_z_score": 3.0}, {"rs_target_fraction": 0.5}], ids=["z-score", "share"]
+)
 def test_equal_engines_lose_nothing(options):
     """No difference at all, and one of 4e-5 nats with one sign, as float32 log-softmax has it."""
     for delta in (0.0, 4e-5, -4e-5):
         found = of_log_ratios(reject(**options), [[delta] * n for n in (1, 12, 3000, 100_000)])
         assert kept(found) == [True] * 4
     values = of_log_ratios(reject(**options), [[0.0] * 9]).statistics.metrics()
-    assert values["mis_rs_k3"] == 0.0 and values["mis_rs_lower_bound"] == pytest.approx(math.exp(-5e-5))
+    assert values["mis_rs_k3"] == 0.0 and values["mis_rs_lower_bound"] == pytest.approx(
+        math.exp(-5e-5)
+    )
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 40), st.floats(0.01, 0.9), st.integers(0, 1000))
 def test_the_share_is_rejected_to_the_sequence(count, share, seed):
-    found = of_log_ratios(reject(rs_target_fraction=share), noise([5 + i for i in range(count)], 0.05, seed))
+    found = of_log_ratios(
+        reject(rs_target_fraction=share), noise([5 + i for i in range(count)], 0.05, seed)
+    )
     assert kept(found).count(False) == math.floor(share * count + 1e-9)
 
 
@@ -233,5 +266,7 @@ def test_order_statistics_of_split_values(values, index, cut):
     whole, rank = torch.tensor(values, dtype=torch.float64), torch.tensor(float(index))
     expected = (sorted(values) + [math.inf] * 21)[index]
     assert order_statistic(whole, rank).item() == expected
-    found = over_ranks([whole[:cut], whole[cut:]], lambda part, ranks: order_statistic(part, rank, ranks))
+    found = over_ranks(
+        [whole[:cut], whole[cut:]], lambda part, ranks: order_statistic(part, rank, ranks)
+    )
     assert found == [expected] * 2

@@ -1,7 +1,7 @@
 """Unbiasedness by enumeration: vocabulary 3, length 3, all 27 sequences.
 
-With E over the rollout policy taken exactly, the sequence-level untruncated estimator is the on-policy policy
-gradient; the others differ from it by their closed-form bias.
+With E over the rollout policy taken exactly, the sequence-level untruncated estimator is the
+on-policy policy gradient; the others differ from it by their closed-form bias.
 """
 
 import itertools
@@ -13,7 +13,12 @@ from slime_tis import RolloutCorrectionConfig, correct
 
 VOCABULARY, LENGTH = 3, 3
 SEQUENCES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
-UNBOUNDED = {"use_tis": True, "tis_upper_bound": 1e9, "policy_loss": "reinforce", "use_rollout_logprobs": True}
+UNBOUNDED = {
+    "use_tis": True,
+    "tis_upper_bound": 1e9,
+    "policy_loss": "reinforce",
+    "use_rollout_logprobs": True,
+}
 
 
 def policy(seed):
@@ -62,9 +67,13 @@ RATIO = (log_probs(THETA) - ROLLOUT).exp()
 
 
 def test_the_sequence_level_is_unbiased_and_for_rewards_to_go_the_prefix_level():
-    torch.testing.assert_close(estimate(weights_of(tis_level="sequence")), on_policy_gradient(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        estimate(weights_of(tis_level="sequence")), on_policy_gradient(), rtol=0, atol=1e-6
+    )
     # With a reward that each token earns by itself, Π_{s≤t} ρ_s suffices for the reward of token t.
-    token_reward = torch.randn(LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    token_reward = torch.randn(
+        LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     earned = token_reward[torch.arange(LENGTH), SEQUENCES]
     weights = weights_of(tis_level="prefix").double()
     off_policy = (ROLLOUT.sum(1, keepdim=True).exp() * weights * earned).sum()
@@ -79,9 +88,17 @@ def test_the_sequence_level_is_unbiased_and_for_rewards_to_go_the_prefix_level()
         ({"tis_level": "geometric"}, RATIO.log().mean(1, keepdim=True).exp().expand(27, 3)),
         ({"tis_level": "prefix"}, RATIO.cumprod(1)),
         ({"tis_level": "token", "tis_upper_bound": 1.2}, RATIO.clamp(max=1.2)),
-        ({"tis_level": "sequence", "tis_upper_bound": 1.2}, RATIO.prod(1, keepdim=True).clamp(max=1.2).expand(27, 3)),
         (
-            {"tis_level": "token", "tis_mode": "mask", "tis_lower_bound": 0.8, "tis_upper_bound": 1.3},
+            {"tis_level": "sequence", "tis_upper_bound": 1.2},
+            RATIO.prod(1, keepdim=True).clamp(max=1.2).expand(27, 3),
+        ),
+        (
+            {
+                "tis_level": "token",
+                "tis_mode": "mask",
+                "tis_lower_bound": 0.8,
+                "tis_upper_bound": 1.3,
+            },
             torch.where((RATIO >= 0.8) & (RATIO <= 1.3), RATIO, 0.0),
         ),
         (
@@ -92,7 +109,9 @@ def test_the_sequence_level_is_unbiased_and_for_rewards_to_go_the_prefix_level()
                 "rs_lower_bound": 0.5,
                 "rs_upper_bound": 2.0,
             },
-            (RATIO.prod(1, keepdim=True) * ((RATIO.prod(1, keepdim=True) - 1.25).abs() <= 0.75)).expand(27, 3),
+            (
+                RATIO.prod(1, keepdim=True) * ((RATIO.prod(1, keepdim=True) - 1.25).abs() <= 0.75)
+            ).expand(27, 3),
         ),
     ],
 )

@@ -19,19 +19,27 @@ DIFFERENT_IN_MASK_MODE = {
     *("tis_weight_after_bound", "is_ratio_mean_after_tis_rs", "batch_norm_factor"),
     *("is_ratio_mean_final", "is_ratio_min_final", "is_ratio_max_final"),
 }
-"""slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all metrics."""
+"""slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all
+metrics."""
 
 
 def sample_mean(values):
     """slime's reduction: masked mean of each sequence, then the mean over sequences."""
-    means = [((v * m).sum() / m.sum().clamp_min(1)).item() for v, m in zip(values, MASKS, strict=True)]
+    means = [
+        ((v * m).sum() / m.sum().clamp_min(1)).item() for v, m in zip(values, MASKS, strict=True)
+    ]
     return sum(means) / len(means)
 
 
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values())))
+@pytest.mark.parametrize(
+    "case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values()))
+)
 def test_golden(case):
     weights, masks, metrics = compute_mis_weights(
-        Namespace(**case["args"]), train_log_probs=TRAIN, rollout_log_probs=ROLLOUT, loss_masks=MASKS
+        Namespace(**case["args"]),
+        train_log_probs=TRAIN,
+        rollout_log_probs=ROLLOUT,
+        loss_masks=MASKS,
     )
     assert [mask.tolist() for mask in masks] == case["masks"]
     is_mask = case["args"]["use_tis"] and case["args"]["tis_mode"] == "mask"
@@ -71,7 +79,9 @@ def test_the_contract_and_metrics_only():
     flat = torch.cat(weights)
     assert pg_loss.tolist() == pytest.approx((torch.arange(1.0, 1.0 + len(flat)) * flat).tolist())
     assert pg_loss.requires_grad and [m.tolist() for m in whole] == [m.tolist() for m in masks]
-    assert "mis_tis_truncate_fraction" in metrics and all(name.startswith("mis_") for name in metrics)
+    assert "mis_tis_truncate_fraction" in metrics and all(
+        name.startswith("mis_") for name in metrics
+    )
     assert all(value.shape == flat.shape and not value.requires_grad for value in metrics.values())
     pg_loss, masks, metrics = contract()
     assert torch.equal(pg_loss, torch.arange(1.0, 1.0 + sum(map(len, TRAIN))))

@@ -38,7 +38,13 @@ RS = [
 ] + [
     {"use_rs": True, "rs_level": level, **bounds}
     for level, bounds in itertools.product(
-        LEVELS, ({}, {"rs_upper_bound": 1.1}, {"rs_lower_bound": 0.95}, {"rs_upper_bound": 1.3, "rs_lower_bound": 0.6})
+        LEVELS,
+        (
+            {},
+            {"rs_upper_bound": 1.1},
+            {"rs_lower_bound": 0.95},
+            {"rs_upper_bound": 1.3, "rs_lower_bound": 0.6},
+        ),
     )
 ]
 OTHERS = [
@@ -49,7 +55,11 @@ OTHERS = [
     {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.8,0.05"},
     {"rollout_rs": "seq_mean_error", "rollout_rs_threshold": "1.25"},
     {"divergence_mask": "binary_tv", "divergence_mask_bound": 0.02},
-    {"divergence_mask": "binary_kl_max", "divergence_mask_direction": "both", "divergence_mask_level": "sequence"},
+    {
+        "divergence_mask": "binary_kl_max",
+        "divergence_mask_direction": "both",
+        "divergence_mask_level": "sequence",
+    },
     {"rejection_normalizer": "original"},
     {"nonfinite_policy": "neutral"},
     {"rs_veto_threshold": 0.6, "rs_second_moment_bound": 0.03},
@@ -61,7 +71,9 @@ def combinations():
     """Every choice of TIS, RS and others, each with some of the rest."""
     chance = random.Random(0)
     for number, tis in enumerate(TIS):
-        options = tis | RS[number % len(RS)] | OTHERS[number % len(OTHERS)] | chance.choice(({}, BYPASS))
+        options = (
+            tis | RS[number % len(RS)] | OTHERS[number % len(OTHERS)] | chance.choice(({}, BYPASS))
+        )
         if RolloutCorrectionConfig(**options).corrects:
             yield options
 
@@ -76,7 +88,9 @@ def sequences(*, missing=True):
         rollout[1][2] = rollout[3][0] = float("nan")
     masks = [[int(chance.random() > 0.15) for _ in range(n)] for n in lengths]
     masks[2], masks[3][0] = [0], 0
-    advantages = [[value] * n for n, value in zip(lengths, (1.0, -1.0, 0.5, -0.3, 2.0, -2.0), strict=True)]
+    advantages = [
+        [value] * n for n, value in zip(lengths, (1.0, -1.0, 0.5, -0.3, 2.0, -2.0), strict=True)
+    ]
     return make(masks, rollout_log_probs=rollout, advantages=advantages), current
 
 
@@ -91,7 +105,11 @@ def trained(config, *, custom, per_token, missing=True):
         correction=config,
         policy=PolicyConfig(calculate_per_token_loss=per_token),
         uses_recomputed_old_policy=False,
-        custom=CustomTis(function=compute_mis_weights_with_cp, args=Namespace(**options), seed=0) if custom else None,
+        custom=(
+            CustomTis(function=compute_mis_weights_with_cp, args=Namespace(**options), seed=0)
+            if custom
+            else None
+        ),
         global_batch=found.global_batch,
     )
     leaf = torch.tensor(log_probs, requires_grad=True)
@@ -111,7 +129,9 @@ def test_the_same_options_give_the_same_gradient_and_the_same_kept_share():
         gradient, sums = trained(config, custom=True, per_token=per_token)
         assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7), options
         assert counts(sums) == counts(of_built_in), options
-        torch.testing.assert_close(sums.terms.pg_loss, of_built_in.terms.pg_loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            sums.terms.pg_loss, of_built_in.terms.pg_loss, rtol=1e-5, atol=1e-6
+        )
         tried += 1
     assert tried >= 90
 
@@ -126,28 +146,42 @@ METRICS = {
     "mismatch_kl": "mis_kl",
     "mismatch_k3_kl": "mis_k3_kl",
 }
-"""The built-in's metric → that of custom_tis.mis, as docs/metrics.md lists them; the same over tokens."""
+"""The built-in's metric → that of custom_tis.mis, as docs/metrics.md lists them; the same over
+tokens."""
 
 
 def test_the_metrics_of_both_are_the_same_under_their_two_names():
     config = RolloutCorrectionConfig(
-        use_tis=True, tis_upper_bound=1.2, tis_batch_normalize=True, rs_veto_threshold=0.8, rs_second_moment_bound=0.02
+        use_tis=True,
+        tis_upper_bound=1.2,
+        tis_batch_normalize=True,
+        rs_veto_threshold=0.8,
+        rs_second_moment_bound=0.02,
     )
     policy = PolicyConfig(calculate_per_token_loss=True)
     built_in, mis = (
-        step_metrics(trained(config, custom=custom, per_token=True, missing=False)[1], config, policy)
+        step_metrics(
+            trained(config, custom=custom, per_token=True, missing=False)[1], config, policy
+        )
         for custom in (False, True)
     )
-    assert 0 < built_in["mis_second_moment_masked_fraction"] < 1 and 0 < built_in["mis_catastrophic_token_fraction"] < 1
+    assert (
+        0 < built_in["mis_second_moment_masked_fraction"] < 1
+        and 0 < built_in["mis_catastrophic_token_fraction"] < 1
+    )
     for ours, slimes in METRICS.items():
         assert mis[slimes] == pytest.approx(built_in[ours], rel=1e-5, abs=1e-7), ours
 
 
 def test_what_a_function_does_not_follow_is_refused_before_the_run():
-    defaults = {name: field.default for name, field in RolloutCorrectionConfig.__dataclass_fields__.items()}
+    defaults = {
+        name: field.default for name, field in RolloutCorrectionConfig.__dataclass_fields__.items()
+    }
 
     def loaded(path, **options):
-        return load_custom_tis(path, Namespace(**{**defaults, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **options}))
+        return load_custom_tis(
+            path, Namespace(**{**defaults, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **options})
+        )
 
     for path in ("custom_tis.tis.vanilla_tis", "custom_tis.icepop.icepop"):
         assert loaded(path, use_tis=True, tis_upper_bound=1.5, nonfinite_policy="neutral")
@@ -158,19 +192,27 @@ def test_what_a_function_does_not_follow_is_refused_before_the_run():
             ({"rs_veto_threshold": 1e-4}, "--rs-veto-threshold is 0.0001"),
             ({"rollout_rs": "token_k1"}, "--rollout-rs is token_k1"),
         ):
-            with pytest.raises(CustomFunctionError, match=f"{flag}, and {path.split('.')[-1]} does not follow it"):
+            with pytest.raises(
+                CustomFunctionError, match=f"{flag}, and {path.split('.')[-1]} does not follow it"
+            ):
                 loaded(path, use_tis=True, **options)
     for path in ("custom_tis.tis.vanilla_tis", "custom_tis.template.soft_tis"):
-        with pytest.raises(CustomFunctionError, match=r"--rs-second-moment-bound is 0.1 .* no argument second_moment_"):
+        with pytest.raises(
+            CustomFunctionError,
+            match=r"--rs-second-moment-bound is 0.1 .* no argument second_moment_",
+        ):
             loaded(path, rs_second_moment_bound=0.1)
-    assert loaded("custom_tis.mis.compute_mis_weights_with_cp", use_rs=True, rs_second_moment_bound=0.1)
+    assert loaded(
+        "custom_tis.mis.compute_mis_weights_with_cp", use_rs=True, rs_second_moment_bound=0.1
+    )
 
 
 def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_it():
     tokens, log_probs = sequences()
     train = list(torch.tensor(log_probs).split(tokens.lengths))
     with pytest.raises(
-        ValueError, match=r"rs_second_moment_bound is 0.1 and goes by the global batch, but this trainer calls"
+        ValueError,
+        match=r"rs_second_moment_bound is 0.1 and goes by the global batch, but this trainer calls",
     ):
         compute_mis_weights_with_cp(
             Namespace(rs_second_moment_bound=0.1),

@@ -32,9 +32,13 @@ def call(path, **args):
     )
 
 
-@pytest.mark.parametrize("form", ["custom_tis.{}.{}", f"{FOLDER}/{{}}.py:{{}}"], ids=["module", "file"])
+@pytest.mark.parametrize(
+    "form", ["custom_tis.{}.{}", f"{FOLDER}/{{}}.py:{{}}"], ids=["module", "file"]
+)
 def test_losses_masks_and_metrics(form):
-    pg_loss, masks, metrics = call(form.format("tis", "vanilla_tis"), tis_clip=2.0, tis_clip_low=0.5)
+    pg_loss, masks, metrics = call(
+        form.format("tis", "vanilla_tis"), tis_clip=2.0, tis_clip_low=0.5
+    )
     assert pg_loss.tolist() == pytest.approx([2 * 1.105171, 4.0, 1.0, 0.0, 2 * 1.349859])
     assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS]
     assert metrics["tis"].tolist()[:3] == pytest.approx(RATIO.tolist()[:3])
@@ -62,7 +66,9 @@ def whole():
 
 
 def _rank(rank, size, port, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(both(rank, size, dist.group.WORLD)))
     dist.destroy_process_group()
 
@@ -70,7 +76,10 @@ def _rank(rank, size, port, folder):
 def both(rank, size, group):
     train, rollout, masks = whole()
     parts = [context_parallel_slices(p + n, n, rank, size) for p, n in SHAPES]
-    local = [[torch.cat([x[a], x[b]]) for x, (a, b) in zip(xs, parts, strict=True)] for xs in (train, rollout)]
+    local = [
+        [torch.cat([x[a], x[b]]) for x, (a, b) in zip(xs, parts, strict=True)]
+        for xs in (train, rollout)
+    ]
     mis = "custom_tis.mis.compute_mis_weights_with_cp"
     results = []
     for path, tis_level, rs_level in (
@@ -108,11 +117,15 @@ def test_context_parallel(tmp_path):
     alone = both(0, 1, None)
     for rank in range(2):
         found = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
-        for (loss, masks, metrics), (one_loss, one_masks, one_metrics) in zip(found, alone, strict=True):
+        for (loss, masks, metrics), (one_loss, one_masks, one_metrics) in zip(
+            found, alone, strict=True
+        ):
             assert [m.tolist() for m in masks] == [m.tolist() for m in one_masks]
             torch.testing.assert_close(loss, sliced(one_loss, rank), rtol=1e-5, atol=1e-6)
             for name, values in metrics.items():
-                torch.testing.assert_close(values, sliced(one_metrics[name], rank), rtol=1e-5, atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    values, sliced(one_metrics[name], rank), rtol=1e-5, atol=1e-6, msg=name
+                )
 
 
 def sliced(flat, rank):

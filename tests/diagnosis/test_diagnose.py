@@ -45,12 +45,16 @@ SAMPLERS: dict[str, Sampler] = {
     "top-p": top_p,
     "presence penalty": lambda logits, tokens: logits - 0.4 * (counts(tokens) > 0),
     "frequency penalty": lambda logits, tokens: logits - 0.3 * counts(tokens),
-    "repetition penalty": lambda x, tokens: np.where(counts(tokens), np.where(x > 0, x / 1.2, x * 1.2), x),
+    "repetition penalty": lambda x, tokens: np.where(
+        counts(tokens), np.where(x > 0, x / 1.2, x * 1.2), x
+    ),
     "repetition raised": lambda logits, tokens: logits + 0.4 * (counts(tokens) > 0),
     "logit bias": lambda logits, _: logits + 1.5 * (np.arange(VOCABULARY) == 7),
     "banned token": lambda logits, _: np.where(np.arange(VOCABULARY) == 7, -np.inf, logits),
     "temperature": lambda logits, _: logits / 0.8,
-    "unstable": lambda x, tokens: x + 0.3 * np.random.default_rng(tokens.shape[1]).normal(size=x.shape),
+    "unstable": (
+        lambda x, tokens: x + 0.3 * np.random.default_rng(tokens.shape[1]).normal(size=x.shape)
+    ),
     "decoding": lambda x, tokens: (
         x + 0.3 * np.random.default_rng(tokens.shape[1]).normal(size=x.shape) * bool(tokens.size)
     ),
@@ -60,7 +64,9 @@ SAMPLERS: dict[str, Sampler] = {
 class Softmax:
     """Random logits for each token of each sample, tokens drawn by a sampler, and both engines' log-probs."""
 
-    def __init__(self, seed: int = 0, sampler: Sampler = lambda logits, _: logits, *, paired: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, sampler: Sampler = lambda logits, _: logits, *, paired: bool = False
+    ) -> None:
         chance = np.random.default_rng(seed)
         self.chance = chance
         self.logits = 2.5 * chance.normal(size=(SAMPLES, TOKENS, VOCABULARY))
@@ -86,11 +92,14 @@ class Softmax:
     def table(self, rollout: np.ndarray, **columns: np.ndarray) -> TokenTable:
         columns |= {"train_log_prob": self.train, "rollout_log_prob": rollout}
         columns |= {"entropy": self.entropy, "token": self.token}
-        parts = [SampleParts(**{name: values[i] for name, values in columns.items()}) for i in range(SAMPLES)]
+        parts = [
+            SampleParts(**{name: values[i] for name, values in columns.items()})
+            for i in range(SAMPLES)
+        ]
         return TokenTable.from_parts(parts)
 
 
-def planted(name: str) -> TokenTable:
+def planted(name: str) -> TokenTable:  # noqa: C901, PLR0915
     model = Softmax(sampler=SAMPLERS.get(name, lambda logits, _: logits), paired=name == "unstable")
     rollout = model.rollout.copy()
     step, position = np.full(SAMPLES, 7), np.arange(TOKENS)
@@ -114,7 +123,9 @@ def planted(name: str) -> TokenTable:
             columns = {"step": step, "weight_version": version}
         case "stale, certain first tokens":
             old = (np.arange(SAMPLES) % 4 > 0)[:, None]
-            rollout = model.noisy((np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None])
+            rollout = model.noisy(
+                (np.where(old, 0.1, 0.02) * np.where(position < 4, 0.05, 1))[..., None]
+            )
             columns = {"step": step, "weight_version": np.where(old, 6, 7).repeat(TOKENS, 1)}
         case "never updated":
             step = np.arange(SAMPLES) // 8
@@ -180,14 +191,31 @@ PLANTED = {
 @pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
 def test_the_planted_cause_comes_first(name: str, cause: str) -> None:
     found = diagnose(planted(name))
-    is_candidate = name.split(",")[0] in ("never updated", "bf16", "fp8", "position", "prompt")  # or other causes
+    is_candidate = name.split(",")[0] in (
+        "never updated",
+        "bf16",
+        "fp8",
+        "position",
+        "prompt",
+    )  # or other causes
     assert (found.cause == "unexplained") == is_candidate
     first = found.findings[is_candidate]
-    assert first.cause == cause, [(finding.cause, finding.score, finding.evidence) for finding in found.findings]
-    assert first.evidence and first.title and first.fix and 0 < first.confidence <= 1 and 0 <= first.share <= 1
+    assert first.cause == cause, [
+        (finding.cause, finding.score, finding.evidence) for finding in found.findings
+    ]
+    assert (
+        first.evidence
+        and first.title
+        and first.fix
+        and 0 < first.confidence <= 1
+        and 0 <= first.share <= 1
+    )
     json.dumps(found.as_json(), allow_nan=False)
     assert first.title in as_text(found, "a run")
-    details = {"temperature": "rollout/training ≈ 0.82", "logit bias": "bias of token 7"}  # planted: 0.80
+    details = {
+        "temperature": "rollout/training ≈ 0.82",
+        "logit bias": "bias of token 7",
+    }  # planted: 0.80
     assert name not in details or first.detail == details[name]
 
 
@@ -222,7 +250,9 @@ def test_precisions_in_the_metadata_are_evidence(precisions, noise, named, words
     ],
     ids=["recorded", "in metadata", "replayed", "dense"],
 )
-def test_routing_is_a_cause_if_experts_may_differ(metadata: dict, experts: bool, cause: str) -> None:
+def test_routing_is_a_cause_if_experts_may_differ(
+    metadata: dict, experts: bool, cause: str
+) -> None:
     table = planted("routing")
     table = replace(table, metadata=metadata, experts=table.experts if experts else None)
     assert diagnose(table).cause == cause
@@ -237,7 +267,9 @@ def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     assert (apart[long] > 3).any() and apart[~long].max() < 0.1
 
     def causes(age: np.ndarray) -> set[str]:
-        table = model.table(rollout, step=step, weight_version=(step - age)[:, None].repeat(TOKENS, 1))
+        table = model.table(
+            rollout, step=step, weight_version=(step - age)[:, None].repeat(TOKENS, 1)
+        )
         return {finding.cause for finding in diagnose(table).findings}
 
     stale = step % 2
@@ -247,7 +279,9 @@ def test_stale_tokens_of_a_long_step_are_not_broken() -> None:
     assert "broken_tokens" in causes(stale)
 
 
-def test_wrong_servers_of_four_are_named_with_the_cause_on_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_servers_of_four_are_named_with_the_cause_on_their_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(globals(), "SAMPLES", 120)
     model = Softmax()
     worker = np.arange(SAMPLES)[:, None].repeat(TOKENS, 1) % 4
@@ -287,23 +321,33 @@ def test_a_constant_is_another_unit_and_a_nearly_constant_kept_mass_is_truncatio
     assert diagnose(model.table(model.train + mass)).cause == "truncated_sampling"
 
 
-@pytest.mark.parametrize(("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])])
+@pytest.mark.parametrize(
+    ("noise", "causes"), [(0.02, ["stale_weights", "rounding"]), (1e-6, ["stale_weights"])]
+)
 def test_precision_is_measured_on_the_newest_weights(noise: float, causes: list[str]) -> None:
     model = Softmax()
     ages = (np.arange(SAMPLES) % 3)[:, None].repeat(TOKENS, 1)
     rollout = model.noisy((noise + 0.1 * ages)[..., None])
-    found = diagnose(model.table(rollout, weight_version=7 - ages, step=np.full(SAMPLES, 7))).findings
+    found = diagnose(
+        model.table(rollout, weight_version=7 - ages, step=np.full(SAMPLES, 7))
+    ).findings
     assert [finding.cause for finding in found] == causes
     for finding in found[1:]:
         assert finding.detail == "bf16 or int8" and 0.1 < finding.share < 0.5
         assert "on tokens from the newest weights" in finding.evidence[0]
 
 
-@pytest.mark.parametrize(("samples", "tokens"), [(900, 32), (20, 1500)], ids=["many samples", "long samples"])
 @pytest.mark.parametrize(
-    ("name", "cause"), [("shift", "shifted_tokens"), ("retokenized", "retokenised")], ids=lambda value: value
+    ("samples", "tokens"), [(900, 32), (20, 1500)], ids=["many samples", "long samples"]
 )
-def test_a_shift_explains_the_whole_mismatch_of_a_large_dump(name, cause, samples, tokens, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("shift", "shifted_tokens"), ("retokenized", "retokenised")],
+    ids=lambda value: value,
+)
+def test_a_shift_explains_the_whole_mismatch_of_a_large_dump(
+    name, cause, samples, tokens, monkeypatch
+) -> None:
     monkeypatch.setitem(globals(), "SAMPLES", samples)
     monkeypatch.setitem(globals(), "TOKENS", tokens)
     (finding,) = diagnose(planted(name)).findings
@@ -315,7 +359,10 @@ def test_a_partial_shift_leaves_other_causes_visible(monkeypatch: pytest.MonkeyP
     model = Softmax()
     rollout = model.noisy(0.2)
     rollout[::5] = np.roll(rollout[::5], 1, axis=1)
-    assert [finding.cause for finding in diagnose(model.table(rollout)).findings] == ["shifted_tokens", "rounding"]
+    assert [finding.cause for finding in diagnose(model.table(rollout)).findings] == [
+        "shifted_tokens",
+        "rounding",
+    ]
 
 
 def test_masked_tokens_are_ignored() -> None:
@@ -357,21 +404,33 @@ def test_empty_input_is_not_judged() -> None:
     assert diagnose(None).cause == "not_measured"
     empty = TokenTable.from_parts([SampleParts(train_log_prob=[], rollout_log_prob=[])])
     assert diagnose(empty).cause == "not_measured"
-    masked = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])])
+    masked = TokenTable.from_parts(
+        [SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-9.0], loss_mask=[0])]
+    )
     assert diagnose(masked).cause == "not_measured"
 
 
-@pytest.mark.parametrize(("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"])
-def test_a_doubtful_finding_names_the_command_that_proves_it(confidence: float, names: bool) -> None:
+@pytest.mark.parametrize(
+    ("confidence", "names"), [(0.89, True), (0.9, False)], ids=["doubtful", "certain"]
+)
+def test_a_doubtful_finding_names_the_command_that_proves_it(
+    confidence: float, names: bool
+) -> None:
     rounding = Finding(cause="rounding", confidence=confidence, evidence=(), detail="int8")
     (finding,) = _ranked([rounding], Finding("healthy", ()))
-    assert ("slime-tis diagnose --hf-checkpoint DIR" in finding.fix) == names and finding.title.endswith("(int8)")
+    assert (
+        "slime-tis diagnose --hf-checkpoint DIR" in finding.fix
+    ) == names and finding.title.endswith("(int8)")
     assert all(title and fix for title, fix in CAUSES.values())
 
 
 @given(
     st.lists(
-        st.lists(st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1])), max_size=40), max_size=6
+        st.lists(
+            st.tuples(st.floats(width=32), st.floats(width=32), st.sampled_from([0, 1])),
+            max_size=40,
+        ),
+        max_size=6,
     )
 )
 def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]]]) -> None:
@@ -381,7 +440,11 @@ def test_any_numbers_get_a_diagnosis(samples: list[list[tuple[float, float, int]
         version = [0] * len(rows)
         parts.append(
             SampleParts(
-                train_log_prob=train, rollout_log_prob=rollout, loss_mask=mask, weight_version=version, step=step
+                train_log_prob=train,
+                rollout_log_prob=rollout,
+                loss_mask=mask,
+                weight_version=version,
+                step=step,
             )
         )
     found: Diagnosis = diagnose(TokenTable.from_parts(parts))

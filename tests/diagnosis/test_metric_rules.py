@@ -20,7 +20,10 @@ def rows(**series):
     """One row per step from lists or constants; __ stands for / in the names of metrics."""
     return [
         {"step": step}
-        | {name.replace("__", "/"): value[step] if isinstance(value, list) else value for name, value in series.items()}
+        | {
+            name.replace("__", "/"): value[step] if isinstance(value, list) else value
+            for name, value in series.items()
+        }
         for step in range(STEPS)
     ]
 
@@ -33,15 +36,34 @@ def one(name, *values):
 
 CONSTANT = {
     "broken": ({"train/nonfinite_token_fraction": 0.02}, "broken_tokens", 0.9, "2.000%"),
-    "received": ({"rollout/update_received": 0.3}, "weights_not_updated", 0.7, "30% of the weight updates"),
+    "received": (
+        {"rollout/update_received": 0.3},
+        "weights_not_updated",
+        0.7,
+        "30% of the weight updates",
+    ),
     "stale": (
-        {"train/mismatch_k3_kl": 0.02, "train/mismatch_k3_kl_staleness_0": 0.001, "rollout/weight_staleness": 2.0},
+        {
+            "train/mismatch_k3_kl": 0.02,
+            "train/mismatch_k3_kl_staleness_0": 0.001,
+            "rollout/weight_staleness": 2.0,
+        },
         "stale_weights",
         0.9,
         "20.0 times",
     ),
-    "stale without ages": ({K3: 0.02, "rollout/weight_staleness": 2.0}, "stale_weights", 0.7, "2.0 optimizer steps"),
-    "stale with abs(Δ)": ({ABS: 0.02, "rollout/weight_staleness": 2.0}, "stale_weights", 0.7, "2.0 optimizer steps"),
+    "stale without ages": (
+        {K3: 0.02, "rollout/weight_staleness": 2.0},
+        "stale_weights",
+        0.7,
+        "2.0 optimizer steps",
+    ),
+    "stale with abs(Δ)": (
+        {ABS: 0.02, "rollout/weight_staleness": 2.0},
+        "stale_weights",
+        0.7,
+        "2.0 optimizer steps",
+    ),
     "truncated": ({"train/entropy_gap": 0.1}, "truncated_sampling", 0.7, "+0.100 on average"),
     "routing": (
         {"train/without_replay/mismatch_k3_kl": 0.3, "train/with_replay/mismatch_k3_kl": 0.1},
@@ -51,7 +73,12 @@ CONSTANT = {
     ),
     "noise of abs(Δ)": ({ABS: 0.01}, "unexplained", 0.35, "precision of the engines"),
     "noise of k3": ({K3: 1e-3}, "unexplained", 0.35, "precision of the engines"),
-    "noise of probabilities": ({PROBABILITIES: 0.003}, "unexplained", 0.35, "precision of the engines"),
+    "noise of probabilities": (
+        {PROBABILITIES: 0.003},
+        "unexplained",
+        0.35,
+        "precision of the engines",
+    ),
     "abs(Δ) too large": ({ABS: 2.0}, "unexplained", 0.7, "above 0.25 in 100% of the steps"),
     "k3 too large": ({K3: 10.0}, "unexplained", 0.7, "above 0.05 in 100% of the steps"),
     "k1 too large": ({K1: -0.2}, "unexplained", 0.7, "up to 0.2, above 0.05"),
@@ -60,7 +87,9 @@ CONSTANT = {
 }
 
 
-@pytest.mark.parametrize(("metrics", "cause", "confidence", "text"), CONSTANT.values(), ids=CONSTANT)
+@pytest.mark.parametrize(
+    ("metrics", "cause", "confidence", "text"), CONSTANT.values(), ids=CONSTANT
+)
 def test_constant_metrics_name_the_cause(metrics, cause, confidence, text):
     run = [{"step": step, **metrics} for step in range(STEPS)]
     result = diagnose(None, [*run, dict.fromkeys(metrics)])  # a step may lack values
@@ -112,7 +141,12 @@ def test_a_size_that_no_age_explains_is_named():
     assert causes == ["stale_weights", "unexplained"]
 
 
-HEALTHY = {"abs(Δ)": (ABS, 1e-4), "k3": (K3, 1e-7), "probabilities": (PROBABILITIES, 1e-4), "zero": (K3, 0.0)}
+HEALTHY = {
+    "abs(Δ)": (ABS, 1e-4),
+    "k3": (K3, 1e-7),
+    "probabilities": (PROBABILITIES, 1e-4),
+    "zero": (K3, 0.0),
+}
 
 
 @pytest.mark.parametrize(("name", "value"), HEALTHY.values(), ids=HEALTHY)
@@ -143,11 +177,17 @@ def test_what_was_not_measured_is_not_judged(run, words):
 
 INVALID = {
     "all NaN": (one(K3, math.nan), "not finite in 12 of 12 steps (100%), first at step 0"),
-    "infinite in a step": (one(ABS, *[1e-4] * 11, math.inf), "not finite in 1 of 12 steps (8%), first at step 11"),
+    "infinite in a step": (
+        one(ABS, *[1e-4] * 11, math.inf),
+        "not finite in 1 of 12 steps (8%), first at step 11",
+    ),
     "−∞ and ∞": (one(K3, math.inf, -math.inf, *[1e-7] * 10), "not finite in 2 of 12 steps"),
     "absurdly large": (one(K3, 1e308), "not finite in 12 of 12 steps"),
     "k3 below 0": (one(K3, -1.0), "below 0 in 12 of 12 steps, which is impossible"),
-    "abs(Δ) below 0": (one(ABS, *[1e-4] * 11, -0.1), "is -0.1 at step 11; it is below 0 in 1 of 12"),
+    "abs(Δ) below 0": (
+        one(ABS, *[1e-4] * 11, -0.1),
+        "is -0.1 at step 11; it is below 0 in 1 of 12",
+    ),
     "probability above 1": (one(PROBABILITIES, 1.5), "above 1 in 12 of 12"),
     "correlation above 1": (one(PEARSON, 1.5), "above 1 in 12 of 12"),
     "correlation below −1": (one(PEARSON, -2.0), "below -1 in 12 of 12"),
@@ -167,14 +207,18 @@ def test_rounding_below_zero_is_possible():
 
 
 @pytest.mark.parametrize("name", SERIES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e12, 0.0, -1.0], ids=repr)
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e12, 0.0, -1.0], ids=repr
+)
 def test_any_value_of_any_metric_has_a_diagnosis(name, value):
     name = name if "/" in name else f"correction/{name}"
     result = diagnose(None, one(name, value) + one(name, 1e-3))
     assert math.isfinite(result.findings[0].confidence)
 
 
-@pytest.mark.parametrize("prefix", ["train/", "rollout_corr/", "actor/rollout_corr/", "correction/"])
+@pytest.mark.parametrize(
+    "prefix", ["train/", "rollout_corr/", "actor/rollout_corr/", "correction/"]
+)
 def test_metrics_are_known_under_each_prefix(prefix):
     run = one(f"{prefix}mismatch_k3_kl", 0.02, math.nan, 0.01)
     assert series_of(run, "mismatch_k3_kl") == [0.02, 0.01]

@@ -59,15 +59,30 @@ def stale_prompt(old: Any) -> Any:
 
 def test_faults_of_other_checkpoints_are_named(start: Path, earlier: Path, tmp_path: Path) -> None:
     old, model = loaded(earlier), loaded(start)
-    draft = make_checkpoint(tmp_path / "draft", "llama", seed=5, hidden_size=16, num_hidden_layers=1)
-    half = {name: weight.lerp(old.state_dict()[name], 0.4) for name, weight in model.state_dict().items()}
+    draft = make_checkpoint(
+        tmp_path / "draft", "llama", seed=5, hidden_size=16, num_hidden_layers=1
+    )
+    half = {
+        name: weight.lerp(old.state_dict()[name], 0.4)
+        for name, weight in model.state_dict().items()
+    }
     layer = {name: weight for name, weight in old.state_dict().items() if ".layers.0." in name}
     planted: dict[str, tuple[Any, Path, str, str]] = {
-        "tensor": (engine(start, lambda w: {TENSOR: old.state_dict()[TENSOR]}), earlier, TENSOR, "weights_not_updated"),
+        "tensor": (
+            engine(start, lambda w: {TENSOR: old.state_dict()[TENSOR]}),
+            earlier,
+            TENSOR,
+            "weights_not_updated",
+        ),
         "layer": (engine(start, lambda w: layer), earlier, "layer of", "weights_not_updated"),
         "fraction": (engine(start, lambda w: half), earlier, "weights of", "weights_not_updated"),
         "cache": (stale_prompt(old), earlier, "prompt cache", "stale_cache"),
-        "draft": (lambda _, t: log_probs(logits_of(loaded(draft), t), t), draft, "model ", "other_model"),
+        "draft": (
+            lambda _, t: log_probs(logits_of(loaded(draft), t), t),
+            draft,
+            "model ",
+            "other_model",
+        ),
     }
     for fault, (score, other, name, cause) in planted.items():
         _, proof = prove(dump(model, score), str(start), [str(other)])
@@ -84,8 +99,14 @@ def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
         torch.randn(4, own.shape[1], generator=generator),
         0.1 * torch.randn(own.shape[0], 4, generator=generator),
     )
-    adapter = {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
-    save_file({key: value.contiguous() for key, value in adapter.items()}, tmp_path / "adapter_model.safetensors")
+    adapter = {
+        f"base_model.model.{name}.lora_A.weight": down,
+        f"base_model.model.{name}.lora_B.weight": up,
+    }
+    save_file(
+        {key: value.contiguous() for key, value in adapter.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
     score = engine(start, lambda w: {f"{name}.weight": own - 2 * up @ down})
     _, proof = prove(dump(model, score), str(start), [str(tmp_path)])
@@ -100,7 +121,10 @@ def test_a_missing_adapter_is_named(start: Path, tmp_path: Path) -> None:
 ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj"
 BAD_TENSORS = {
     "NaN": ({f"{ADAPTED}.lora_A.weight": torch.full((4, 32), torch.nan)}, "holds NaN or infinity"),
-    "DoRA": ({f"{ADAPTED}.lora_magnitude_vector": torch.ones(64)}, "lora_magnitude_vector, which plain LoRA"),
+    "DoRA": (
+        {f"{ADAPTED}.lora_magnitude_vector": torch.ones(64)},
+        "lora_magnitude_vector, which plain LoRA",
+    ),
     "a trained embedding": (
         {"base_model.model.model.embed_tokens.weight": torch.ones(3)},
         "embed_tokens.weight, which",
@@ -109,12 +133,18 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
-def test_an_adapter_that_is_not_plain_lora_is_refused(name: str, start: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_plain_lora_is_refused(
+    name: str, start: Path, tmp_path: Path
+) -> None:
     tensors, message = BAD_TENSORS[name]
     own = loaded(start).state_dict()
     plain = {
-        f"{ADAPTED}.lora_A.weight": torch.ones(4, own["model.layers.0.self_attn.q_proj.weight"].shape[1]),
-        f"{ADAPTED}.lora_B.weight": torch.ones(own["model.layers.0.self_attn.q_proj.weight"].shape[0], 4),
+        f"{ADAPTED}.lora_A.weight": torch.ones(
+            4, own["model.layers.0.self_attn.q_proj.weight"].shape[1]
+        ),
+        f"{ADAPTED}.lora_B.weight": torch.ones(
+            own["model.layers.0.self_attn.q_proj.weight"].shape[0], 4
+        ),
     }
     save_file({**plain, **tensors}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
@@ -145,7 +175,9 @@ def test_experts_of_the_dump_are_tried(tmp_path: Path) -> None:
         values, indices = logits.softmax(-1).topk(3, -1)
         rows = torch.arange(len(logits)) % (PROMPT + RESPONSE) >= PROMPT - 1
         experts = torch.where(rows[:, None], indices[:, 1:], experts)
-        weights = torch.where(rows[:, None], values[:, 1:] / values[:, 1:].sum(1, keepdim=True), weights)
+        weights = torch.where(
+            rows[:, None], values[:, 1:] / values[:, 1:].sum(1, keepdim=True), weights
+        )
         chosen.append(experts)
         return logits, weights, experts
 
@@ -159,13 +191,18 @@ def test_experts_of_the_dump_are_tried(tmp_path: Path) -> None:
     table = dump(model, score)
     experts = torch.stack(chosen, 1).unflatten(0, (SAMPLES, -1))[:, PROMPT - 1 : -1].flatten(0, 1)
     _, proof = prove(replace(table, experts=experts.numpy().astype(np.int32)), str(tmp_path))
-    assert (proof.explanations[0].name, proof.is_proven) == ("recorded experts", True), proof.sentence
+    assert (proof.explanations[0].name, proof.is_proven) == (
+        "recorded experts",
+        True,
+    ), proof.sentence
 
 
 def two_scorings(table: TokenTable, model: Any, second: np.ndarray) -> Proof:
     noise = 0.05 * np.random.default_rng(0).standard_normal(table.tokens).astype(np.float32)
     exact = table.train_log_prob
-    table = replace(table, rollout_log_prob=exact, train_log_prob=exact + noise, old_log_prob=exact + second)
+    table = replace(
+        table, rollout_log_prob=exact, train_log_prob=exact + noise, old_log_prob=exact + second
+    )
     return explain_disagreement(model, table)[1]
 
 

@@ -22,13 +22,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exact(model: Path) -> TokenTable:
     """Two steps of four samples at temperature 0.5, with the log-probs of the model on both sides."""
-    table = dump(load_model(str(model)), lambda m, t: log_probs(logits_of(m, t) / 0.5, t)).select(range(8))
+    table = dump(load_model(str(model)), lambda m, t: log_probs(logits_of(m, t) / 0.5, t)).select(
+        range(8)
+    )
     step = np.arange(8, dtype=np.int32) // 4
-    return replace(table, train_log_prob=table.rollout_log_prob, step=step, metadata={"temperature": 0.5})
+    return replace(
+        table, train_log_prob=table.rollout_log_prob, step=step, metadata={"temperature": 0.5}
+    )
 
 
 def noisy(values: np.ndarray, size: float) -> np.ndarray:
-    return (values + size * np.random.default_rng(0).choice([-1, 1], len(values))).astype(np.float32)
+    return (values + size * np.random.default_rng(0).choice([-1, 1], len(values))).astype(
+        np.float32
+    )
 
 
 CASES = {
@@ -50,13 +56,18 @@ def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -
     assert (found.samples, found.tokens) == (4, 4 * RESPONSE)
 
 
-def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(model: Path, exact: TokenTable) -> None:
+def test_the_step_that_fits_the_weights_is_used_and_masked_tokens_are_ignored(
+    model: Path, exact: TokenTable
+) -> None:
     first = np.arange(exact.tokens) < 4 * RESPONSE
     mask = np.where(np.arange(exact.tokens) % 3 == 0, 0, 1).astype(np.uint8)
-    both = np.where(first, exact.train_log_prob - 1, exact.train_log_prob)  # other weights in the first step
+    both = np.where(
+        first, exact.train_log_prob - 1, exact.train_log_prob
+    )  # other weights in the first step
     both = np.where(mask == 0, np.float32(-50), both).astype(np.float32)
     found = rescore(
-        replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask), HfScorer(load_model(str(model)))
+        replace(exact, train_log_prob=both, rollout_log_prob=both, loss_mask=mask),
+        HfScorer(load_model(str(model))),
     )
     assert (found.step, found.tokens, found.verdict) == (1, 27, "both engines are close to fp32")
 

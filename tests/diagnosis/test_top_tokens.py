@@ -47,16 +47,32 @@ def processed(processor: Any) -> Change:
 NOISE = torch.randn(POSITIONS, VOCABULARY, generator=torch.Generator().manual_seed(1))
 SETTINGS: dict[str, tuple[Change, str, str]] = {
     "temperature 1.2": (lambda _, x: x / 1.2, "temperature", "1.2 times"),
-    "temperature 0.9 with noise": (lambda _, x: x / 0.9 + 0.002 * NOISE, "temperature", "0.9 times"),
-    "repetition penalty": (processed(RepetitionPenaltyLogitsProcessor(1.1)), "penalty", "came before"),
+    "temperature 0.9 with noise": (
+        lambda _, x: x / 0.9 + 0.002 * NOISE,
+        "temperature",
+        "0.9 times",
+    ),
+    "repetition penalty": (
+        processed(RepetitionPenaltyLogitsProcessor(1.1)),
+        "penalty",
+        "came before",
+    ),
     "presence penalty": (presence, "penalty", "by 0.7 nats"),
     "bias": (processed(SequenceBiasLogitsProcessor([[[5], 1.5]])), "penalty", "token ids [5]"),
-    "banned tokens": (processed(SuppressTokensLogitsProcessor([1, 2, 3], device="cpu")), "truncated_sampling", "omits"),
+    "banned tokens": (
+        processed(SuppressTokensLogitsProcessor([1, 2, 3], device="cpu")),
+        "truncated_sampling",
+        "omits",
+    ),
     "top-p": (processed(TopPLogitsWarper(0.8)), "truncated_sampling", "omits other tokens"),
     "top-k": (processed(TopKLogitsWarper(4)), "truncated_sampling", "omits other tokens"),
     "min-p": (processed(MinPLogitsWarper(0.1)), "truncated_sampling", "omits other tokens"),
     "soft cap": (lambda _, x: 5 * (x / 5).tanh(), "", "no setting of the sampler"),
-    "likeliest token raised": (lambda _, x: x + 0.5 * (x == x.amax(1, keepdim=True)), "", "no setting of the sampler"),
+    "likeliest token raised": (
+        lambda _, x: x + 0.5 * (x == x.amax(1, keepdim=True)),
+        "",
+        "no setting of the sampler",
+    ),
     "other network": (lambda _, x: x + 0.3 * NOISE, "", "no setting of the sampler"),
     "precision": (lambda _, x: x + 0.002 * NOISE, "", "they agree"),
     "equal": (lambda _, x: x, "", "they agree"),
@@ -79,10 +95,13 @@ def test_noise_is_never_a_setting(size: float, seed: int) -> None:
 
 def test_divergence_mass_and_largest_difference_count_all_other_tokens_as_one() -> None:
     train, rollout = [0.5, 0.25], [0.4, 0.3]
-    position = Position([0], *({i: math.log(p) for i, p in enumerate(each)} for each in (train, rollout)))
+    position = Position(
+        [0], *({i: math.log(p) for i, p in enumerate(each)} for each in (train, rollout))
+    )
     found = compare_top_tokens([position, position], 0.0)
     kl = 0.5 * math.log(0.5 / 0.4) + 0.25 * math.log(0.25 / 0.3) + 0.25 * math.log(0.25 / 0.3)
-    assert found.size == (
-        f"the 2 likeliest tokens at 2 positions (75% of the probability) have a KL divergence of {kl:.2g} nats and "
-        f"differ by at most {math.log(0.5 / 0.4):.2g}"
+    assert (
+        found.size
+        == "the 2 likeliest tokens at 2 positions (75% of the probability) have a KL divergence of"
+        f" {kl:.2g} nats and differ by at most {math.log(0.5 / 0.4):.2g}"
     )

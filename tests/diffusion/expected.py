@@ -26,7 +26,9 @@ class ExpectedLoss:
 
 def expected_trajectories(config, train, rollout):
     """The correction of a batch, every step being valid."""
-    return expected_correction(config, train, rollout, [[True] * len(row) for row in train], are_densities=True)
+    return expected_correction(
+        config, train, rollout, [[True] * len(row) for row in train], are_densities=True
+    )
 
 
 def expected_metrics(config, train, rollout, timesteps=None):
@@ -34,12 +36,17 @@ def expected_metrics(config, train, rollout, timesteps=None):
     found = dict(result.metrics)
     if config.use_rollout_logprobs and not config.use_tis:
         kept = ("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "nonfinite_policy")
-        reported = RolloutCorrectionConfig(use_tis=True, **{name: getattr(config, name) for name in kept})
+        reported = RolloutCorrectionConfig(
+            use_tis=True, **{name: getattr(config, name) for name in kept}
+        )
         measured = expected_trajectories(reported, train, rollout).metrics
         found |= {name: value for name, value in measured.items() if name.startswith("mis_")}
     if "train_rollout_logprob_abs_diff" in found:
         found["logprob_abs_diff_mean"] = found["train_rollout_logprob_abs_diff"]
-        sizes = [[abs(t - r) for t, r in zip(ts, rs, strict=True)] for ts, rs in zip(train, rollout, strict=True)]
+        sizes = [
+            [abs(t - r) for t, r in zip(ts, rs, strict=True)]
+            for ts, rs in zip(train, rollout, strict=True)
+        ]
         finite = [x for row in sizes for x in row if math.isfinite(x) and x < 1e6]
         found["logprob_abs_diff_max"] = max(finite, default=0.0)
         for timestep in sorted({t for row in timesteps or [] for t in row}):
@@ -96,4 +103,6 @@ def _step(config, log_prob, old, advantage, clip_range):
 
 def clipped_loss(config):
     """The same options with the clipped loss, whose ratio in bypass mode allows no weights."""
-    return replace(config, policy_loss="ppo", use_tis=config.use_tis and not config.use_rollout_logprobs)
+    return replace(
+        config, policy_loss="ppo", use_tis=config.use_tis and not config.use_rollout_logprobs
+    )

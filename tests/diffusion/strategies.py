@@ -16,7 +16,10 @@ def trajectories(draw, wild=False):
         return [draw(st.lists(values, min_size=steps, max_size=steps)) for _ in range(batch)]
 
     rollout = rows(LOG_PROBS)
-    train = [[r + d for r, d in zip(*pair, strict=True)] for pair in zip(rollout, rows(DELTAS), strict=True)]
+    train = [
+        [r + d for r, d in zip(*pair, strict=True)]
+        for pair in zip(rollout, rows(DELTAS), strict=True)
+    ]
     if wild:
         for table in (train, rollout):
             for _ in range(draw(st.integers(0, 2))):

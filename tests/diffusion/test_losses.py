@@ -32,7 +32,13 @@ def drawn(rows, draw, values):
 
 
 @settings(max_examples=300)
-@given(configurations(), trajectories(), st.data(), st.booleans(), st.sampled_from(["kept", "original"]))
+@given(
+    configurations(),
+    trajectories(),
+    st.data(),
+    st.booleans(),
+    st.sampled_from(["kept", "original"]),
+)
 def test_against_plain_loops(config, batch, draw, clipped, normalizer):
     config = replace(clipped_loss(config) if clipped else config, rejection_normalizer=normalizer)
     old, rollout = batch
@@ -41,16 +47,24 @@ def test_against_plain_loops(config, batch, draw, clipped, normalizer):
     advantages = drawn(old, draw, st.sampled_from([-1.5, -0.25, 0.5, 2.0]))
     oracle = expected_loss(config, current, old, rollout, advantages, clip_range=0.1737)
 
-    log_probs, old_log_probs, rollout_log_probs, advantage = tensors(current, old, rollout, advantages)
+    log_probs, old_log_probs, rollout_log_probs, advantage = tensors(
+        current, old, rollout, advantages
+    )
     log_probs.requires_grad_()
     if config.use_rollout_logprobs:
         data = apply_bypass_mode({"rollout_log_probs": rollout_log_probs})
-        found = diffusion_loss(config, log_probs, data["old_log_probs"], advantage, clip_range=0.1737)
+        found = diffusion_loss(
+            config, log_probs, data["old_log_probs"], advantage, clip_range=0.1737
+        )
         measured = found.statistics.metrics()
-        assert measured == pytest.approx(expected_metrics(config, current, rollout), rel=1e-6, abs=1e-7)
+        assert measured == pytest.approx(
+            expected_metrics(config, current, rollout), rel=1e-6, abs=1e-7
+        )
     else:
         folded = correct_trajectories(config, old_log_probs, rollout_log_probs).folded
-        found = diffusion_loss(config, log_probs, old_log_probs, advantage, weights=folded, clip_range=0.1737)
+        found = diffusion_loss(
+            config, log_probs, old_log_probs, advantage, weights=folded, clip_range=0.1737
+        )
         assert found.statistics is None
     assert found.loss.item() == pytest.approx(oracle.loss, rel=1e-6, abs=1e-6)
     assert found.denominator.item() == oracle.denominator
@@ -59,7 +73,9 @@ def test_against_plain_loops(config, batch, draw, clipped, normalizer):
     for row, expected in zip(gradient.tolist(), oracle.gradient, strict=True):
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-7)
     sums = {name: value.item() for name, value in found.sums.items()}
-    assert sums == pytest.approx({"clipped": oracle.clipped, "kl": oracle.kl, "ratio": oracle.ratio}, abs=1e-6)
+    assert sums == pytest.approx(
+        {"clipped": oracle.clipped, "kl": oracle.kl, "ratio": oracle.ratio}, abs=1e-6
+    )
 
 
 @settings(max_examples=150)
@@ -75,7 +91,9 @@ def test_nothing_non_finite_comes_out(config, batch, clipped):
         if not config.corrects:
             return
         weights = correct_trajectories(config, train, rollout).folded
-    found = diffusion_loss(config, train, rollout if weights is None else train.detach(), advantages, weights=weights)
+    found = diffusion_loss(
+        config, train, rollout if weights is None else train.detach(), advantages, weights=weights
+    )
     (gradient,) = torch.autograd.grad(found.loss, train)
     assert found.loss.isfinite() and gradient.isfinite().all()
     assert all(value.isfinite() for value in found.sums.values())
@@ -97,13 +115,20 @@ def test_without_a_mismatch_the_loss_is_the_uncorrected_one(name, shape):
     else:
         found = correct_trajectories(config, old, old.clone())
         corrected = diffusion_loss(config, log_probs, old, advantages, weights=found.folded)
-        apart = diffusion_loss(config, log_probs, old, advantages, weights=found.weights, mask=found.mask)
+        apart = diffusion_loss(
+            config, log_probs, old, advantages, weights=found.weights, mask=found.mask
+        )
         assert torch.equal(apart.loss, corrected.loss)
     assert torch.equal(corrected.loss, uncorrected.loss)
-    gradients = [torch.autograd.grad(found.loss, log_probs, retain_graph=True)[0] for found in (corrected, uncorrected)]
+    gradients = [
+        torch.autograd.grad(found.loss, log_probs, retain_graph=True)[0]
+        for found in (corrected, uncorrected)
+    ]
     assert torch.equal(*gradients)
     kind = flow_grpo if config.policy_loss == "ppo" else policy_gradient
-    expected = kind(log_probs, old, advantages if len(shape) == 1 else advantages[:, None].expand(shape))[0].mean()
+    expected = kind(
+        log_probs, old, advantages if len(shape) == 1 else advantages[:, None].expand(shape)
+    )[0].mean()
     assert torch.equal(uncorrected.loss, expected)
 
 
@@ -129,7 +154,10 @@ def test_steps_and_micro_batches_add_up(config, batch, by_step):
     if by_step:
         cuts = [(log_probs[:, t], old[:, t], advantages, folded[:, t]) for t in range(old.shape[1])]
     else:
-        cuts = [tuple(x[i : i + 1] for x in (log_probs, old, advantages, folded)) for i in range(len(old))]
+        cuts = [
+            tuple(x[i : i + 1] for x in (log_probs, old, advantages, folded))
+            for i in range(len(old))
+        ]
     parts = [diffusion_loss(config, a, b, c, weights=d) for a, b, c, d in cuts]
     numerator, denominator = sum(p.numerator for p in parts), sum(p.denominator for p in parts)
     torch.testing.assert_close(numerator / max(denominator, 1), whole.loss, rtol=1e-6, atol=1e-7)
@@ -139,8 +167,8 @@ def test_steps_and_micro_batches_add_up(config, batch, by_step):
 class TwoSteps:
     """Two SDE steps in two latent dimensions with the velocity θ_0·x + θ_1, and all that they may lead to.
 
-    Gauss-Hermite quadrature in the four Gaussian dimensions takes the place of enumeration: expectations are exact
-    for polynomials of high degree, and to many digits for what is smooth.
+    Gauss-Hermite quadrature in the four Gaussian dimensions takes the place of enumeration:
+    expectations are exact for polynomials of high degree, and to many digits for what is smooth.
     """
 
     TIMES = (0.6, 0.45, 0.3)
@@ -168,7 +196,11 @@ class TwoSteps:
     def log_probs(self, theta, xs, reduction):
         """[nodes, 2]."""
         return torch.stack(
-            [gaussian_log_prob(xs[:, i + 1], *self.step(theta, xs[:, i], i), reduction=reduction) for i in range(2)], 1
+            [
+                gaussian_log_prob(xs[:, i + 1], *self.step(theta, xs[:, i], i), reduction=reduction)
+                for i in range(2)
+            ],
+            1,
         )
 
     @staticmethod
@@ -197,7 +229,11 @@ WORLD = TwoSteps()
 THETA = torch.tensor([-0.5, 0.3], dtype=torch.float64)
 ROLLOUT = torch.tensor([-0.3, 0.15], dtype=torch.float64)
 UNBOUNDED = RolloutCorrectionConfig(
-    use_tis=True, tis_level="sequence", tis_upper_bound=1e9, use_rollout_logprobs=True, policy_loss="reinforce"
+    use_tis=True,
+    tis_level="sequence",
+    tis_upper_bound=1e9,
+    use_rollout_logprobs=True,
+    policy_loss="reinforce",
 )
 
 
@@ -213,14 +249,26 @@ REFUSED = {
     "old log-probs": (OFF, (torch.zeros(4, 2), FOUR), {}, r"old_log_probs \(4, 2\)"),
     "advantages": (OFF, (ZERO, torch.zeros(3)), {}, r"advantages has shape \(3,\)"),
     "weights": (OFF, (ZERO, FOUR), {"weights": torch.ones(4)}, r"weights \(4,\)"),
-    "mask": (OFF, (ZERO, FOUR), {"weights": torch.ones(4, 3), "mask": torch.ones(3)}, r"mask \(3,\)"),
+    "mask": (
+        OFF,
+        (ZERO, FOUR),
+        {"weights": torch.ones(4, 3), "mask": torch.ones(3)},
+        r"mask \(3,\)",
+    ),
     "no weights": (replace(OFF, use_tis=True), (ZERO, FOUR), {}, "weights are missing"),
-    "weights in bypass": (replace(OFF, use_rollout_logprobs=True), (ZERO, FOUR), {"weights": ZERO}, "applied twice"),
+    "weights in bypass": (
+        replace(OFF, use_rollout_logprobs=True),
+        (ZERO, FOUR),
+        {"weights": ZERO},
+        "applied twice",
+    ),
     "gspo": (replace(OFF, policy_loss="gspo"), (ZERO, FOUR), {}, "--policy-loss is gspo"),
 }
 
 
-@pytest.mark.parametrize(("config", "arguments", "options", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("config", "arguments", "options", "message"), REFUSED.values(), ids=REFUSED
+)
 def test_refusals(config, arguments, options, message):
     with pytest.raises(ValueError, match=message):
         diffusion_loss(config, ZERO, *arguments, **options)

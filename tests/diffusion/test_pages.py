@@ -39,8 +39,14 @@ def test_functions_presets_fields_and_criteria_named_on_the_page_exist():
     for name in re.findall(r"preset\(\"(\w+)\"\)", PAGE):
         assert name in slime_tis.PRESETS
     fields = RolloutCorrectionConfig.__dataclass_fields__
-    named = re.findall(r"\b(use_tis|tis_\w+|rs_\w+|rollout_rs\w*|rejection_normalizer|nonfinite_policy)\b", PAGE)
-    verl_omni = {"rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction", "rs_masked_fraction"}
+    named = re.findall(
+        r"\b(use_tis|tis_\w+|rs_\w+|rollout_rs\w*|rejection_normalizer|nonfinite_policy)\b", PAGE
+    )
+    verl_omni = {
+        "rollout_rs_masked_fraction",
+        "rollout_rs_seq_masked_fraction",
+        "rs_masked_fraction",
+    }
     assert len(named) > 10 and {name for name in named if name not in fields} <= verl_omni
     assert parse_criteria("seq_mean_k1", "0.5_2.0")[0].upper == 2.0
 
@@ -48,7 +54,9 @@ def test_functions_presets_fields_and_criteria_named_on_the_page_exist():
 def test_every_metric_is_in_a_glossary():
     glossary = (ROOT / "docs" / "metrics.md").read_text()
     for bypass in (False, True):
-        config = RolloutCorrectionConfig(use_rollout_logprobs=bypass, use_rs=True, rs_veto_threshold=1e-4)
+        config = RolloutCorrectionConfig(
+            use_rollout_logprobs=bypass, use_rs=True, rs_veto_threshold=1e-4
+        )
         found = diffusion.correct_trajectories(
             config, torch.zeros(2, 2), torch.ones(2, 2), timesteps=torch.tensor([900.0, 600.0])
         )

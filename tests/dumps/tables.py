@@ -33,7 +33,14 @@ def full_table():
             prompt_text="p",
         ),
         SampleParts(
-            train_log_prob=[], rollout_log_prob=[], prompt=[], step=5, sample_index=1, group=0, reward=0.0, text=""
+            train_log_prob=[],
+            rollout_log_prob=[],
+            prompt=[],
+            step=5,
+            sample_index=1,
+            group=0,
+            reward=0.0,
+            text="",
         ),
         SampleParts(
             train_log_prob=[-0.5, -0.25],
@@ -48,7 +55,12 @@ def full_table():
             text="two",
         ),
     ]
-    metadata = {"source": "slime_tis", "old_policy": "recomputed", "criteria": ["token", "veto"], "temperature": 1.0}
+    metadata = {
+        "source": "slime_tis",
+        "old_policy": "recomputed",
+        "criteria": ["token", "veto"],
+        "temperature": 1.0,
+    }
     return TokenTable.from_parts(parts, metadata)
 
 

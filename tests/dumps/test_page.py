@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.readers import read
-from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS, SampleParts, TokenTable
+from slime_tis.analysis.dumps.table import (
+    SAMPLE_COLUMNS,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    SampleParts,
+    TokenTable,
+)
 from slime_tis.analysis.report.report_inputs import open_source
 from slime_tis.main import main
 from slime_tis.trainer.options.loop import LoopConfig
@@ -22,7 +28,9 @@ from tests.test_docs import DOCS, blocks
 
 
 def test_the_page_lists_the_columns_and_their_types():
-    rows = re.findall(r"^\| `(\w+)` \| (token|sample) \| ([\w ]+) \|", (DOCS / "dumps.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (token|sample) \| ([\w ]+) \|", (DOCS / "dumps.md").read_text(), re.M
+    )
     tokens = {name: kind for name, per, kind in rows if per == "token"}
     assert tokens == {name: dtype.__name__ for name, dtype in TOKEN_COLUMNS.items()}
     samples = {name: kind for name, per, kind in rows if per == "sample"}
@@ -44,13 +52,27 @@ def test_the_verl_patch_writes_readable_generations(tmp_path):
 
     class Trainer:
         def _log_rollout_data(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir):
-            lists = {"input": ["p", "q"], "output": ["a", "b"], "gts": [None] * 2, "score": [1.0, 0.0], "step": [9] * 2}
-            columns = lists | {name: values for name, values in reward_extra_infos_dict.items() if len(values) == 2}
-            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-            (rollout_data_dir / "9.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            lists = {
+                "input": ["p", "q"],
+                "output": ["a", "b"],
+                "gts": [None] * 2,
+                "score": [1.0, 0.0],
+                "step": [9] * 2,
+            }
+            columns = lists | {
+                name: values for name, values in reward_extra_infos_dict.items() if len(values) == 2
+            }
+            rows = [
+                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+            ]
+            (rollout_data_dir / "9.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
 
     names = {}
-    (code,) = [block for block in blocks("dumps.md", "python") if block.startswith("# verl_dumps.py")]
+    (code,) = [
+        block for block in blocks("dumps.md", "python") if block.startswith("# verl_dumps.py")
+    ]
     exec(compile(code, "verl_dumps.py", "exec"), names)
     names["patch"](Trainer)
     batch = SimpleNamespace(
@@ -59,21 +81,34 @@ def test_the_verl_patch_writes_readable_generations(tmp_path):
             "responses": torch.tensor([[5, 6, 0], [7, 8, 9]]),
             "response_mask": torch.tensor([[1, 1, 0], [1, 0, 1]]),
             "old_log_probs": torch.tensor([[-1.0, -0.5, 0.0], [-1.0, 0.0, -2.0]]),
-            "rollout_log_probs": torch.tensor([[-1.5, -0.5, 0.0], [-1.0, 0.0, -2.5]], dtype=torch.bfloat16),
+            "rollout_log_probs": torch.tensor(
+                [[-1.5, -0.5, 0.0], [-1.0, 0.0, -2.5]], dtype=torch.bfloat16
+            ),
         }
     )
     Trainer()._log_rollout_data(batch, {"acc": [1, 0]}, {}, tmp_path)
     table = read(tmp_path)
     assert table.response_length.tolist() == [2, 3] and table.token.tolist() == [5, 6, 7, 8, 9]
-    assert table.log_ratio.tolist() == [0.5, 0.0, 0.0, 0.0, 0.5] and table.loss_mask.tolist() == [1, 1, 1, 0, 1]
+    assert table.log_ratio.tolist() == [0.5, 0.0, 0.0, 0.0, 0.5] and table.loss_mask.tolist() == [
+        1,
+        1,
+        1,
+        0,
+        1,
+    ]
 
 
-def test_the_documented_writer_writes_a_readable_dump_and_missing_versions_get_a_note(tmp_path, monkeypatch, capsys):
+def test_the_documented_writer_writes_a_readable_dump_and_missing_versions_get_a_note(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (code,) = [block for block in blocks("dumps.md", "python") if "import write" in block]
     exec(compile(code, "docs/dumps.md", "exec"), {})
     source = open_source("my_step_7.parquet")
-    assert source.table.reward.tolist() == [1.0] and source.table.metadata["old_policy"] == "recomputed"
+    assert (
+        source.table.reward.tolist() == [1.0]
+        and source.table.metadata["old_policy"] == "recomputed"
+    )
     assert source.note == ""
     (row,) = blocks("dumps.md", "json")
     (tmp_path / "own.jsonl").write_text(row)
@@ -87,19 +122,33 @@ def test_dump_details_expands_to_the_documented_patterns():
     assert f"`{loop.save_debug_train_data}`" in page
     assert f"`--save-debug-rollout-data {loop.save_debug_rollout_data}`" in page
     assert loop.with_dump_patterns() == loop
-    replayed = LoopConfig(num_rollout=2, dump_details="D", load_debug_rollout_data="x").with_dump_patterns()
+    replayed = LoopConfig(
+        num_rollout=2, dump_details="D", load_debug_rollout_data="x"
+    ).with_dump_patterns()
     assert replayed.save_debug_rollout_data is None and replayed.save_debug_train_data is not None
     braces = LoopConfig(num_rollout=1, dump_details="a{b}").with_dump_patterns()
-    assert braces.save_debug_train_data.format(rollout_id=0, rank=0) == "a{b}/train_data/0_0.parquet"
+    assert (
+        braces.save_debug_train_data.format(rollout_id=0, rank=0) == "a{b}/train_data/0_0.parquet"
+    )
 
 
 BAD_PATTERNS = {
     "field": ({"save_debug_train_data": "d/{x}"}, "no field besides {rollout_id} and {rank}"),
     "one file": ({"save_debug_train_data": "d/{rank}"}, "one file for all rollouts"),
-    "same file": ({"save_debug_train_data": "{rollout_id}", "save_debug_rollout_data": "{rollout_id}"}, "are both"),
-    "no training": ({"save_debug_train_data": "{rollout_id}", "debug_rollout_only": True}, "does not train"),
+    "same file": (
+        {"save_debug_train_data": "{rollout_id}", "save_debug_rollout_data": "{rollout_id}"},
+        "are both",
+    ),
+    "no training": (
+        {"save_debug_train_data": "{rollout_id}", "debug_rollout_only": True},
+        "does not train",
+    ),
     "no effect": (
-        {"dump_details": "d", "save_debug_train_data": "a{rollout_id}", "save_debug_rollout_data": "b{rollout_id}"},
+        {
+            "dump_details": "d",
+            "save_debug_train_data": "a{rollout_id}",
+            "save_debug_rollout_data": "b{rollout_id}",
+        },
         "--dump-details has no effect",
     ),
 }
@@ -120,7 +169,13 @@ def test_columns_are_derived_filled_and_selected():
     assert table.position.tolist() == [0, 1, 2, 0, 1]
     assert [prompt.tolist() for prompt in table.prompt] == [[1, 2], [], [3]]
     assert table.valid.tolist() == [True, False, True, True, True]
-    assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.0, 0.25]  # of the recomputed old log-probs
+    assert table.log_ratio.tolist() == [
+        0.5,
+        0.0,
+        -0.25,
+        0.0,
+        0.25,
+    ]  # of the recomputed old log-probs
     bypass = replace(table, metadata={"old_policy": "rollout"})
     assert bypass.log_ratio.tolist() == [0.5, 0.0, -0.5, 0.0, 0.25]  # of the current policy
     assert table.old_log_prob.tolist()[3:] == [-0.5, -0.25]  # the training log-probs
@@ -132,8 +187,12 @@ def test_columns_are_derived_filled_and_selected():
     assert table.text == ("<b>é", "", "two")
     assert_same(TokenTable.concatenate([table.select([i]) for i in range(3)]), table)
     turned = table.select([2, 0])
-    assert turned.token.tolist() == [8, 9, 5, 6, 7] and [prompt.tolist() for prompt in turned.prompt] == [[3], [1, 2]]
-    assert not any(np.shares_memory(turned.prompt[0], prompt) for prompt in table.prompt)  # prompts can be freed
+    assert turned.token.tolist() == [8, 9, 5, 6, 7] and [
+        prompt.tolist() for prompt in turned.prompt
+    ] == [[3], [1, 2]]
+    assert not any(
+        np.shares_memory(turned.prompt[0], prompt) for prompt in table.prompt
+    )  # prompts can be freed
     assert turned.sample_index.tolist() == [2, 0] and turned.text == ("two", "<b>é")
 
 

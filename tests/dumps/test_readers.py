@@ -54,14 +54,25 @@ def assert_slime(table):
 
 
 def test_lists_of_samples_and_dicts_of_lists_are_read(tmp_path):
-    sample = slime_sample(log_probs=torch.nn.Parameter(slime_sample()["log_probs"]))  # gradients are allowed
-    content = {"format_version": 2, "rollout_id": 4, "rank": 0, "samples": [sample], "dp_shards": [{"rank": 0}]}
+    sample = slime_sample(
+        log_probs=torch.nn.Parameter(slime_sample()["log_probs"])
+    )  # gradients are allowed
+    content = {
+        "format_version": 2,
+        "rollout_id": 4,
+        "rank": 0,
+        "samples": [sample],
+        "dp_shards": [{"rank": 0}],
+    }
     torch.save(content, tmp_path / "4.pt")
     table = read(tmp_path / "4.pt")
     assert_slime(table)
     assert table.sample_index.tolist() == [7] and table.truncated.tolist() == [1]
     data = {key: [value] for key, value in slime_sample().items() if key != "data_parallel_rank"}
-    data |= {"raw_reward": [0.0, 1.0], "num_microbatches": [1, 2]}  # of the whole batch, of the schedule
+    data |= {
+        "raw_reward": [0.0, 1.0],
+        "num_microbatches": [1, 2],
+    }  # of the whole batch, of the schedule
     for rank in (0, 1):
         content = {"rollout_id": 4, "rank": rank, "rollout_data": data, "cp_rank": 0, "cp_size": 1}
         (tmp_path / "train_data").mkdir(exist_ok=True)
@@ -84,7 +95,8 @@ BAD_SAMPLES = {
     "bomb": ({"advantages": torch.zeros(1).expand(3, 2**40)}, "MiB of memory"),
 }
 BAD_CONTENTS = {
-    name: ({"samples": [slime_sample(**changes)]}, text) for name, (changes, text) in BAD_SAMPLES.items()
+    name: ({"samples": [slime_sample(**changes)]}, text)
+    for name, (changes, text) in BAD_SAMPLES.items()
 } | {
     "a list": ([1], "holds a list, but"),
     "no samples": ({"rollout_id": 1}, "has no 'rollout_data'"),
@@ -110,7 +122,10 @@ def test_a_pt_file_runs_no_code_and_a_compressed_one_is_refused(tmp_path):
         read(tmp_path / "4.pt")
     assert "weights_only" not in str(error.value) and not (tmp_path / "ran").exists()
     torch.save({"samples": [slime_sample(advantages=torch.zeros(10**6))]}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "4.pt", "w", 8) as packed:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "4.pt", "w", 8) as packed,
+    ):
         for entry in plain.infolist():
             packed.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
     with pytest.raises(ValueError, match="entries larger than the file"):
@@ -141,7 +156,14 @@ def test_nemo_rl(tmp_path):
     assert table.step.tolist() == [1, 11, 11]  # files in the order of their numbers
     assert table.log_ratio.tolist() == [0.5, 0.0, -0.25, 0.5, 0.0, -0.25, 0.0, 0.0, 0.0]
     assert table.token.tolist()[:3] == [5, 6, 7] and table.prompt[0].tolist() == [1, 2]
-    assert table.loss_mask.tolist()[3:] == [1, 0, 1, 0, 0, 0]  # the last sample is masked as a whole
+    assert table.loss_mask.tolist()[3:] == [
+        1,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]  # the last sample is masked as a whole
     assert table.reward.tolist() == [1.0, 1.0, 0.25] and table.advantage.tolist()[0] == 0.5
     assert table.metadata == {"source": "nemo_rl", "old_policy": "recomputed"}
 
@@ -166,7 +188,10 @@ def prime_row(**changes):
 
 def test_prime_rl(tmp_path):
     write_lines(tmp_path / "token_exports" / "step_3" / "rank_0.jsonl", [prime_row()])
-    write_lines(tmp_path / "token_exports" / "step_10" / "rank_0.jsonl", [prime_row(step=10, is_masked=[None] * 5)])
+    write_lines(
+        tmp_path / "token_exports" / "step_10" / "rank_0.jsonl",
+        [prime_row(step=10, is_masked=[None] * 5)],
+    )
     (tmp_path / "token_exports" / "step_3" / "STABLE").touch()
     table = read(tmp_path)
     assert sorted(table.step.tolist()) == [3, 10]
@@ -174,7 +199,10 @@ def test_prime_rl(tmp_path):
     assert of_3.log_ratio.tolist() == [0.5, 0.0, 0.0]
     assert math.isnan(of_3.rollout_log_prob[2]) and of_3.valid.tolist() == [True, False, False]
     assert of_3.rejected.tolist() == [1, 0, 0] and of_3.metadata["criteria"] == ["is_masked"]
-    assert of_3.entropy.tolist() == pytest.approx([0.3, 0.4, 0.5]) and of_3.prompt[0].tolist() == [1, 2]
+    assert of_3.entropy.tolist() == pytest.approx([0.3, 0.4, 0.5]) and of_3.prompt[0].tolist() == [
+        1,
+        2,
+    ]
 
 
 def verl_row(**changes):
@@ -182,18 +210,34 @@ def verl_row(**changes):
 
 
 def test_verl_generations_with_log_probs(tmp_path):
-    row = verl_row(old_log_probs=[-1.0, -2.25], rollout_log_probs=[-1.5, -2.0], response_mask=[1, 1], advantages=0.5)
+    row = verl_row(
+        old_log_probs=[-1.0, -2.25],
+        rollout_log_probs=[-1.5, -2.0],
+        response_mask=[1, 1],
+        advantages=0.5,
+    )
     write_lines(tmp_path / "9.jsonl", [row])
     table = read(tmp_path)
     assert table.log_ratio.tolist() == [0.5, -0.25] and table.advantage.tolist() == [0.5, 0.5]
-    assert (table.text, table.prompt_text, table.reward.tolist(), table.step.tolist()) == (("<b>",), ("p",), [1.0], [9])
+    assert (table.text, table.prompt_text, table.reward.tolist(), table.step.tolist()) == (
+        ("<b>",),
+        ("p",),
+        [1.0],
+        [9],
+    )
 
 
 PLAIN = {"train_log_probs": [-1.0, -0.5], "rollout_log_probs": [-1.5, None], "loss_mask": [1, 1]}
 
 
 def test_plain_jsonl_and_parquet_are_the_same_table(tmp_path):
-    row = PLAIN | {"tokens": [5, 6], "advantages": 0.5, "step": 1, "response": "ab", "weight_versions": [3, 4]}
+    row = PLAIN | {
+        "tokens": [5, 6],
+        "advantages": 0.5,
+        "step": 1,
+        "response": "ab",
+        "weight_versions": [3, 4],
+    }
     write_lines(tmp_path / "a.jsonl", [row, row])
     parquet.write_table(pa.Table.from_pylist([row, row]), tmp_path / "a.parquet")
     table = read(tmp_path / "a.jsonl")
@@ -205,14 +249,23 @@ def test_plain_jsonl_and_parquet_are_the_same_table(tmp_path):
 def test_parquet_bombs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(own, "MAX_GROUP_BYTES", 1 << 20)
     zeros = [[0.0] * 10**6]
-    parquet.write_table(pa.table({"train_log_probs": zeros, "rollout_log_probs": zeros}), tmp_path / "a.parquet")
+    parquet.write_table(
+        pa.table({"train_log_probs": zeros, "rollout_log_probs": zeros}), tmp_path / "a.parquet"
+    )
     part = SampleParts(train_log_prob=zeros[0], rollout_log_prob=zeros[0])
     write(tmp_path / "b.parquet", TokenTable.from_parts([part]))
     text = pa.table({"train_log_probs": [[0.0]], "rollout_log_probs": [[0.0]], "response": ["a"]})
     parquet.write_table(
-        text, tmp_path / "c.parquet", use_dictionary=False, column_encoding={"response": "DELTA_BYTE_ARRAY"}
+        text,
+        tmp_path / "c.parquet",
+        use_dictionary=False,
+        column_encoding={"response": "DELTA_BYTE_ARRAY"},
     )
-    for name, message in (("a", "MiB of memory"), ("b", "MiB of memory"), ("c", "DELTA_BYTE_ARRAY")):
+    for name, message in (
+        ("a", "MiB of memory"),
+        ("b", "MiB of memory"),
+        ("c", "DELTA_BYTE_ARRAY"),
+    ):
         with pytest.raises(ValueError, match=message):
             read(tmp_path / f"{name}.parquet")
 
@@ -221,7 +274,11 @@ def test_a_repeated_text_takes_memory_once(tmp_path):
     text, rows = "a" * 10**6, 40
     parts = [SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0], text=text)] * rows
     write(tmp_path / "a.parquet", TokenTable.from_parts(parts))
-    columns = {"train_log_probs": [[-1.0]] * rows, "rollout_log_probs": [[-1.0]] * rows, "response": [text] * rows}
+    columns = {
+        "train_log_probs": [[-1.0]] * rows,
+        "rollout_log_probs": [[-1.0]] * rows,
+        "response": [text] * rows,
+    }
     parquet.write_table(pa.table(columns), tmp_path / "b.parquet")
     for name in "ab":
         found = read(tmp_path / f"{name}.parquet").text
@@ -237,13 +294,31 @@ BAD_LINES = {
     "text": (json.dumps(PLAIN | {"train_log_probs": "abc"}), "line 2 has train_log_probs"),
     "probabilities": (json.dumps(PLAIN | {"train_log_probs": [0.5, -1]}), "log-prob of 0.5"),
     "another form": (json.dumps({"x": 1}), "line 2 has train_log_probs"),
-    "huge": (json.dumps(PLAIN | {"tokens": [1, 1e300]}), "token has an entry that does not fit int32"),
-    "null": (json.dumps(PLAIN | {"tokens": [1, None]}), "token has an entry that does not fit int32"),
-    "digits": (json.dumps(PLAIN | {"tokens": [1, 10**400]}), "tokens with an entry that is not a number"),
-    "ragged": (json.dumps(PLAIN | {"tokens": [[1], 2]}), "tokens with an entry that is not a number"),
-    "reward": (json.dumps(PLAIN | {"reward": 10**400}), "reward has an entry that does not fit float32"),
+    "huge": (
+        json.dumps(PLAIN | {"tokens": [1, 1e300]}),
+        "token has an entry that does not fit int32",
+    ),
+    "null": (
+        json.dumps(PLAIN | {"tokens": [1, None]}),
+        "token has an entry that does not fit int32",
+    ),
+    "digits": (
+        json.dumps(PLAIN | {"tokens": [1, 10**400]}),
+        "tokens with an entry that is not a number",
+    ),
+    "ragged": (
+        json.dumps(PLAIN | {"tokens": [[1], 2]}),
+        "tokens with an entry that is not a number",
+    ),
+    "reward": (
+        json.dumps(PLAIN | {"reward": 10**400}),
+        "reward has an entry that does not fit float32",
+    ),
     "step": (json.dumps(PLAIN | {"step": 10**30}), "step has an entry that does not fit int32"),
-    "prompt": (json.dumps(PLAIN | {"prompt": [-(10**12)]}), "prompt has an entry that does not fit int32"),
+    "prompt": (
+        json.dumps(PLAIN | {"prompt": [-(10**12)]}),
+        "prompt has an entry that does not fit int32",
+    ),
 }
 
 
@@ -262,7 +337,9 @@ def test_unknown_absent_and_empty_dumps_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown form"):
         read(write_lines(tmp_path / "x.jsonl", [{"x": 1}]))
     with pytest.raises(ValueError, match="--save-debug-train-data has them"):
-        read(write_lines(tmp_path / "y.jsonl", [{"response_length": 1, "rollout_log_probs": [-1.0]}]))
+        read(
+            write_lines(tmp_path / "y.jsonl", [{"response_length": 1, "rollout_log_probs": [-1.0]}])
+        )
     with pytest.raises(ValueError, match="line 1 is a generation of verl"):
         read(write_lines(tmp_path / "9.jsonl", [verl_row()]))
     with pytest.raises(ValueError, match="there is no file or directory"):
@@ -318,11 +395,18 @@ def test_fractional_masks_count_and_large_log_probs_become_infinite(tmp_path):
     assert table.loss_mask.tolist() == [1, 0] and table.train_log_prob.tolist() == [-np.inf, -1.0]
 
 
-@pytest.mark.parametrize(("identity", "read_run"), [(None, "b"), ("a", "a")], ids=["newest file", "run directory"])
+@pytest.mark.parametrize(
+    ("identity", "read_run"), [(None, "b"), ("a", "a")], ids=["newest file", "run directory"]
+)
 def test_a_directory_with_two_runs_gives_one_of_them(identity, read_run, tmp_path, capsys):
     for number, run in enumerate("aab"):
         path = tmp_path / f"{2 - number}_0.parquet"
-        write(path, replace(full_table(), metadata={"source": "slime_tis", "criteria": ["x", "y"], "run": run}))
+        write(
+            path,
+            replace(
+                full_table(), metadata={"source": "slime_tis", "criteria": ["x", "y"], "run": run}
+            ),
+        )
         os.utime(path, (number, number))
     if identity is not None:
         (tmp_path / "run.json").write_text(json.dumps({"run": identity}))
@@ -333,7 +417,9 @@ def test_a_directory_with_two_runs_gives_one_of_them(identity, read_run, tmp_pat
 
 
 def test_a_table_survives_the_round_trip_in_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(own, "ROW_GROUP_BYTES", 2 * (full_table().nbytes // 5))  # two of its five tokens
+    monkeypatch.setattr(
+        own, "ROW_GROUP_BYTES", 2 * (full_table().nbytes // 5)
+    )  # two of its five tokens
     path = tmp_path / "new" / "dump.parquet"
     write(path, full_table())
     monkeypatch.undo()
@@ -356,7 +442,11 @@ def test_rows_columns_and_text_of_a_parquet_file(tmp_path):
     write(tmp_path / "a.parquet", full_table())
     rows = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [row["token"] for row in rows] == [[5, 6, 7], [], [8, 9]]
-    assert rows[0]["prompt"] == [1, 2] and rows[0]["experts"] == list(range(12)) and rows[2]["truncated"] == 1
+    assert (
+        rows[0]["prompt"] == [1, 2]
+        and rows[0]["experts"] == list(range(12))
+        and rows[2]["truncated"] == 1
+    )
     table = TokenTable.from_parts([SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-2.0])])
     write(tmp_path / "a.parquet", table)
     names = parquet.read_schema(tmp_path / "a.parquet").names
@@ -383,21 +473,43 @@ DESCRIBED = {"schema_version": 1, "metadata": {}, "experts_shape": [2, 2]}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(_with_description({"schema_version": 9}), "schema version 9", id="later version"),
+        pytest.param(
+            _with_description({"schema_version": 9}), "schema version 9", id="later version"
+        ),
         pytest.param(_with_description([]), "damaged metadata", id="damaged metadata"),
-        pytest.param(lambda table: table.drop(["train_log_prob"]), "no column train_log_prob", id="no log-probs"),
-        pytest.param(lambda table: table.append_column("token", table["token"]), "2 times", id="two columns"),
-        pytest.param(_with_description(DESCRIBED | {"experts_shape": [2**70, 1]}), "damaged metadata", id="experts"),
-        pytest.param(lambda t: t.replace_schema_metadata({own.KEY: "[" * 10**5}), "damaged metadata", id="nested"),
+        pytest.param(
+            lambda table: table.drop(["train_log_prob"]),
+            "no column train_log_prob",
+            id="no log-probs",
+        ),
+        pytest.param(
+            lambda table: table.append_column("token", table["token"]), "2 times", id="two columns"
+        ),
+        pytest.param(
+            _with_description(DESCRIBED | {"experts_shape": [2**70, 1]}),
+            "damaged metadata",
+            id="experts",
+        ),
+        pytest.param(
+            lambda t: t.replace_schema_metadata({own.KEY: "[" * 10**5}),
+            "damaged metadata",
+            id="nested",
+        ),
         *(
-            pytest.param(_with_column(name, values), "cannot be read|must be|null values", id=f"{name} {i}")
+            pytest.param(
+                _with_column(name, values), "cannot be read|must be|null values", id=f"{name} {i}"
+            )
             for name in ("token", "prompt", "experts", "reward", "step", "text", "rollout_log_prob")
-            for i, values in enumerate((["a", "b", "c"], [{"a": 1}] * 3, [[[1]]] * 3, [None] * 3, [2**62] * 3))
+            for i, values in enumerate(
+                (["a", "b", "c"], [{"a": 1}] * 3, [[[1]]] * 3, [None] * 3, [2**62] * 3)
+            )
             if (name, i) not in {("reward", 3), ("text", 0), ("text", 3), ("reward", 4)}
         ),
         pytest.param(
             lambda table: table.set_column(
-                table.column_names.index("token"), "token", pa.array([[1], [], [2]], pa.large_list(pa.int32()))
+                table.column_names.index("token"),
+                "token",
+                pa.array([[1], [], [2]], pa.large_list(pa.int32())),
             ),
             "token and rollout_log_prob differ in length",
             id="lengths",

@@ -14,7 +14,14 @@ from slime_tis.analysis.diagnosis.trained_tokens import tokens_of
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.analysis.dumps.what_if import corrections, what_if
-from slime_tis.analysis.report.recommend import Cell, Column, Mismatch, column_for, recommendation, study
+from slime_tis.analysis.report.recommend import (
+    Cell,
+    Column,
+    Mismatch,
+    column_for,
+    recommendation,
+    study,
+)
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
 from slime_tis.errors import CustomFunctionError
 from slime_tis.main import main
@@ -24,7 +31,9 @@ def table(advantages=(1.0, -1.0)):
     """One token of ratio 2; a masked one, one of ratio 1/2 and one of ratio 1."""
     log_2 = math.log(2)
     parts = [
-        SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0 - log_2], advantage=[1.0], step=0),
+        SampleParts(
+            train_log_prob=[-1.0], rollout_log_prob=[-1.0 - log_2], advantage=[1.0], step=0
+        ),
         SampleParts(
             train_log_prob=[0.0, -2.0, -0.5],
             rollout_log_prob=[float("nan"), -2.0 + log_2, -0.5],
@@ -40,7 +49,9 @@ def table(advantages=(1.0, -1.0)):
 
 @pytest.mark.parametrize("code", [-9999.0, -1e6, -np.inf])
 def test_a_code_for_minus_infinity_is_no_log_prob(code):
-    low = SampleParts(train_log_prob=[code, -1.0, -200.0], rollout_log_prob=[-0.5, code, -1.0], step=0)
+    low = SampleParts(
+        train_log_prob=[code, -1.0, -200.0], rollout_log_prob=[-0.5, code, -1.0], step=0
+    )
     dump = TokenTable.from_parts([low])
     assert dump.valid.tolist() == [False, False, True]
     assert dump.log_ratio.tolist() == [0.0, 0.0, -199.0]
@@ -56,7 +67,8 @@ def test_weights_rejection_bypass_and_gradients_by_hand():
     assert (row.kept, row.weight_max) == (1.0, 1.5)
     assert row.weight_mean == pytest.approx(1.0)  # (1.5 + 0.5 + 1) / 3
     assert row.ess == pytest.approx(9 / (3 * 3.5))
-    # gradients of the mean over samples of their token means, times 2: −1.5, 0.25, 0.5 against −2, 0.25, 0.5
+    # gradients of the mean over samples of their token means, times 2: −1.5, 0.25, 0.5 against −2,
+    # 0.25, 0.5
     assert row.cosine == pytest.approx(3.3125 / math.sqrt(2.5625 * 4.3125))
     assert row.norm_ratio == pytest.approx(math.sqrt(2.5625 / 4.3125))
     # against −2, 0.25, 0.25: the second sample's ratio is 1/2
@@ -67,10 +79,13 @@ def test_weights_rejection_bypass_and_gradients_by_hand():
     assert (row.ess, row.weight_mean, row.weight_max) == (1.0, 1.0, 1.0)
     assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
     row = one(RolloutCorrectionConfig(use_rollout_logprobs=True))
-    # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is left
+    # ratio 2 with A > 0 and ratio 1/2 with A < 0 are both clipped away; the token of ratio 1 is
+    # left
     assert row.cosine == pytest.approx(0.5 / math.sqrt(4.3125))
     metadata = {"policy": {"eps_clip": 0.9, "eps_clip_high": 9}}
-    wide = one(RolloutCorrectionConfig(use_rollout_logprobs=True), replace(table(), metadata=metadata))
+    wide = one(
+        RolloutCorrectionConfig(use_rollout_logprobs=True), replace(table(), metadata=metadata)
+    )
     assert (wide.cosine, wide.norm_ratio) == (pytest.approx(1.0), pytest.approx(1.0))
     row = one(RolloutCorrectionConfig(use_rs=True, rs_lower_bound=5.0, rs_upper_bound=6.0))
     assert (row.kept, row.cosine, row.norm_ratio) == (0.0, None, 0.0)
@@ -87,34 +102,49 @@ def halve(args, *, pg_loss, loss_masks, **_):
 
 
 def test_a_missing_option_of_a_function_is_explained():
-    with pytest.raises(CustomFunctionError, match=r"no attribute 'scale'; add scale to .* the argument args="):
+    with pytest.raises(
+        CustomFunctionError, match=r"no attribute 'scale'; add scale to .* the argument args="
+    ):
         what_if(table(), [halve])
 
 
 def test_weights_of_tokens_without_log_probs_have_no_effective_samples():
-    missing = SampleParts(train_log_prob=[-1.0, -1.0], rollout_log_prob=[math.nan] * 2, advantage=[1.0, 1.0])
+    missing = SampleParts(
+        train_log_prob=[-1.0, -1.0], rollout_log_prob=[math.nan] * 2, advantage=[1.0, 1.0]
+    )
     row = what_if(TokenTable.from_parts([missing], {}), [RolloutCorrectionConfig(use_tis=True)])[0]
     assert (row.kept, row.ess, row.weight_max) == (0.0, 0.0, 0.0)
 
 
 def test_a_list_takes_corrections_and_functions_in_slimes_contract():
     rows = what_if(
-        table(), [RolloutCorrectionConfig(), RolloutCorrectionConfig(use_tis=True), halve], args=Namespace(scale=2.0)
+        table(),
+        [RolloutCorrectionConfig(), RolloutCorrectionConfig(use_tis=True), halve],
+        args=Namespace(scale=2.0),
     )
     assert [row.name for row in rows] == ["no correction", "--use-tis", "halve"]
     assert rows[1] == replace(one(RolloutCorrectionConfig(use_tis=True)), name="--use-tis")
     row = rows[2]  # weights 1 and 4 at the two accepted tokens
     assert (row.kept, row.weight_mean, row.weight_max) == (pytest.approx(2 / 3), 2.5, 4.0)
     assert row.ess == pytest.approx(25 / (2 * 17))
-    # gradients times 2 of the mean over samples: −1, 2 and 0 against −2, 0.25, 0.5 (the rejected token counts)
+    # gradients times 2 of the mean over samples: −1, 2 and 0 against −2, 0.25, 0.5 (the rejected
+    # token counts)
     assert row.cosine == pytest.approx(2.5 / math.sqrt(5 * 4.3125))
-    assert row.flags.startswith("--use-tis --custom-tis-function-path ") and row.flags.endswith(".halve")
+    assert row.flags.startswith("--use-tis --custom-tis-function-path ") and row.flags.endswith(
+        ".halve"
+    )
 
 
 FLAGS = {
     "built-in": ("--use-tis", "--tis-upper-bound", "1.5"),
     "preset": ("--rollout-correction-preset", "decoupled_token_is"),
-    "function": ("--use-tis", "--tis-upper-bound", "1.5", "--custom-tis-function-path", "custom_tis.tis.vanilla_tis"),
+    "function": (
+        "--use-tis",
+        "--tis-upper-bound",
+        "1.5",
+        "--custom-tis-function-path",
+        "custom_tis.tis.vanilla_tis",
+    ),
 }
 
 
@@ -134,10 +164,15 @@ def test_the_command_prints_all_presets_and_takes_options_of_the_loss(tmp_path, 
     assert main(["what-if", str(tmp_path / "dump.parquet")]) == 0
     _, *lines, order, recommendation = capsys.readouterr().out.splitlines()
     assert len(lines) == len(corrections())
-    assert "closest to the exact gradient first" in order and "slime-tis recommend" in recommendation
+    assert (
+        "closest to the exact gradient first" in order and "slime-tis recommend" in recommendation
+    )
     write(tmp_path / "dump.parquet", stale())
     assert main(["what-if", str(tmp_path / "dump.parquet"), "--staleness-decay", "0.5"]) == 0
-    ratios = {line.split("  ")[-1]: float(line.split()[5]) for line in capsys.readouterr().out.splitlines()[1:]}
+    ratios = {
+        line.split("  ")[-1]: float(line.split()[5])
+        for line in capsys.readouterr().out.splitlines()[1:]
+    }
     assert ratios == {"no correction": 0.343, "--staleness-decay 0.5": 0.25}
 
 
@@ -147,8 +182,16 @@ def test_the_command_prints_all_presets_and_takes_options_of_the_loss(tmp_path, 
         pytest.param(["--lr", "1"], "--lr is not a flag of a correction", id="another group"),
         pytest.param(["--use-tsi"], "--use-tsi", id="typo"),
         pytest.param(["--tis-level", "token"], "no effect without", id="no effect"),
-        pytest.param(["--use-tis", "--custom-tis-function-path", "absent.py:f"], "absent.py", id="no function"),
-        pytest.param(["--get-mismatch-metrics", "--custom-tis-function-path", "a.f"], "--use-tis", id="only measures"),
+        pytest.param(
+            ["--use-tis", "--custom-tis-function-path", "absent.py:f"],
+            "absent.py",
+            id="no function",
+        ),
+        pytest.param(
+            ["--get-mismatch-metrics", "--custom-tis-function-path", "a.f"],
+            "--use-tis",
+            id="only measures",
+        ),
     ],
 )
 def test_the_command_refuses_with_one_line(tmp_path, capsys, flags, message):
@@ -161,28 +204,45 @@ def test_the_command_refuses_with_one_line(tmp_path, capsys, flags, message):
 def test_batch_statistics_belong_to_each_step_and_large_dumps_use_a_part_of_them():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
     row = one(config)
-    # step 0: mean weight 2; step 1: 0.75. Gradients −2/2, (0.5/0.75)/2, (1/0.75)/2 against −2, 0.25, 0.5
+    # step 0: mean weight 2; step 1: 0.75. Gradients −2/2, (0.5/0.75)/2, (1/0.75)/2 against −2,
+    # 0.25, 0.5
     gradient = (-1.0, 1 / 3, 2 / 3)
     expected = (2 + 0.25 / 3 + 1 / 3) / math.sqrt(sum(g * g for g in gradient) * 4.3125)
     assert row.cosine == pytest.approx(expected)
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=10.0, tis_batch_normalize=True)
     row = one(config, max_steps=1)
-    assert (row.steps, one(config).steps, one(RolloutCorrectionConfig(use_tis=True)).steps) == (1, 2, None)
+    assert (row.steps, one(config).steps, one(RolloutCorrectionConfig(use_tis=True)).steps) == (
+        1,
+        2,
+        None,
+    )
     # step 0 alone: one token, whose weight is normalised to 1
-    assert (row.weight_max, row.cosine, row.norm_ratio) == (1.0, pytest.approx(1.0), pytest.approx(0.5))
+    assert (row.weight_max, row.cosine, row.norm_ratio) == (
+        1.0,
+        pytest.approx(1.0),
+        pytest.approx(0.5),
+    )
 
 
 def stale():
     """A token of the step's own weights, ratio 1, and one of weights two steps older, ratio 4."""
-    part = SampleParts(train_log_prob=[-1.0], rollout_log_prob=[-1.0], advantage=[1.0], step=3, weight_version=[3])
-    return TokenTable.from_parts([part, replace(part, rollout_log_prob=[-1.0 - math.log(4)], weight_version=[1])])
+    part = SampleParts(
+        train_log_prob=[-1.0], rollout_log_prob=[-1.0], advantage=[1.0], step=3, weight_version=[3]
+    )
+    return TokenTable.from_parts(
+        [part, replace(part, rollout_log_prob=[-1.0 - math.log(4)], weight_version=[1])]
+    )
 
 
 def test_the_age_of_tokens_counts_and_interpolation_needs_it():
     config = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=9, old_logprobs="interpolate")
     assert one(config, stale()).weight_max == pytest.approx(2.0)  # half of the way, √4
-    decayed = one(RolloutCorrectionConfig(), replace(stale(), metadata={"policy": {"staleness_decay": 0.5}}))
-    assert decayed.norm_ratio == pytest.approx(math.hypot(1, 0.25) / math.hypot(1, 4))  # 1 and 0.5² against 1 and 4
+    decayed = one(
+        RolloutCorrectionConfig(), replace(stale(), metadata={"policy": {"staleness_decay": 0.5}})
+    )
+    assert decayed.norm_ratio == pytest.approx(
+        math.hypot(1, 0.25) / math.hypot(1, 4)
+    )  # 1 and 0.5² against 1 and 4
     with pytest.raises(ValueError, match="weight versions"):
         one(RolloutCorrectionConfig(use_tis=True, old_logprobs="interpolate"))
 
@@ -201,7 +261,16 @@ def test_all_presets_and_the_sweep_have_a_row_and_large_tables_are_sampled():
 
 
 def cell(method, relative):
-    return Cell(method=method, flags="--use-tis", relative=relative, low=0.9, high=1.0, seeds=5, tied=True, collapsed=0)
+    return Cell(
+        method=method,
+        flags="--use-tis",
+        relative=relative,
+        low=0.9,
+        high=1.0,
+        seeds=5,
+        tied=True,
+        collapsed=0,
+    )
 
 
 STALE = Column(
@@ -243,11 +312,26 @@ def test_a_mismatch_has_the_column_of_its_kind_and_size(case, column):
     [
         pytest.param(mismatch("temperature", 1.0), [STALE], "fix the cause first", id="a fault"),
         pytest.param(mismatch("stale_weights", 9.0), [STALE], "does not cover", id="outside"),
-        pytest.param(mismatch("rounding", 0.15), [HARMLESS], "No correction is needed", id="standard PPO is tied"),
-        pytest.param(mismatch("healthy", 0.01), [NOISE], "No correction is needed", id="less than the study"),
-        pytest.param(mismatch("healthy", 0.01, age=15), [NOISE], "No correction is needed", id="old but equal weights"),
         pytest.param(
-            mismatch("stale_weights", 1.0), [replace(STALE, covers=False)], "does not cover", id="a record alone"
+            mismatch("rounding", 0.15),
+            [HARMLESS],
+            "No correction is needed",
+            id="standard PPO is tied",
+        ),
+        pytest.param(
+            mismatch("healthy", 0.01), [NOISE], "No correction is needed", id="less than the study"
+        ),
+        pytest.param(
+            mismatch("healthy", 0.01, age=15),
+            [NOISE],
+            "No correction is needed",
+            id="old but equal weights",
+        ),
+        pytest.param(
+            mismatch("stale_weights", 1.0),
+            [replace(STALE, covers=False)],
+            "does not cover",
+            id="a record alone",
         ),
     ],
 )
@@ -258,7 +342,11 @@ def test_without_evidence_the_answer_has_no_flags(case, columns, words):
 
 def test_the_answer_has_flags_with_their_evidence():
     text = recommendation(mismatch("stale_weights", 1.0), [STALE, HARMLESS])
-    assert text.startswith("--use-tis\n") and "B reaches 0.98 [0.90, 1.00]" in text and "told apart from it: C." in text
+    assert (
+        text.startswith("--use-tis\n")
+        and "B reaches 0.98 [0.90, 1.00]" in text
+        and "told apart from it: C." in text
+    )
     assert "among the best methods in 2 of the 2 columns" in text
 
 
@@ -283,10 +371,18 @@ def test_the_command_measures_a_dump(tmp_path, capsys):
     chance, step = np.random.default_rng(0), np.repeat(np.arange(16, 48), 8)
     version = step - step % 16
     rollout = -chance.exponential(1.0, (len(step), 11))
-    train = np.minimum(rollout + 0.12 * np.sqrt(step - version)[:, None] * chance.normal(size=rollout.shape), 0)
+    train = np.minimum(
+        rollout + 0.12 * np.sqrt(step - version)[:, None] * chance.normal(size=rollout.shape), 0
+    )
     rows = zip(train, rollout, version[:, None].repeat(11, 1), step, strict=True)
-    parts = [SampleParts(train_log_prob=a, rollout_log_prob=b, weight_version=v, step=s) for a, b, v, s in rows]
-    write(tmp_path / "dump.pt", TokenTable.from_parts(parts, {"source": "slime_tis", "old_policy": "current"}))
+    parts = [
+        SampleParts(train_log_prob=a, rollout_log_prob=b, weight_version=v, step=s)
+        for a, b, v, s in rows
+    ]
+    write(
+        tmp_path / "dump.pt",
+        TokenTable.from_parts(parts, {"source": "slime_tis", "old_policy": "current"}),
+    )
     assert main(["recommend", str(tmp_path / "dump.pt")]) == 0
     text = capsys.readouterr().out
     assert text.startswith("--") and "'stale 16'" in text

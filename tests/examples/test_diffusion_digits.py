@@ -45,7 +45,9 @@ def run(directory, *flags):
 
 
 def training_rows(rows):
-    return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith("perf/")} for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +58,44 @@ def corrected(tmp_path_factory):
 
 
 def test_a_run_reports_every_step_and_ends_with_the_reward(corrected, capsys, tmp_path):
-    run(tmp_path / "again", "--use-tis", "--use-rs", "--rs-upper-bound", "1.5", "--rs-veto-threshold", "1e-4")
+    run(
+        tmp_path / "again",
+        "--use-tis",
+        "--use-rs",
+        "--rs-upper-bound",
+        "1.5",
+        "--rs-veto-threshold",
+        "1e-4",
+    )
     printed = capsys.readouterr().out.splitlines()
     directory, rows = corrected
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert ["eval/reward" in row for row in rows] == [True, False, False, True, True]
-    assert printed[-1] == f"eval reward: {rows[0]['eval/reward']:.2f} -> {rows[-1]['eval/reward']:.2f}"
-    assert re.fullmatch(r"step 1/4  reward 0\.\d+  loss .*  k3 .*  weight .*  rejected .*%  time .*", printed[1])
+    assert (
+        printed[-1] == f"eval reward: {rows[0]['eval/reward']:.2f} -> {rows[-1]['eval/reward']:.2f}"
+    )
+    assert re.fullmatch(
+        r"step 1/4  reward 0\.\d+  loss .*  k3 .*  weight .*  rejected .*%  time .*", printed[1]
+    )
     assert [row["rollout/weight_staleness"] for row in rows[1:]] == [0, 1, 0, 1]
     assert {f"rollout_corr/logprob_abs_diff/ts_{t}" for t in (1000, 750, 500, 250)} <= set(rows[1])
     for row in rows[1:]:
-        assert 0 < row["rollout_corr/logprob_abs_diff_mean"] <= row["rollout_corr/logprob_abs_diff_max"]
-        assert 0 <= row["rollout_corr/gradient_kept_fraction"] <= 1 and row["rollout_corr/mis_weight_max"] <= 2
-    assert training_rows(rows) == training_rows(read_metrics(tmp_path / "again")), "the same seed, the same run"
-    policies = [torch.load(path / train.POLICY, weights_only=True) for path in (directory, tmp_path / "again")]
+        assert (
+            0
+            < row["rollout_corr/logprob_abs_diff_mean"]
+            <= row["rollout_corr/logprob_abs_diff_max"]
+        )
+        assert (
+            0 <= row["rollout_corr/gradient_kept_fraction"] <= 1
+            and row["rollout_corr/mis_weight_max"] <= 2
+        )
+    assert training_rows(rows) == training_rows(read_metrics(tmp_path / "again")), (
+        "the same seed, the same run"
+    )
+    policies = [
+        torch.load(path / train.POLICY, weights_only=True)
+        for path in (directory, tmp_path / "again")
+    ]
     assert all(torch.equal(value, policies[1][name]) for name, value in policies[0].items())
 
 
@@ -77,7 +103,10 @@ def test_a_run_leaves_its_configuration_and_images(corrected, tmp_path):
     directory, _ = corrected
     config = yaml.safe_load((directory / "config.yaml").read_text())
     (tmp_path / "again.yaml").write_text((directory / "config.yaml").read_text())
-    assert configure(["--custom-config-path", str(tmp_path / "again.yaml")]).correction.rs_bounds[1] == 1.5
+    assert (
+        configure(["--custom-config-path", str(tmp_path / "again.yaml")]).correction.rs_bounds[1]
+        == 1.5
+    )
     assert config["use_tis"] is True and config["sde_steps"] == 4
     samples = torch.load(directory / SAMPLES, weights_only=True)
     assert samples["before"].shape == samples["after"].shape == (4, 10, 64)
@@ -104,7 +133,10 @@ def test_two_runs_are_drawn_side_by_side(corrected, tmp_path):
     [
         (["--get-mismatch-metrics"], "rollout_corr/"),
         (["--use-rollout-logprobs", "--use-rs", "--rs-level", "geometric"], "actor/rollout_corr/"),
-        (["--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis"], "actor/rollout_corr/"),
+        (
+            ["--use-rollout-logprobs", "--policy-loss", "reinforce", "--use-tis"],
+            "actor/rollout_corr/",
+        ),
         (["--use-tis", "--tis-batch-normalize", "--num-steps-per-rollout", "3"], "rollout_corr/"),
     ],
     ids=["metrics", "bypass, rejection", "policy gradient", "normalised, three steps"],
@@ -117,7 +149,10 @@ def test_every_way_of_correcting_trains(tmp_path, flags, prefix):
 
 
 def test_metrics_alone_leave_the_run_as_it_is(tmp_path):
-    plain, measuring = run(tmp_path / "plain"), run(tmp_path / "measuring", "--get-mismatch-metrics")
+    plain, measuring = (
+        run(tmp_path / "plain"),
+        run(tmp_path / "measuring", "--get-mismatch-metrics"),
+    )
     for row, other in zip(training_rows(plain), training_rows(measuring), strict=True):
         assert row == {name: value for name, value in other.items() if "rollout_corr/" not in name}
 
@@ -135,7 +170,12 @@ def test_log_probs_of_the_same_weights_are_those_of_the_sampler():
         torch.testing.assert_close(
             again, found.rollout_log_probs_BT, rtol=0, atol=2e-5 if precision == "fp32" else 1e-2
         )
-        gaps[precision] = (trajectory_log_probs(model, found, SMALL) - found.rollout_log_probs_BT).abs().mean().item()
+        gaps[precision] = (
+            (trajectory_log_probs(model, found, SMALL) - found.rollout_log_probs_BT)
+            .abs()
+            .mean()
+            .item()
+        )
         part = found.of(torch.tensor([4, 1]))
         assert torch.equal(part.digits_B, torch.tensor([4, 1]))
         assert torch.equal(part.images_BP, found.latents_BTP[[4, 1], -1])
@@ -168,13 +208,34 @@ def test_a_gradient_that_is_not_finite_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--n-samples-per-prompt 1", "--n-samples-per-prompt is 1 but the images of a digit are compared"),
-        ("--num-steps-per-rollout 3", "--num-steps-per-rollout is 3 but a rollout has 256 trajectories; choose"),
-        ("--policy-loss gspo", "--policy-loss is gspo but SDE steps have ppo and reinforce; choose one."),
-        ("--old-logprobs interpolate", "--old-logprobs is interpolate but SDE steps have no version per token"),
-        ("--rollout-precision int4", "--rollout-precision is 'int4' but must be one of fp32, bf16, fp8."),
+        (
+            "--n-samples-per-prompt 1",
+            "--n-samples-per-prompt is 1 but the images of a digit are compared",
+        ),
+        (
+            "--num-steps-per-rollout 3",
+            "--num-steps-per-rollout is 3 but a rollout has 256 trajectories; choose",
+        ),
+        (
+            "--policy-loss gspo",
+            "--policy-loss is gspo but SDE steps have ppo and reinforce; choose one.",
+        ),
+        (
+            "--old-logprobs interpolate",
+            "--old-logprobs is interpolate but SDE steps have no version per token",
+        ),
+        (
+            "--rollout-precision int4",
+            "--rollout-precision is 'int4' but must be one of fp32, bf16, fp8.",
+        ),
     ],
-    ids=["one sample per prompt", "steps that do not divide", "policy-loss", "old-logprobs", "precision"],
+    ids=[
+        "one sample per prompt",
+        "steps that do not divide",
+        "policy-loss",
+        "old-logprobs",
+        "precision",
+    ],
 )
 def test_refusals(flags, message, capsys):
     assert train.main(flags.split()) == 2
@@ -189,10 +250,14 @@ def test_commands_of_the_makefile_and_the_readme_are_accepted(monkeypatch):
     recipe = re.findall(r"^\t\$\(BIN\)/python (\$\(DIFFUSION\) .*)$", makefile, re.M)
     made = [re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], line) for line in recipe]
     shown = [
-        line for block in re.findall(r"```\n(.*?)```", readme, re.S) for line in block.replace("\\\n", " ").splitlines()
+        line
+        for block in re.findall(r"```\n(.*?)```", readme, re.S)
+        for line in block.replace("\\\n", " ").splitlines()
     ]
     commands = [
-        line.removeprefix("python ") for line in [*made, *shown] if "-m examples.diffusion_digits.train" in line
+        line.removeprefix("python ")
+        for line in [*made, *shown]
+        if "-m examples.diffusion_digits.train" in line
     ]
     found = [configure(shlex.split(command)[2:]) for command in commands]
     assert len(made) == 2 and len(commands) >= 5

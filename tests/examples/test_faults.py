@@ -20,7 +20,9 @@ def sampled(path):
     engine = local.LocalEngine(path, load_tokenizer(path))
     weights = {name: 2 * weight for name, weight in engine._weights.items()}
     engine.update_weights(weights.items, 1)
-    return engine.generate(make_prompts(path, ["1>", "22>", "3>", "4>", "5>", "6>", "7>", "8>"]), SAMPLING, 0)
+    return engine.generate(
+        make_prompts(path, ["1>", "22>", "3>", "4>", "5>", "6>", "7>", "8>"]), SAMPLING, 0
+    )
 
 
 def log_probs(groups):
@@ -36,10 +38,19 @@ def test_faulty_engines(tmp_path):
     assert log_probs(sampled(checkpoint)) == log_probs(sound)
     pairs = zip(log_probs(found["wrong_log_probs"]), log_probs(sound), strict=True)
     changed = [new for new, old in pairs if new != old]
-    assert set(changed) == {-30.0} and len(changed) / len(log_probs(sound)) == pytest.approx(0.001, abs=0.001)
-    versions = [{version for sample in group for version in sample.weight_versions} for group in found["stale_server"]]
+    assert set(changed) == {-30.0} and len(changed) / len(log_probs(sound)) == pytest.approx(
+        0.001, abs=0.001
+    )
+    versions = [
+        {version for sample in group for version in sample.weight_versions}
+        for group in found["stale_server"]
+    ]
     assert versions == [{0}, {1}, {1}, {1}] * 2
-    stale = {index for index in range(8) if log_probs([found["stale_server"][index]]) != log_probs([sound[index]])}
+    stale = {
+        index
+        for index in range(8)
+        if log_probs([found["stale_server"][index]]) != log_probs([sound[index]])
+    }
     assert stale == {0, 4}
     assert sum(log_probs(found["top_p"])) > sum(log_probs(sound))
     assert all(sample.sampling_mask is None for group in found["top_p"] for sample in group)
@@ -47,6 +58,10 @@ def test_faulty_engines(tmp_path):
 
 def test_the_grid_names_faults():
     grid = Grid.load(Study(ROOT / "examples" / "comparison_study"))
-    assert set(grid.faults.values()) == FAULTS.keys() and grid.faults.keys() <= grid.scenarios.keys()
+    assert (
+        set(grid.faults.values()) == FAULTS.keys() and grid.faults.keys() <= grid.scenarios.keys()
+    )
     programs = {case.scenario: case.program[:2] for case in grid.cases([0])}
-    assert {name for name, program in programs.items() if "examples.collapse_study.faults" in program} == {*grid.faults}
+    assert {
+        name for name, program in programs.items() if "examples.collapse_study.faults" in program
+    } == {*grid.faults}

@@ -23,12 +23,16 @@ def make_source(directory, family, **sizes):
     """A checkpoint of tests.checkpoints whose tokenizer has one merge, `1` and `2`, instead of its last letter."""
     make_checkpoint(directory, family, **sizes)
     characters = ["Ġ" if character == " " else character for character in CHARACTERS[:-1]]
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters, "12"])}
+    vocabulary = {
+        token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters, "12"])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, chat_template=CHAT_TEMPLATE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **special, chat_template=CHAT_TEMPLATE
+    )
     fast.save_pretrained(directory)
     return directory
 
@@ -36,10 +40,12 @@ def make_source(directory, family, **sizes):
 def write_gguf(directory, family, *, kind="F32", drop="", tied=False, **metadata):
     """Writes `source` and `model.gguf` as llama.cpp does; returns the model that the GGUF file contains.
 
-    Matrices have the type `kind`. The tensor `drop` is omitted. `metadata` has further keys, with `__` for the dots;
-    None removes a key.
+    Matrices have the type `kind`. The tensor `drop` is omitted. `metadata` has further keys, with
+    `__` for the dots; None removes a key.
     """
-    source = make_source(directory / "source", family, hidden_size=64, head_dim=16, tie_word_embeddings=tied)
+    source = make_source(
+        directory / "source", family, hidden_size=64, head_dim=16, tie_word_embeddings=tied
+    )
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, tokenizer = model.config, AutoTokenizer.from_pretrained(source)
     values = {
@@ -54,11 +60,21 @@ def write_gguf(directory, family, *, kind="F32", drop="", tied=False, **metadata
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 10000.0,
     }
-    writer = gguf.GGUFWriter(directory / "model.gguf", metadata.pop("general__architecture", family))
-    values = {f"{family}.{key}": value for key, value in values.items()} | {"tokenizer.ggml.pre": "gpt-2"}
-    values |= {f"tokenizer.ggml.{name}_token_id": id for id, name in enumerate(("padding", "bos", "eos"))}
-    for key, value in (values | {key.replace("__", "."): value for key, value in metadata.items()}).items():
-        add = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}.get(type(value))
+    writer = gguf.GGUFWriter(
+        directory / "model.gguf", metadata.pop("general__architecture", family)
+    )
+    values = {f"{family}.{key}": value for key, value in values.items()} | {
+        "tokenizer.ggml.pre": "gpt-2"
+    }
+    values |= {
+        f"tokenizer.ggml.{name}_token_id": id for id, name in enumerate(("padding", "bos", "eos"))
+    }
+    for key, value in (
+        values | {key.replace("__", "."): value for key, value in metadata.items()}
+    ).items():
+        add = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}.get(
+            type(value)
+        )
         if add is not None:
             add(key, value)
     writer.add_tokenizer_model("gpt2")
@@ -77,9 +93,16 @@ def write_gguf(directory, family, *, kind="F32", drop="", tied=False, **metadata
             weights = gguf.dequantize(gguf.quantize(weights, quantization), quantization)
             tensor.copy_(torch.from_numpy(weights))
             raw = quantization
-        for part, heads in ((".q_proj.", config.num_attention_heads), (".k_proj.", config.num_key_value_heads)):
+        for part, heads in (
+            (".q_proj.", config.num_attention_heads),
+            (".k_proj.", config.num_key_value_heads),
+        ):
             if family == "llama" and part in name:  # llama.cpp's `LlamaModel.permute`
-                weights = weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+                weights = (
+                    weights.reshape(heads, 2, -1, *weights.shape[1:])
+                    .swapaxes(1, 2)
+                    .reshape(weights.shape)
+                )
         blocks = weights if raw is None else gguf.quantize(weights, quantization)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), blocks, raw_dtype=raw)
     writer.write_header_to_file()
@@ -99,13 +122,18 @@ def test_logits_and_tokens_equal_those_of_the_source(tmp_path, family, tied):
         assert torch.equal(made(TOKENS).logits, model(TOKENS).logits)
     original, tokenizer = load_tokenizer(tmp_path / "source"), load_tokenizer(tmp_path / "made")
     for text in ("3121412 = x", "what No."):
-        assert tokenizer.encode(text, add_special_tokens=False) == original.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == original.encode(
+            text, add_special_tokens=False
+        )
     merged = 0 if family == "qwen2" else 2  # transformers splits digits in every Qwen2 checkpoint
     assert len(tokenizer.encode("3121412 = x", add_special_tokens=False)) == 11 - merged
     assert tokenizer.chat_template == CHAT_TEMPLATE and tokenizer.model_max_length == 128
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     assert eos_token_ids(made, tokenizer) == (2,) and made.config.rms_norm_eps == 1e-6
-    assert f"{made.num_parameters() / 1e6:.1f} million parameters in fp32" in report and "warning" not in report
+    assert (
+        f"{made.num_parameters() / 1e6:.1f} million parameters in fp32" in report
+        and "warning" not in report
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,25 +143,39 @@ def test_logits_and_tokens_equal_those_of_the_source(tmp_path, family, tied):
 )
 def test_quantized_weights_are_exact(tmp_path, kind, dtype):
     model = write_gguf(tmp_path, "llama", kind=kind)
-    assert f"16 {kind}, 5 F32" in import_gguf(tmp_path / "model.gguf", tmp_path / "made", dtype=dtype)
+    assert f"16 {kind}, 5 F32" in import_gguf(
+        tmp_path / "model.gguf", tmp_path / "made", dtype=dtype
+    )
     expected = torch.float32 if dtype == "fp32" else torch.bfloat16
     made = load_model(tmp_path / "made", expected).state_dict()
-    assert all(torch.equal(made[name], weights.to(expected)) for name, weights in model.state_dict().items())
-    assert json.loads((tmp_path / "made/config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+    assert all(
+        torch.equal(made[name], weights.to(expected))
+        for name, weights in model.state_dict().items()
+    )
+    assert json.loads((tmp_path / "made/config.json").read_text())["dtype"] == str(
+        expected
+    ).removeprefix("torch.")
 
 
 def test_the_pre_tokenizer_decides_how_digits_split(tmp_path):
     for pre, tokens, warned in (("smollm", 4, False), ("gpt-2", 3, False), ("unknown", 3, True)):
         write_gguf(tmp_path / pre, "llama", tokenizer__ggml__pre=pre)
         report = import_gguf(tmp_path / pre / "model.gguf", tmp_path / pre / "made")
-        assert len(load_tokenizer(tmp_path / pre / "made").encode("3124", add_special_tokens=False)) == tokens
+        assert (
+            len(load_tokenizer(tmp_path / pre / "made").encode("3124", add_special_tokens=False))
+            == tokens
+        )
         assert ("warning" in report) == warned
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_rotary_scaling_is_kept(tmp_path, kind):
     scaling = {"type": kind, "factor": 4.0, "original_context_length": 32}
-    write_gguf(tmp_path, "llama", **{f"llama__rope__scaling__{key}": value for key, value in scaling.items()})
+    write_gguf(
+        tmp_path,
+        "llama",
+        **{f"llama__rope__scaling__{key}": value for key, value in scaling.items()},
+    )
     import_gguf(tmp_path / "model.gguf", tmp_path / "made")
     rope = json.loads((tmp_path / "made/config.json").read_text())["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 10000.0)
@@ -182,7 +224,9 @@ def header(*arrays, tail=b""):
     text = [struct.pack("<Q", len(part)) + part for part in (b"general.architecture", b"llama")]
     pairs = [text[0] + struct.pack("<I", 8) + text[1]]
     for key, kind, number in arrays:
-        pairs.append(struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IIQ", 9, kind, number))
+        pairs.append(
+            struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IIQ", 9, kind, number)
+        )
     return struct.pack("<4sIQQ", b"GGUF", 3, 0, len(pairs)) + b"".join(pairs) + tail
 
 

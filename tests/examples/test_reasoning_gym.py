@@ -52,8 +52,16 @@ def test_scores_are_those_of_the_dataset():
         "entry": {"question": "4 + 3 =", "answer": "7", "metadata": {}},
         "answer": "text",
     }
-    scores = [reward.entry_score(metadata, response) for response in ("7", "+7.0", "it is 7", "8", "")]
-    assert scores == [1.0, 1.0, pytest.approx(1 / 7), 0.0, 0.0]  # one character of seven is the answer
+    scores = [
+        reward.entry_score(metadata, response) for response in ("7", "+7.0", "it is 7", "8", "")
+    ]
+    assert scores == [
+        1.0,
+        1.0,
+        pytest.approx(1 / 7),
+        0.0,
+        0.0,
+    ]  # one character of seven is the answer
     sample = type("Sample", (), {"metadata": metadata, "response": "it is 7"})()
     assert (reward.score(None, sample), reward.correct(None, sample)) == (pytest.approx(1 / 7), 0.0)
     metadata["answer"] = "number"
@@ -76,8 +84,14 @@ def test_datasets_that_run_text_as_code_are_refused():
     """Every call in the package that runs text is in a dataset that is refused, or runs what the package generated."""
     found = set()
     for file in Path(inspect.getfile(reasoning_gym)).parent.rglob("*.py"):
-        calls = [node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-        names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
+        calls = [
+            node.func
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Call)
+        ]
+        names = {
+            call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls
+        }
         if names & {"eval", "exec", "parse_expr", "sympify"} or any(
             isinstance(call, ast.Name) and call.id == "compile" for call in calls
         ):
@@ -96,10 +110,13 @@ def test_no_question_is_trained_on_and_held_out(tmp_path):
     said = prompts.write(tmp_path / "gym", specs, 400, 60)
     assert said.splitlines()[1:] == [
         "  chain_sum: 100 training rows of 100 questions, 15 held out",
-        "  products: 300 training rows of 80 questions, 20 held out",  # there are 100: one of five is held out
+        # there are 100: one of five is held out
+        "  products: 300 training rows of 80 questions, 20 held out",
     ]
     train, held_out = (rows(tmp_path / "gym" / f"{name}.jsonl") for name in ("train", "eval"))
-    questions = [{row["metadata"]["entry"]["question"] for row in each} for each in (train, held_out)]
+    questions = [
+        {row["metadata"]["entry"]["question"] for row in each} for each in (train, held_out)
+    ]
     assert (len(train), len(held_out), len(questions[0]), len(questions[1])) == (400, 35, 180, 35)
     assert not questions[0] & questions[1]
     for row in train + held_out:
@@ -119,7 +136,10 @@ def test_the_same_arguments_write_the_same_rows(tmp_path, capsys):
     assert "is complete already" in capsys.readouterr().out
     assert prompts.main(["--out", str(tmp_path / "a"), *command, "--seed", "5"]) == 2
     assert "was written with other arguments" in capsys.readouterr().err
-    assert prompts.main(["--out", str(tmp_path / "b"), *command[:-1], f"{SUM}&allow_negation=true"]) == 2
+    assert (
+        prompts.main(["--out", str(tmp_path / "b"), *command[:-1], f"{SUM}&allow_negation=true"])
+        == 2
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert prompts.main(["--out", str(tmp_path / "mine"), *command]) == 2
@@ -129,10 +149,17 @@ def test_the_same_arguments_write_the_same_rows(tmp_path, capsys):
 
 def test_a_level_sets_the_fields_of_the_curriculum():
     assert prompts.parse_spec("chain_sum", level=2).config == {"max_terms": 4, "max_digits": 3}
-    assert prompts.parse_spec("chain_sum?level=0&max_digits=2", level=2).config == {"max_terms": 2, "max_digits": 2}
+    assert prompts.parse_spec("chain_sum?level=0&max_digits=2", level=2).config == {
+        "max_terms": 2,
+        "max_digits": 2,
+    }
     assert prompts.parse_spec("chain_sum").config == {}
     operators = prompts.parse_spec('basic_arithmetic?operators=["+"]&weight=2&answer=word')
-    assert (operators.config, operators.weight, operators.answer) == ({"operators": ["+"]}, 2.0, "word")
+    assert (operators.config, operators.weight, operators.answer) == (
+        {"operators": ["+"]},
+        2.0,
+        "word",
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +167,10 @@ def test_a_level_sets_the_fields_of_the_curriculum():
     [
         ("chainsum", "reasoning-gym has no dataset 'chainsum'; near is ['chain_sum'"),
         ("chain_sum?terms=2", "chain_sum has no field 'terms'; it has min_terms, max_terms"),
-        ("chain_sum?max_terms=1", 'chain_sum refuses {"max_terms": 1}: max_terms must be >= min_terms.'),
+        (
+            "chain_sum?max_terms=1",
+            'chain_sum refuses {"max_terms": 1}: max_terms must be >= min_terms.',
+        ),
         ("chain_sum?weight=0", "has weight 0, but must be a number above 0"),
     ],
     ids=["misspelt dataset", "unknown field", "value out of range", "weight 0"],
@@ -155,12 +185,37 @@ def test_train_py_takes_the_prompts_and_the_reward(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=512)
     assert (
-        prompts.main(["--out", str(tmp_path / "gym"), "--train", "4", "--held-out", "2", "--answer", "number", SUM])
+        prompts.main(
+            [
+                "--out",
+                str(tmp_path / "gym"),
+                "--train",
+                "4",
+                "--held-out",
+                "2",
+                "--answer",
+                "number",
+                SUM,
+            ]
+        )
         == 0
     )
     flags = [
-        *("--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(tmp_path / "gym/train.jsonl")),
-        *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--num-threads", "1"),
+        *(
+            "--hf-checkpoint",
+            str(tmp_path / "model"),
+            "--prompt-data",
+            str(tmp_path / "gym/train.jsonl"),
+        ),
+        *(
+            "--input-key",
+            "prompt",
+            "--label-key",
+            "label",
+            "--apply-chat-template",
+            "--num-threads",
+            "1",
+        ),
         *("--custom-rm-path", "examples/reasoning_gym/reward.py:correct"),
         *("--eval-prompt-data", str(tmp_path / "gym/eval.jsonl")),
         *("--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4"),
@@ -172,7 +227,9 @@ def test_train_py_takes_the_prompts_and_the_reward(tmp_path, monkeypatch):
 
 def test_commands_that_the_pages_show_are_accepted(tmp_path, monkeypatch):
     page = (ROOT / "examples/reasoning_gym/README.md").read_text() + str(prompts.__doc__)
-    commands = re.findall(r"^ *python -m examples\.reasoning_gym\.prompts (--out(?:.*\\\n)*.*)", page, re.M)
+    commands = re.findall(
+        r"^ *python -m examples\.reasoning_gym\.prompts (--out(?:.*\\\n)*.*)", page, re.M
+    )
     assert len(commands) >= 2
     for number, command in enumerate(commands):
         monkeypatch.chdir(tmp_path)

@@ -53,19 +53,36 @@ def command_line(recipe, *flags, **environment):
 
 @pytest.fixture
 def files(tmp_path):
-    make_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=40960, num_key_value_heads=4)
+    make_checkpoint(
+        tmp_path / "model", "qwen3", max_position_embeddings=40960, num_key_value_heads=4
+    )
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "1+1?"}], "label": "2"}) + "\n")
-    return {"MODEL": str(tmp_path / "model"), "TRAIN": str(rows), "EVAL": str(rows), "OUT": str(tmp_path / "out")}
+    rows.write_text(
+        json.dumps({"messages": [{"role": "user", "content": "1+1?"}], "label": "2"}) + "\n"
+    )
+    return {
+        "MODEL": str(tmp_path / "model"),
+        "TRAIN": str(rows),
+        "EVAL": str(rows),
+        "OUT": str(tmp_path / "out"),
+    }
 
 
 def torchrun(ranks):
     """What torchrun sets in the first of its processes."""
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
 
 
 def test_qwen3_on_gsm8k(files):
-    line = command_line("examples/qwen3_gsm8k/run.sh", "--num-rollout", "7", SGLANG_PYTHON=sys.executable, **files)
+    line = command_line(
+        "examples/qwen3_gsm8k/run.sh", "--num-rollout", "7", SGLANG_PYTHON=sys.executable, **files
+    )
     found = configure(line, torchrun(4))
     assert found.sglang.sglang_python == sys.executable and found.loop.num_rollout == 7
     assert found.sglang.sglang_launch == 2
@@ -77,33 +94,48 @@ def test_qwen3_on_gsm8k(files):
 def mixture(files):
     """The same files with a mixture of 128 experts."""
     make_checkpoint(
-        Path(files["MODEL"]), "qwen3_moe", max_position_embeddings=40960, num_experts=128, num_experts_per_tok=8
+        Path(files["MODEL"]),
+        "qwen3_moe",
+        max_position_embeddings=40960,
+        num_experts=128,
+        num_experts_per_tok=8,
     )
     return files
 
 
 def test_qwen3_30b_a3b_with_servers_or_on_one_machine(mixture):
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
-    line = command_line("examples/qwen3_30b_a3b/run.sh", SERVERS=servers, ADDRESS_OF_RANK_0="10.0.0.1", **mixture)
+    line = command_line(
+        "examples/qwen3_30b_a3b/run.sh", SERVERS=servers, ADDRESS_OF_RANK_0="10.0.0.1", **mixture
+    )
     found = configure(line, torchrun(8))
     assert found.rollout.use_rollout_routing_replay and found.rollout.measure_routing_mismatch == 50
     assert found.megatron.expert_model_parallel_size == 8
     assert found.sglang.sglang_url == tuple(servers.split())
     assert found.correction.use_tis and found.correction.rs_veto_threshold == 1e-4
     found = configure(
-        command_line("examples/qwen3_30b_a3b/run.sh", "--lr", "1e-7", TRAIN_GPUS="4", **mixture), torchrun(4)
+        command_line("examples/qwen3_30b_a3b/run.sh", "--lr", "1e-7", TRAIN_GPUS="4", **mixture),
+        torchrun(4),
     )
     assert found.megatron.expert_model_parallel_size == 4 and found.sglang.sglang_launch == 2
     assert found.sglang.sglang_server_args[:4] == ("--tp-size", "2", "--base-gpu-id", "4")
     with pytest.raises(subprocess.CalledProcessError) as error:
         command_line("examples/qwen3_30b_a3b/run.sh", **mixture)
-    assert error.value.returncode == 2 and "set SERVERS to the URLs of SGLang's servers" in error.value.stderr
+    assert (
+        error.value.returncode == 2
+        and "set SERVERS to the URLs of SGLang's servers" in error.value.stderr
+    )
 
 
 def test_several_machines(files):
     servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
     line = command_line(
-        "examples/clusters/torchrun.sh", "--num-rollout", "7", SERVERS=servers, MASTER="10.0.0.1", **files
+        "examples/clusters/torchrun.sh",
+        "--num-rollout",
+        "7",
+        SERVERS=servers,
+        MASTER="10.0.0.1",
+        **files,
     )
     found = configure(line, torchrun(16))
     assert found.sglang.sglang_url == tuple(servers.split())
@@ -123,8 +155,14 @@ def test_slurm_runs_the_recipe_of_several_machines(files, tmp_path):
     for name, command in (("scontrol", "printf 'node%s\\n' 1 2 3 4"), ("srun", SRUN)):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{command}\n")
         (tmp_path / name).chmod(0o700)
-    slurm = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[1-4]", "SGLANG_PYTHON": "true"}
-    found = configure(command_line("examples/clusters/slurm.sbatch", **slurm, **files), torchrun(8 * trainers))
+    slurm = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[1-4]",
+        "SGLANG_PYTHON": "true",
+    }
+    found = configure(
+        command_line("examples/clusters/slurm.sbatch", **slurm, **files), torchrun(8 * trainers)
+    )
     assert found.sglang.sglang_url == ("http://node3:30000", "http://node4:30000")
     assert found.sglang.sglang_sync_address == "node1"
 
@@ -142,13 +180,22 @@ def test_kubernetes_runs_the_same_recipe(files):
     pod = job["template"]["spec"]
     (train,) = pod["containers"]
     environment = {each["name"]: each.get("value", "0") for each in train["env"]}
-    assert environment["MASTER"] == f"slime-tis-train-0.{pod['subdomain']}" and environment["NODES"] == "2"
-    for name, labels in (("slime-tis-train", job["template"]), ("slime-tis-sample", servers["template"])):
+    assert (
+        environment["MASTER"] == f"slime-tis-train-0.{pod['subdomain']}"
+        and environment["NODES"] == "2"
+    )
+    for name, labels in (
+        ("slime-tis-train", job["template"]),
+        ("slime-tis-sample", servers["template"]),
+    ):
         assert by_name["Service", name]["selector"] == labels["metadata"]["labels"]
     script, *flags = [*train["command"][1:], *train["args"]]
     line = command_line(script, *flags, **environment | files)
     found = configure(line, torchrun(8 * int(environment["NODES"])))
-    assert found.sglang.sglang_url == tuple(environment["SERVERS"].split()) and len(found.sglang.sglang_url) == 2
+    assert (
+        found.sglang.sglang_url == tuple(environment["SERVERS"].split())
+        and len(found.sglang.sglang_url) == 2
+    )
 
 
 @pytest.mark.parametrize("name", ["train", "sglang"])
@@ -156,9 +203,13 @@ def test_smollm2(name, tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "data/smollm2/checkpoint", "llama")
     (tmp_path / "data/smollm2/prompts").mkdir()
     for rows in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / "data/smollm2/prompts" / rows).write_text(json.dumps({"prompt": [], "label": "2"}) + "\n")
+        (tmp_path / "data/smollm2/prompts" / rows).write_text(
+            json.dumps({"prompt": [], "label": "2"}) + "\n"
+        )
     monkeypatch.chdir(tmp_path)
-    found = configure(["--custom-config-path", str(ROOT / f"examples/smollm2_reasoning_gym/{name}.yaml")], {})
+    found = configure(
+        ["--custom-config-path", str(ROOT / f"examples/smollm2_reasoning_gym/{name}.yaml")], {}
+    )
     assert not found.megatron.bf16
     assert (found.rollout.rollout_engine, found.rollout.weight_update_rounding) == (
         ("local", "nearest") if name == "train" else ("sglang", "stochastic")
@@ -176,7 +227,10 @@ STUDIES = {
         },
     ),
     "comparison_study": (None, {}),
-    "comparison_study/sweep": (None, {("stale 16", "bypass PPO, 0.1"): {"use_rollout_logprobs": True}}),
+    "comparison_study/sweep": (
+        None,
+        {("stale 16", "bypass PPO, 0.1"): {"use_rollout_logprobs": True}},
+    ),
     "real_model_study": (
         32,  # seven corrections in two scenarios, five in three, three in int4
         {
@@ -188,7 +242,10 @@ STUDIES = {
     "rounding_study": (None, {}),
     "tool_agent_study": (
         None,
-        {("stale fp8", f"{level} TIS"): {"tis_level": level} for level in ("token", "segment", "sequence")},
+        {
+            ("stale fp8", f"{level} TIS"): {"tis_level": level}
+            for level in ("token", "segment", "sequence")
+        },
     ),
 }
 """Number of cases if it is fixed, and values of the corrections of some cases."""
@@ -216,20 +273,33 @@ def data(monkeypatch, tmp_path):
 def test_every_case_is_a_command_line_that_train_accepts(name):
     study, (count, values) = Study(ROOT / "examples" / name), STUDIES[name]
     cases = Grid.load(study).cases([3])
-    found = {(case.scenario, case.correction): configure(case.command(study.runs / case.name), {}) for case in cases}
+    found = {
+        (case.scenario, case.correction): configure(case.command(study.runs / case.name), {})
+        for case in cases
+    }
     assert count in (None, len(found))
-    assert {got.megatron.seed for got in found.values()} == {got.rollout.rollout_seed for got in found.values()} == {3}
+    assert (
+        {got.megatron.seed for got in found.values()}
+        == {got.rollout.rollout_seed for got in found.values()}
+        == {3}
+    )
     for key, fields in values.items():
         assert {field: getattr(found[key].correction, field) for field in fields} == fields
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if not name.startswith("comparison_study")])
+@pytest.mark.parametrize(
+    "name", [name for name in STUDIES if not name.startswith("comparison_study")]
+)
 def test_the_page_of_a_study_shows_its_table(name):
     study = Study(ROOT / "examples" / name)
     rows, page = read_table(study.results), study.page.read_text(encoding="utf-8")
     cases = {case.key: " ".join(case.flags) for case in Grid.load(study).cases(report.SEEDS)}
-    assert {key: row.flags for key, row in rows.items()}.items() <= cases.items(), "grid.yaml has other flags"
-    assert name != "collapse_study" or rows.keys() == cases.keys(), "the whole grid is in results.csv"
+    assert {key: row.flags for key, row in rows.items()}.items() <= cases.items(), (
+        "grid.yaml has other flags"
+    )
+    assert name != "collapse_study" or rows.keys() == cases.keys(), (
+        "the whole grid is in results.csv"
+    )
     shown = report.table(rows.values()) + report.not_run(rows.values(), Grid.load(study))
     assert f"{report.begin('results')}{shown}\n{report.END}" in page, "run `make docs`"
 
@@ -238,10 +308,16 @@ def test_the_page_of_a_study_shows_its_table(name):
 @pytest.mark.parametrize("name", ["collapse_study", "comparison_study", "real_model_study"])
 def test_the_commands_shown_are_accepted(name):
     study = Study(ROOT / "examples" / name)
-    text = (study.directory / "README.md").read_text(encoding="utf-8") + study.page.read_text(encoding="utf-8")
+    text = (study.directory / "README.md").read_text(encoding="utf-8") + study.page.read_text(
+        encoding="utf-8"
+    )
     shown = re.findall(r"^python -m examples\.collapse_study\.run (?:.*\\\n)*.*$", text, re.M)
     assert shown
     for command in shown:
         options = run.parse(shlex.split(command.replace("\\\n", " "))[3:])
-        cases = Grid.load(options.study).chosen(options.scenarios, options.corrections).cases([0], options.more)
+        cases = (
+            Grid.load(options.study)
+            .chosen(options.scenarios, options.corrections)
+            .cases([0], options.more)
+        )
         assert cases and all(configure(case.command(options.runs), {}) for case in cases)

@@ -39,8 +39,12 @@ SMALL = prepare.Example(
 def answers(directory, **sampling):
     """Metrics of the engine's answers to eval.jsonl."""
     tokenizer = load_tokenizer(directory / "checkpoint")
-    prompts = load_prompts(directory / "eval.jsonl", tokenizer, input_key="prompt", label_key="label")
-    config = RolloutConfig(prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1, rm_type="exact_match")
+    prompts = load_prompts(
+        directory / "eval.jsonl", tokenizer, input_key="prompt", label_key="label"
+    )
+    config = RolloutConfig(
+        prompt_data="p", rollout_batch_size=1, rollout_max_response_len=1, rm_type="exact_match"
+    )
     engine = LocalEngine(directory / "checkpoint", tokenizer)
     groups = engine.generate(prompts, Sampling(max_response_len=4, **sampling), seed=0)
     assign_rewards(groups, build_reward(config))
@@ -59,7 +63,9 @@ def test_the_accuracies_are_those_of_the_engine(made):
     assert 0.2 <= report["accuracy"] <= 0.9
     assert answers(directory, temperature=0.0)["accuracy"] == pytest.approx(report["accuracy"])
     sampled = answers(directory, n_samples=400)["accuracy"]
-    assert sampled == pytest.approx(report["sampled_accuracy"], abs=0.02)  # 12,000 samples: 4 standard errors
+    assert sampled == pytest.approx(
+        report["sampled_accuracy"], abs=0.02
+    )  # 12,000 samples: 4 standard errors
 
 
 def test_rows_are_sorted_digits_and_follow_from_the_seed(made, tmp_path):
@@ -113,9 +119,21 @@ def test_the_flags_that_the_readme_shows_parse(tmp_path, monkeypatch):
     config = ROOT / run.split()[3]
     assert parse_args(["--custom-config-path", str(config), *run.split()[4:]]).correction.use_tis
     rollout = parse_args(
-        [*flags.split(), "--rollout-batch-size", "32", "--n-samples-per-prompt", "8", "--num-rollout", "1"]
+        [
+            *flags.split(),
+            "--rollout-batch-size",
+            "32",
+            "--n-samples-per-prompt",
+            "8",
+            "--num-rollout",
+            "1",
+        ]
     ).rollout
-    assert (rollout.input_key, rollout.label_key, rollout.rm_type) == ("prompt", "label", "exact_match")
+    assert (rollout.input_key, rollout.label_key, rollout.rm_type) == (
+        "prompt",
+        "label",
+        "exact_match",
+    )
     assert rollout.prompt_data == f"{directory}/train.jsonl"
     assert [path for _, path in rollout.eval_prompt_sets] == [f"{directory}/eval.jsonl"]
 
@@ -140,7 +158,12 @@ def runs(data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(data)
         output = tmp_path_factory.mktemp("runs")
-        common = ["--custom-config-path", "examples/sort_digits_moe/train.yaml", "--num-rollout", "2"]
+        common = [
+            "--custom-config-path",
+            "examples/sort_digits_moe/train.yaml",
+            "--num-rollout",
+            "2",
+        ]
         common += ["--rollout-batch-size", "4", "--eval-interval", "1", "--lr-warmup-iters", "1"]
         for name, more in (("without_replay", []), ("with_replay", REPLAY)):
             run_here([*common, *more], output / name)
@@ -153,8 +176,12 @@ def test_two_steps_with_replay_leave_less_of_the_mismatch(runs):
     for row in replayed[1:]:
         assert row["train/routing_replay_missing"] == 0
         assert row["train/routing_difference"] > 0
-        assert 0 < row["train/with_replay/mismatch_k3_kl"] < row["train/without_replay/mismatch_k3_kl"]
-        assert row["train/with_replay/mismatch_k3_kl"] == pytest.approx(row["train/mismatch_k3_kl"], rel=1e-4)
+        assert (
+            0 < row["train/with_replay/mismatch_k3_kl"] < row["train/without_replay/mismatch_k3_kl"]
+        )
+        assert row["train/with_replay/mismatch_k3_kl"] == pytest.approx(
+            row["train/mismatch_k3_kl"], rel=1e-4
+        )
     first = without[1], replayed[1]
     assert first[0]["rollout/raw_reward"] == first[1]["rollout/raw_reward"], "the same samples"
     assert first[0]["train/mismatch_k3_kl"] == pytest.approx(
@@ -166,12 +193,19 @@ def test_two_steps_with_replay_leave_less_of_the_mismatch(runs):
 def test_the_picture_and_the_lines_below_it(runs, capsys, tmp_path):
     assert picture.main([str(runs["without_replay"]), str(runs["with_replay"])]) == 0
     drawn, *lines = capsys.readouterr().out.splitlines()
-    assert drawn == str(runs["with_replay"] / picture.PICTURE) and Path(drawn).stat().st_size > 10_000
+    assert (
+        drawn == str(runs["with_replay"] / picture.PICTURE) and Path(drawn).stat().st_size > 10_000
+    )
     found = [row["eval/accuracy"] for row in read_metrics(runs["with_replay"])]
     assert lines[-1] == f"eval accuracy: {found[0]:.2f} -> {found[-1]:.2f}"
-    assert lines[0].startswith("without replay: eval accuracy ") and lines[1].startswith("with replay: eval accuracy ")
+    assert lines[0].startswith("without replay: eval accuracy ") and lines[1].startswith(
+        "with replay: eval accuracy "
+    )
     assert picture.main([str(runs["with_replay"]), str(runs["without_replay"])]) == 2
-    assert "must be a run with --use-rollout-routing-replay and --measure-routing-mismatch" in capsys.readouterr().err
+    assert (
+        "must be a run with --use-rollout-routing-replay and --measure-routing-mismatch"
+        in capsys.readouterr().err
+    )
     assert picture.main([str(tmp_path)]) == 2
 
 
@@ -179,12 +213,18 @@ def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_r
     directory = data / "data" / "sort_digits_moe"
     rows = measure.measure(directory, directory / "checkpoint", samples=4)
     assert [(row.engine, row.replayed) for row in rows] == [
-        (engine, replayed) for engine in (*measure.ENGINES, *measure.PARTS) for replayed in measure.REPLAYS
+        (engine, replayed)
+        for engine in (*measure.ENGINES, *measure.PARTS)
+        for replayed in measure.REPLAYS
     ]
     found = {(row.engine, row.replayed): row for row in rows}
     for replayed in measure.REPLAYS:
         exact = found["fp32", replayed]
-        assert exact.k3 < 1e-9 and exact.other_experts == 0 and 0.999 < exact.smallest <= exact.largest < 1.001
+        assert (
+            exact.k3 < 1e-9
+            and exact.other_experts == 0
+            and 0.999 < exact.smallest <= exact.largest < 1.001
+        )
     coarse = [found["fp32, routers of 4 bits", replayed] for replayed in measure.REPLAYS]
     assert coarse[0].other_experts > 0 and coarse[0].k3 > 3 * coarse[1].k3 > 0
     assert coarse[2].k3 < 1e-9, "with their weights too, routers that differ make no difference"
@@ -192,17 +232,26 @@ def test_replay_leaves_what_is_not_routing_and_weights_leave_nothing_of_coarse_r
 
 
 def test_the_page_shows_the_table_of_results():
-    assert f"\n{measure.table(read_rows(measure.RESULTS, measure.Row))}\n" in (HERE / "README.md").read_text()
+    assert (
+        f"\n{measure.table(read_rows(measure.RESULTS, measure.Row))}\n"
+        in (HERE / "README.md").read_text()
+    )
 
 
 def test_the_commands_shown_are_accepted(data, monkeypatch):
     monkeypatch.chdir(data)
     shown = re.findall(r"^python train.py ((?:.*\\\n)*.*)$", (HERE / "README.md").read_text(), re.M)
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    made = [line for line in re.findall(r"train\.py (.*)$", makefile, re.M) if "$(MOE_CONFIG)" in line]
+    made = [
+        line for line in re.findall(r"train\.py (.*)$", makefile, re.M) if "$(MOE_CONFIG)" in line
+    ]
     assert len(shown) == len(made) == 2
     made = [
-        re.sub(r"\$\((\w+)\)", lambda name: re.findall(rf"^{name[1]} := (.*)$", makefile, re.M)[0], line)
+        re.sub(
+            r"\$\((\w+)\)",
+            lambda name: re.findall(rf"^{name[1]} := (.*)$", makefile, re.M)[0],
+            line,
+        )
         for line in made
     ]
     for commands in (shown, made):

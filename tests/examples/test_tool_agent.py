@@ -61,7 +61,9 @@ def test_a_transcript_calls_until_it_answers(probability, text, sampled):
     tokenizer = make_tokenizer(prepare.MAX_LENGTH, prepare.CHARACTERS)
     found = prepare.transcript(ROW, tokenizer, probability, random.Random(0))
     assert tokenizer.decode(found.tokens) == text
-    own = [token for token, is_sampled in zip(found.tokens, found.sampled, strict=True) if is_sampled]
+    own = [
+        token for token, is_sampled in zip(found.tokens, found.sampled, strict=True) if is_sampled
+    ]
     assert tokenizer.decode(own) == sampled
 
 
@@ -121,7 +123,14 @@ def data(tmp_path_factory):
 
 def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
     monkeypatch.chdir(data)
-    flags = ["--custom-config-path", str(HERE / "train.yaml"), "--num-rollout", "2", "--rollout-batch-size", "4"]
+    flags = [
+        "--custom-config-path",
+        str(HERE / "train.yaml"),
+        "--num-rollout",
+        "2",
+        "--rollout-batch-size",
+        "4",
+    ]
     flags += ["--eval-interval", "2", "--no-progress", "--lr-warmup-iters", "1"]
     rows = run_here(flags, tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -131,12 +140,22 @@ def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
         assert 1 <= row["rollout/turns"] <= agent.MAX_CALLS + 1
 
 
-def test_the_configuration_with_servers_is_accepted_and_episodes_are_printed(data, monkeypatch, capsys):
+def test_the_configuration_with_servers_is_accepted_and_episodes_are_printed(
+    data, monkeypatch, capsys
+):
     monkeypatch.chdir(data)
     configure(["--custom-config-path", str(HERE / "sglang.yaml")], {})
     directory = data / "data" / "tool_agent"
-    flags = [str(directory / "checkpoint"), "--prompts", str(directory / "eval.jsonl"), "--each", "2"]
+    flags = [
+        str(directory / "checkpoint"),
+        "--prompts",
+        str(directory / "eval.jsonl"),
+        "--each",
+        "2",
+    ]
     episodes.main(flags)
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith(f"{directory / 'checkpoint'}: accuracy 0.") and head.endswith(" calls per episode")
+    assert head.startswith(f"{directory / 'checkpoint'}: accuracy 0.") and head.endswith(
+        " calls per episode"
+    )
     assert len(lines) == 2 and all(">" in line for line in lines)

@@ -46,9 +46,15 @@ class ForkedRun:
         try:
             os.setpgid(0, 0)
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
             for path, descriptor in ((self.stdout, 1), (self.stderr, 2)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), descriptor)
+                os.dup2(
+                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644),
+                    descriptor,
+                )
             sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8")
             sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8")
             os.chdir(cwd or ".")
@@ -81,7 +87,9 @@ class ForkedRun:
             os.killpg(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         output, error = (path.read_text(errors="replace") for path in (self.stdout, self.stderr))
-        return Outcome(status=os.waitstatus_to_exitcode(code) if pid else None, output=output, error=error)
+        return Outcome(
+            status=os.waitstatus_to_exitcode(code) if pid else None, output=output, error=error
+        )
 
 
 def run_forked(argv, directory, *, timeout=60, cwd=None, before=int):
@@ -104,5 +112,7 @@ def group_is_empty(group):
 def check(tried, at_least=1):
     """Fails with the first failures of a number of tries, by try, or if fewer than `at_least` were made."""
     failures = {attempt: failure for attempt, failure in tried.items() if failure is not None}
-    assert not failures, f"{len(failures)} of {len(tried)} failed:\n{dict(list(failures.items())[:20])}"
+    assert not failures, (
+        f"{len(failures)} of {len(tried)} failed:\n{dict(list(failures.items())[:20])}"
+    )
     assert len(tried) >= at_least

@@ -1,6 +1,7 @@
 """Answers that no SGLang server should give, and a server that gives them.
 
-The server is that of `tests/rollout/sglang/fake_sglang.py`; its `faults` may be a `Raw` answer, too, sent as it is.
+The server is that of `tests/rollout/sglang/fake_sglang.py`; its `faults` may be a `Raw` answer,
+too, sent as it is.
 """
 
 import asyncio
@@ -128,29 +129,41 @@ GENERATE = {
 
 PROTOCOL = {
     "no HTTP": lambda answer: Raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
-    "a redirect": lambda answer: http(b"", "Location: http://127.0.0.1:1/", status="307 Temporary Redirect"),
+    "a redirect": lambda answer: http(
+        b"", "Location: http://127.0.0.1:1/", status="307 Temporary Redirect"
+    ),
     "a header of a megabyte": lambda answer: http(b"{}", f"X-Long: {'x' * 1_000_000}"),
-    "a chunk of no number": lambda answer: Raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
+    "a chunk of no number": lambda answer: Raw(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"
+    ),
     "a body cut off": lambda answer: Raw(
         b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\nConnection: close\r\n\r\n{", iter([b"x"])
     ),
-    "a status line with the key": lambda answer: Raw(f"HTTP/1.1 {KEY} {ADMIN_KEY}\r\n\r\n".encode()),
+    "a status line with the key": lambda answer: Raw(
+        f"HTTP/1.1 {KEY} {ADMIN_KEY}\r\n\r\n".encode()
+    ),
 }
 """Answers that are not HTTP, or an odd one, which are to be asked for elsewhere."""
 
 
 def refusal(words, status="503 X"):
-    return lambda answer: http(words if isinstance(words, bytes) else json.dumps(words).encode(), status=status)
+    return lambda answer: http(
+        words if isinstance(words, bytes) else json.dumps(words).encode(), status=status
+    )
 
 
 ERRORS = {
     "an error with the key": refusal({"error": {"message": f"bad key {KEY}"}}),
     "an error with the key across the cut": refusal({"message": "x" * 390 + KEY}),
-    "an error with the key in quotes": refusal(json.dumps({"error": json.dumps({"key": KEY})}).encode()),
+    "an error with the key in quotes": refusal(
+        json.dumps({"error": json.dumps({"key": KEY})}).encode()
+    ),
     "an error with the key in base64": refusal(b"Basic c2stN0hxMnZYOXRMdzRSejhLZA=="),
     "an error that steers the terminal": refusal({"message": STEERING + "words"}),
     "an error nested deeply": refusal(nested(30_000).encode()),
-    "a compressed error": lambda answer: http(gzip.compress(bytes(1 << 26)), "Content-Encoding: gzip", status="500 X"),
+    "a compressed error": lambda answer: http(
+        gzip.compress(bytes(1 << 26)), "Content-Encoding: gzip", status="500 X"
+    ),
     "a reason with the key": lambda answer: http(b"{}", status=f"502 {KEY}"),
 }
 """Errors that are answered instead, which are to be tried elsewhere."""

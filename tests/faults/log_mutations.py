@@ -12,7 +12,23 @@ STEPS = 30
 METRIC = "policy/rollout_train_logprobs_abs_diff_mean"
 VALUES = [0.001 * (step + 1) for step in range(STEPS)]
 HOSTILE_VALUES = (
-    *("nan", "inf", "-inf", "Infinity", "-1", "0", "1e308", "-1e308", "1e400", "1e-400", "", " ", "null", "true", "x"),
+    *(
+        "nan",
+        "inf",
+        "-inf",
+        "Infinity",
+        "-1",
+        "0",
+        "1e308",
+        "-1e308",
+        "1e400",
+        "1e-400",
+        "",
+        " ",
+        "null",
+        "true",
+        "x",
+    ),
     *(
         "9" * 400,
         "9" * 5000,
@@ -39,7 +55,10 @@ def csv_file(path: Path) -> None:
 def wandb_chart(path: Path) -> None:
     rows = [f'"{step}","{value}","9","9"' for step, value in enumerate(VALUES)]
     name = f"run-1 - {METRIC}"
-    path.write_text("\n".join([f'"Step","{name}","{name}__MIN","{name}__MAX"', *rows]) + "\n", encoding="utf-8-sig")
+    path.write_text(
+        "\n".join([f'"Step","{name}","{name}__MIN","{name}__MAX"', *rows]) + "\n",
+        encoding="utf-8-sig",
+    )
 
 
 def trainer_state(path: Path) -> None:
@@ -49,7 +68,8 @@ def trainer_state(path: Path) -> None:
 
 def console(path: Path) -> None:
     lines = [
-        f"(TaskRunner pid=7) step:{step} - training/rollout_probs_diff_mean:{value} - {METRIC}:np.float64({value})"
+        f"(TaskRunner pid=7) step:{step} - training/rollout_probs_diff_mean:{value} -"
+        f" {METRIC}:np.float64({value})"
         for step, value in enumerate(VALUES)
     ]
     path.write_text("\n".join(lines) + "\n")
@@ -65,7 +85,12 @@ def tensorboard(path: Path) -> None:
         summary = Summary(value=[Summary.Value(tag=METRIC, simple_value=value)])
         data = Event(step=step, wall_time=1.0, summary=summary).SerializeToString()
         length = struct.pack("<Q", len(data))
-        content += length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+        content += (
+            length
+            + struct.pack("<I", masked_crc32c(length))
+            + data
+            + struct.pack("<I", masked_crc32c(data))
+        )
     path.write_bytes(content)
 
 
@@ -101,7 +126,9 @@ def wandb(path: Path) -> None:
     records = []
     for step, value in enumerate(VALUES):
         numbers = {"_step": step, METRIC: value, "note": "x" * (6_000 if step % 5 == 0 else 10)}
-        items = [HistoryItem(key=name, value_json=json.dumps(each)) for name, each in numbers.items()]
+        items = [
+            HistoryItem(key=name, value_json=json.dumps(each)) for name, each in numbers.items()
+        ]
         records.append(Record(history=HistoryRecord(item=items)).SerializeToString())
     path.write_bytes(leveldb(records))
 
@@ -147,4 +174,9 @@ def with_hostile_values(content: bytes, chance: random.Random) -> bytes:
     return content
 
 
-MUTATIONS = {"flips": flipped, "truncation": truncated, "splices": spliced, "values": with_hostile_values}
+MUTATIONS = {
+    "flips": flipped,
+    "truncation": truncated,
+    "splices": spliced,
+    "values": with_hostile_values,
+}

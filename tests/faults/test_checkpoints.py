@@ -14,7 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
-from slime_tis.trainer.storage.checkpoint_files import TRAINER_STATE, checksums, files_of, write_manifest
+from slime_tis.trainer.storage.checkpoint_files import (
+    TRAINER_STATE,
+    checksums,
+    files_of,
+    write_manifest,
+)
 from tests.faults.forked import ForkedRun, run_forked
 from tests.runs import largest_file, make_task, read_metrics, training_metrics
 
@@ -24,7 +29,12 @@ TIMEOUT = 120.0
 @pytest.fixture(scope="module")
 def stale(tmp_path_factory):
     # stale weights that bypass corrects, so that no warning is printed beside the messages
-    return [*make_task(tmp_path_factory.mktemp("stale")), "--update-weights-interval", "2", "--use-rollout-logprobs"]
+    return [
+        *make_task(tmp_path_factory.mktemp("stale")),
+        "--update-weights-interval",
+        "2",
+        "--use-rollout-logprobs",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,9 @@ def trained(stale, tmp_path_factory):
     flags += ["--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run")]
     outcome = run_forked(flags, directory / "log", timeout=TIMEOUT)
     assert outcome.status == 0, outcome.error
-    assert (directory / "save" / "iter_0000003" / "rollout_weights.safetensors").exists()  # stale weights
+    assert (
+        directory / "save" / "iter_0000003" / "rollout_weights.safetensors"
+    ).exists()  # stale weights
     return directory
 
 
@@ -46,7 +58,11 @@ def metrics(run):
 
 def refusal(outcome, status, *words):
     """Returns None if the outcome is a refusal in one line of stderr with these words, and the outcome otherwise."""
-    lines = [line for line in outcome.error.splitlines() if line.strip() and not line.startswith("warning: ")]
+    lines = [
+        line
+        for line in outcome.error.splitlines()
+        if line.strip() and not line.startswith("warning: ")
+    ]
     if outcome.status == status and len(lines) == 1 and all(word in lines[0] for word in words):
         return None
     return f"status {outcome.status}, {len(lines)} lines: {outcome.error[-600:]}"
@@ -56,7 +72,10 @@ DAMAGED = {
     "flipped bit": (1, lambda save: flip_middle(save / "iter_0000004" / "__0_0.distcp")),
     "empty directory": (1, lambda save: (save / "iter_0000009").mkdir()),
     "link in a circle": (0, lambda save: (save / "iter_0000009").symlink_to("iter_0000009")),
-    "two damaged": (2, lambda save: [os.truncate(save / f"iter_000000{i}" / "common.pt", 0) for i in (3, 4)]),
+    "two damaged": (
+        2,
+        lambda save: [os.truncate(save / f"iter_000000{i}" / "common.pt", 0) for i in (3, 4)],
+    ),
 }
 """Damage of a directory of checkpoints, and the number of warnings."""
 
@@ -91,7 +110,19 @@ def file_bytes(export):
 def resume(stale, directory, *flags):
     save = str(directory / "save")
     return [
-        *(*stale, "--num-rollout", "4", "--save-interval", "1", "--save-retain", "3", "--load", save, "--save", save),
+        *(
+            *stale,
+            "--num-rollout",
+            "4",
+            "--save-interval",
+            "1",
+            "--save-retain",
+            "3",
+            "--load",
+            save,
+            "--save",
+            save,
+        ),
         *("--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run"), *flags),
     ]
 
@@ -111,12 +142,17 @@ def test_no_complete_checkpoint_is_refused(stale, trained, tmp_path):
     for path in (tmp_path / "save").iterdir():
         (path / "__0_1.distcp").unlink()
     outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
-    assert refusal(outcome, 1, "no checkpoint under", "iter_0000002: __0_1.distcp is missing") is None
+    assert (
+        refusal(outcome, 1, "no checkpoint under", "iter_0000002: __0_1.distcp is missing") is None
+    )
 
 
 CHANGED = {
     ("--lr", "5e-4"): (5e-4, "--lr 0.001 → 0.0005"),
-    ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (5e-4, "--lr-decay-style 'constant' → 'linear'"),
+    ("--lr-decay-style", "linear", "--lr-decay-iters", "8"): (
+        5e-4,
+        "--lr-decay-style 'constant' → 'linear'",
+    ),
     ("--n-samples-per-prompt", "2"): (1e-3, "--n-samples-per-prompt 4 → 2"),
 }
 """Learning rate of the resumed step, and the report."""
@@ -131,12 +167,19 @@ def test_changed_options_take_effect(flags, stale, trained, tmp_path):
     assert outcome.status == 0, outcome.error
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4 and rows[-1]["train/lr"] == pytest.approx(lr)
-    (report,) = [line for line in outcome.output.splitlines() if line.startswith("options changed since then: ")]
+    (report,) = [
+        line
+        for line in outcome.output.splitlines()
+        if line.startswith("options changed since then: ")
+    ]
     assert words in report
 
 
 def tree(directory):
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(directory.rglob("*"))}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
 
 
 MEDDLING = """
@@ -170,7 +213,9 @@ def test_files_that_come_to_the_target_during_the_run_stay(name, stale, trained,
 def test_two_runs_do_not_share_a_directory(stale, tmp_path):
     names = {"--save": "save", "--output-dir": "run", "--save-hf": "hf"}
     own = [part for flag, name in names.items() for part in (flag, str(tmp_path / name))]
-    first = ForkedRun([*stale, *own, "--num-rollout", "400", "--save-interval", "1"], tmp_path / "first")
+    first = ForkedRun(
+        [*stale, *own, "--num-rollout", "400", "--save-interval", "1"], tmp_path / "first"
+    )
     while not list((tmp_path / "save").glob("iter_*")):
         assert time.monotonic() < first.started + TIMEOUT
         time.sleep(0.05)
@@ -179,10 +224,17 @@ def test_two_runs_do_not_share_a_directory(stale, tmp_path):
         return run_forked([*stale, *flags], tmp_path / "log", timeout=TIMEOUT)
 
     for flag, name in names.items():
-        other = [part for each in names for part in (each, str(tmp_path / f"other_{name}_{each[2:]}"))]
+        other = [
+            part for each in names for part in (each, str(tmp_path / f"other_{name}_{each[2:]}"))
+        ]
         load = ["--load", str(tmp_path / name)] if flag == "--save" else []
         outcome = run(*other, "--num-rollout", "1", flag, str(tmp_path / name), *load)
-        assert refusal(outcome, 2, f"error: {flag} is", f"process id {first.pid} on {os.uname().nodename}") is None
+        assert (
+            refusal(
+                outcome, 2, f"error: {flag} is", f"process id {first.pid} on {os.uname().nodename}"
+            )
+            is None
+        )
     first.kill(signal.SIGKILL)
     first.wait(TIMEOUT)
     steps = [row["step"] for row in read_metrics(tmp_path / "run")]
@@ -202,7 +254,10 @@ def test_a_full_disk_loses_nothing(size, stale, trained, tmp_path):
     with largest_file(size):
         outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert refusal(outcome, 1, "could not write", "File too large") is None
-    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == ["iter_0000002", "iter_0000003"]
+    assert sorted(path.name for path in (tmp_path / "save").iterdir()) == [
+        "iter_0000002",
+        "iter_0000003",
+    ]
     assert tree(tmp_path / "hf") == export
     outcome = run_forked(resume(stale, tmp_path), tmp_path / "log", timeout=TIMEOUT)
     assert outcome.status == 0, outcome.error
@@ -213,8 +268,16 @@ DIVERGES = ("--lr", "1", "--weight-decay", "100", "--num-rollout", "30", "--save
 STOPS = {
     "weights that grow a hundredfold each step": DIVERGES,
     "the same in bfloat16": (*DIVERGES, "--bf16"),
-    "huge rewards": ("--custom-rm-path", "{directory}/huge.py:huge", "--disable-grpo-std-normalization"),
-    "a loss that overflows": ("--use-tis", "--custom-tis-function-path", "{directory}/huge.py:overflow"),
+    "huge rewards": (
+        "--custom-rm-path",
+        "{directory}/huge.py:huge",
+        "--disable-grpo-std-normalization",
+    ),
+    "a loss that overflows": (
+        "--use-tis",
+        "--custom-tis-function-path",
+        "{directory}/huge.py:overflow",
+    ),
     "a weight that is NaN": ("--hf-checkpoint", "{directory}/nan"),
 }
 CODE = """
@@ -240,13 +303,17 @@ def directory(task):
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("name", STOPS)
-def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(name, policy, directory, task, tmp_path):
+def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(
+    name, policy, directory, task, tmp_path
+):
     flags = [*task, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     flags += [flag.format(directory=directory) for flag in STOPS[name]]
     outcome = run_forked([*flags, "--nonfinite-gradient", policy], tmp_path / "log")
     assert not outcome.traceback, outcome.error
     if policy == "skip" and outcome.status == 0:
-        assert 1.0 in [row["train/nonfinite_gradient_steps"] for row in read_metrics(tmp_path / "run")]
+        assert 1.0 in [
+            row["train/nonfinite_gradient_steps"] for row in read_metrics(tmp_path / "run")
+        ]
         return
     assert outcome.status in (1, 2)
     (message,) = [line for line in outcome.error.splitlines() if not line.startswith("warning: ")]
@@ -254,20 +321,29 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(name, policy, 
     for path in (tmp_path / "save").glob("iter_*"):
         dcp_to_torch_save(path, tmp_path / "plain.pt")
         state = torch.load(tmp_path / "plain.pt", weights_only=True)
-        layers = [value for key, value in state.items() if key.startswith(("embedding.", "decoder."))]
+        layers = [
+            value for key, value in state.items() if key.startswith(("embedding.", "decoder."))
+        ]
         weights = [weight for weight in tree_leaves(layers) if isinstance(weight, torch.Tensor)]
         assert weights and all(weight.isfinite().all() for weight in weights)
 
 
 def test_the_last_good_step_is_saved_and_resumed(task, tmp_path):
     """The reward of the third rollout overflows; a run with other rewards resumes after step 2."""
-    (tmp_path / "late.py").write_text("def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n")
+    (tmp_path / "late.py").write_text(
+        "def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n"
+    )
     flags = [*task, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
     flags += ["--output-dir", str(tmp_path / "run"), "--disable-grpo-std-normalization"]
     good = run_forked([*flags, "--num-rollout", "2"], tmp_path / "good")
-    bad = run_forked([*flags, "--custom-rm-path", f"{tmp_path / 'late.py'}:reward"], tmp_path / "bad")
+    bad = run_forked(
+        [*flags, "--custom-rm-path", f"{tmp_path / 'late.py'}:reward"], tmp_path / "bad"
+    )
     again = run_forked(flags, tmp_path / "again")
     assert (good.status, bad.status, again.status) == (0, 1, 0)
     assert f"The run stops after step 2, saved under {tmp_path / 'save'}" in bad.error
-    steps = [(row["step"], row["train/nonfinite_gradient_steps"]) for row in read_metrics(tmp_path / "run")]
+    steps = [
+        (row["step"], row["train/nonfinite_gradient_steps"])
+        for row in read_metrics(tmp_path / "run")
+    ]
     assert steps == [(1, 0.0), (2, 0.0), (3, 0.0)]

@@ -1,7 +1,8 @@
 """Malformed command lines and YAML files, and absurd values that parse: one message or a run, never a traceback.
 
-Every option is tried with every value that its kind refuses, on the command line and in YAML, with what it needs beside
-it, so that the value itself is what is refused; and alone, where it would have no effect.
+Every option is tried with every value that its kind refuses, on the command line and in YAML, with
+what it needs beside it, so that the value itself is what is refused; and alone, where it would have
+no effect.
 """
 
 import io
@@ -37,7 +38,20 @@ BASE = {
     "num_rollout": "3",
     "rm_type": "exact_match",
 }
-NOT_WHOLE = ("x", "1.5", "nan", "inf", "1e3", "0x10", "1_000", "１２", "true", "[1]", "9" * 5000, "-" * 9)
+NOT_WHOLE = (
+    "x",
+    "1.5",
+    "nan",
+    "inf",
+    "1e3",
+    "0x10",
+    "1_000",
+    "１２",
+    "true",
+    "[1]",
+    "9" * 5000,
+    "-" * 9,
+)
 NOT_A_NUMBER = ("x", "nan", "1e999", "-1e999", "0.5_2", "1,5", "１", "true", "9" * 5000, "--")
 NOT_TEXT = ("a\x1b[2Jb", "a\nb", "\x00", "\udc80", "x" * (MAX_TEXT + 1))
 BLANK = ("", " ", "\t")
@@ -52,7 +66,10 @@ SAMPLES = {
 }
 """Values of options that others need."""
 
-COMPANIONS = {"rollout_rs": ("--rollout-rs-threshold", "2"), "sglang_router_ip": ("--sglang-router-port", "1")}
+COMPANIONS = {
+    "rollout_rs": ("--rollout-rs-threshold", "2"),
+    "sglang_router_ip": ("--sglang-router-port", "1"),
+}
 
 
 @pytest.fixture
@@ -97,7 +114,9 @@ def fault(argv, *, refused=True):
         return "was refused without a word"
     if any(len(line) > LONGEST_LINE for line in lines):
         return f"said {max(map(len, lines))} characters in a line: {said[:200]}"
-    if "Traceback" in said or not all(character.isprintable() for line in lines for character in line):
+    if "Traceback" in said or not all(
+        character.isprintable() for line in lines for character in line
+    ):
         return f"said {said!r:.200}"
     if status == 2 and len(lines) > 1:
         return f"said {len(lines)} lines: {said[:200]}"
@@ -149,11 +168,17 @@ def test_every_option_with_every_wrong_value_in_yaml(base):
             continue
         for value in list(wrong_values(option))[::2]:
             Path("run.yaml").write_text(f"{name}: {json.dumps(value)}\n", encoding="utf-8")
-            line = [word for word in base if name not in BASE or word not in (flag(name), BASE[name])]
-            tries[f"{name}: {value!r:.60}"] = fault([*line, *context(name), "--custom-config-path", "run.yaml"])
+            line = [
+                word for word in base if name not in BASE or word not in (flag(name), BASE[name])
+            ]
+            tries[f"{name}: {value!r:.60}"] = fault(
+                [*line, *context(name), "--custom-config-path", "run.yaml"]
+            )
         for text in ("[[1]]", "{a: {b: c}}", "{}"):
             Path("run.yaml").write_text(f"{name}: {text}\n")
-            tries[f"{name}: {text}"] = fault([*base, *context(name), "--custom-config-path", "run.yaml"])
+            tries[f"{name}: {text}"] = fault(
+                [*base, *context(name), "--custom-config-path", "run.yaml"]
+            )
     check(tries, at_least=500)
 
 
@@ -164,9 +189,12 @@ def sample(option):
     if option.type.choices:
         return option.type.choices[0]
     word = {bool: "true", int: "1", float: "0.5", str: "word"}[kind_of(option)]
-    return {"tis_mode": "clip", "tis_level": "token", "rs_level": "token", "rejection_normalizer": "original"}.get(
-        option.name, word
-    )
+    return {
+        "tis_mode": "clip",
+        "tis_level": "token",
+        "rs_level": "token",
+        "rejection_normalizer": "original",
+    }.get(option.name, word)
 
 
 def test_every_option_without_what_it_needs(base):
@@ -177,7 +205,9 @@ def test_every_option_without_what_it_needs(base):
     for name in (option.name for option in OPTIONS.values() if option.needs):
         words = []
         if any(need.met_by(OPTIONS[need.option].default) for need in needs_of(COMMAND_LINE, name)):
-            words = next((words for key, words in unlike.items() if f"--{key}=" in _needs(name)), [])
+            words = next(
+                (words for key, words in unlike.items() if f"--{key}=" in _needs(name)), []
+            )
         line = [*base, *words, f"{flag(name)}={sample(OPTIONS[name])}"]
         status, said = attempt(line)
         wrong = fault(line) or (None if "has no effect without" in said else f"said {said!r}")
@@ -212,7 +242,10 @@ WORDS = [
     ["--use-rs", "--rs-upper-bound", "0.5", "--rs-lower-bound", "0.6"],
     ["--rollout-engine", "sglang", "--sglang-url", "http://" + "a" * 4000],
     ["--rollout-engine", "sglang", "--sglang-router-ip", "a b", "--sglang-router-port", "1"],
-    ["algorithm.rollout_correction.rollout_rs=token", "algorithm.rollout_correction.rollout_rs_threshold=-1"],
+    [
+        "algorithm.rollout_correction.rollout_rs=token",
+        "algorithm.rollout_correction.rollout_rs_threshold=-1",
+    ],
     ["algorithm.gamma=1"],
 ]
 
@@ -262,7 +295,14 @@ YAML = [
     verl("rollout_is: token, rollout_is_threshold: 3") + "\ntis_clip: 2",
     "actor_rollout_ref: {rollout: {calculate_log_probs: true, n: 8}}",
 ]
-BYTES = [b"\xff\xfe", b"lr: \xff", "lr: 1".encode("utf-16"), b"\x00" * 100, os.urandom(1000), b"lr: 1\rlr: 2"]
+BYTES = [
+    b"\xff\xfe",
+    b"lr: \xff",
+    "lr: 1".encode("utf-16"),
+    b"\x00" * 100,
+    os.urandom(1000),
+    b"lr: 1\rlr: 2",
+]
 
 
 def test_malformed_yaml(base):
@@ -274,7 +314,15 @@ def test_malformed_yaml(base):
     os.mkfifo("pipe.yaml")
     Path("loop.yaml").symlink_to("loop.yaml")
     Path("cut.yaml").symlink_to("gone")
-    for path in ("pipe.yaml", "loop.yaml", "cut.yaml", ".", "/proc/self/mem", "run.yaml/x", "\udc80"):
+    for path in (
+        "pipe.yaml",
+        "loop.yaml",
+        "cut.yaml",
+        ".",
+        "/proc/self/mem",
+        "run.yaml/x",
+        "\udc80",
+    ):
         tries[path] = fault([*base, "--custom-config-path", path])
     check(tries, at_least=30)
 
@@ -299,7 +347,10 @@ ABSURD = [
     "--rollout-rs seq_mean_k3,token_k1 --rollout-rs-threshold 1e-300,1e-300_1e300",
     "--nonfinite-policy raise --calculate-per-token-loss --normalize-advantages",
     "--old-logprobs interpolate --update-weights-interval 1000000 --num-rollout 2",
-    "--eval-prompt-data {prompts} --eval-temperature 100 --eval-top-p 1e-300 --n-samples-per-eval-prompt 2",
+    (
+        "--eval-prompt-data {prompts} --eval-temperature 100 --eval-top-p 1e-300"
+        " --n-samples-per-eval-prompt 2"
+    ),
     "--num-rollout none --num-epoch 1 --rollout-batch-size 16",
     "--save {tmp}/ckpt --save-retain 1000000 --save-interval 1000000",
     "--save-debug-rollout-data {tmp}/{{{{{{rollout_id}}}}}}.jsonl --debug-rollout-only",
@@ -315,7 +366,9 @@ def test_absurd_values_that_parse_end_in_a_run_or_one_message(tmp_path):
     task = make_task(tmp_path / "task", prompts=16)
     for number, line in enumerate(ABSURD):
         words = line.format(
-            long="x" * 300, prompts=task[task.index("--prompt-data") + 1], tmp=tmp_path / str(number)
+            long="x" * 300,
+            prompts=task[task.index("--prompt-data") + 1],
+            tmp=tmp_path / str(number),
         ).split()
         first = [] if "--num-rollout" in words else ["--num-rollout", "1"]
         output = ["--output-dir", str(tmp_path / f"run ü{number}")]

@@ -9,15 +9,29 @@ from slime_tis.trainer import setup
 from tests.faults.forked import run_forked
 from tests.runs import make_task, run_apart
 
-HEAD = "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw):\n    "
+HEAD = (
+    "import torch\n\ndef fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks,"
+    " **kw):\n    "
+)
 TIS, REWARD = ("--use-tis", "--custom-tis-function-path"), ("--custom-rm-path",)
 GOES_WRONG = {
     # flags, code of a file, part of the message
-    "raises deep in torch": (TIS, f"{HEAD}return pg_loss + torch.ones(99999)", "line 4) raised RuntimeError: The size"),
-    "fails in a helper": (TIS, f"{HEAD}import beside\n    beside.fail()", "beside.py, line 2) raised KeyError"),
+    "raises deep in torch": (
+        TIS,
+        f"{HEAD}return pg_loss + torch.ones(99999)",
+        "line 4) raised RuntimeError: The size",
+    ),
+    "fails in a helper": (
+        TIS,
+        f"{HEAD}import beside\n    beside.fail()",
+        "beside.py, line 2) raised KeyError",
+    ),
     "other names each time": (
         ("--micro-batch-size", "4", *TIS),
-        f"{HEAD}args.n = getattr(args, 'n', 0) + 1\n    return pg_loss, loss_masks, {{str(args.n): pg_loss}}",
+        (
+            f"{HEAD}args.n = getattr(args, 'n', 0) + 1\n    return pg_loss, loss_masks,"
+            " {str(args.n): pg_loss}"
+        ),
         "returned metric '1' for one micro-batch and not for another",
     ),
     "hostile repr": (
@@ -36,7 +50,13 @@ GOES_WRONG = {
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return [*make_task(tmp_path_factory.mktemp("task")), "--num-rollout", "1", "--micro-batch-size", "8"]
+    return [
+        *make_task(tmp_path_factory.mktemp("task")),
+        "--num-rollout",
+        "1",
+        "--micro-batch-size",
+        "8",
+    ]
 
 
 def _run(task, directory, code, *flags):
@@ -65,7 +85,10 @@ TIS_PATH = "--custom-tis-function-path"
 UNUSABLE = {
     "nowhere": (["--use-tis", TIS_PATH, "nowhere.py:fn"], "there is no file nowhere.py"),
     "broken": (["--use-tis", TIS_PATH, "broken.py:fn"], "SyntaxError"),
-    "options": (["--rs-second-moment-bound", "0.1", TIS_PATH, "custom_tis.template.soft_tis"], "by the global batch"),
+    "options": (
+        ["--rs-second-moment-bound", "0.1", TIS_PATH, "custom_tis.template.soft_tis"],
+        "by the global batch",
+    ),
     "narrow": (["--custom-rm-path", "narrow.py:fn"], "cannot be called as fn"),
 }
 
@@ -85,7 +108,10 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_model_is_built(
 
 
 def test_ranks_that_return_other_metrics_are_refused(task, tmp_path):
-    body = "rank = torch.distributed.get_rank()\n    return pg_loss, loss_masks, {'a': pg_loss} if rank == 0 else {}\n"
+    body = (
+        "rank = torch.distributed.get_rank()\n    return pg_loss, loss_masks, {'a': pg_loss} if"
+        " rank == 0 else {}\n"
+    )
     (tmp_path / "mine.py").write_text(HEAD + body)
     ended = run_apart([*task, *TIS, f"{tmp_path / 'mine.py'}:fn"], tmp_path / "run", 2, 120)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr

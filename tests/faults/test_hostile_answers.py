@@ -110,13 +110,17 @@ def test_a_compressed_answer_of_a_tool_is_refused_unread(encoding, server):
 def test_an_answer_of_a_tool_that_is_not_utf_8_is_asked_for_again(server):
     answers = iter([http(b'{"text": "\xd2"}'), http(b"{"), http(b'{"text": "good"}')])
     server.answers["/tool"] = lambda good: next(answers)
-    assert asyncio.run(slime_client.post(f"{server.url}/tool", {}, max_retries=2)) == {"text": "good"}
+    assert asyncio.run(slime_client.post(f"{server.url}/tool", {}, max_retries=2)) == {
+        "text": "good"
+    }
 
 
 def test_an_endless_answer_of_a_tool_is_cut(server, monkeypatch):
     monkeypatch.setattr(slime_client, "MAX_ANSWER_BYTES", 1 << 16)
     body = b"1" * (1 << 20)
-    server.answers["/tool"] = lambda good: Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1048576\r\n\r\n" + body)
+    server.answers["/tool"] = lambda good: Raw(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1048576\r\n\r\n" + body
+    )
     with pytest.raises(httpx.DecodingError, match="more than 65536 bytes"):
         asyncio.run(slime_client.post(f"{server.url}/tool", {}, max_retries=0))
 
@@ -159,7 +163,9 @@ def test_mutated_answers_are_parsed_or_invalid(name):
 
 
 NOT_UTF_8 = {
-    "finish reason": b'{"output_ids":[5],"meta_info":{"finish_reason":{"type":"st\xd2p"},"weight_versions":[]}}',
+    "finish reason": (
+        b'{"output_ids":[5],"meta_info":{"finish_reason":{"type":"st\xd2p"},"weight_versions":[]}}'
+    ),
     "version": b'{"weight_version": "\xff1"}',
     "server version": b'{"version": "\xc3("}',
     "worker": b'{"workers": [{"url": "http://\xed\xa0\x80"}]}',
@@ -229,10 +235,14 @@ def scored(response: str, label: str, group: int):
 def test_endless_answers_take_bounded_time_beside_honest_ones(monkeypatch, caplog):
     monkeypatch.setattr(symbolic, "LIMITS", ((2.0, 1.0), (4.0, 0.5)))
     reward = build_reward(
-        RolloutConfig(prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, rm_type="math")
+        RolloutConfig(
+            prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, rm_type="math"
+        )
     )
     hostile = [scored(make(number), "x+1", 0) for number in range(20) for make in ENDLESS.values()]
-    honest = [scored(answer, label, 1 + index) for index, (answer, label) in enumerate(HONEST.values())]
+    honest = [
+        scored(answer, label, 1 + index) for index, (answer, label) in enumerate(HONEST.values())
+    ]
     began = time.process_time() + sum(os.times()[2:4])
     assert reward([*hostile, *honest]) == [0.0] * len(hostile) + [1.0] * len(honest)
     symbolic._worker._stop()  # so that its processor time is counted

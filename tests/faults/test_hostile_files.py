@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from slime_tis.torch_files import UnsafeFile, UnsafeTorch, load_tensors
 from slime_tis.trainer.megatron.checkpoint_reader import read_metadata
@@ -157,7 +161,14 @@ def trained(tmp_path_factory):
     """A run of two steps whose rollout engine has older weights: its flags and its directory."""
     directory = tmp_path_factory.mktemp("hostile")
     flags = [*make_task(directory), "--update-weights-interval", "2", "--use-rollout-logprobs"]
-    saving = ["--num-rollout", "1", "--save", str(directory / "save"), "--output-dir", str(directory / "run")]
+    saving = [
+        "--num-rollout",
+        "1",
+        "--save",
+        str(directory / "save"),
+        "--output-dir",
+        str(directory / "run"),
+    ]
     outcome = run_forked([*flags, *saving], directory / "log", timeout=TIMEOUT)
     assert outcome.status == 0, outcome.error
     assert (directory / "save" / "iter_0000001" / "rollout_weights.safetensors").exists()
@@ -171,7 +182,14 @@ def test_a_loaded_checkpoint_runs_no_code(attack, trained, tmp_path):
     checkpoint = tmp_path / "save" / "iter_0000001"
     attack(checkpoint, Evil(tmp_path / "ran"))
     write_manifest(checkpoint, checksums(checkpoint, files_of(checkpoint)))
-    loading = ["--num-rollout", "2", "--load", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
+    loading = [
+        "--num-rollout",
+        "2",
+        "--load",
+        str(tmp_path / "save"),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     outcome = run_forked([*flags, *loading], tmp_path / "log", timeout=TIMEOUT)
     assert not Path(tmp_path / "ran").exists()
     assert outcome.status == 1 and not outcome.traceback

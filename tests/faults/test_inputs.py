@@ -14,7 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_tis.hf_directory import ModelSizes, check_generation_config, check_tensors, read_model_config, tensor_files
+from slime_tis.hf_directory import (
+    ModelSizes,
+    check_generation_config,
+    check_tensors,
+    read_model_config,
+    tensor_files,
+)
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer
 from slime_tis.trainer.megatron.architecture import read_hf_config
@@ -36,7 +42,9 @@ def refused(work, *names):
         work()
     message = str(refusal.value)
     assert time.monotonic() - began < SECONDS
-    assert len(message) <= LONGEST_MESSAGE and message.isprintable() and message.endswith("."), message[:300]
+    assert len(message) <= LONGEST_MESSAGE and message.isprintable() and message.endswith("."), (
+        message[:300]
+    )
     assert [str(name) for name in names if str(name) not in message] == [], message
 
 
@@ -63,14 +71,23 @@ FILES = {
 
 LINES = {
     "invalid UTF-8": (b'{"prompt": "\xff", "label": "1"}\n', "not UTF-8"),
-    "a number of 5,000 digits": (b'{"prompt": "1", "label": -' + b"9" * 5000 + b"}\n", "limit (4300 digits)"),
-    "lists nested 100,000 deep": (b'{"prompt": "1", "label": ' + deep(100_000) + b"}\n", "nested too deep"),
+    "a number of 5,000 digits": (
+        b'{"prompt": "1", "label": -' + b"9" * 5000 + b"}\n",
+        "limit (4300 digits)",
+    ),
+    "lists nested 100,000 deep": (
+        b'{"prompt": "1", "label": ' + deep(100_000) + b"}\n",
+        "nested too deep",
+    ),
     "half a row": (b'{"prompt": "1", "lab', "not JSON"),
     "no prompt": (b'{"text": "1", "label": "1"}\n', "no key 'prompt'"),
     "no label": (b'{"prompt": "1"}\n', "no key 'label'"),
     "an empty prompt": (row(prompt=""), "empty prompt"),
     "a prompt of null": (row(prompt=None), "type NoneType"),
-    "a prompt of messages": (row(prompt=[{"role": "user", "content": "1"}]), "--apply-chat-template"),
+    "a prompt of messages": (
+        row(prompt=[{"role": "user", "content": "1"}]),
+        "--apply-chat-template",
+    ),
     "half a pair in the prompt": (row(prompt="ab\ud800c"), "surrogate"),
     "metadata of a list": (row(metadata=[1]), "'metadata' that is not a mapping"),
     "metadata nested 200 deep": (row(metadata={"a": json.loads(deep(200))}), "nests deeper"),
@@ -81,11 +98,15 @@ LINES = {
 
 
 def load(path, **options):
-    return load_prompts(path, TOKENIZER, **{"input_key": "prompt", "label_key": "label", "sizes": SIZES, **options})
+    return load_prompts(
+        path, TOKENIZER, **{"input_key": "prompt", "label_key": "label", "sizes": SIZES, **options}
+    )
 
 
 CONTENTS = {name: (content, [words]) for name, (content, words) in FILES.items()}
-CONTENTS |= {name: (GOOD + line, ["p.jsonl, line 2", words]) for name, (line, words) in LINES.items()}
+CONTENTS |= {
+    name: (GOOD + line, ["p.jsonl, line 2", words]) for name, (line, words) in LINES.items()
+}
 
 
 @pytest.mark.parametrize(("content", "words"), CONTENTS.values(), ids=CONTENTS)
@@ -109,7 +130,10 @@ def test_a_long_prompt_alone_and_tokens_that_the_model_does_not_have(tmp_path):
     refused(lambda: load(path, max_prompt_len=9), path, "raise it")
     path.write_bytes(row(prompt="1") + row(prompt="?"))
     words = "has a prompt with token 63, but the model's vocabulary ends at 59"
-    refused(lambda: load(path, sizes=ModelSizes(context_len=None, vocab_size=60)), f"{path}, line 2 {words}")
+    refused(
+        lambda: load(path, sizes=ModelSizes(context_len=None, vocab_size=60)),
+        f"{path}, line 2 {words}",
+    )
 
 
 LABELS = [1, 2.5, None]
@@ -117,7 +141,10 @@ ACCEPTED = {
     "a UTF-8 mark": (codecs.BOM_UTF8 + GOOD, [("31>", "13")]),
     "Windows line ends": (GOOD.replace(b"\n", b"\r\n") * 2, [("31>", "13")] * 2),
     "Unicode line separators": (row(prompt="3\u2028\u0085\x1c1"), [("3\u2028\u0085\x1c1", "13")]),
-    "labels of other types": (row(label=LABELS) + row(label=None), [("31>", LABELS), ("31>", None)]),
+    "labels of other types": (
+        row(label=LABELS) + row(label=None),
+        [("31>", LABELS), ("31>", None)],
+    ),
     "long ones among short ones": (GOOD + row(prompt="1" * 10_000_000) + GOOD, [("31>", "13")] * 2),
 }
 
@@ -126,7 +153,9 @@ ACCEPTED = {
 def test_data_sets_that_are_accepted(content, expected, tmp_path):
     (tmp_path / "p.jsonl").write_bytes(content)
     began = time.monotonic()
-    assert [(prompt.text, prompt.label) for prompt in load(tmp_path / "p.jsonl", max_prompt_len=99)] == expected
+    assert [
+        (prompt.text, prompt.label) for prompt in load(tmp_path / "p.jsonl", max_prompt_len=99)
+    ] == expected
     assert time.monotonic() - began < SECONDS
 
 
@@ -142,7 +171,11 @@ def test_parquet(tmp_path):
         return path.read_bytes()
 
     whole = write()
-    for content in (GOOD, whole[:-20], whole[:-60] + bytes(40) + whole[-20:]):  # JSONL, cut off, damaged metadata
+    for content in (
+        GOOD,
+        whole[:-20],
+        whole[:-60] + bytes(40) + whole[-20:],
+    ):  # JSONL, cut off, damaged metadata
         path.write_bytes(content)
         refused(lambda: load(path), path)
     write(label=[b"1", b"2"])
@@ -158,7 +191,10 @@ def test_parquet(tmp_path):
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    return {family: make_checkpoint(directory / family, family) for family in ("qwen2", "qwen3", "llama")}
+    return {
+        family: make_checkpoint(directory / family, family)
+        for family in ("qwen2", "qwen3", "llama")
+    }
 
 
 def spoiled(source, target, **files):
@@ -181,13 +217,22 @@ CONFIGS = {
     "a number of 5,000 digits": (b'{"hidden_size": ' + b"9" * 5000 + b"}", "not JSON"),
     "a list": (b"[]", "type list"),
     "another architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-    "latent attention": ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "DeepseekV3ForCausalLM"),
+    "latent attention": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512},
+        "DeepseekV3ForCausalLM",
+    ),
     "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "an unknown rope": ({"rope_parameters": {"rope_type": "wormhole"}}, "'wormhole'"),
     "a rope of theta -1": ({"rope_parameters": {"rope_theta": -1}}, "rope_theta -1"),
-    "epsilon NaN": (b'{"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": NaN}', "rms_norm_eps nan"),
+    "epsilon NaN": (
+        b'{"architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": NaN}',
+        "rms_norm_eps nan",
+    ),
     "3 groups": ({"num_key_value_heads": 3}, "num_attention_heads 4"),
-    "heads that do not divide": ({"head_dim": None, "num_attention_heads": 6}, "heads of 5.33333 numbers"),
+    "heads that do not divide": (
+        {"head_dim": None, "num_attention_heads": 6},
+        "heads of 5.33333 numbers",
+    ),
     "hidden_size below 0": ({"hidden_size": -1}, "hidden_size -1"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
     "10**12 tokens": ({"vocab_size": 10**12}, "vocab_size 1000000000000"),
@@ -222,7 +267,10 @@ YARN = {"rope_type": "yarn"}
 
 @pytest.mark.parametrize(
     "fields",
-    [{"rope_scaling": YARN, "rope_parameters": YARN}, {"dtype": "float31", "torch_dtype": "float31"}],
+    [
+        {"rope_scaling": YARN, "rope_parameters": YARN},
+        {"dtype": "float31", "torch_dtype": "float31"},
+    ],
     ids=["a rope without its factor", "an unknown type of numbers"],
 )
 def test_configurations_that_transformers_refuses(fields, checkpoints, tmp_path):
@@ -235,7 +283,11 @@ def test_configurations_that_transformers_refuses(fields, checkpoints, tmp_path)
 def test_tokenizers(checkpoints, tmp_path):
     source = checkpoints["qwen3"]
     cut = (source / "tokenizer.json").read_bytes()[:100]
-    for files in ({"tokenizer__json": b"\xff\xfe"}, {"tokenizer__json": cut}, {"tokenizer__json": None}):
+    for files in (
+        {"tokenizer__json": b"\xff\xfe"},
+        {"tokenizer__json": cut},
+        {"tokenizer__json": None},
+    ):
         directory = spoiled(source, tmp_path / "model", **files, tokenizer_config__json=None)
         refused(lambda d=directory: load_tokenizer(d), directory)
 
@@ -249,7 +301,10 @@ def edited(source, target, edit):
     directory = spoiled(source, target)
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
     return directory
 
 
@@ -263,9 +318,13 @@ Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_pro
 WEIGHTS = {
     "empty": lambda whole: b"",
     "the last byte missing": lambda whole: whole[:-1],
-    "a pointer of Git LFS": lambda whole: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 988097824\n",
+    "a pointer of Git LFS": lambda whole: (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 988097824\n"
+    ),
     "a header of 2**63 bytes": lambda whole: header(b"{}", 2**63),
-    "offsets beyond the end": lambda whole: header(b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+    "offsets beyond the end": lambda whole: header(
+        b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'
+    ),
 }
 TENSORS = {
     "a wrong shape": (lambda w: w.update({Q: w[Q][:-1]}), f"{Q} has the shape [63, 32]"),
@@ -291,14 +350,18 @@ def test_other_tensors(edit, words, checkpoints, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 def test_weights_that_are_not_finite(value, checkpoints, tmp_path):
-    directory = edited(checkpoints["qwen3"], tmp_path / "model", lambda w: w[Q].view(-1).__setitem__(7, value))
+    directory = edited(
+        checkpoints["qwen3"], tmp_path / "model", lambda w: w[Q].view(-1).__setitem__(7, value)
+    )
     words = f"{directory / 'model.safetensors'}: the tensor {Q} holds NaN or infinity"
     refused(lambda: HfTensors(directory, tied=False)[Q], words)
 
 
 def test_no_safetensors_and_no_sizes(checkpoints, tmp_path):
     source, target = checkpoints["qwen3"], tmp_path / "model"
-    directory = spoiled(source, target, model__safetensors=None, pytorch_model__bin=b"\x80\x02}q\x00.")
+    directory = spoiled(
+        source, target, model__safetensors=None, pytorch_model__bin=b"\x80\x02}q\x00."
+    )
     refused(lambda: check(directory), directory, "safetensors")
     config = json.loads((source / "config.json").read_text())
     text = json.dumps({key: value for key, value in config.items() if key != "vocab_size"}).encode()
@@ -322,7 +385,9 @@ def indexed(source, target, index):
 
 def naming(file):
     """An index whose query projection is in another file."""
-    return lambda weight_map: {"weight_map": {**weight_map, Q: file(weight_map) if callable(file) else file}}
+    return lambda weight_map: {
+        "weight_map": {**weight_map, Q: file(weight_map) if callable(file) else file}
+    }
 
 
 INDICES = {
@@ -334,8 +399,14 @@ INDICES = {
     "a file above": (naming("../outside.safetensors"), "not a file within"),
     "an absolute file": (naming("/dev/null"), "not a file within"),
     "a null byte": (naming("a\0b"), r"'a\x00b'"),
-    "another shard": (naming(lambda m: next(file for file in m.values() if file != m[Q])), f"has no tensor {Q}"),
-    "a tensor missing": (lambda m: {"weight_map": {k: v for k, v in m.items() if k != Q}}, f"has no tensor {Q}"),
+    "another shard": (
+        naming(lambda m: next(file for file in m.values() if file != m[Q])),
+        f"has no tensor {Q}",
+    ),
+    "a tensor missing": (
+        lambda m: {"weight_map": {k: v for k, v in m.items() if k != Q}},
+        f"has no tensor {Q}",
+    ),
 }
 
 
@@ -347,7 +418,9 @@ def test_indices(index, words, checkpoints, tmp_path):
 
 
 def test_a_damaged_part(checkpoints, tmp_path):
-    directory = indexed(checkpoints["llama"], tmp_path / "model", lambda weight_map: {"weight_map": weight_map})
+    directory = indexed(
+        checkpoints["llama"], tmp_path / "model", lambda weight_map: {"weight_map": weight_map}
+    )
     part = directory / "part-1.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     refused(lambda: check(directory), part, "download it again")
@@ -356,11 +429,15 @@ def test_a_damaged_part(checkpoints, tmp_path):
 def test_model_directories_that_are_accepted(checkpoints, tmp_path):
     for source in checkpoints.values():
         check(source)
-    directory = indexed(checkpoints["llama"], tmp_path / "model", lambda weight_map: {"weight_map": weight_map})
+    directory = indexed(
+        checkpoints["llama"], tmp_path / "model", lambda weight_map: {"weight_map": weight_map}
+    )
     check(directory)
     blobs = tmp_path / "blobs"
     blobs.mkdir()
-    for place, file in enumerate(sorted(directory.iterdir())):  # Hugging Face's cache has a link for each file
+    for place, file in enumerate(
+        sorted(directory.iterdir())
+    ):  # Hugging Face's cache has a link for each file
         shutil.move(file, blobs / str(place))
         file.symlink_to(Path("..", "blobs", str(place)))
     check(directory)
@@ -371,14 +448,26 @@ def test_model_directories_that_are_accepted(checkpoints, tmp_path):
     config = json.loads((checkpoints["llama"] / "config.json").read_text())
     old = make_checkpoint(tmp_path / "old", "llama", head_dim=8)
     new_fields = ("head_dim", "tie_word_embeddings", "rope_parameters")
-    (old / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in new_fields}))
+    (old / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k not in new_fields})
+    )
     check(old)
 
 
 WHOLE_RUNS = {
-    "a file cut off": ("model/model.safetensors", lambda whole: whole[:-9], 2, "download it again."),
+    "a file cut off": (
+        "model/model.safetensors",
+        lambda whole: whole[:-9],
+        2,
+        "download it again.",
+    ),
     "no configuration": ("model/config.json", lambda whole: b"{", 2, "its config.json is not JSON"),
-    "a tokenizer of garbage": ("model/tokenizer.json", lambda whole: b"\xff", 1, "whose tokenizer does not load"),
+    "a tokenizer of garbage": (
+        "model/tokenizer.json",
+        lambda whole: b"\xff",
+        1,
+        "whose tokenizer does not load",
+    ),
     "half a row": ("train.jsonl", lambda whole: whole[:-9], 2, ", line 16 is not JSON"),
 }
 
@@ -388,6 +477,11 @@ def test_whole_runs_end_before_anything_is_built(name, tmp_path):
     file, damage, status, words = WHOLE_RUNS[name]
     task, path = make_task(tmp_path), tmp_path / file
     path.write_bytes(damage(path.read_bytes()))
-    outcome = run_forked([*task, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=240)
+    outcome = run_forked(
+        [*task, "--output-dir", str(tmp_path / "run")], tmp_path / "log", timeout=240
+    )
     assert (outcome.status, outcome.traceback) == (status, False), outcome.error
-    assert words in outcome.error.splitlines()[-1] and str(path.parent) in outcome.error.splitlines()[-1]
+    assert (
+        words in outcome.error.splitlines()[-1]
+        and str(path.parent) in outcome.error.splitlines()[-1]
+    )

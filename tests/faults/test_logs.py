@@ -1,6 +1,7 @@
 """Damaged logs in every command: a verdict or one message, no traceback, no damaged number.
 
-LOG_MUTATIONS=200 runs 200 mutations of each kind and format, 3,400 in all; the default is a sample of them.
+LOG_MUTATIONS=200 runs 200 mutations of each kind and format, 3,400 in all; the default is a sample
+of them.
 """
 
 import importlib.util
@@ -14,7 +15,15 @@ import pytest
 from slime_tis.analysis.logs.log_formats import wandb_records
 from slime_tis.analysis.logs.read_log import read_log
 from slime_tis.main import main
-from tests.faults.log_mutations import CHECKSUMMED, FORMATS, METRIC, MUTATIONS, VALUES, leveldb, with_hostile_values
+from tests.faults.log_mutations import (
+    CHECKSUMMED,
+    FORMATS,
+    METRIC,
+    MUTATIONS,
+    VALUES,
+    leveldb,
+    with_hostile_values,
+)
 
 COUNT = int(os.environ.get("LOG_MUTATIONS", "30"))
 """Mutations of each format and kind."""
@@ -55,7 +64,9 @@ def test_a_damaged_log_has_a_verdict_or_one_message(name, kind, tmp_path, capsys
         assert status in (0, 2), f"mutation {number}: {captured.err}"
         message = captured.err.strip()
         is_short = len(message) <= LONGEST_MESSAGE and message.isprintable()
-        assert status == 0 or (is_short and message.endswith(".")), f"mutation {number}: {message[:500]}"
+        assert status == 0 or (is_short and message.endswith(".")), (
+            f"mutation {number}: {message[:500]}"
+        )
         assert time.monotonic() - began < SECONDS
 
 

@@ -8,8 +8,8 @@ from slime_tis.main import main
 from tests.faults.forked import check
 
 TRAIN = (
-    "python train.py --lr 1e-6 --hf-checkpoint m --prompt-data p.jsonl --rm-type math --num-rollout 1 "
-    "--rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8 "
+    "python train.py --lr 1e-6 --hf-checkpoint m --prompt-data p.jsonl --rm-type math --num-rollout"
+    " 1 --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 8 "
 )
 LONG = 250_000
 """Characters, near the limit of a script: quadratic code would take minutes."""
@@ -19,7 +19,10 @@ BAD_SCRIPTS = {
     "empty": ("", "has no command that runs train.py"),
     "no training": ("echo hello\n", "has no command that runs train.py"),
     "open quote": ("echo\necho 'a\n" + TRAIN, "(line 2 and what follows it are not understood)"),
-    "open substitution": ("X=$(dirname " + "$0" * (LONG // 2) + "\n" + TRAIN, "(line 1 and what follows it"),
+    "open substitution": (
+        "X=$(dirname " + "$0" * (LONG // 2) + "\n" + TRAIN,
+        "(line 1 and what follows it",
+    ),
     "binary": (bytes(range(256)) * 40, "is not text in UTF-8"),
     "huge": (b"#" * (2 << 20), "is too large"),
     "nested blocks": ("{ " * 20_000 + TRAIN + "; }" * 20_000, "nests its commands too deeply"),
@@ -30,7 +33,11 @@ BAD_SCRIPTS = {
 }
 GOOD_SCRIPTS = {
     "sourcing itself": "source run.sh\n" + TRAIN,
-    "substitutions": "X=$(touch RUN)\n" + TRAIN + '--save $(touch RUN) --load "$(touch RUN)" --input-key <(touch RUN)',
+    "substitutions": (
+        "X=$(touch RUN)\n"
+        + TRAIN
+        + '--save $(touch RUN) --load "$(touch RUN)" --input-key <(touch RUN)'
+    ),
     "indirect variable": "X='$(touch RUN)'\n" + TRAIN + "--save ${!X}",
     "commands in a string": f'bash -c "touch RUN; {TRAIN}"',
     "trap and functions": "f() { touch RUN; }\ntrap f EXIT\nf\n" + TRAIN,
@@ -40,11 +47,17 @@ GOOD_SCRIPTS = {
     "quotes in a value": TRAIN + '--save "a\'b\\"c;touch RUN"',
     "nested substitutions": "X=" + "$(" * 20_000 + ")" * 20_000 + "\n" + TRAIN,
     "code in a flag": TRAIN + "'--sglang-x;touch RUN' 1",
-    "escape sequences in paths": "PYTHONPATH='/a\x1b[2J:/b;touch RUN:`touch RUN`:$(touch RUN)' " + TRAIN,
+    "escape sequences in paths": (
+        "PYTHONPATH='/a\x1b[2J:/b;touch RUN:`touch RUN`:$(touch RUN)' " + TRAIN
+    ),
     "long value": TRAIN + "--save " + "x" * LONG,
     "many variables": TRAIN + "--save x" + "$a" * (LONG // 2),
-    "deep defaults of long values": TRAIN + "--save x" + "${A:-" * 19 + '"$x"' * (LONG // 5) + "}" * 19,
-    "negative and zero counts": TRAIN + "--actor-num-gpus-per-node 0 --rollout-num-gpus-per-engine -1 --colocate",
+    "deep defaults of long values": (
+        TRAIN + "--save x" + "${A:-" * 19 + '"$x"' * (LONG // 5) + "}" * 19
+    ),
+    "negative and zero counts": (
+        TRAIN + "--actor-num-gpus-per-node 0 --rollout-num-gpus-per-engine -1 --colocate"
+    ),
 }
 
 
@@ -82,14 +95,20 @@ def try_script(text, folder, capsys, statuses, message=""):
 
 def harmful(printed):
     """Whether running what was printed would do anything but start one command with these words."""
-    lines = [line for line in printed.replace(" \\\n", " ").splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in printed.replace(" \\\n", " ").splitlines() if not line.startswith("#")
+    ]
     if len(lines) != 1 or not lines[0].startswith("torchrun "):
         return f"printed {len(lines)} commands: {lines[:3]!r}"
     if any(not (letter.isprintable() or letter == "\n") for letter in printed):
         return "printed control characters"
     quoted = re.compile(r"'[^']*'|\\.|\"(?:\\.|[^\"\\])*\"")
-    inside = "".join(part for part in quoted.findall(lines[0]) if part[0] == '"')  # where bash still runs $(…)
-    if re.search(r"[;|&<>()`]", quoted.sub("", lines[0])) or re.search(r"\$\(|`", re.sub(r"\\.", "", inside)):
+    inside = "".join(
+        part for part in quoted.findall(lines[0]) if part[0] == '"'
+    )  # where bash still runs $(…)
+    if re.search(r"[;|&<>()`]", quoted.sub("", lines[0])) or re.search(
+        r"\$\(|`", re.sub(r"\\.", "", inside)
+    ):
         return f"printed code: {lines[0][:300]!r}"
     return None
 
@@ -99,7 +118,10 @@ def test_scripts(tmp_path, capsys, monkeypatch):
     os.mkfifo("pipe.sh")
     for number in range(30):
         (tmp_path / f"s{number}.sh").write_text("X=1\n")
-    tried = {name: try_script(text, tmp_path, capsys, (2,), message) for name, (text, message) in BAD_SCRIPTS.items()}
+    tried = {
+        name: try_script(text, tmp_path, capsys, (2,), message)
+        for name, (text, message) in BAD_SCRIPTS.items()
+    }
     tried |= {name: try_script(text, tmp_path, capsys, (0,)) for name, text in GOOD_SCRIPTS.items()}
     for number, text in enumerate(mutations(seed=7, count=300)):
         tried[f"mutation {number}"] = try_script(text, tmp_path, capsys, (0, 2))

@@ -10,7 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import ROOT, make_task, metrics_of, read_metrics, run_apart, start_apart, training_metrics
+from tests.runs import (
+    ROOT,
+    make_task,
+    metrics_of,
+    read_metrics,
+    run_apart,
+    start_apart,
+    training_metrics,
+)
 
 HANG = 60.0
 """Seconds after which ranks count as hanging."""
@@ -89,7 +97,12 @@ LAYOUTS = {
 def test_all_ranks_skip_the_step_that_is_not_finite(layout, flags, tmp_path):
     """The rewards of the second rollout overflow: every rank skips its step, with equal metrics."""
     code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
-    common = [*flags, "--custom-rm-path", f"{code}:overflows_in_the_second_rollout", "--disable-grpo-std-normalization"]
+    common = [
+        *flags,
+        "--custom-rm-path",
+        f"{code}:overflows_in_the_second_rollout",
+        "--disable-grpo-std-normalization",
+    ]
     common += ["--nonfinite-gradient", "skip", "--num-rollout", "3"]
     one = metrics_of(common, tmp_path / "one")
     two = metrics_of([*common, *LAYOUTS[layout]], tmp_path / "two", ranks=2)
@@ -101,8 +114,14 @@ def test_all_ranks_skip_the_step_that_is_not_finite(layout, flags, tmp_path):
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_all_layouts_name_the_token_of_a_bad_gradient(layout, flags, tmp_path):
     code = Path(flags[flags.index("--custom-rm-path") + 1]).parent / "code.py"
-    options = ["--custom-rm-path", f"{code}:overflows_in_the_second_rollout", "--disable-grpo-std-normalization"]
-    ended = run_apart([*flags, *options, "--num-rollout", "2", *LAYOUTS[layout]], tmp_path / "run", 2, HANG)
+    options = [
+        "--custom-rm-path",
+        f"{code}:overflows_in_the_second_rollout",
+        "--disable-grpo-std-normalization",
+    ]
+    ended = run_apart(
+        [*flags, *options, "--num-rollout", "2", *LAYOUTS[layout]], tmp_path / "run", 2, HANG
+    )
     assert ended.returncode == 1
     sentence = r"The first token at fault is token \d+ \(id \d+\) of the response of sample \d+"
     assert len(re.findall(sentence, ended.stderr)) == 1
@@ -119,7 +138,9 @@ def test_ranks_agree_on_the_latest_complete_checkpoint(flags, tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     resumed = run_apart([*common, "--num-rollout", "3"], tmp_path / "run", ranks=2)
-    assert resumed.returncode == 0 and resumed.stderr.count("warning: passed over") == 1, resumed.stderr
+    assert resumed.returncode == 0 and resumed.stderr.count("warning: passed over") == 1, (
+        resumed.stderr
+    )
     assert f"resumed from {save}/iter_0000001" in resumed.stdout
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
@@ -127,7 +148,15 @@ def test_ranks_agree_on_the_latest_complete_checkpoint(flags, tmp_path):
 @pytest.fixture
 def torchrun(flags, tmp_path):
     """Two ranks under a real torchrun, in a process group of their own; killed at the end if they are left."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
     command += [*flags, "--save", str(tmp_path / "save"), "--output-dir", str(tmp_path / "run")]
     with (tmp_path / "log").open("w") as log:
         agent = subprocess.Popen(
@@ -155,7 +184,9 @@ def ranks_of(tmp_path):
     pids = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if {"train.py", str(tmp_path / "run")} <= set(words) and "torch.distributed.run" not in words:
+        if {"train.py", str(tmp_path / "run")} <= set(
+            words
+        ) and "torch.distributed.run" not in words:
             pids.append(process.pid)
     return pids
 

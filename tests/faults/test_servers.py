@@ -1,7 +1,7 @@
 """Hostile servers: their answers are thrown away, asked for elsewhere and counted; the terminal sees nothing of them.
 
-Each is given to the real client on a real connection: once beside a good server, which the samples then come from, and
-once alone, where the request ends with a message.
+Each is given to the real client on a real connection: once beside a good server, which the samples
+then come from, and once alone, where the request ends with a message.
 """
 
 import base64
@@ -18,7 +18,17 @@ from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check
-from tests.faults.hostile import ADMIN_KEY, ERRORS, GENERATE, KEY, PROTOCOL, STEERING, hostiles, http, nested
+from tests.faults.hostile import (
+    ADMIN_KEY,
+    ERRORS,
+    GENERATE,
+    KEY,
+    PROTOCOL,
+    STEERING,
+    hostiles,
+    http,
+    nested,
+)
 from tests.rollout.sglang.rollouts import LATE, Weights, assert_exact, make_engine
 
 QUICK = Timeouts(recovery=0.3, first_retry=0.002, max_retry=0.01, health_interval=0.01)
@@ -28,7 +38,11 @@ SPOILED = {**GENERATE, **PROTOCOL, **ERRORS}
 LONGEST_MESSAGE = 1500
 MEMORY = 300 << 20
 SECONDS = 10.0
-ECHOES = [part for key in (KEY, ADMIN_KEY) for part in (key, base64.b64encode(key.encode()).decode().rstrip("="))]
+ECHOES = [
+    part
+    for key in (KEY, ADMIN_KEY)
+    for part in (key, base64.b64encode(key.encode()).decode().rstrip("="))
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +58,11 @@ def keys(monkeypatch):
 
 @contextmanager
 def engine_on(servers, checkpoint, **options):
-    config = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 5.0, **options}
+    config = {
+        "sglang_url": tuple(server.url for server in servers),
+        "sglang_request_timeout": 5.0,
+        **options,
+    }
     engine = make_engine(checkpoint, Weights(), timeouts=QUICK, **config)
     try:
         yield engine
@@ -92,7 +110,9 @@ def judged(work, caplog):
         failure = failure or f"took {time.monotonic() - began:.1f} s"
     if peak.grown() > MEMORY:
         failure = failure or f"took {peak.grown() >> 20} MB"
-    return failure or next(filter(None, (seen_in(record.getMessage()) for record in caplog.records)), None)
+    return failure or next(
+        filter(None, (seen_in(record.getMessage()) for record in caplog.records)), None
+    )
 
 
 def lost(engine, url, work):
@@ -103,7 +123,12 @@ def lost(engine, url, work):
         message = str(error)
     else:
         return "was believed"
-    if url not in message or "\n" in message or len(message) > LONGEST_MESSAGE or not message.endswith("."):
+    if (
+        url not in message
+        or "\n" in message
+        or len(message) > LONGEST_MESSAGE
+        or not message.endswith(".")
+    ):
         return f"ended with {message!r}"
     return seen_in(message)
 
@@ -125,7 +150,9 @@ def test_hostile_answers_are_asked_for_elsewhere(checkpoint, caplog):
                 after[f"rollout/sglang_{count}"] - before[f"rollout/sglang_{count}"]
                 for count in ("retries", "malformed_responses")
             )
-            done = retries >= 1 and malformed == counted[name]  # a busy machine may take the server for a dead one, too
+            done = (
+                retries >= 1 and malformed == counted[name]
+            )  # a busy machine may take the server for a dead one, too
             return None if done else f"{retries} retries, {malformed} malformed"
 
         for name, spoil in SPOILED.items():
@@ -141,7 +168,11 @@ def test_a_hostile_server_alone_ends_in_a_message(checkpoint, caplog):
             while engine.metrics()["rollout/sglang_live_servers"] < 1:
                 time.sleep(0.001)
             server.faults.append(spoil)
-            return lost(engine, server.url, lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0))
+            return lost(
+                engine,
+                server.url,
+                lambda: engine.generate(PROMPTS[:1], Sampling(max_response_len=5), seed=0),
+            )
 
         for name, spoil in SPOILED.items():
             tried[name] = judged(lambda s=spoil: ask(s), caplog)
@@ -155,7 +186,10 @@ INFO = {
     "a trillion ranks": ("/server_info", lambda good: {**good, "tp_size": 10**12}),
     "sizes of text": ("/server_info", lambda good: {**good, "dp_size": "two"}),
     "the key as version": ("/model_info", lambda good: {**good, "weight_version": f"-{KEY}" * 20}),
-    "a version that steers": ("/model_info", lambda good: {**good, "weight_version": STEERING * 20}),
+    "a version that steers": (
+        "/model_info",
+        lambda good: {**good, "weight_version": STEERING * 20},
+    ),
     "a negative version": ("/model_info", lambda good: {**good, "weight_version": "-3"}),
     "an error with the key": ("/model_info", ERRORS["an error with the key"]),
     "an error that steers": ("/health", ERRORS["an error that steers the terminal"]),
@@ -176,14 +210,25 @@ def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(chec
         with hostiles(1) as (server,):
             server.workers, server.answers[path] = [server], spoil
             where = urlsplit(server.url)
-            router = {"sglang_url": None, "sglang_router_ip": where.hostname, "sglang_router_port": where.port}
+            router = {
+                "sglang_url": None,
+                "sglang_router_ip": where.hostname,
+                "sglang_router_port": where.port,
+            }
             try:
                 with engine_on(
-                    [server], checkpoint, sglang_startup_timeout=0.3, **router if path == "/workers" else {}
+                    [server],
+                    checkpoint,
+                    sglang_startup_timeout=0.3,
+                    **router if path == "/workers" else {},
                 ):
                     return "was believed"
             except (ValueError, RolloutUnavailable) as error:
-                return seen_in(str(error)) if path == "/workers" or server.url in str(error) else str(error)
+                return (
+                    seen_in(str(error))
+                    if path == "/workers" or server.url in str(error)
+                    else str(error)
+                )
 
     for name, (path, spoil) in INFO.items():
         tried[name] = judged(lambda p=path, s=spoil: start(p, s), caplog)
@@ -191,11 +236,23 @@ def test_what_hostile_servers_and_routers_say_of_themselves_is_not_believed(chec
 
 
 UPDATES = {
-    "the key in a refusal": ("/update_weights_from_disk", lambda good: http(KEY.encode(), status="400 X")),
-    "the admin key in a failure": ("/update_weights_from_disk", lambda good: {"success": False, "message": ADMIN_KEY}),
+    "the key in a refusal": (
+        "/update_weights_from_disk",
+        lambda good: http(KEY.encode(), status="400 X"),
+    ),
+    "the admin key in a failure": (
+        "/update_weights_from_disk",
+        lambda good: {"success": False, "message": ADMIN_KEY},
+    ),
     "a bomb": ("/update_weights_from_disk", GENERATE["gzip bomb"]),
-    "the key as the new version": ("/model_info", lambda good: {**good, "weight_version": f"v-{KEY}"}),
-    "no end of the pause": ("/continue_generation", lambda good: http(KEY.encode(), status="503 X")),
+    "the key as the new version": (
+        "/model_info",
+        lambda good: {**good, "weight_version": f"v-{KEY}"},
+    ),
+    "no end of the pause": (
+        "/continue_generation",
+        lambda good: http(KEY.encode(), status="503 X"),
+    ),
 }
 
 

@@ -81,7 +81,9 @@ def by_step(run):
     found = {}
     for row in read_metrics(run):
         metrics = training_metrics(row)
-        assert not found.get(row["step"], {}).keys() & metrics.keys(), f"step {row['step']} is reported twice"
+        assert not found.get(row["step"], {}).keys() & metrics.keys(), (
+            f"step {row['step']} is reported twice"
+        )
         found.setdefault(row["step"], {}).update(metrics)
     return found
 
@@ -118,7 +120,9 @@ def has_ended(run):
 
 
 def prints(run, words):
-    return lambda: any(path.exists() and words in path.read_text() for path in (run.stdout, run.stderr))
+    return lambda: any(
+        path.exists() and words in path.read_text() for path in (run.stdout, run.stderr)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +131,9 @@ def ahead(flags, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ahead")
     flags = [*flags, "--rollout-lookahead", "2"]
     outcome = run_forked(
-        [*flags, "--save", str(directory / "save"), "--output-dir", str(directory / "run")], directory, timeout=120
+        [*flags, "--save", str(directory / "save"), "--output-dir", str(directory / "run")],
+        directory,
+        timeout=120,
     )
     assert outcome.status == 0, outcome.error
     return flags, by_step(directory / "run")
@@ -147,7 +153,17 @@ def test_a_run_interrupted_at_random_moments_resumes_bitwise(seed, flags, expect
 def interrupt_and_resume(flags, expected, tmp_path, seed):
     """The run is interrupted several times, as a process or a group, and resumed until it completes."""
     chance, save = random.Random(seed), str(tmp_path / "save")
-    arguments = [*flags, "--save", save, "--load", save, "--save-interval", "3", "--output-dir", str(tmp_path / "run")]
+    arguments = [
+        *flags,
+        "--save",
+        save,
+        "--load",
+        save,
+        "--save-interval",
+        "3",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     for attempt in range(INTERRUPTS):
         number, group = chance.choice(SIGNALS), chance.random() < 0.5
         run = ForkedRun(arguments, tmp_path / f"log{attempt}")
@@ -165,13 +181,22 @@ def test_a_signal_while_sglang_is_waited_for(flags, tmp_path):
     sglang = [*with_sglang(flags), "--num-rollout", "4", "--update-weights-interval", "1"]
 
     def line(name, url):
-        places = {"--save": "save", "--load": "save", "--output-dir": "run", "--sglang-weight-dir": "weights"}
-        directories = [word for flag, place in places.items() for word in (flag, str(tmp_path / name / place))]
+        places = {
+            "--save": "save",
+            "--load": "save",
+            "--output-dir": "run",
+            "--sglang-weight-dir": "weights",
+        }
+        directories = [
+            word for flag, place in places.items() for word in (flag, str(tmp_path / name / place))
+        ]
         return [*sglang, "--sglang-url", url, *directories]
 
     def trained(name):
         rows = by_step(tmp_path / name / "run")
-        return {step: {k: v for k, v in row.items() if "sglang" not in k} for step, row in rows.items()}
+        return {
+            step: {k: v for k, v in row.items() if "sglang" not in k} for step, row in rows.items()
+        }
 
     with fake_servers(2) as (other, server):
         whole = run_forked(line("whole", other.url), tmp_path / "log_whole", timeout=120)
@@ -194,13 +219,20 @@ def test_slow_rewards_are_abandoned_or_end_at_the_second_signal(reward, flags, t
     """A coroutine is cancelled at the first signal; a call that never returns is ended by the second one."""
     (tmp_path / "slow.py").write_text(SLOW_REWARDS)
     number = signal.SIGINT
-    arguments = [*flags, "--custom-rm-path", f"{tmp_path / 'slow.py'}:{reward}", "--skip-eval-before-train"]
+    arguments = [
+        *flags,
+        "--custom-rm-path",
+        f"{tmp_path / 'slow.py'}:{reward}",
+        "--skip-eval-before-train",
+    ]
     run = ForkedRun([*arguments, "--output-dir", str(tmp_path / "run")], tmp_path / "log")
     until(prints(run, "scoring"), run, HANG)
     run.kill(number)
     if reward == "blocking":
         until(prints(run, number.name), run, HANG)
-        until(lambda: False, run, 1.0)  # a second signal comes later than those that launchers pass on
+        until(
+            lambda: False, run, 1.0
+        )  # a second signal comes later than those that launchers pass on
         number = signal.SIGTERM
         run.kill(number, group=True)
     outcome = run.wait(HANG)
@@ -213,7 +245,13 @@ def test_the_first_signal_stops_a_run_whose_tools_hang(agent, engine, flags, tmp
     (tmp_path / "agents.py").write_text(HUNG_TOOLS)
     with fake_servers(1) as (server,):
         if engine == "sglang":
-            flags = [*with_sglang(flags), "--sglang-url", server.url, "--update-weights-interval", "1"]
+            flags = [
+                *with_sglang(flags),
+                "--sglang-url",
+                server.url,
+                "--update-weights-interval",
+                "1",
+            ]
             flags += ["--sglang-weight-dir", str(tmp_path / "weights")]
         arguments = [*flags, "--save", str(tmp_path / "save"), "--skip-eval-before-train"]
         arguments += ["--custom-generate-function-path", f"{tmp_path / 'agents.py'}:{agent}"]
@@ -235,20 +273,49 @@ LIMIT = 120.0
 def saving(tmp_path_factory):
     task = make_task(tmp_path_factory.mktemp("task"), prompts=24)
     return [
-        *(*task, "--num-rollout", str(KILLED_STEPS), "--save-interval", "1", "--save-retain", "2", "--rollout-shuffle"),
-        *("--update-weights-interval", "3", "--use-tis", "--lr-decay-style", "cosine"),  # stale weights are saved too
+        *(
+            *task,
+            "--num-rollout",
+            str(KILLED_STEPS),
+            "--save-interval",
+            "1",
+            "--save-retain",
+            "2",
+            "--rollout-shuffle",
+        ),
+        *(
+            "--update-weights-interval",
+            "3",
+            "--use-tis",
+            "--lr-decay-style",
+            "cosine",
+        ),  # stale weights are saved too
     ]
 
 
 def own(saving, directory, *, resumes=True):
     save = str(directory / "save")
     load = ["--load", save] if resumes else []
-    return [*saving, "--save", save, *load, "--save-hf", str(directory / "hf"), "--output-dir", str(directory / "run")]
+    return [
+        *saving,
+        "--save",
+        save,
+        *load,
+        "--save-hf",
+        str(directory / "hf"),
+        "--output-dir",
+        str(directory / "run"),
+    ]
 
 
 def results(directory):
-    rows = [{"step": row["step"], **training_metrics(row)} for row in read_metrics(directory / "run")]
-    return [*rows, hashlib.sha256((directory / "hf" / "model.safetensors").read_bytes()).hexdigest()]
+    rows = [
+        {"step": row["step"], **training_metrics(row)} for row in read_metrics(directory / "run")
+    ]
+    return [
+        *rows,
+        hashlib.sha256((directory / "hf" / "model.safetensors").read_bytes()).hexdigest(),
+    ]
 
 
 def kill(run, moment, delay):
@@ -290,7 +357,9 @@ def damage(save):
 @pytest.mark.parametrize("lookahead", ["0", "1"])
 def test_a_killed_run_resumes_bitwise(saving, lookahead, tmp_path):
     saving = [*saving, "--rollout-lookahead", lookahead]
-    whole = run_forked(own(saving, tmp_path / "whole", resumes=False), tmp_path / "whole", timeout=LIMIT)
+    whole = run_forked(
+        own(saving, tmp_path / "whole", resumes=False), tmp_path / "whole", timeout=LIMIT
+    )
     assert whole.status == 0, whole.error
     chance = random.Random(0)
     kills = {kind: {} for kind in ENOUGH}

@@ -76,7 +76,9 @@ def run(task, tmp_path_factory):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (victims / str(place)).write_text("thesis")
         (run / name).symlink_to(victims / str(place))
-    outcome = run_forked([*task, "--dump-details", str(run / "dump"), "--output-dir", str(run)], run.parent / "log")
+    outcome = run_forked(
+        [*task, "--dump-details", str(run / "dump"), "--output-dir", str(run)], run.parent / "log"
+    )
     assert outcome.status == 0, outcome.error
     assert main(["report", str(run)]) == 0
     for name in PARTIALS:
@@ -129,7 +131,8 @@ def test_a_link_swapped_in_during_a_write_is_not_followed(name, writes, write_fi
     victim = tmp_path / "victim"
     victim.write_text("thesis")
     attacker = subprocess.Popen(
-        [sys.executable, "-c", SWAP, str(tmp_path / f".{name}.partial"), str(victim)], stdout=subprocess.PIPE
+        [sys.executable, "-c", SWAP, str(tmp_path / f".{name}.partial"), str(victim)],
+        stdout=subprocess.PIPE,
     )
     assert attacker.stdout is not None and attacker.stdout.readline() == b"ready\n"
     overwritten = interrupted = 0
@@ -210,7 +213,9 @@ def run_command(command, environment, run, directory, *, stdout):
 
 NOBODY = 65534
 CLONE_NEWNS = 0x00020000  # linux/sched.h
-NAMESPACES = os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+NAMESPACES = (
+    os.geteuid() == 0 and subprocess.run(["unshare", "-m", "true"], check=False).returncode == 0
+)
 needs_root = pytest.mark.skipif(not NAMESPACES, reason="needs root with mount namespaces")
 
 
@@ -246,7 +251,13 @@ def become_nobody():
     ],
 )
 def test_a_run_completes_in_a_poor_environment(enter, directory):
-    argv = [*make_task(directory), "--output-dir", str(directory / "run"), "--save", str(directory / "save")]
+    argv = [
+        *make_task(directory),
+        "--output-dir",
+        str(directory / "run"),
+        "--save",
+        str(directory / "save"),
+    ]
     argv += ["--save-hf", str(directory / "hf"), "--dump-details", str(directory / "dump")]
     (directory / "model/model.safetensors").chmod(0o644)
     outcome = run_forked(argv, directory / "log", before=enter, cwd=ROOT)
@@ -258,6 +269,10 @@ def test_a_run_completes_in_a_poor_environment(enter, directory):
 @pytest.mark.parametrize("limit", [32, 64])
 def test_a_low_limit_of_open_files_is_named(limit, tmp_path):
     enter = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (limit, limit))
-    outcome = run_forked([*make_task(tmp_path), "--output-dir", str(tmp_path / "run")], tmp_path / "log", before=enter)
+    outcome = run_forked(
+        [*make_task(tmp_path), "--output-dir", str(tmp_path / "run")],
+        tmp_path / "log",
+        before=enter,
+    )
     assert (outcome.status, outcome.traceback) == (1, False), outcome.error
     assert "ulimit -n" in outcome.error

@@ -27,7 +27,10 @@ def test_the_message_names_token_sample_prompt(flags, tmp_path):
     path = flags[1].replace("model", "loss.py")
     ended = run_apart([*flags, f"{path}:nan_gradient", "--num-rollout", "1"], tmp_path / "run")
     assert ended.returncode == 1
-    sentence = r"The first token at fault is token 1 \(id \d+\) of the response of sample \d+ to the prompt '.+>': "
+    sentence = (
+        r"The first token at fault is token 1 \(id \d+\) of the response of sample \d+ to the"
+        r" prompt '.+>': "
+    )
     sentence += r"its log-prob is -\d+\.\d+ in training and -\d+\.\d+ in the rollout engine\."
     assert re.search(sentence, ended.stderr), ended.stderr
     assert "the gradient of step 1 is not finite; the step was not made" in ended.stderr

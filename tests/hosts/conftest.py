@@ -101,7 +101,19 @@ class Hosts:
         self.ip(host, "rule", "add", "pref", "100", "lookup", "local")
         self.ip(host, "rule", "del", "pref", "0")
         ports = ["ipproto", "tcp", "sport", EPHEMERAL, "dport", EPHEMERAL]
-        self.ip(host, "rule", "add", "pref", "0", "from", ADDRESSES[SERVERS], "iif", LINK, *ports, "blackhole")
+        self.ip(
+            host,
+            "rule",
+            "add",
+            "pref",
+            "0",
+            "from",
+            ADDRESSES[SERVERS],
+            "iif",
+            LINK,
+            *ports,
+            "blackhole",
+        )
 
     def join(self, host: int = 0) -> None:
         """Ends `cut`, `drop` and `firewall`."""
@@ -114,7 +126,9 @@ class Hosts:
         """Starts two test servers, which say and wait for a word before they answer the numbered POST to a path."""
         context = fork_server()
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(self.names[SERVERS], path, number, there), daemon=True)
+        process = context.Process(
+            target=serve, args=(self.names[SERVERS], path, number, there), daemon=True
+        )
         process.start()
         self.processes.append(process)
         return here.recv(), here
@@ -122,11 +136,28 @@ class Hosts:
     def serve_real(self, checkpoint: Path) -> str:
         """Starts a real SGLang server in fp32, without waiting; returns its URL."""
         address = ["--host", ADDRESSES[SERVERS], "--port", "30000"]
-        command = [str(PYTHON), "-m", "sglang.launch_server", "--config", str(FLAGS), "--dtype", "float32", *address]
+        command = [
+            str(PYTHON),
+            "-m",
+            "sglang.launch_server",
+            "--config",
+            str(FLAGS),
+            "--dtype",
+            "float32",
+            *address,
+        ]
         with open(checkpoint.with_name("server.log"), "w") as log:
             self.started.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", self.names[SERVERS], *command, "--model-path", str(checkpoint)],
+                    [
+                        "ip",
+                        "netns",
+                        "exec",
+                        self.names[SERVERS],
+                        *command,
+                        "--model-path",
+                        str(checkpoint),
+                    ],
                     env=server_environment(),
                     stdout=log,
                     stderr=log,
@@ -141,7 +172,13 @@ class Hosts:
         return run
 
     def start(
-        self, flags: Sequence[str], output: Path, *, port: int = 29500, interface: str = LINK, ranks: int = 2
+        self,
+        flags: Sequence[str],
+        output: Path,
+        *,
+        port: int = 29500,
+        interface: str = LINK,
+        ranks: int = 2,
     ) -> Job:
         """Starts torchrun with one rank on each host, or with all ranks on the first one."""
         launchers, logs = [], []
@@ -153,7 +190,16 @@ class Hosts:
                 *("--master-addr", ADDRESSES[0], "--master-port", str(port)),
             ]
             log = output.with_name(f"{output.name}.{host}.log")
-            command = ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "torch.distributed.run", *launch]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                self.names[host],
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *launch,
+            ]
             with open(log, "wb") as file:
                 launchers.append(
                     subprocess.Popen(
@@ -203,7 +249,9 @@ def serve(namespace: str, path: str, number: int, connection: Connection) -> Non
             self.port = self.port or next(ports)
             await super()._listen()
 
-        async def _answer(self, method: str, called: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
+        async def _answer(
+            self, method: str, called: str, body: dict[str, Any], headers: dict[str, str]
+        ) -> Any:
             if called == path and next(calls) == number:
                 connection.send(path)
                 await asyncio.to_thread(connection.recv)
@@ -216,7 +264,9 @@ def serve(namespace: str, path: str, number: int, connection: Connection) -> Non
 
 def kill_all(name: str) -> None:
     """Kills every process in a network namespace."""
-    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+    pids = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True
+    ).stdout.split()
     for pid in map(int, pids):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -233,7 +283,19 @@ def hosts() -> Iterator[Hosts]:
         made.ip(-1, "link", "add", SWITCH, "type", "bridge")
         made.ip(-1, "link", "set", SWITCH, "up")
         for host, address in enumerate(ADDRESSES):
-            made.ip(host, "link", "add", LINK, "type", "veth", "peer", "name", f"port{host}", "netns", names[-1])
+            made.ip(
+                host,
+                "link",
+                "add",
+                LINK,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{host}",
+                "netns",
+                names[-1],
+            )
             made.ip(-1, "link", "set", f"port{host}", "master", SWITCH, "up")
             made.ip(host, "address", "add", f"{address}/24", "dev", LINK)
             made.ip(host, "link", "set", LINK, "up")

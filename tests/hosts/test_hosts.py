@@ -25,9 +25,11 @@ from tests.sglang_server.servers import PYTHON
 SECONDS = 9.0
 TIMEOUT = ["--distributed-timeout-minutes", str(SECONDS / 60)]
 LIMIT = 60.0
-"""Seconds after which no rank may still run; the message to other ranks and a busy machine take the rest."""
+"""Seconds after which no rank may still run; the message to other ranks and a busy machine take the
+rest."""
 SERVER_LIMIT = 120.0
-"""The same without servers: a request waits 4 s, then 20 s for its abort, possibly on both servers; then 6 s pass."""
+"""The same without servers: a request waits 4 s, then 20 s for its abort, possibly on both servers;
+then 6 s pass."""
 LAYOUTS = {
     "data": [],
     "tensor": ["--tensor-model-parallel-size", "2"],
@@ -38,7 +40,9 @@ LOST = "another rank ended without a message"
 
 def training_metrics(row: dict[str, Any]) -> dict[str, float]:
     """The metrics of a row that depend neither on the clock nor on failures of servers."""
-    return {name: value for name, value in runs.training_metrics(row).items() if "sglang" not in name}
+    return {
+        name: value for name, value in runs.training_metrics(row).items() if "sglang" not in name
+    }
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,14 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     flags = make_task(tmp_path_factory.mktemp("task"))
     precision = flags.index("--rollout-precision")  # of the local engine
     return [
-        *(*flags[:precision], *flags[precision + 2 :], "--rollout-engine", "sglang", "--num-rollout", "4"),
+        *(
+            *flags[:precision],
+            *flags[precision + 2 :],
+            "--rollout-engine",
+            "sglang",
+            "--num-rollout",
+            "4",
+        ),
         *("--sglang-request-timeout", "4", "--sglang-recovery-timeout", "6"),
     ]
 
@@ -57,7 +68,13 @@ def expected(sglang: list[str], tmp_path_factory: pytest.TempPathFactory) -> lis
     """Metrics of the run without faults, on one host."""
     directory = tmp_path_factory.mktemp("whole")
     with fake_servers(2) as servers:
-        flags = [*sglang, "--sglang-url", *(server.url for server in servers), "--save", str(directory / "save")]
+        flags = [
+            *sglang,
+            "--sglang-url",
+            *(server.url for server in servers),
+            "--save",
+            str(directory / "save"),
+        ]
         return [training_metrics(row) for row in runs.metrics_of(flags, directory / "run", ranks=2)]
 
 
@@ -70,13 +87,20 @@ def assert_one_message(job: Job, host: int, words: str) -> None:
     """The rank on this host has ended with status 1 and one message."""
     job.launchers[host].wait(LIMIT)
     text = job.text(host)
-    messages = [line for line in text.splitlines() if line.startswith("error:") or "did not connect" in line]
+    messages = [
+        line for line in text.splitlines() if line.startswith("error:") or "did not connect" in line
+    ]
     assert len(messages) == 1 and words in messages[0], text[-3000:]
-    assert re.search(r"exitcode *: [12] ", text) and "Traceback" not in text.split("torch/distributed/elastic")[0]
+    assert (
+        re.search(r"exitcode *: [12] ", text)
+        and "Traceback" not in text.split("torch/distributed/elastic")[0]
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_two_hosts_train_as_one(layout: list[str], hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
+def test_two_hosts_train_as_one(
+    layout: list[str], hosts: Hosts, flags: list[str], tmp_path: Path
+) -> None:
     job = hosts.start([*flags, *layout], tmp_path / "hosts")
     assert job.wait() == [0, 0], job.text(0)[-3000:]
     expected = metrics_of([*flags, *layout], tmp_path / "one", ranks=2)
@@ -84,8 +108,12 @@ def test_two_hosts_train_as_one(layout: list[str], hosts: Hosts, flags: list[str
         assert training_metrics(row) == pytest.approx(training_metrics(other), rel=1e-5, abs=1e-7)
 
 
-def test_a_link_that_is_down_for_two_seconds_delays_the_run(hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
-    job = hosts.start([*flags, "--num-rollout", "30", "--save", str(tmp_path / "save")], tmp_path / "run")
+def test_a_link_that_is_down_for_two_seconds_delays_the_run(
+    hosts: Hosts, flags: list[str], tmp_path: Path
+) -> None:
+    job = hosts.start(
+        [*flags, "--num-rollout", "30", "--save", str(tmp_path / "save")], tmp_path / "run"
+    )
     for step in (2, 10, 20):
         job.until(lambda step=step: job.steps() >= step)
         hosts.cut()
@@ -106,7 +134,9 @@ def test_a_lost_link_ends_every_rank(
         assert_one_message(job, host, LOST)
 
 
-def test_a_run_resumes_bitwise_after_a_lost_host(hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
+def test_a_run_resumes_bitwise_after_a_lost_host(
+    hosts: Hosts, flags: list[str], tmp_path: Path
+) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     flags = [*flags, "--num-rollout", "8", "--save-interval", "2", "--seed", "3"]
     job = hosts.start([*flags, "--save", checkpoints], tmp_path / "lost")
@@ -114,7 +144,9 @@ def test_a_run_resumes_bitwise_after_a_lost_host(hosts: Hosts, flags: list[str],
     hosts.lose(1, job)
     assert_one_message(job, 0, LOST)
     hosts.join()
-    resumed = hosts.start([*flags, "--save", checkpoints, "--load", checkpoints], tmp_path / "lost", port=29501)
+    resumed = hosts.start(
+        [*flags, "--save", checkpoints, "--load", checkpoints], tmp_path / "lost", port=29501
+    )
     assert resumed.wait() == [0, 0], resumed.text(0)[-3000:]
     whole = hosts.start([*flags[:-4], "--seed", "3"], tmp_path / "whole", port=29502)
     assert whole.wait() == [0, 0], whole.text(0)[-3000:]
@@ -164,7 +196,15 @@ def test_servers_on_a_third_host(
     case: Fault, sglang: list[str], expected: list[dict[str, float]], hosts: Hosts, tmp_path: Path
 ) -> None:
     urls, held = hosts.serve(case.path, case.number)
-    flags = [*sglang, "--sglang-url", *urls, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")]
+    flags = [
+        *sglang,
+        "--sglang-url",
+        *urls,
+        "--save",
+        str(tmp_path / "save"),
+        "--load",
+        str(tmp_path / "save"),
+    ]
     run = hosts.fork(flags, tmp_path / "run")
     assert held.poll(60), run.wait(1)
     case.fault(hosts, SERVERS)
@@ -186,7 +226,9 @@ def assert_stopped(done: Completed, *words: str) -> None:
     assert all(word in messages[0] for word in words), messages
 
 
-def test_a_firewall_between_servers_and_rank_0(sglang: list[str], hosts: Hosts, tmp_path: Path) -> None:
+def test_a_firewall_between_servers_and_rank_0(
+    sglang: list[str], hosts: Hosts, tmp_path: Path
+) -> None:
     """Requests pass; the servers cannot connect to the port that rank 0 opens for weights."""
     urls, _ = hosts.serve("", 0)
     hosts.firewall(0)
@@ -194,11 +236,20 @@ def test_a_firewall_between_servers_and_rank_0(sglang: list[str], hosts: Hosts, 
     assert_stopped(run.wait(SERVER_LIMIT), "/init_weights_update_group did not answer within 4 s")
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="`make sglang-env` builds the environment of SGLang's servers")
+@pytest.mark.skipif(
+    not PYTHON.exists(), reason="`make sglang-env` builds the environment of SGLang's servers"
+)
 def test_a_real_server_on_a_third_host(hosts, tmp_path):
     """Weights reach it from rank 0 of another host; the link is down for 2 s after the first step."""
-    flags = with_sglang(make_task(tmp_path, hidden_size=64))[:-2]  # weights over gloo, not over the disk
-    flags += ["--sglang-url", hosts.serve_real(tmp_path / "model"), "--sglang-startup-timeout", "300"]
+    flags = with_sglang(make_task(tmp_path, hidden_size=64))[
+        :-2
+    ]  # weights over gloo, not over the disk
+    flags += [
+        "--sglang-url",
+        hosts.serve_real(tmp_path / "model"),
+        "--sglang-startup-timeout",
+        "300",
+    ]
     flags += ["--num-rollout", "6", "--lr", "1e-4", "--check-weight-sync"]
     run = hosts.fork(flags, tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -209,10 +260,14 @@ def test_a_real_server_on_a_third_host(hosts, tmp_path):
     done = run.wait(120)
     assert done.statuses == [0, 0], done.stderr[-3000:]
     rows = [row for row in read_metrics(tmp_path / "run") if "train/grad_norm" in row]
-    assert len(rows) == 6 and all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows)
+    assert len(rows) == 6 and all(
+        row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in rows
+    )
 
 
-def test_a_link_cut_while_a_checkpoint_is_written(hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
+def test_a_link_cut_while_a_checkpoint_is_written(
+    hosts: Hosts, flags: list[str], tmp_path: Path
+) -> None:
     """Rank 1 is stopped during a save, so that the cut comes before its end."""
     save = tmp_path / "save"
     flags = [*flags, "--num-rollout", "6"]
@@ -239,4 +294,6 @@ def test_a_link_cut_while_a_checkpoint_is_written(hosts: Hosts, flags: list[str]
     done = hosts.fork(saving, tmp_path / "run").wait(120)
     assert done.statuses == [0, 0], done.stderr[-3000:]
     whole = metrics_of(flags, tmp_path / "whole", ranks=2)
-    assert list(map(training_metrics, read_metrics(tmp_path / "run"))) == list(map(training_metrics, whole))
+    assert list(map(training_metrics, read_metrics(tmp_path / "run"))) == list(
+        map(training_metrics, whole)
+    )

@@ -33,7 +33,9 @@ def prime_rl(inputs):
     """−A·r + 1e-3·(log r)², summed over the tokens of a sample."""
     log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
     pull = inputs.loss_mask * log_ratio**2
-    return LossOutputs((-(inputs.loss_mask * inputs.advantages * log_ratio.exp()) + 1e-3 * pull).sum())
+    return LossOutputs(
+        (-(inputs.loss_mask * inputs.advantages * log_ratio.exp()) + 1e-3 * pull).sum()
+    )
 
 
 def skyrl(log_probs, old, advantages, config, loss_mask, rollout_logprobs):
@@ -47,7 +49,13 @@ class OpenRLHF:
 
     def __call__(self, log_probs, old, advantages, action_mask, rollout_log_probs):
         loss, clipped = ppo_clip(log_probs, old, advantages)
-        return (loss * action_mask).sum() / action_mask.sum(), clipped.mean(), clipped.mean(), None, None
+        return (
+            (loss * action_mask).sum() / action_mask.sum(),
+            clipped.mean(),
+            clipped.mean(),
+            None,
+            None,
+        )
 
 
 class Nemo:
@@ -60,13 +68,17 @@ class Nemo:
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        loss, _ = ppo_clip(next_token_logprobs, data["prev_logprobs"][:, 1:], data["advantages"][:, 1:])
+        loss, _ = ppo_clip(
+            next_token_logprobs, data["prev_logprobs"][:, 1:], data["advantages"][:, 1:]
+        )
         return (loss * mask).sum() / (global_valid_toks + 1e-8), {}
 
 
 def areal(logprobs, entropy, input_data, **options):
     loss, _ = ppo_clip(logprobs, input_data["prox_logp"], input_data["advantages"])
-    return torch.where(input_data["loss_mask"].bool(), loss, 0).sum() / (input_data["loss_mask"].count_nonzero() or 1)
+    return torch.where(input_data["loss_mask"].bool(), loss, 0).sum() / (
+        input_data["loss_mask"].count_nonzero() or 1
+    )
 
 
 @dataclass

@@ -9,7 +9,10 @@ import pytest
 
 import arguments
 from slime_tis import RolloutCorrectionConfig
-from slime_tis.integrations.arguments import add_rollout_correction_arguments, rollout_correction_config
+from slime_tis.integrations.arguments import (
+    add_rollout_correction_arguments,
+    rollout_correction_config,
+)
 from slime_tis.limits import field_types, flag
 
 
@@ -23,7 +26,9 @@ def parser():
     parser.add_argument("--tis-clip-low", type=float, default=0)
     parser.add_argument("--custom-tis-function-path", type=str, default=None)
     parser.add_argument("--eps-clip", type=float, default=0.2)
-    parser.add_argument("--loss-type", choices=["policy_loss", "sft_loss", "custom_loss"], default="policy_loss")
+    parser.add_argument(
+        "--loss-type", choices=["policy_loss", "sft_loss", "custom_loss"], default="policy_loss"
+    )
     add_rollout_correction_arguments(parser)
     return parser
 
@@ -32,22 +37,38 @@ def parser():
     ("line", "expected"),
     [
         ("", RolloutCorrectionConfig(tis_lower_bound=0)),
-        ("--use-tis --tis-clip 3", RolloutCorrectionConfig(use_tis=True, tis_upper_bound=3.0, tis_lower_bound=0)),
+        (
+            "--use-tis --tis-clip 3",
+            RolloutCorrectionConfig(use_tis=True, tis_upper_bound=3.0, tis_lower_bound=0),
+        ),
         (
             "--use-tis --tis-clip 3 --tis-upper-bound 5 --mis-level sequence --mis-mode mask",
             RolloutCorrectionConfig(
-                use_tis=True, tis_upper_bound=5.0, tis_lower_bound=0, tis_level="sequence", tis_mode="mask"
+                use_tis=True,
+                tis_upper_bound=5.0,
+                tis_lower_bound=0,
+                tis_level="sequence",
+                tis_mode="mask",
             ),
         ),
         (
-            "--use-rs --rs-level geometric --rs-z-score 3 --mis-veto-threshold 1e-4 --no-tis-batch-normalize",
+            (
+                "--use-rs --rs-level geometric --rs-z-score 3 --mis-veto-threshold 1e-4"
+                " --no-tis-batch-normalize"
+            ),
             RolloutCorrectionConfig(
-                use_rs=True, rs_level="geometric", rs_z_score=3.0, rs_veto_threshold=1e-4, tis_lower_bound=0
+                use_rs=True,
+                rs_level="geometric",
+                rs_z_score=3.0,
+                rs_veto_threshold=1e-4,
+                tis_lower_bound=0,
             ),
         ),
         (
             "--rollout-rs seq_mean_k1 --rollout-rs-threshold 0.5_2.0",
-            RolloutCorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0", tis_lower_bound=0),
+            RolloutCorrectionConfig(
+                rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0", tis_lower_bound=0
+            ),
         ),
     ],
     ids=["defaults", "slime's names", "both names", "rejection", "verl's criteria"],
@@ -89,9 +110,13 @@ def test_an_omegaconf_node_is_read():
     assert rollout_correction_config(node) == rollout_correction_config(OPTIONS)
 
 
-@pytest.mark.parametrize("args", [None, "--use-tis", ["--use-tis"], 3, (argparse.Namespace(use_tis=True), [])])
+@pytest.mark.parametrize(
+    "args", [None, "--use-tis", ["--use-tis"], 3, (argparse.Namespace(use_tis=True), [])]
+)
 def test_what_has_no_names_is_refused(args):
-    with pytest.raises(TypeError, match=rf"got {type(args).__name__}; pass the result of parser.parse_args\(\)"):
+    with pytest.raises(
+        TypeError, match=rf"got {type(args).__name__}; pass the result of parser.parse_args\(\)"
+    ):
         rollout_correction_config(args)
 
 
@@ -106,7 +131,10 @@ def test_what_has_no_names_is_refused(args):
     ],
 )
 def test_names_without_an_option_are_refused(args):
-    with pytest.raises(ValueError, match=r"found none of the correction's options in the .* for example use_tis; call"):
+    with pytest.raises(
+        ValueError,
+        match=r"found none of the correction's options in the .* for example use_tis; call",
+    ):
         rollout_correction_config(args)
 
 
@@ -128,7 +156,9 @@ def test_a_given_flag_beats_defaults_of_the_host(line, expected):
     for name, default in HOST_FLAGS.items():
         parser.add_argument(name, type=float, default=default)
     add_rollout_correction_arguments(parser)
-    config = rollout_correction_config(parser.parse_args(["--tis-level", "sequence", *line.split()]))
+    config = rollout_correction_config(
+        parser.parse_args(["--tis-level", "sequence", *line.split()])
+    )
     assert config.tis_upper_bound == expected
 
 
@@ -146,6 +176,10 @@ def test_the_public_file_and_the_import_of_torch_alone():
     assert arguments.add_rollout_correction_arguments is add_rollout_correction_arguments
     assert arguments.parse_args.__module__ == "slime_tis.trainer.cli.arguments"
     code = (
-        "import slime_tis.integrations.arguments, sys; print(sorted({'yaml', 'megatron', 'pydantic'} & {*sys.modules}))"
+        "import slime_tis.integrations.arguments, sys; print(sorted({'yaml', 'megatron',"
+        " 'pydantic'} & {*sys.modules}))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+        == b"[]\n"
+    )

@@ -27,9 +27,15 @@ METRICS = RolloutCorrectionConfig(get_mismatch_metrics=True)
 NOTHING = RolloutCorrectionConfig(use_rs=True, rs_lower_bound=90.0, rs_upper_bound=99.0)
 CONFIGS = {
     "tis": RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.1),
-    "geometric": RolloutCorrectionConfig(use_tis=True, use_rs=True, rs_level="geometric", rs_upper_bound=1.1),
+    "geometric": RolloutCorrectionConfig(
+        use_tis=True, use_rs=True, rs_level="geometric", rs_upper_bound=1.1
+    ),
     "veto": RolloutCorrectionConfig(
-        use_tis=True, tis_level="prefix", rs_veto_threshold=0.75, rollout_rs="token_k3", rollout_rs_threshold=0.02
+        use_tis=True,
+        tis_level="prefix",
+        rs_veto_threshold=0.75,
+        rollout_rs="token_k3",
+        rollout_rs_threshold=0.02,
     ),
 }
 
@@ -67,19 +73,26 @@ def skyrl(config, x):
     options = peers.skyrl_options()
     options.policy_loss_type = "regular" if config is None else "slime_tis"
     advantages = x.advantages / x.mask.sum().clamp(min=1)  # as SkyRL forms the mean
-    return loss(x.log_probs, x.old, advantages, config=options, loss_mask=x.mask, rollout_logprobs=x.rollout)
+    return loss(
+        x.log_probs, x.old, advantages, config=options, loss_mask=x.mask, rollout_logprobs=x.rollout
+    )
 
 
 def openrlhf(config, x):
     loss = peers.openrlhf() if config is None else losses.openrlhf(peers.openrlhf(), config)
-    total, _, _, kl, rejected = loss(x.log_probs, x.old, x.advantages, action_mask=x.mask, rollout_log_probs=x.rollout)
+    total, _, _, kl, rejected = loss(
+        x.log_probs, x.old, x.advantages, action_mask=x.mask, rollout_log_probs=x.rollout
+    )
     return total, {"kl": kl, "rejected_fraction": rejected}
 
 
 def nemo(config, x):
     loss = peers.nemo() if config is None else losses.NemoLoss(peers.nemo(), config)
     columns = {"prev_logprobs": x.old, "generation_logprobs": x.rollout, "advantages": x.advantages}
-    data = {name: torch.nn.functional.pad(y, (1, 0)) for name, y in {**columns, "token_mask": x.mask}.items()}
+    data = {
+        name: torch.nn.functional.pad(y, (1, 0))
+        for name, y in {**columns, "token_mask": x.mask}.items()
+    }
     data["sample_mask"] = x.mask.any(1).double()
     return loss(x.log_probs, data, x.mask.any(1).sum(), x.mask.sum().clamp(min=1))
 
@@ -87,11 +100,19 @@ def nemo(config, x):
 def areal(config, x, packed=False):
     metrics = {}
     loss = peers.areal if config is None else losses.areal(peers.areal, config, metrics.update)
-    columns = {"prox_logp": x.old, "logprobs": x.rollout, "advantages": x.advantages, "loss_mask": x.mask}
+    columns = {
+        "prox_logp": x.old,
+        "logprobs": x.rollout,
+        "advantages": x.advantages,
+        "loss_mask": x.mask,
+    }
     current = x.log_probs
     if packed:
         rows = [slice(0, length) for length in LENGTHS]
-        columns = {name: torch.cat([y[i, row] for i, row in enumerate(rows)]) for name, y in columns.items()}
+        columns = {
+            name: torch.cat([y[i, row] for i, row in enumerate(rows)])
+            for name, y in columns.items()
+        }
         columns["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0)
         current = torch.cat([current[i, row] for i, row in enumerate(rows)])
     options = {"eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None, "rejection_sampling": None}
@@ -109,7 +130,9 @@ def prime_rl(config, x):
 
 
 def ms_swift(config, x):
-    trainer = SimpleNamespace(rollout_importance_sampling_mode="token_mask", disable_rollout_importance_sampling=False)
+    trainer = SimpleNamespace(
+        rollout_importance_sampling_mode="token_mask", disable_rollout_importance_sampling=False
+    )
     weights = None
     if config is not None:
         log_ratio, weights = losses.ms_swift(config)(trainer, x.old, x.rollout, x.mask.bool())
@@ -122,7 +145,9 @@ def open_instruct(config, x):
     if config is not None:
         rollout = x.rollout.nan_to_num(nan=1.0)  # what open-instruct's mask_logprobs does
         mask = x.mask.bool()
-        rho = losses.open_instruct(peers.RhoCorrection, config)(x.old, rollout, mask, x.advantages, None)
+        rho = losses.open_instruct(peers.RhoCorrection, config)(
+            x.old, rollout, mask, x.advantages, None
+        )
     return weighted_ppo(x, None if rho is None else rho.weights), {} if rho is None else rho.metrics
 
 
@@ -173,12 +198,20 @@ def test_loss_and_gradient_equal_the_library(framework, name):
 
 def test_bypass_compares_with_the_sampler():
     config = RolloutCorrectionConfig(
-        use_rollout_logprobs=True, divergence_mask="binary_tv", divergence_mask_bound=0.05, rs_veto_threshold=0.5
+        use_rollout_logprobs=True,
+        divergence_mask="binary_tv",
+        divergence_mask_bound=0.05,
+        rs_veto_threshold=0.5,
     )
     for framework in ("skyrl", "openrlhf", "nemo", "areal"):
         x = batch()
         found = correct(
-            config, x.log_probs, x.rollout, x.mask, current_log_probs=x.log_probs.detach(), advantages=x.advantages
+            config,
+            x.log_probs,
+            x.rollout,
+            x.mask,
+            current_log_probs=x.log_probs.detach(),
+            advantages=x.advantages,
         )
         expected = found.mean(ppo_clip(x.log_probs, x.rollout, x.advantages)[0])
         loss, _ = FRAMEWORKS[framework](config, x)
@@ -225,7 +258,9 @@ def test_log_probs_that_are_not_finite_are_counted_and_not_trained(framework, br
     loss, metrics = FRAMEWORKS[framework](config, x)
     found = gradient(loss, x)
     assert loss.isfinite() and found.isfinite().all() and found.any() and not found[:, 1].any()
-    name = {"nemo": "correction/nonfinite_fraction"}.get(framework, "correction/nonfinite_token_fraction")
+    name = {"nemo": "correction/nonfinite_fraction"}.get(
+        framework, "correction/nonfinite_token_fraction"
+    )
     if name in metrics and not math.isfinite(broken):
         share = 1 / LENGTHS[0] if framework == "prime_rl" else len(LENGTHS) / sum(LENGTHS)
         assert float(metrics[name]) == pytest.approx(share)
@@ -246,8 +281,18 @@ def test_a_batch_with_everything_rejected_or_masked_is_ordinary(framework):
 
 GEOMETRIC = {"use_tis": True, "tis_upper_bound": math.inf, "use_rs": True, "rs_level": "geometric"}
 SKYRL = {
-    "geometric": {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01},
-    "product": {"use_rs": True, "rs_level": "sequence", "rs_lower_bound": 0.5, "rs_upper_bound": 2.0},
+    "geometric": {
+        "use_rs": True,
+        "rs_level": "geometric",
+        "rs_lower_bound": 0.99,
+        "rs_upper_bound": 1.01,
+    },
+    "product": {
+        "use_rs": True,
+        "rs_level": "sequence",
+        "rs_lower_bound": 0.5,
+        "rs_upper_bound": 2.0,
+    },
     "token": {"use_tis": True},
     "sequence": {"use_tis": True, "tis_level": "sequence", "tis_upper_bound": 5.0},
 }
@@ -279,7 +324,11 @@ def skyrl_options(params):
 
 def golden(method, options, framework, keep):
     """Cases of a peer, but for the batch on which the clamped PPO ratios of the peers differ from PPO."""
-    entries = [entry for entry in cases(method, without="token_level_loss") if entry.values[0].batch != "tiny"]
+    entries = [
+        entry
+        for entry in cases(method, without="token_level_loss")
+        if entry.values[0].batch != "tiny"
+    ]
     chosen = [entry for entry in entries if keep(entry.values[0].params)]
     return [pytest.param(*entry.values, options, framework, id=entry.id) for entry in chosen]
 
@@ -287,7 +336,12 @@ def golden(method, options, framework, keep):
 @pytest.mark.parametrize(
     ("case", "options", "framework"),
     [
-        *golden("openrlhf.policy_loss", openrlhf_options, "openrlhf", lambda p: p["is_correction_gating"] == "ratio"),
+        *golden(
+            "openrlhf.policy_loss",
+            openrlhf_options,
+            "openrlhf",
+            lambda p: p["is_correction_gating"] == "ratio",
+        ),
         *golden("nemo_rl.clipped_pg", nemo_options, "nemo", bool),
         *golden(
             "skyrl.off_policy_correction",
@@ -299,12 +353,16 @@ def golden(method, options, framework, keep):
 )
 def test_the_peers_own_corrections(case, options, framework):
     """A peer's loss without its correction, wrapped, equals the peer's corrected loss, in float64."""
-    columns = [case.input(name).double() for name in ("logp", "old", "sampler", "advantages", "mask")]
+    columns = [
+        case.input(name).double() for name in ("logp", "old", "sampler", "advantages", "mask")
+    ]
     x = Batch(columns[0].requires_grad_(), *columns[1:])
     loss, _ = FRAMEWORKS[framework](RolloutCorrectionConfig(**options(case.params)), x)
     assert loss.item() == pytest.approx(case.outputs["loss_float64"], rel=1e-6, abs=1e-9)
     if "differs_from_float64" not in case.outputs:
-        torch.testing.assert_close(gradient(loss, x).float(), case.output("grad"), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            gradient(loss, x).float(), case.output("grad"), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize(
@@ -339,7 +397,9 @@ def test_what_would_be_wrong_is_refused():
     with pytest.raises(ValueError, match="twice"):
         losses.prime_rl(peers.prime_rl, CONFIGS["tis"])
     with pytest.raises(ValueError, match="log-probs of the sampler"):
-        losses.corrected(METRICS, losses.Tokens(batch().log_probs, None, None, batch().advantages, batch().mask))
+        losses.corrected(
+            METRICS, losses.Tokens(batch().log_probs, None, None, batch().advantages, batch().mask)
+        )
     with pytest.raises(ImportError, match="prime-rl"):
         losses.prime_rl_loss(None, rs_veto_threshold=1e-4)
 
@@ -348,7 +408,11 @@ def test_the_loss_of_nemo_travels_to_workers():
     loss = pickle.loads(pickle.dumps(losses.NemoLoss(peers.nemo(), METRICS)))
     assert loss.loss_type == peers.nemo().loss_type and loss.correction == METRICS
     _, metrics = nemo(METRICS, batch())
-    added = {key: value for key, value in loss.metric_normalizations.items() if key.startswith(losses.PREFIX)}
+    added = {
+        key: value
+        for key, value in loss.metric_normalizations.items()
+        if key.startswith(losses.PREFIX)
+    }
     assert added.keys() == {key for key in metrics if key.startswith(losses.PREFIX)}
     assert set(added.values()) == {peers.nemo().metric_normalizations["probs_ratio"]}
 
@@ -381,11 +445,16 @@ def test_an_installed_slime_provides_the_other_names(tmp_path, monkeypatch):
     (package / "model.py").write_text("name = 'theirs'")
     file = tmp_path / "mine.py"
     file.write_text(
-        "from slime.backends.megatron_utils import cp_utils, model\n"
-        "def f():\n    return cp_utils.all_gather_with_cp, cp_utils.other, model.name, hasattr(cp_utils, 'neither')\n"
+        "from slime.backends.megatron_utils import cp_utils, model\ndef f():\n    return"
+        " cp_utils.all_gather_with_cp, cp_utils.other, model.name, hasattr(cp_utils, 'neither')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert load_function(f"{file}:f")() == (slime_modules.all_gather_with_cp, "theirs", "theirs", False)
+    assert load_function(f"{file}:f")() == (
+        slime_modules.all_gather_with_cp,
+        "theirs",
+        "theirs",
+        False,
+    )
     for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -409,7 +478,11 @@ def _rank(rank, port, folder):
         "gradient": local.grad.tolist(),
         "lonely": [part.tolist() for part in lonely],
         "joined": [part.tolist() for part in joined],
-        "matrix": slime_modules.all_gather_with_cp(torch.stack([local, -local], 1), TOTAL, RESPONSE).tolist(),
+        "matrix": (
+            slime_modules.all_gather_with_cp(
+                torch.stack([local, -local], 1), TOTAL, RESPONSE
+            ).tolist()
+        ),
     }
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
     parallel_state.destroy_model_parallel()
@@ -425,7 +498,9 @@ def test_slices_of_two_ranks_are_joined_and_their_gradients_added(tmp_path):
         assert found[rank]["local"] == found[rank]["list"] == own.tolist()
         assert found[rank]["gathered"] == WHOLE.tolist()
         assert found[rank]["matrix"] == torch.stack([WHOLE, -WHOLE], 1).tolist()
-        assert found[rank]["gradient"] == (3 * own).tolist()  # of both ranks, whose losses are WHOLE and 2 · WHOLE
+        assert (
+            found[rank]["gradient"] == (3 * own).tolist()
+        )  # of both ranks, whose losses are WHOLE and 2 · WHOLE
         assert found[rank]["joined"] == [[float(n)] for n in range(1, 6)]
     for one, other in zip(found[0]["lonely"], found[1]["lonely"], strict=True):
         assert len(one) + len(other) == 1
@@ -435,5 +510,7 @@ def test_openrlhf_without_its_correction_options_names_the_version():
     class PolicyLoss:
         """OpenRLHF's main 3c3be62 has no is_correction_level."""
 
-    with pytest.raises(ValueError, match=r"PolicyLoss has no is_correction_level.* install openrlhf==0\.11\.2"):
+    with pytest.raises(
+        ValueError, match=r"PolicyLoss has no is_correction_level.* install openrlhf==0\.11\.2"
+    ):
         losses.openrlhf(PolicyLoss(), METRICS)

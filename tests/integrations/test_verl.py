@@ -44,7 +44,9 @@ def rows(nested):
     return [list(row)[: len(s["mask"])] for row, s in zip(nested, GOLDEN["sequences"], strict=True)]
 
 
-@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values())))
+@pytest.mark.parametrize(
+    "case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values()))
+)
 def test_golden(case):
     """verl's weights, masks and metrics; NaN in the padding, which verl cannot take, changes nothing."""
     proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
@@ -59,7 +61,9 @@ def test_golden(case):
         for i, expected in enumerate(rows(case["weights"])):
             assert weights[i, : lengths[i]].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert metrics == pytest.approx(case["metrics"], rel=2e-5, abs=1e-6)
-    _, mask, _ = compute_rollout_correction_and_rejection_mask(*inputs(), **case["args"])  # symmetric bounds
+    _, mask, _ = compute_rollout_correction_and_rejection_mask(
+        *inputs(), **case["args"]
+    )  # symmetric bounds
     assert [mask[i, :n].tolist() for i, n in enumerate(lengths)] == rows(case["mask"])
 
 
@@ -85,15 +89,21 @@ def test_the_older_api():
 
 def test_wrong_options_and_criteria_are_refused():
     with pytest.raises(ValueError, match="response_mask must contain at least one valid token"):
-        compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
+        compute_rollout_correction_and_rejection_mask(
+            torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)
+        )
     with pytest.raises(ValueError, match="does not match rollout_log_prob shape"):
-        compute_rollout_correction_and_rejection_mask(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2))
+        compute_rollout_correction_and_rejection_mask(
+            torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2)
+        )
     with pytest.raises(ValueError, match="rollout_rs_threshold is unset"):
         compute_rollout_correction_and_rejection_mask(*inputs(), rollout_rs="token_k1")
     with pytest.raises(ValueError, match="rollout_is is 'geometric'"):
         compute_rollout_correction_weights(torch.zeros(1, 2), torch.ones(1, 2), "geometric")
     # verl has a maximum of k2 and of k3, which are distances, and none of k1, which has a sign.
-    with pytest.raises(ValueError, match=r"'seq_max_k4'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"):
+    with pytest.raises(
+        ValueError, match=r"'seq_max_k4'; choose from token_k1, token_k2, .*seq_max_k2, seq_max_k3"
+    ):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k4", 2.0)
     with pytest.raises(ValueError, match=r"'seq_max_k1'.* --rs-veto-threshold"):
         compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), "seq_max_k1", 2.0)
@@ -101,14 +111,26 @@ def test_wrong_options_and_criteria_are_refused():
 
 # (options, error, part of the message)
 BAD_THRESHOLDS = {
-    "weights, a boolean": ({"rollout_is": "token", "rollout_is_threshold": True}, TypeError, "not a boolean"),
-    "weights, a list": ({"rollout_is": "token", "rollout_is_threshold": [2.0]}, TypeError, "not a list"),
+    "weights, a boolean": (
+        {"rollout_is": "token", "rollout_is_threshold": True},
+        TypeError,
+        "not a boolean",
+    ),
+    "weights, a list": (
+        {"rollout_is": "token", "rollout_is_threshold": [2.0]},
+        TypeError,
+        "not a list",
+    ),
     "weights, NaN": (
         {"rollout_is": "token", "rollout_is_threshold": float("nan")},
         ValueError,
         "is nan but must be",
     ),
-    "rejection, a boolean": ({"rollout_rs": "token_k1", "rollout_rs_threshold": True}, TypeError, "not a boolean"),
+    "rejection, a boolean": (
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": True},
+        TypeError,
+        "not a boolean",
+    ),
     "veto, a boolean": ({"rollout_token_veto_threshold": True}, TypeError, "not a boolean"),
     "veto, NaN": ({"rollout_token_veto_threshold": float("nan")}, ValueError, "nan"),
 }
@@ -142,7 +164,9 @@ def test_pairs_as_thresholds_and_public_names():
     # float("0.5_2") is 0.52.
     log_ratio = torch.tensor([[0.45, 0.55, 1.9, 2.1]]).log()
     old = {"rollout_rs": "token", "rollout_rs_threshold": "0.5_2"}
-    _, mask, _ = compute_rollout_correction_and_rejection_mask(log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old)
+    _, mask, _ = compute_rollout_correction_and_rejection_mask(
+        log_ratio, torch.zeros(1, 4), torch.ones(1, 4), **old
+    )
     assert mask.tolist() == [[0, 1, 1, 0]]
     with pytest.raises(ValueError, match="so has rollout_rs_threshold_lower"):
         compute_rollout_correction_and_rejection_mask(
@@ -150,11 +174,18 @@ def test_pairs_as_thresholds_and_public_names():
         )
     with pytest.raises(ValueError, match="tis_upper_bound is '2_3'"):
         compute_rollout_correction_weights(log_ratio, torch.ones(1, 4), "token", "1_2_3")
-    assert SAFETY_BOUND == 20.0 and {"token_k1", "token_k2", "token_k3"} == TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
-    sequence = {f"seq_{aggregation}_{k}" for aggregation in ("sum", "mean", "max") for k in ("k1", "k2", "k3")}
-    assert TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | sequence - {"seq_max_k1"} == SUPPORTED_ROLLOUT_RS_OPTIONS - {
-        "seq_mean_error"
+    assert (
+        SAFETY_BOUND == 20.0
+        and {"token_k1", "token_k2", "token_k3"} == TOKEN_LEVEL_ROLLOUT_RS_OPTIONS
+    )
+    sequence = {
+        f"seq_{aggregation}_{k}"
+        for aggregation in ("sum", "mean", "max")
+        for k in ("k1", "k2", "k3")
     }
+    assert TOKEN_LEVEL_ROLLOUT_RS_OPTIONS | sequence - {
+        "seq_max_k1"
+    } == SUPPORTED_ROLLOUT_RS_OPTIONS - {"seq_mean_error"}
 
 
 EVERY_CRITERION = ",".join(sorted(SUPPORTED_ROLLOUT_RS_OPTIONS))
@@ -176,10 +207,13 @@ def test_a_batch_without_a_valid_token_gives_zeros(value, width):
 def test_metrics_alone_and_a_batch_with_weights():
     metrics = compute_offpolicy_metrics(torch.tensor([[-1.0, -3.0]]), None, torch.ones(1, 2))
     assert metrics == pytest.approx({"training_ppl": 7.389056, "training_log_ppl": 2.0})
-    both = compute_rollout_corr_metrics_from_logprobs(torch.tensor([[-1.0]]), torch.tensor([[-0.5]]), torch.ones(1, 1))
+    both = compute_rollout_corr_metrics_from_logprobs(
+        torch.tensor([[-1.0]]), torch.tensor([[-0.5]]), torch.ones(1, 1)
+    )
     assert both["rollout_corr/kl"] == pytest.approx(0.5)
     batch, metrics = compute_rollout_correction_and_add_to_batch(
-        Batch(), {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+        Batch(),
+        {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"},
     )
     assert batch.batch["rollout_is_weights"].max() == 2.0
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
@@ -204,7 +238,10 @@ def test_bypass_mode_writes_into_structs_and_dictionaries_and_needs_rollout_log_
     batch = Batch()
     apply_bypass_mode(batch, RolloutCorrectionConfig.pg_is(threshold=3.0), config)
     assert batch.batch["old_log_probs"] is batch.batch["rollout_log_probs"]
-    assert config["loss_mode"] == "bypass_mode" and config["rollout_correction"]["rollout_is_threshold"] == 3.0
+    assert (
+        config["loss_mode"] == "bypass_mode"
+        and config["rollout_correction"]["rollout_is_threshold"] == 3.0
+    )
     assert OmegaConf.is_struct(config)
     batch, policy_loss = Batch(), {"loss_mode": "vanilla"}
     apply_bypass_mode(batch, None, policy_loss)
@@ -220,7 +257,12 @@ def test_a_code_for_minus_infinity_gets_no_weight(side, sentinel):
     pair = [torch.tensor([[sentinel, -1.0]]), torch.tensor([[-0.5, -1.0]])]
     old, rollout = pair if side == "old" else reversed(pair)
     proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
-        old, rollout, torch.ones(1, 2), rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold=2.0
+        old,
+        rollout,
+        torch.ones(1, 2),
+        rollout_is="token",
+        rollout_rs="token_k1",
+        rollout_rs_threshold=2.0,
     )
     assert proto.batch["rollout_is_weights"].tolist() == [[0.0, 1.0]]
     assert mask.tolist() == [[0.0, 1.0]]

@@ -14,11 +14,24 @@ VERL_PRESETS = [name for name in PRESETS if name not in OURS]
 def test_presets_say_what_ours_say(name):
     """The same rejection, weights and mode; verl's criteria are named token_k1 where ours are named by level."""
     ours, theirs = RolloutCorrectionConfig.preset(name), getattr(VerlConfig, name)().to_config()
-    for field in ("use_tis", "use_rollout_logprobs", "policy_loss", "rs_veto_threshold", "rejection_normalizer"):
+    for field in (
+        "use_tis",
+        "use_rollout_logprobs",
+        "policy_loss",
+        "rs_veto_threshold",
+        "rejection_normalizer",
+    ):
         assert getattr(ours, field) == getattr(theirs, field), field
     if ours.use_tis:
-        assert (ours.tis_level, ours.tis_mode, ours.is_bounds) == (theirs.tis_level, theirs.tis_mode, theirs.is_bounds)
-    bounds = [[(c.aggregation, c.divergence, c.lower, c.upper) for c in x.rejections] for x in (ours, theirs)]
+        assert (ours.tis_level, ours.tis_mode, ours.is_bounds) == (
+            theirs.tis_level,
+            theirs.tis_mode,
+            theirs.is_bounds,
+        )
+    bounds = [
+        [(c.aggregation, c.divergence, c.lower, c.upper) for c in x.rejections]
+        for x in (ours, theirs)
+    ]
     assert bounds[0] == bounds[1]
 
 
@@ -35,7 +48,11 @@ def test_older_spelling():
     assert old.bypass_mode and old.loss_type == "reinforce"
     config = old.to_config()
     assert config.rs_level == "geometric" and config.rs_bounds == (0.999, 1.001)
-    assert config.use_rollout_logprobs and config.policy_loss == "reinforce" and config.rs_veto_threshold == 1e-4
+    assert (
+        config.use_rollout_logprobs
+        and config.policy_loss == "reinforce"
+        and config.rs_veto_threshold == 1e-4
+    )
     assert VerlConfig(bypass_mode=True, use_policy_gradient=True).loss_type == "reinforce"
 
 
@@ -54,7 +71,12 @@ def test_arguments_of_presets():
 def test_what_means_nothing_is_refused():
     with pytest.raises(ValueError, match="loss_type is 'dpo'; choose ppo_clip or reinforce"):
         VerlConfig(loss_type="dpo")
-    with pytest.raises(ValueError, match="rollout_rs_threshold_lower belongs to rollout_rs token, sequence, geometric"):
-        VerlConfig(rollout_rs="token_k1", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.5).to_config()
+    with pytest.raises(
+        ValueError,
+        match="rollout_rs_threshold_lower belongs to rollout_rs token, sequence, geometric",
+    ):
+        VerlConfig(
+            rollout_rs="token_k1", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.5
+        ).to_config()
     with pytest.raises(ValueError, match="loss_type reinforce needs bypass_mode=True"):
         VerlConfig(loss_type="reinforce")

@@ -83,7 +83,9 @@ def transformers_gradients(directory: Path, samples: Samples) -> dict[str, Tenso
         sampled = log_probs.gather(1, torch.tensor(ids[-len(weights) :])[:, None])[:, 0]
         total = total + (ENTROPY_COEFFICIENT * entropies - torch.tensor(weights) * sampled).sum()
     (total / sum(map(len, samples.weights))).backward()
-    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    gradients = {
+        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+    }
     return dict(_per_expert(gradients))
 
 
@@ -115,14 +117,17 @@ def weighted_loss(inputs):
 def engine_gradients(engine: TrainingEngine) -> dict[str, Tensor]:
     """The gradient after `train_step`, assembled from all ranks under Hugging Face names; a collective.
 
-    The gradients take the place of the weights in the export, so that they are joined as the weights are.
+    The gradients take the place of the weights in the export, so that they are joined as the
+    weights are.
     """
     if engine.config.use_distributed_optimizer:
         _gather_reduced_shards(engine)
     module = engine.model.module
     gradients = {}
     for name, weight in named_weights(module).items():
-        gradients[name] = getattr(weight, "main_grad", torch.zeros_like(weight))  # a selection bias has none
+        gradients[name] = getattr(
+            weight, "main_grad", torch.zeros_like(weight)
+        )  # a selection bias has none
     with replaced_weights(module, gradients):
         exported = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
     return {name: tensor for name, tensor in exported.items() if not name.endswith(SELECTION_BIAS)}
@@ -138,12 +143,14 @@ def _gather_reduced_shards(engine: TrainingEngine) -> None:
             dist.all_gather(shards, own, group=ranks)
 
 
-def relative_differences(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def relative_differences(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> dict[str, float]:
     """The largest difference within each tensor, divided by the tensor's largest gradient.
 
     A tensor whose gradient is small compared with the others, such as a bias of keys, is divided by
-    a hundredth of the median of the tensors' largest gradients: its rounding errors come from larger
-    terms that cancel. A tensor that only one side has differs by infinity.
+    a hundredth of the median of the tensors' largest gradients: its rounding errors come from
+    larger terms that cancel. A tensor that only one side has differs by infinity.
     """
     largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
     floor = 0.01 * statistics.median(largest.values())
@@ -158,7 +165,9 @@ def relative_differences(actual: Mapping[str, Tensor], expected: Mapping[str, Te
 
 def norm_of(gradients: Mapping[str, Tensor]) -> float:
     """The L2 norm over all tensors, summed in float64."""
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    return math.sqrt(
+        sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+    )
 
 
 def trained_engine(
@@ -171,7 +180,9 @@ def trained_engine(
 ) -> tuple[TrainingEngine, StepResult]:
     """An engine after one step on the samples, of which each data-parallel rank has a share."""
     config = MegatronConfig(hf_checkpoint=str(directory), clip_grad=CLIP_GRAD, **options)
-    engine = TrainingEngine(config, parallel, temperature=TEMPERATURE, total_steps=2, entropy_gradient=True)
+    engine = TrainingEngine(
+        config, parallel, temperature=TEMPERATURE, total_steps=2, entropy_gradient=True
+    )
     pair = 2  # stays together: its samples share a prompt
     tokens = shard(samples.tokens, parallel.data_rank, parallel.data_size, pair)
     weights = shard(samples.weights, parallel.data_rank, parallel.data_size, pair)
@@ -181,7 +192,9 @@ def trained_engine(
     return engine, engine.train_step(batch, partition, weighted_loss)
 
 
-def differences_from(expected: Mapping[str, Tensor], engine: TrainingEngine, step: StepResult) -> dict[str, float]:
+def differences_from(
+    expected: Mapping[str, Tensor], engine: TrainingEngine, step: StepResult
+) -> dict[str, float]:
     """Relative differences of the norm and of every clipped gradient; a collective."""
     norm = norm_of(expected)
     factor = CLIP_GRAD / (norm + 1e-6)  # megatron-core's formula

@@ -11,7 +11,11 @@ from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.runs import free_port, rank_environment, spawn
 
-RECOMPUTE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE_LAYERS = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 class Values(list[Tensor]):
@@ -25,7 +29,9 @@ def outputs(inputs, numerator):
     sums = Values([torch.stack([inputs.log_probs_L, inputs.entropy_L]).detach()])
     no_record = None
     count = torch.tensor(len(inputs.log_probs_L), dtype=torch.int)
-    return LossOutputs(numerator=numerator, denominator=count, contributing=count, sums=sums, record=no_record)
+    return LossOutputs(
+        numerator=numerator, denominator=count, contributing=count, sums=sums, record=no_record
+    )
 
 
 def likelihood(inputs):
@@ -57,13 +63,22 @@ def assert_same_results(actual, expected, *, rtol=1e-5, atol=1e-5):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name],
+            value,
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
 def on_ranks(function, directory, layout, ranks=2):
     """Calls `function(parallel, directory, layout)` on some ranks; `layout` has fields of MegatronConfig."""
-    spawn(_on_a_rank, (rank_environment(0, ranks, free_port()), function, str(directory), layout), ranks)
+    spawn(
+        _on_a_rank,
+        (rank_environment(0, ranks, free_port()), function, str(directory), layout),
+        ranks,
+    )
 
 
 def _on_a_rank(rank, environment, function, directory, layout):

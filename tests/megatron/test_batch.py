@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from slime_tis.correction import Ranks
 from slime_tis.policy.advantages import optimal_token_baseline
-from slime_tis.trainer.megatron.batch import assign_together, fixed_partition, make_batch, shard, unshard
+from slime_tis.trainer.megatron.batch import (
+    assign_together,
+    fixed_partition,
+    make_batch,
+    shard,
+    unshard,
+)
 from slime_tis.trainer.megatron.micro_batches import PrefixTree, load_of, token_budget_partitions
 from slime_tis.trainer.step_inputs import Step, with_token_baseline
 
@@ -25,16 +31,21 @@ def test_partitions_are_fixed_and_rows_of_wrong_lengths_refused():
 def test_context_ranks_own_every_token_once_and_have_whole_loss_masks():
     values = [0.0, 1.0, 2.0, 3.0, 4.0]
     pieces = [
-        make_batch([[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2).responses.rollout_log_probs_L
+        make_batch(
+            [[1] * 8], [[1, 1, 0, 1, 1]], [values], [[0] * 5], rank, 2
+        ).responses.rollout_log_probs_L
         for rank in range(2)
     ]
-    # 8 tokens, chunks of 2: rank 0 holds logits 0, 1 and 6, 7; the logit at p predicts token p + 1 and the response
-    # starts at token 3, so rank 0 owns token 7 alone (response index 4) and rank 1 the tokens 3, 4, 5, 6.
+    # 8 tokens, chunks of 2: rank 0 holds logits 0, 1 and 6, 7; the logit at p predicts token p + 1
+    # and the response starts at token 3, so rank 0 owns token 7 alone (response index 4) and rank 1
+    # the tokens 3, 4, 5, 6.
     assert pieces[0].tolist() == [4.0]
     assert pieces[1].tolist() == [0.0, 1.0, 2.0, 3.0]
     masks = [[1, 1, 0, 1, 1], [0, 1, 1]]
     for rank in range(2):
-        batch = make_batch([[1] * 8, [2] * 4], masks, [[0.0] * 5, [0.0] * 3], [[0] * 5, [0] * 3], rank, 2)
+        batch = make_batch(
+            [[1] * 8, [2] * 4], masks, [[0.0] * 5, [0.0] * 3], [[0] * 5, [0] * 3], rank, 2
+        )
         assert batch.responses.loss_mask_N.tolist() == [1, 1, 0, 1, 1, 0, 1, 1]
         assert batch.select([1, 0]).responses.loss_mask_N.tolist() == [0, 1, 1, 1, 1, 0, 1, 1]
         assert batch.select([1]).responses.loss_mask_N.tolist() == [0, 1, 1]
@@ -52,17 +63,26 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
         empty = [[0] * len(masks[i]) for i in chosen]
         batch = make_batch([[1, *row] for row in empty], [masks[i] for i in chosen], empty, empty)
         flat = torch.cat([probs[i] for i in chosen])
-        batch = batch.with_token_values(old_log_probs_L=flat.log(), sum_pi_squared_L=0.5 + flat.square() / 2)
+        batch = batch.with_token_values(
+            old_log_probs_L=flat.log(), sum_pi_squared_L=0.5 + flat.square() / 2
+        )
         samples = [SimpleNamespace(group_index=groups[i]) for i in chosen]
         fields = dict.fromkeys([field.name for field in dataclasses.fields(Step)])
         steps.append(Step(**fields | {"samples": samples, "batch": batch}))
         corrections.append((batch.responses.loss_mask_L, torch.cat([weights[i] for i in chosen])))
-    found = with_token_baseline(steps, [[3.0, -2.0], [1.0, 0.5]], corrections, {9: 0, 7: 1}, Ranks())
+    found = with_token_baseline(
+        steps, [[3.0, -2.0], [1.0, 0.5]], corrections, {9: 0, 7: 1}, Ranks()
+    )
 
     def padded(rows):
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    last = [torch.tensor([0, 0, 0, 1]), torch.tensor([1]), torch.tensor([1, 0]), torch.tensor([0, 0, 1])]
+    last = [
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([1]),
+        torch.tensor([1, 0]),
+        torch.tensor([0, 0, 1]),
+    ]
     expected = optimal_token_baseline(
         padded([reward * position for reward, position in zip(rewards, last, strict=True)]),
         padded([torch.tensor(mask) for mask in masks]),
@@ -80,21 +100,30 @@ def test_the_token_baseline_of_a_rollout_covers_all_of_its_steps():
 def test_select_keeps_all_fields_of_a_sample_and_the_slices_of_a_context_rank():
     batch = make_batch([[1, 2], [3, 4, 5]], [[1], [1, 0]], [[-0.5], [-1.0, -2.0]], [[7], [8, 9]])
     chosen = (
-        batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0])).with_advantages([5.0, 6.0]).select([1])
+        batch.with_token_values(old_log_probs_L=torch.tensor([0.0, 1.0, 2.0]))
+        .with_advantages([5.0, 6.0])
+        .select([1])
     )
     responses = chosen.responses
     assert chosen.tokens[0].tolist() == [3, 4, 5]
-    assert responses.response_lengths == responses.lengths == (2,) and responses.total_lengths == (3,)
+    assert responses.response_lengths == responses.lengths == (2,) and responses.total_lengths == (
+        3,
+    )
     assert responses.loss_mask_L.tolist() == [1, 0]
     assert responses.rollout_log_probs_L.tolist() == [-1, -2]
     assert responses.weight_versions_L.tolist() == [8, 9]
     assert responses.old_log_probs_L is not None and responses.old_log_probs_L.tolist() == [1, 2]
     assert responses.advantages_L is not None and responses.advantages_L.tolist() == [6, 6]
     assert responses.ref_log_probs_L is None
-    whole = make_batch([[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2)
+    whole = make_batch(
+        [[1] * 8, [2] * 6], [[1] * 5, [1] * 4], [[0.5] * 5, [1.5] * 4], [[0] * 5, [0] * 4], 1, 2
+    )
     alone = make_batch([[2] * 6], [[1] * 4], [[1.5] * 4], [[0] * 4], 1, 2)
     assert whole.select([1]).responses.slices == alone.responses.slices
-    assert whole.select([1]).responses.rollout_log_probs_L.tolist() == alone.responses.rollout_log_probs_L.tolist()
+    assert (
+        whole.select([1]).responses.rollout_log_probs_L.tolist()
+        == alone.responses.rollout_log_probs_L.tolist()
+    )
     assert whole.select([0, 1]).responses.slices == whole.responses.slices
 
 
@@ -105,10 +134,18 @@ def test_siblings_stay_together_unless_ranks_get_unequal_numbers():
     assert assign_together(["a"] * 4 + ["b"] * 4 + ["c"] * 4, 2) == 2  # six each
     assert shard("abcdefghijkl", 0, 2, 2) == list("abefij")
     assert assign_together(["a"] * 3 + ["b"] * 5, 2) == 1
-    trees = [PrefixTree.apart([9] * 3, [1] * 3), PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4)]
+    trees = [
+        PrefixTree.apart([9] * 3, [1] * 3),
+        PrefixTree.of([[1, 1, 5 + i] for i in range(4)], [1] * 4),
+    ]
     first, second = token_budget_partitions(trees, 9)
     assert first == [[0], [1], [2]]
-    assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [0, 1, 2, 3]
+    assert sorted(map(len, second)) == [1, 1, 2] and sorted(i for one in second for i in one) == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
@@ -121,8 +158,11 @@ def test_shards_of_runs_are_the_samples_in_their_order(size, groups):
 
 
 GROUPS = [[1, 1, 1, 5, 6], [1, 1, 1, 7, 8], [2, 2, 2, 5, 6], [2, 2, 2, 7, 8]]
-# The segments of a rollout share 12 tokens, and one has 1 more: 13 tokens are computed instead of 25.
-SEGMENTS = [[*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])]
+# The segments of a rollout share 12 tokens, and one has 1 more: 13 tokens are computed instead of
+# 25.
+SEGMENTS = [
+    [*range(20 * n, 20 * n + 10), *more] for n in (0, 1) for more in ([90, 91], [90, 91, 92])
+]
 # Rollout 0 has two segments that share nothing, and the second begins as rollout 1 does.
 MIXED = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
 
@@ -131,29 +171,68 @@ MIXED = [[1] * 9, [2] * 8 + [3], [2] * 8 + [4], [5, 6]]
     ("tokens", "responses", "rollouts", "budget", "expected"),
     [
         # 7 | 6 3 | 5 4 of a budget of 9; the shorter ones go where they first fit
-        pytest.param([[n] * n for n in (3, 7, 4, 6, 5)], [1] * 5, None, 9, [[1], [0, 3], [2, 4]], id="decreasing"),
+        pytest.param(
+            [[n] * n for n in (3, 7, 4, 6, 5)],
+            [1] * 5,
+            None,
+            9,
+            [[1], [0, 3], [2, 4]],
+            id="decreasing",
+        ),
         # 3 + 2 · 2 tokens each: two groups are 14 tokens, 20 if prompts counted for each sample
         pytest.param(GROUPS, [2] * 4, None, 14, [[0, 1, 2, 3]], id="two groups"),
         pytest.param(GROUPS, [2] * 4, None, 13, [[0, 1], [2, 3]], id="a group each"),
         pytest.param(GROUPS, [2] * 4, None, 6, [[0], [1], [2], [3]], id="a sample each"),
         pytest.param(
-            [[1, 1, 1, 5 + i, 6] for i in range(5)], [2] * 5, None, 7, [[0, 1], [2, 3], [4]], id="a large group"
+            [[1, 1, 1, 5 + i, 6] for i in range(5)],
+            [2] * 5,
+            None,
+            7,
+            [[0, 1], [2, 3], [4]],
+            id="a large group",
         ),
         # four tokens are computed, but each response counts
         pytest.param([[1, 5, 6, 7]] * 4, [3] * 4, None, 6, [[0, 1], [2, 3]], id="equal responses"),
-        pytest.param(SEGMENTS, [2, 3, 2, 3], [0, 0, 1, 1], 26, [[0, 1, 2, 3]], id="shared segments of two rollouts"),
-        pytest.param(SEGMENTS, [2, 3, 2, 3], [0, 0, 1, 1], 25, [[0, 1], [2, 3]], id="shared segments of one rollout"),
-        pytest.param(MIXED, [1] * 4, [0, 0, 1, 2], 12, [[0, 1], [2, 3]], id="a rollout over the budget is alone"),
-        pytest.param(MIXED, [1] * 4, [0, 0, 1, 2], 21, [[0, 1, 2, 3]], id="different segments in one rollout"),
+        pytest.param(
+            SEGMENTS,
+            [2, 3, 2, 3],
+            [0, 0, 1, 1],
+            26,
+            [[0, 1, 2, 3]],
+            id="shared segments of two rollouts",
+        ),
+        pytest.param(
+            SEGMENTS,
+            [2, 3, 2, 3],
+            [0, 0, 1, 1],
+            25,
+            [[0, 1], [2, 3]],
+            id="shared segments of one rollout",
+        ),
+        pytest.param(
+            MIXED,
+            [1] * 4,
+            [0, 0, 1, 2],
+            12,
+            [[0, 1], [2, 3]],
+            id="a rollout over the budget is alone",
+        ),
+        pytest.param(
+            MIXED, [1] * 4, [0, 0, 1, 2], 21, [[0, 1, 2, 3]], id="different segments in one rollout"
+        ),
     ],
 )
 def test_micro_batches_by_hand(tokens, responses, rollouts, budget, expected):
     tree = PrefixTree.of(tokens, responses)
-    assert token_budget_partitions([tree], budget, None if rollouts is None else [rollouts]) == [expected]
+    assert token_budget_partitions([tree], budget, None if rollouts is None else [rollouts]) == [
+        expected
+    ]
 
 
 rollouts_of_a_rank = st.lists(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=3), min_size=1, max_size=8
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12)), min_size=1, max_size=3),
+    min_size=1,
+    max_size=8,
 )
 """Each rollout's segments: the number of a prompt of nine tokens, and the length of a response."""
 
@@ -163,7 +242,9 @@ def test_rollouts_are_whole_and_within_the_budget(ranks, budget):
     shortest = min(map(len, ranks))  # every rank gets the same number of rollouts
     trees, numbers = [], []
     for drawn in (rank[:shortest] for rank in ranks):
-        tokens = [[*[prompt] * 9, *range(10, 10 + own)] for rollout in drawn for prompt, own in rollout]
+        tokens = [
+            [*[prompt] * 9, *range(10, 10 + own)] for rollout in drawn for prompt, own in rollout
+        ]
         trees.append(PrefixTree.of(tokens, [own for rollout in drawn for _, own in rollout]))
         numbers.append([number for number, rollout in enumerate(drawn) for _ in rollout])
     partitions = token_budget_partitions(trees, budget, numbers)

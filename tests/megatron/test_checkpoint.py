@@ -39,7 +39,13 @@ FP16 = {"fp16": True, "initial_loss_scale": 1024.0}
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"use_distributed_optimizer": True}, {"bf16": True}, FP16, {**FP16, "use_distributed_optimizer": True}],
+    [
+        {},
+        {"use_distributed_optimizer": True},
+        {"bf16": True},
+        FP16,
+        {**FP16, "use_distributed_optimizer": True},
+    ],
     ids=str,
 )
 def test_resumption_is_bitwise(options, model, parallel, tmp_path):
@@ -56,11 +62,17 @@ def test_resumption_is_bitwise(options, model, parallel, tmp_path):
         assert torch.equal(tensor, dict(engine.named_hf_tensors())[name])
 
 
-def test_an_overflow_of_float16_skips_the_step_and_a_loss_that_is_not_finite_is_none(model, parallel):
+def test_an_overflow_of_float16_skips_the_step_and_a_loss_that_is_not_finite_is_none(
+    model, parallel
+):
     engine = build(model, parallel, fp16=True, initial_loss_scale=2.0**32)
     before = {name: tensor.clone() for name, tensor in engine.named_hf_tensors()}
     results = [engine.train_step(BATCH, [[0, 2], [1]], likelihood) for _ in range(3)]
-    assert [result.loss_scale for result in results] == [2.0**32, 2.0**32, 2.0**31]  # the second overflow halves it
+    assert [result.loss_scale for result in results] == [
+        2.0**32,
+        2.0**32,
+        2.0**31,
+    ]  # the second overflow halves it
     assert all(result.overflowed and result.is_finite for result in results)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_hf_tensors())
 
@@ -76,17 +88,25 @@ def test_a_checkpoint_of_another_model_is_refused(model, parallel, tmp_path):
     sharded_checkpoint.save(tmp_path / "runs", 1, build(model, parallel), {"run": "a"}, retain=1)
     make_checkpoint(tmp_path / "other", "qwen3", num_hidden_layers=3)
     with pytest.raises(sharded_checkpoint.CheckpointError, match="another model or layout"):
-        sharded_checkpoint.load(tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel))
+        sharded_checkpoint.load(
+            tmp_path / "runs" / "iter_0000001", build(tmp_path / "other", parallel)
+        )
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_options_of_the_optimizer_are_those_of_the_resumed_run(distributed, model, parallel, tmp_path):
+def test_options_of_the_optimizer_are_those_of_the_resumed_run(
+    distributed, model, parallel, tmp_path
+):
     engine = build(model, parallel, use_distributed_optimizer=distributed)
     steps(engine, 2)
     sharded_checkpoint.save(tmp_path, 2, engine, {"run": "a"}, retain=1)
     options = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_eps": 1e-4, "weight_decay": 0.3}
     config = MegatronConfig(
-        hf_checkpoint=str(model), lr=1e-2, min_lr=2e-3, use_distributed_optimizer=distributed, **options
+        hf_checkpoint=str(model),
+        lr=1e-2,
+        min_lr=2e-3,
+        use_distributed_optimizer=distributed,
+        **options,
     )
     config = dataclasses.replace(config, lr_decay_style="linear")
     resumed = TrainingEngine(config, parallel, temperature=1.0, total_steps=4)
@@ -96,7 +116,11 @@ def test_options_of_the_optimizer_are_those_of_the_resumed_run(distributed, mode
     for group in resumed.optimizer.param_groups:
         assert (tuple(group["betas"]), group["eps"]) == ((0.5, 0.6), 1e-4)
         assert group["weight_decay"] == 0.3 * group["wd_mult"]
-    states = [state for part in sharded_checkpoint.torch_adams(resumed.optimizer) for state in part.optimizer.state.values()]
+    states = [
+        state
+        for part in sharded_checkpoint.torch_adams(resumed.optimizer)
+        for state in part.optimizer.state.values()
+    ]
     assert {float(state["step"]) for state in states} == {3.0}  # the state is the checkpoint's
 
 
@@ -122,7 +146,9 @@ def test_no_process_is_forked_to_write(model, parallel, tmp_path, monkeypatch):
         *("trainer_state.json", "SHA256SUMS"),
     }
     subprocess.run(
-        ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path / "iter_0000001", check=True
+        ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"],
+        cwd=tmp_path / "iter_0000001",
+        check=True,
     )
 
 
@@ -144,14 +170,18 @@ def test_router_biases_stay_float32_and_constant_in_bfloat16_training(glm, paral
     before = engine.reference_log_probs(BATCH, [[0, 1, 2]])
     for _ in range(2):
         assert engine.train_step(BATCH, [[0, 2], [1]], likelihood).is_finite
-    torch.testing.assert_close(engine.reference_log_probs(BATCH, [[0, 1, 2]]), before, rtol=0, atol=0)
+    torch.testing.assert_close(
+        engine.reference_log_probs(BATCH, [[0, 1, 2]]), before, rtol=0, atol=0
+    )
     for name, tensor in engine.named_hf_tensors():
         if name.endswith(BIAS):
             assert tensor.dtype == torch.float32 and torch.equal(tensor, file.pop(name))
         else:
             assert tensor.dtype == torch.bfloat16, name
             unchanged = torch.equal(tensor, file.pop(name).bfloat16())
-            assert not unchanged or ".experts." in name, name  # so few tokens do not reach every expert
+            assert not unchanged or ".experts." in name, (
+                name
+            )  # so few tokens do not reach every expert
     assert not file
 
 
@@ -170,10 +200,18 @@ def test_sizes_and_layers_follow_the_configuration(glm, tmp_path, model, paralle
         layers=(1, 2), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=24
     )
     sizes = {"num_hidden_layers": 6, "mlp_only_layers": [1], "decoder_sparse_step": 2}
-    assert moe_sizes(load_config(make_checkpoint(tmp_path / "qwen2", "qwen2_moe", **sizes))) == MoeSizes(
+    assert moe_sizes(
+        load_config(make_checkpoint(tmp_path / "qwen2", "qwen2_moe", **sizes))
+    ) == MoeSizes(
         layers=(3, 5), num_experts=8, top_k=2, intermediate_size=24, shared_intermediate_size=40
     )
     assert moe_sizes(load_config(make_checkpoint(tmp_path / "dense", "qwen3"))) is None
     gpu = dataclasses.replace(parallel, transformer_engine=True)
-    assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [True, False]
-    assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [False, False]
+    assert [uses_transformer_engine(load_config(path), gpu) for path in (model, glm)] == [
+        True,
+        False,
+    ]
+    assert [uses_transformer_engine(load_config(path), parallel) for path in (model, glm)] == [
+        False,
+        False,
+    ]

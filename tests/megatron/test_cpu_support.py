@@ -22,10 +22,15 @@ REWRITTEN = [
     ("stream = torch.cuda.Stream()", "stream = None"),
     (
         "torch.distributed.all_gather(output_tensor_list, input_, group=group)",
-        "torch.distributed.all_to_all_single(output, torch.cat([input_] * world_size), "
-        "output_split_sizes, [len(input_)] * world_size, group=group)",
+        (
+            "torch.distributed.all_to_all_single(output, torch.cat([input_] * world_size), "
+            "output_split_sizes, [len(input_)] * world_size, group=group)"
+        ),
     ),
-    ("ok = torch.cuda.is_available() and 'cudagraph'", "ok = torch.cuda.is_available() and 'cudagraph'"),
+    (
+        "ok = torch.cuda.is_available() and 'cudagraph'",
+        "ok = torch.cuda.is_available() and 'cudagraph'",
+    ),
 ]
 
 
@@ -35,10 +40,14 @@ def test_rewrites_what_needs_cuda_or_nccl(source, expected):
 
 
 def test_options_need_no_megatron_core_and_no_launcher():
-    code = "import sys, slime_tis.trainer.options.megatron; sys.exit('megatron.core' in sys.modules)"
+    code = (
+        "import sys, slime_tis.trainer.options.megatron; sys.exit('megatron.core' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert read_environment({}) == Environment(rank=0, local_rank=0, world_size=1, launched=False)
-    assert read_environment(TORCHRUN) == Environment(rank=3, local_rank=1, world_size=4, launched=True)
+    assert read_environment(TORCHRUN) == Environment(
+        rank=3, local_rank=1, world_size=4, launched=True
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
@@ -49,7 +58,13 @@ def test_importing_megatron_core_first_is_refused_without_cuda(monkeypatch):
         importlib.reload(slime_tis.trainer.megatron)
 
 
-TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +79,11 @@ TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n
         pytest.param(TORCHRUN | {"RANK": "4"}, "from 0 to 3", id="rank beyond the size"),
         pytest.param({"RANK": "0"}, "MASTER_ADDR is unset", id="no address"),
         pytest.param({"RANK": "0", "MASTER_ADDR": "node0"}, "MASTER_PORT is unset", id="no port"),
-        pytest.param(TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'", id="port beyond the range"),
+        pytest.param(
+            TORCHRUN | {"MASTER_PORT": "65536"},
+            "MASTER_PORT is '65536'",
+            id="port beyond the range",
+        ),
     ],
 )
 def test_impossible_values_are_named(environ, message):
@@ -86,13 +105,39 @@ GOOD, BROKEN = "", "raise ImportError('libcudart.so.13: cannot open shared objec
         pytest.param({"bf16": True}, True, BROKEN, False, id="broken"),
         pytest.param({"bf16": True}, True, None, False, id="absent"),
         pytest.param({"bf16": True, "transformer_impl": "local"}, True, GOOD, False, id="local"),
-        pytest.param({"bf16": True, "transformer_impl": "transformer_engine"}, True, GOOD, True, id="asked for"),
-        pytest.param({"transformer_impl": "transformer_engine"}, True, GOOD, "float32", id="asked for in float32"),
-        pytest.param({"bf16": True, "transformer_impl": "transformer_engine"}, True, BROKEN, "libcudart", id="asked"),
-        pytest.param({"bf16": True, "transformer_impl": "transformer_engine"}, False, GOOD, "a GPU", id="asked on CPU"),
+        pytest.param(
+            {"bf16": True, "transformer_impl": "transformer_engine"},
+            True,
+            GOOD,
+            True,
+            id="asked for",
+        ),
+        pytest.param(
+            {"transformer_impl": "transformer_engine"},
+            True,
+            GOOD,
+            "float32",
+            id="asked for in float32",
+        ),
+        pytest.param(
+            {"bf16": True, "transformer_impl": "transformer_engine"},
+            True,
+            BROKEN,
+            "libcudart",
+            id="asked",
+        ),
+        pytest.param(
+            {"bf16": True, "transformer_impl": "transformer_engine"},
+            False,
+            GOOD,
+            "a GPU",
+            id="asked on CPU",
+        ),
     ],
 )
-def test_transformer_engine_is_used_where_it_can_train(options, has_gpu, module, answer, tmp_path, monkeypatch):
+def test_transformer_engine_is_used_where_it_can_train(
+    options, has_gpu, module, answer, tmp_path, monkeypatch
+):
     for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
         monkeypatch.delitem(sys.modules, name)
     if module is not None:

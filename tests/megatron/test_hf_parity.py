@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.hf_directory import FAMILIES, moe_sizes
-from slime_tis.trainer.megatron import hf_weights
+from slime_tis.trainer.megatron import hf_weights, sharded_checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.trainer.megatron.packing import RowSplit, pack
@@ -48,29 +48,46 @@ CASES = {
     "qwen3_moe, weights of the best sum to 1": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_moe, weights of the best as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, first layer dense": ("qwen3_moe", {"mlp_only_layers": [0]}),
-    "qwen3_moe, every second layer sparse": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
+    "qwen3_moe, every second layer sparse": (
+        "qwen3_moe",
+        {"num_hidden_layers": 3, "decoder_sparse_step": 2},
+    ),
     "qwen2_moe, weights of the best as they are": ("qwen2_moe", {"norm_topk_prob": False}),
-    "qwen2_moe, weights of the best sum to 1, no bias": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False}),
+    "qwen2_moe, weights of the best sum to 1, no bias": (
+        "qwen2_moe",
+        {"norm_topk_prob": True, "qkv_bias": False},
+    ),
     "glm4_moe, first layer dense": ("glm4_moe", {}),
     "glm4_moe, groups, norms, biases, two shared experts": ("glm4_moe", GROUPS),
-    "glm4_moe, one expert per token": ("glm4_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "glm4_moe, one expert per token": (
+        "glm4_moe",
+        {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    ),
 }
 
 
 def compare(directory, parallel, layout):
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     vocab = reference.config.vocab_size
-    splits = parallel.tensor_size > 1 and moe_sizes(reference.config) is not None  # megatron-core asks for it
+    splits = (
+        parallel.tensor_size > 1 and moe_sizes(reference.config) is not None
+    )  # megatron-core asks for it
     config = MegatronConfig(hf_checkpoint=str(directory), sequence_parallel=splits, **layout)
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1)
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(vocab, (length,), generator=generator).tolist() for length in LENGTHS]
     batch = make_batch(tokens, [[1]] * len(tokens), [[0.0]] * len(tokens), [[0]] * len(tokens))
 
-    packed = pack(batch, RowSplit(tensor_size=parallel.tensor_size if splits else 1), rotary=engine.model.rotary)
+    packed = pack(
+        batch,
+        RowSplit(tensor_size=parallel.tensor_size if splits else 1),
+        rotary=engine.model.rotary,
+    )
     with torch.no_grad():
         every_row = replace(packed.packed_seq_params, response_rows=None, gives_logits=True)
-        shard = engine.model.module(packed.input_ids, packed.position_ids, None, packed_seq_params=every_row)[0]
+        shard = engine.model.module(
+            packed.input_ids, packed.position_ids, None, packed_seq_params=every_row
+        )[0]
         shards = [torch.empty_like(shard) for _ in range(parallel.tensor_size)]
         dist.all_gather(shards, shard.contiguous(), group=parallel.tensor_group)
         logits = torch.cat(shards, 1)[: sum(LENGTHS), :vocab]
@@ -80,14 +97,18 @@ def compare(directory, parallel, layout):
     assert difference <= bound, f"{directory.name}: logits differ by {difference}"
 
     columns = engine.log_probs(batch, [[*range(len(LENGTHS))]], sums_squares=True)
-    squares = expected[torch.tensor(LENGTHS).cumsum(0) - 2].softmax(1).square().sum(1)  # predict the last tokens
+    squares = (
+        expected[torch.tensor(LENGTHS).cumsum(0) - 2].softmax(1).square().sum(1)
+    )  # predict the last tokens
     torch.testing.assert_close(columns[:, 1], squares, rtol=1e-5, atol=1e-6)
 
     for at_once in (GATHERED_BYTES, 1):  # all experts of a layer, and one of each rank
         hf_weights.GATHERED_BYTES = at_once
         names = load_file(directory / "model.safetensors")
         for name, tensor in engine.named_hf_tensors():
-            assert torch.equal(tensor, names.pop(name)), f"{directory.name}: {name} changed on its way"
+            assert torch.equal(tensor, names.pop(name)), (
+                f"{directory.name}: {name} changed on its way"
+            )
         assert not names, f"{directory.name}: {sorted(names)} were not exported"
 
 
@@ -114,11 +135,15 @@ def test_every_family_that_the_command_line_accepts_is_compared():
 
 @pytest.fixture(scope="module")
 def engine(model, parallel):
-    return TrainingEngine(MegatronConfig(hf_checkpoint=str(model)), parallel, temperature=1.0, total_steps=10)
+    return TrainingEngine(
+        MegatronConfig(hf_checkpoint=str(model)), parallel, temperature=1.0, total_steps=10
+    )
 
 
 @pytest.mark.parametrize("shard_bytes", [2**40, 10_000])
-def test_the_hugging_face_directory_loads_with_the_weights(shard_bytes, engine, tmp_path, monkeypatch):
+def test_the_hugging_face_directory_loads_with_the_weights(
+    shard_bytes, engine, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sharded_checkpoint, "SHARD_BYTES", 20_000)
     assert save_hf(tmp_path / "hf", engine) == tmp_path / "hf"
     monkeypatch.setattr(sharded_checkpoint, "SHARD_BYTES", shard_bytes)
@@ -130,7 +155,10 @@ def test_the_hugging_face_directory_loads_with_the_weights(shard_bytes, engine, 
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
     listed = json.loads((tmp_path / "hf" / ".slime_tis_export.json").read_text())["files"]
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {*listed, ".slime_tis_export.json"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        *listed,
+        ".slime_tis_export.json",
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -139,9 +167,13 @@ def test_links_stay_links_and_the_markers_of_copied_exports_do_not(engine, tmp_p
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "model.safetensors").write_bytes(b"old")
     assert save_hf(tmp_path / "link", engine) == tmp_path / "real"
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "model.safetensors").stat().st_size > 10_000
+    assert (tmp_path / "link").is_symlink() and (
+        tmp_path / "real" / "model.safetensors"
+    ).stat().st_size > 10_000
     save_hf(tmp_path / "first", engine)
     config = MegatronConfig(hf_checkpoint=str(tmp_path / "first"))
-    save_hf(tmp_path / "hf", TrainingEngine(config, engine.parallel, temperature=1.0, total_steps=1))
+    save_hf(
+        tmp_path / "hf", TrainingEngine(config, engine.parallel, temperature=1.0, total_steps=1)
+    )
     listed = json.loads((tmp_path / "hf" / ".slime_tis_export.json").read_text())["files"]
     assert "model.safetensors" in listed and ".slime_tis_export.json" not in listed

@@ -34,7 +34,9 @@ def saved(function, x):
     sizes = {}
 
     def pack(tensor):
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        sizes[tensor.untyped_storage().data_ptr()] = (
+            tensor.untyped_storage().nbytes() // tensor.itemsize
+        )
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -64,14 +66,19 @@ def test_the_norm_equals_torch(dtype, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_swiglu_equals_torch(dtype):
     torch.manual_seed(1)
-    x, grad = (torch.randn(TOKENS, 1, 2 * HIDDEN) * 3).to(dtype), torch.randn(TOKENS, 1, HIDDEN).to(dtype)
+    x, grad = (
+        (torch.randn(TOKENS, 1, 2 * HIDDEN) * 3).to(dtype),
+        torch.randn(TOKENS, 1, HIDDEN).to(dtype),
+    )
     assert torch.equal(swiglu(x), plain_swiglu(x))
     torch.testing.assert_close(*gradients(swiglu, x, grad), *gradients(plain_swiglu, x, grad))
 
 
 def test_only_inputs_are_saved_for_the_backward_pass():
     x = torch.randn(TOKENS, HIDDEN)
-    assert saved(norm(torch.float32), x) == TOKENS * HIDDEN + TOKENS + HIDDEN  # x, a number per token, the weight
+    assert (
+        saved(norm(torch.float32), x) == TOKENS * HIDDEN + TOKENS + HIDDEN
+    )  # x, a number per token, the weight
     assert saved(swiglu, x) == TOKENS * HIDDEN
     assert saved(plain_swiglu, x) == TOKENS * HIDDEN * 3 // 2  # for comparison
 
@@ -90,7 +97,9 @@ def test_the_input_of_a_layer_is_recomputed():
     def plain(x):
         return layer(swiglu(x))
 
-    for one, other in zip(gradients(recomputing, x, grad, weight), gradients(plain, x, grad, weight), strict=True):
+    for one, other in zip(
+        gradients(recomputing, x, grad, weight), gradients(plain, x, grad, weight), strict=True
+    ):
         assert torch.equal(one, other)
     calls, entered = [], []
 

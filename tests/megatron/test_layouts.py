@@ -12,7 +12,14 @@ TWO_RANKS = {
     "tensor": ["--tensor-model-parallel-size", "2"],
     "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "pipeline, chunks": [
-        *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "8", "--log-probs-chunk-size", "7")
+        *(
+            "--pipeline-model-parallel-size",
+            "2",
+            "--micro-batch-size",
+            "8",
+            "--log-probs-chunk-size",
+            "7",
+        )
     ],
     "context": ["--context-parallel-size", "2"],
     "context, token budget": [
@@ -21,7 +28,15 @@ TWO_RANKS = {
 }
 CORRECTION = [
     *("--use-tis", "--tis-upper-bound", "1.05", "--tis-batch-normalize"),
-    *("--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01", "--rs-veto-threshold", "0.9"),
+    *(
+        "--use-rs",
+        "--rs-level",
+        "geometric",
+        "--rs-upper-bound",
+        "1.01",
+        "--rs-veto-threshold",
+        "0.9",
+    ),
     "--reject-before-advantage",
     *("--use-kl-loss", "--kl-loss-coef", "0.1", "--kl-loss-type", "k3", "--entropy-coef", "0.01"),
 ]

@@ -9,17 +9,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron import log_probs
-from slime_tis.trainer.megatron.log_probs import TokenDistribution, fused_linear_log_probs, vocab_parallel_log_probs
+from slime_tis.trainer.megatron.log_probs import (
+    TokenDistribution,
+    fused_linear_log_probs,
+    vocab_parallel_log_probs,
+)
 
 ROWS, INPUTS, VOCABULARY, PADDED = 9, 6, 13, 15
 SETS = [[0, 5, 2], [3], [12, 1], [], [7, 8, 9], [4], [6, 0], [2, 11], []]
 """The first of each is the target."""
 TARGETS = torch.tensor([0, 3, 12, 10, 7, 4, 6, 2, 1])
 WHOLE = TokenDistribution()
-FIVE = torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25], [0.5, 0.2, 0.1, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]]).log()
+FIVE = torch.tensor(
+    [[0.1, 0.2, 0.3, 0.15, 0.25], [0.5, 0.2, 0.1, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]]
+).log()
 
 tilings = pytest.mark.parametrize(
-    "entries", [0, 10**6, 36, 20], ids=["all logits", "one tile", "blocks of the vocabulary", "chunks and blocks"]
+    "entries",
+    [0, 10**6, 36, 20],
+    ids=["all logits", "one tile", "blocks of the vocabulary", "chunks and blocks"],
 )
 
 
@@ -40,11 +48,15 @@ def dense_log_probs(logits, target, distribution):
     """The reference: log-probs, entropies and Σ π² by torch's log_softmax over a dense mask."""
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if distribution.sampling_mask is not None:
-        for row, mask in zip(allowed, distribution.sampling_mask.split([1] * len(logits)), strict=True):
+        for row, mask in zip(
+            allowed, distribution.sampling_mask.split([1] * len(logits)), strict=True
+        ):
             if len(mask.token_ids):
                 row[:] = False
                 row[mask.token_ids.long()] = True
-    log_softmax = (logits / distribution.temperature).masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    log_softmax = (
+        (logits / distribution.temperature).masked_fill(~allowed, -torch.inf).log_softmax(-1)
+    )
     entropy = -(log_softmax.exp() * log_softmax.masked_fill(~allowed, 0.0)).sum(-1)
     return log_softmax.gather(1, target[:, None])[:, 0], entropy, log_softmax.exp().square().sum(-1)
 
@@ -79,7 +91,10 @@ def values_and_gradients(log_probs, hidden, weight, grads):
 
 @pytest.mark.parametrize(("temperature", "expected"), [(1.0, [0.75, 0.2]), (0.5, [0.9, 1 / 17])])
 def test_hand_computed_table(temperature, expected):
-    logits, distribution = torch.tensor([[0.0, 3.0], [4.0, 0.0]]), TokenDistribution(temperature=temperature)
+    logits, distribution = (
+        torch.tensor([[0.0, 3.0], [4.0, 0.0]]),
+        TokenDistribution(temperature=temperature),
+    )
     logits[logits > 0] = logits[logits > 0].log()
     log_prob, entropy = vocab_parallel_log_probs(logits, torch.tensor([1, 1]), distribution)
     torch.testing.assert_close(log_prob.exp(), torch.tensor(expected))
@@ -91,8 +106,12 @@ def test_hand_computed_table(temperature, expected):
 @pytest.mark.parametrize("chunk_size", [-1, 1, 4, 100])
 @pytest.mark.parametrize("masked", [False, True], ids=["all tokens", "sampled sets"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["log-prob gradient", "entropy gradient"])
-@pytest.mark.parametrize("zeros", [(), (0, 1, 5), range(ROWS)], ids=["all rows", "some zero", "all zero"])
+@pytest.mark.parametrize(
+    "entropy_gradient", [False, True], ids=["log-prob gradient", "entropy gradient"]
+)
+@pytest.mark.parametrize(
+    "zeros", [(), (0, 1, 5), range(ROWS)], ids=["all rows", "some zero", "all zero"]
+)
 def test_values_and_gradients_match_a_dense_masked_softmax(
     entries, chunk_size, masked, temperature, entropy_gradient, zeros
 ):
@@ -126,7 +145,11 @@ def test_values_and_gradients_match_a_dense_masked_softmax(
 def test_the_gradient_of_the_weight_is_added_to_a_given_tensor(dtype):
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(PADDED, INPUTS).to(dtype)
-    before, padded, grads = torch.randn(PADDED, INPUTS), TokenDistribution(vocab_size=VOCABULARY), torch.ones(2, ROWS)
+    before, padded, grads = (
+        torch.randn(PADDED, INPUTS),
+        TokenDistribution(vocab_size=VOCABULARY),
+        torch.ones(2, ROWS),
+    )
     added = values_and_gradients(fused(padded), hidden, weight, grads)[-1]
     total = values_and_gradients(fused(padded, total=before.clone()), hidden, weight, grads)[-1]
     torch.testing.assert_close(total - before, added, rtol=0, atol=1e-5)
@@ -152,7 +175,9 @@ def test_large_logits_in_another_block_leave_no_rounding(entries):
     # certain; 300 below; uniform over 12 of 13; uniform
     expected = torch.tensor([0.0, -300.0, -2.4849066, *[-2.5649494] * 6])
     torch.testing.assert_close(log_prob, expected, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(entropy, torch.tensor([0.0, 0.0, 2.4849066, *[2.5649494] * 6]), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        entropy, torch.tensor([0.0, 0.0, 2.4849066, *[2.5649494] * 6]), atol=1e-6, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +187,10 @@ def test_large_logits_in_another_block_leave_no_rounding(entries):
 )
 def test_bfloat16_has_logits_in_bfloat16_and_sums_in_float32(implementation, gradient):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(ROWS, INPUTS).bfloat16().float(), torch.randn(VOCABULARY, INPUTS).bfloat16()
+    hidden, weight = (
+        torch.randn(ROWS, INPUTS).bfloat16().float(),
+        torch.randn(VOCABULARY, INPUTS).bfloat16(),
+    )
     grads = torch.randn(2, ROWS)
 
     def dense(hidden, weight):
@@ -220,18 +248,24 @@ def test_one_matrix_of_the_logits_size_is_saved_in_their_own_memory():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         vocab_parallel_log_probs(logits, torch.zeros(11, dtype=torch.int64), WHOLE)
-    assert [tensor.data_ptr() for tensor in saved if tensor.numel() == logits.numel()] == [logits.data_ptr()]
+    assert [tensor.data_ptr() for tensor in saved if tensor.numel() == logits.numel()] == [
+        logits.data_ptr()
+    ]
 
 
 def test_log_probs_over_the_sampled_sets_by_hand():
-    # {1, 2, 4} has mass 0.75, {0} is certain, and the last row has no set. Id 77 is beyond the vocabulary.
+    # {1, 2, 4} has mass 0.75, {0} is certain, and the last row has no set. Id 77 is beyond the
+    # vocabulary.
     leaf, sets = FIVE.clone().requires_grad_(), over_sets([[1, 2, 4, 77], [0], []])
     log_prob, entropy = vocab_parallel_log_probs(leaf * 1.0, torch.tensor([2, 0, 3]), sets)
     torch.testing.assert_close(log_prob.exp(), torch.tensor([0.4, 1.0, 0.2]))
     # -(4/15 ln 4/15 + 0.4 ln 0.4 + 1/3 ln 1/3), 0, ln 5
     torch.testing.assert_close(entropy, torch.tensor([1.0851894, 0.0, 1.6094379]))
     (log_prob.sum() + entropy.sum()).backward()
-    assert leaf.grad is not None and leaf.grad[0, [0, 3]].tolist() + leaf.grad[1, 1:].tolist() == [0.0] * 6
+    assert (
+        leaf.grad is not None
+        and leaf.grad[0, [0, 3]].tolist() + leaf.grad[1, 1:].tolist() == [0.0] * 6
+    )
     sets = over_sets([[0, 1], [0, 1], []])
     log_prob, entropy = vocab_parallel_log_probs(FIVE.clone(), torch.tensor([4, 1, 0]), sets)
     assert log_prob[0] == -math.inf

@@ -1,7 +1,7 @@
 """Both engines on the device of the run, a GPU where there is one, against transformers on the CPU in float32.
 
-`pytest --device cuda` asks for the GPU; without the option these tests run on the CPU, and are skipped on a machine
-whose GPU the engines would take instead.
+`pytest --device cuda` asks for the GPU; without the option these tests run on the CPU, and are
+skipped on a machine whose GPU the engines would take instead.
 """
 
 from pathlib import Path
@@ -54,7 +54,9 @@ def batch_of():
 
 def reference(checkpoint):
     """Log-probs of the responses, and the norm of the gradient of their mean, by transformers in float32."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
     found = []
     for tokens, response in zip(TOKENS, RESPONSES * len(PROMPTS), strict=True):
         ids = torch.tensor(tokens, device="cpu")
@@ -92,11 +94,15 @@ def sampled(engine, checkpoint, temperature):
     return [sample for group in engine.generate(prompts, sampling, 3) for sample in group]
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("int8", 2e-5), ("bf16", BF16)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 2e-5), ("int8", 2e-5), ("bf16", BF16)]
+)
 def test_samples_of_the_local_engine(checkpoint, parallel, precision, tolerance, tmp_path):
     device = parallel.device
     engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), precision=precision, device=device)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
     if precision == "int8":
         with torch.no_grad():
             for name, weight in model.named_parameters():
@@ -126,7 +132,9 @@ def test_samples_of_the_local_engine(checkpoint, parallel, precision, tolerance,
 
 @pytest.mark.parametrize("level", ["token", "sequence", "segment"])
 def test_the_correction_does_not_synchronize_with_the_device(parallel, level):
-    config = RolloutCorrectionConfig(use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0)
+    config = RolloutCorrectionConfig(
+        use_tis=True, tis_level=level, use_rs=True, rs_level="geometric", rs_z_score=3.0
+    )
     device = parallel.device
     rollout = -torch.arange(1.0, 41.0, device=device) / 40
     train = rollout + 0.1 * torch.sin(torch.arange(40.0, device=device))
@@ -142,4 +150,6 @@ def test_the_correction_does_not_synchronize_with_the_device(parallel, level):
     assert torch.equal(found.weights, first.weights)
     on_cpu = correct(config, train.cpu(), rollout.cpu(), mask.cpu(), lengths=[10, 0, 25, 5])
     torch.testing.assert_close(found.weights.cpu(), on_cpu.weights, rtol=1e-5, atol=1e-6)
-    assert found.statistics.metrics() == pytest.approx(on_cpu.statistics.metrics(), rel=1e-4, abs=1e-5)
+    assert found.statistics.metrics() == pytest.approx(
+        on_cpu.statistics.metrics(), rel=1e-4, abs=1e-5
+    )

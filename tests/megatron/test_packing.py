@@ -57,13 +57,17 @@ def test_every_packed_token_sees_the_beginning_of_its_sequence(drawn, tensor_siz
     batch = batch_of(tokens, [len(response) for _, response in samples])
     packed = pack(batch, RowSplit(tensor_size=tensor_size), share_prompts=True)
     layout, count = packed.packed_seq_params, packed.input_ids.shape[1]
-    beginnings = {tuple(ids[:end]) for ids in (*tokens, [0] * tensor_size) for end in range(len(ids) + 1)}
+    beginnings = {
+        tuple(ids[:end]) for ids in (*tokens, [0] * tensor_size) for end in range(len(ids) + 1)
+    }
     x = torch.arange(count).float()[:, None, None]
     assert torch.equal(layout.packed([rows.gather(x, rows.query_index) for rows in layout.rows]), x)
     for rows in layout.rows:
         if rows.mask is None:
             continue  # nothing is shared
-        queries, keys = (rows.gather(x, index)[:, 0, :, 0].long() for index in (rows.query_index, rows.key_index))
+        queries, keys = (
+            rows.gather(x, index)[:, 0, :, 0].long() for index in (rows.query_index, rows.key_index)
+        )
         for query_row, key_row, mask in zip(queries, keys, rows.mask[:, 0], strict=True):
             for query, visible in zip(query_row, mask, strict=True):
                 seen = key_row[visible]
@@ -72,7 +76,8 @@ def test_every_packed_token_sees_the_beginning_of_its_sequence(drawn, tensor_siz
 
 
 def test_zigzag_over_two_ranks():
-    # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2 3 4 5.
+    # 6 tokens are 4 chunks of 2 (the last one padding): rank 0 has positions 0 1 6 7, rank 1 has 2
+    # 3 4 5.
     sequences, responses = [[10, 11, 12, 13, 14, 15]], [3]
     first = pack(batch_of(sequences, responses, 0, 2), RowSplit(context_rank=0, context_size=2))
     second = pack(batch_of(sequences, responses, 1, 2), RowSplit(context_rank=1, context_size=2))
@@ -108,12 +113,18 @@ def routed(length, first):
 def test_rows_of_experts_are_at_the_indices_of_their_tokens():
     batch = batch_of([[5, 6, 7], [8, 9], [3, 4]], [2, 1, 1])
     weights = [torch.full((2, 2, 2), 0.25), None, torch.full((1, 2, 2), 0.75)]
-    packed = pack(batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), RowSplit(tensor_size=4))
+    packed = pack(
+        batch.with_routing([routed(3, 0), None, routed(2, 1000)], weights), RowSplit(tensor_size=4)
+    )
     assert packed.is_fed_T.tolist() == [True, True, False, True, False, True, False, False]
     assert packed.routed_experts is not None and packed.routed_experts.dtype == torch.int16
     nothing = [-1, -1]
     assert packed.routed_experts[:, 0].tolist() == [
-        *([0, 100], [10, 110], nothing),  # the last token of a sequence was not fed to the rollout engine
+        *(
+            [0, 100],
+            [10, 110],
+            nothing,
+        ),  # the last token of a sequence was not fed to the rollout engine
         *(nothing, nothing),  # nothing was recorded of the second sequence
         *([1000, 1100], nothing),
         nothing,  # the filler
@@ -126,12 +137,19 @@ def test_rows_of_experts_are_at_the_indices_of_their_tokens():
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=5
+    ),
     st.integers(1, 4),
     st.integers(1, 3),
 )
-def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(shapes, context_size, tensor_size):
-    tokens = [[100 * i + j + 1 for j in range(prompt + response)] for i, (prompt, response, _) in enumerate(shapes)]
+def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(
+    shapes, context_size, tensor_size
+):
+    tokens = [
+        [100 * i + j + 1 for j in range(prompt + response)]
+        for i, (prompt, response, _) in enumerate(shapes)
+    ]
     rows = [
         routed(len(ids), 1000 * i) if there else None
         for i, (ids, (*_, there)) in enumerate(zip(tokens, shapes, strict=True))
@@ -140,11 +158,15 @@ def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(shap
     found, predicted, sizes = [], [], set()
     for rank in range(context_size):
         batch = batch_of(tokens, responses, rank, context_size).with_routing(rows, None)
-        packed = pack(batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size))
+        packed = pack(
+            batch, RowSplit(context_rank=rank, context_size=context_size, tensor_size=tensor_size)
+        )
         assert len(packed.target_L) == len(batch.responses.loss_mask_L)
         predicted += packed.target_L.tolist()
         previous = packed.input_ids[0, rows_of(packed)]
-        assert torch.equal(packed.target_L, previous + 1)  # tokens of a sequence are consecutive numbers
+        assert torch.equal(
+            packed.target_L, previous + 1
+        )  # tokens of a sequence are consecutive numbers
         sizes.add(packed.input_ids.shape[1])
         assert packed.input_ids.shape[1] % tensor_size == 0
         if packed.routed_experts is None:
@@ -159,19 +181,30 @@ def test_ranks_together_hold_every_prediction_and_every_row_of_experts_once(shap
         assert bool((packed.routed_experts[~recorded] == -1).all())
         found += first
     assert len(sizes) == 1
-    expected = [t for ids, response in zip(tokens, responses, strict=True) for t in ids[len(ids) - response :]]
+    expected = [
+        t
+        for ids, response in zip(tokens, responses, strict=True)
+        for t in ids[len(ids) - response :]
+    ]
     assert sorted(predicted) == sorted(expected)
-    assert sorted(found) == sorted(number for one in rows if one is not None for number in one[:, 0, 0].tolist())
+    assert sorted(found) == sorted(
+        number for one in rows if one is not None for number in one[:, 0, 0].tolist()
+    )
 
 
 def tree_of(samples):
-    return PrefixTree.of([[*prompt, *response] for prompt, response in samples], [len(r) for _, r in samples])
+    return PrefixTree.of(
+        [[*prompt, *response] for prompt, response in samples], [len(r) for _, r in samples]
+    )
 
 
 def segments_of(samples):
     """The tokens of each segment, and the segment before it."""
     tokens = [[*prompt, *response] for prompt, response in samples]
-    return [(tokens[one.sequence][one.start : one.start + one.length], one.parent) for one in tree_of(samples).segments]
+    return [
+        (tokens[one.sequence][one.start : one.start + one.length], one.parent)
+        for one in tree_of(samples).segments
+    ]
 
 
 def test_segments_by_hand():
@@ -180,14 +213,27 @@ def test_segments_by_hand():
     tree = tree_of(samples)
     assert tree.paths == ((1, 3), (1, 2), (0,))
     assert (tree.tokens, tree.is_shared) == (8, True)
-    samples = [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], []), ([5, 6], [7, 8])]  # beginnings of the second
+    samples = [
+        ([5, 6], [7]),
+        ([5, 6], [7, 8]),
+        ([5, 6], []),
+        ([5, 6], [7, 8]),
+    ]  # beginnings of the second
     assert segments_of(samples) == [([5, 6, 7, 8], -1)]
     assert tree_of(samples).paths == ((0,), (0,), (0,), (0,))
-    samples = [([5, 6], [7]), ([5, 6], [7, 8]), ([5, 6], [9])]  # the second continues one of two siblings
+    samples = [
+        ([5, 6], [7]),
+        ([5, 6], [7, 8]),
+        ([5, 6], [9]),
+    ]  # the second continues one of two siblings
     assert segments_of(samples) == [([5, 6], -1), ([7, 8], 0), ([9], 0)]
     assert tree_of(samples).paths == ((0, 1), (0, 1), (0, 2))
     template = list(range(MIN_SHARED))  # long beginnings within prompts are shared
-    assert segments_of([([*template, 20], [1]), ([*template, 21], [1])]) == [(template, -1), ([20, 1], 0), ([21, 1], 0)]
+    assert segments_of([([*template, 20], [1]), ([*template, 21], [1])]) == [
+        (template, -1),
+        ([20, 1], 0),
+        ([21, 1], 0),
+    ]
     short = tree_of([([*template[:-1], 20], [1]), ([*template[:-1], 21], [1])])
     assert not short.is_shared and short.paths == ((0,), (1,))
     turn = list(range(10, 10 + MIN_SHARED))  # turns are shared after the prompt

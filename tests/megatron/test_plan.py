@@ -25,8 +25,18 @@ from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood, on_ranks
 from tests.runs import ROOT
 
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-QWEN3_4B = QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
-QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+QWEN3_4B = QWEN3 | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+QWEN3_32B = {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
 QWEN3_30B = {
     "num_key_value_heads": 4,
     "hidden_size": 2048,
@@ -34,7 +44,12 @@ QWEN3_30B = {
     "num_hidden_layers": 48,
     "num_attention_heads": 32,
 }
-QWEN3_30B_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+QWEN3_30B_EXPERTS = {
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 GLM_4_5 = {
     "vocab_size": 151552,
     "hidden_size": 5120,
@@ -52,18 +67,38 @@ GLM_4_5 = {
 
 def write_config(directory, family, sizes):
     """A model of transformers' family, as config.json alone."""
-    architecture = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
-    AutoConfig.for_model(family, architectures=[architecture[family]], **sizes).save_pretrained(directory)
+    architecture = {
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "glm4_moe": "Glm4MoeForCausalLM",
+    }
+    AutoConfig.for_model(family, architectures=[architecture[family]], **sizes).save_pretrained(
+        directory
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes", "parameters", "ranks"),
     [
-        pytest.param("qwen3", QWEN3_4B | {"tie_word_embeddings": True}, 4_022_468_096, 2, id="Qwen3-4B"),
+        pytest.param(
+            "qwen3", QWEN3_4B | {"tie_word_embeddings": True}, 4_022_468_096, 2, id="Qwen3-4B"
+        ),
         pytest.param("qwen3", QWEN3 | QWEN3_32B, 32_762_123_264, 16, id="Qwen3-32B"),
-        pytest.param("qwen3_moe", QWEN3 | QWEN3_30B | QWEN3_30B_EXPERTS, 30_532_122_624, 8, id="Qwen3-30B-A3B"),
-        pytest.param("glm4_moe", GLM_4_5, 352_797_814_784, 128, id="GLM-4.5 without its layer for speculation"),
+        pytest.param(
+            "qwen3_moe",
+            QWEN3 | QWEN3_30B | QWEN3_30B_EXPERTS,
+            30_532_122_624,
+            8,
+            id="Qwen3-30B-A3B",
+        ),
+        pytest.param(
+            "glm4_moe",
+            GLM_4_5,
+            352_797_814_784,
+            128,
+            id="GLM-4.5 without its layer for speculation",
+        ),
     ],
 )
 def test_published_models(family, sizes, parameters, ranks, tmp_path):
@@ -86,10 +121,22 @@ LAYOUTS = {
     "tensor and pipeline, tied": (
         "qwen3",
         8,
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True},
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
     ),
-    "distributed optimizer": ("qwen3", 4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
-    "experts": ("qwen3_moe", 4, {"expert_model_parallel_size": 4, "use_distributed_optimizer": True}),
+    "distributed optimizer": (
+        "qwen3",
+        4,
+        {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
+    ),
+    "experts": (
+        "qwen3_moe",
+        4,
+        {"expert_model_parallel_size": 4, "use_distributed_optimizer": True},
+    ),
     "experts and tensor": (
         "qwen3_moe",
         4,
@@ -113,7 +160,9 @@ def test_the_plan_counts_what_megatron_builds(family, ranks, options, tmp_path):
             model = build_model(config.hf_checkpoint, config, parallel)
             weights = list(model.module.parameters())
             ddp = wrap(model.module, model.config, config)
-        gradients = sum(buffer.grad_data.nbytes for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers])
+        gradients = sum(
+            buffer.grad_data.nbytes for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers]
+        )
         assert stage.parameters == sum(weight.numel() for weight in weights)
         assert stage.weights == sum(weight.nbytes for weight in weights)
         assert stage.temporary == max(weight.nbytes for weight in weights)
@@ -151,7 +200,10 @@ def test_the_command_needs_config_json_alone(tmp_path, capsys):
         os.environ.pop("CUDA_VISIBLE_DEVICES")
         os.environ |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     output = capsys.readouterr().out
-    assert "4 ranks: tensor 2 × pipeline 1 × context 1 × data 2" in output and "does not fit" not in output
+    assert (
+        "4 ranks: tensor 2 × pipeline 1 × context 1 × data 2" in output
+        and "does not fit" not in output
+    )
     for wrong in (["--world-size", "0"], ["--world-size", "4", "--gpu-memory", "nan"]):
         assert main(["plan", "--hf-checkpoint", str(tmp_path), *wrong]) == 2
 
@@ -167,7 +219,9 @@ def memory_of(run):
         event = pending.pop()
         pending += event.children
         if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            changes.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
     held = {}
     total = largest = 0
     for _, address, nbytes in sorted(changes):
@@ -180,7 +234,9 @@ def memory_of(run):
 
 
 def trains_within_the_plan(parallel, directory, layout):
-    config = MegatronConfig(hf_checkpoint=str(directory), micro_batch_size=4, share_prompts=False, **layout)
+    config = MegatronConfig(
+        hf_checkpoint=str(directory), micro_batch_size=4, share_prompts=False, **layout
+    )
     chance = random.Random(parallel.data_rank)
     tokens = [[chance.randrange(3, 60) for _ in range(SEQUENCE)] for _ in range(8)]
     rows = [[1] * (SEQUENCE - 8)] * 8
@@ -206,9 +262,17 @@ def trains_within_the_plan(parallel, directory, layout):
     [
         pytest.param("qwen3", 1, {}, id="one rank"),
         pytest.param("qwen3", 1, RECOMPUTE_LAYERS, id="recomputation"),
-        pytest.param("qwen3", 1, RECOMPUTE_LAYERS | {"recompute_num_layers": 4}, id="recomputation of four layers"),
         pytest.param(
-            "qwen3", 1, RECOMPUTE_LAYERS | {"recompute_method": "block", "recompute_num_layers": 5}, id="block"
+            "qwen3",
+            1,
+            RECOMPUTE_LAYERS | {"recompute_num_layers": 4},
+            id="recomputation of four layers",
+        ),
+        pytest.param(
+            "qwen3",
+            1,
+            RECOMPUTE_LAYERS | {"recompute_method": "block", "recompute_num_layers": 5},
+            id="block",
         ),
         pytest.param(
             "qwen3",
@@ -220,13 +284,22 @@ def trains_within_the_plan(parallel, directory, layout):
             "qwen3",
             2,
             RECOMPUTE_LAYERS
-            | {"pipeline_model_parallel_size": 2, "recompute_method": "block", "recompute_num_layers": 2},
+            | {
+                "pipeline_model_parallel_size": 2,
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+            },
             id="block and pipeline",
         ),
         pytest.param("qwen3", 2, {"use_distributed_optimizer": True}, id="data"),
         pytest.param("qwen3", 2, {"pipeline_model_parallel_size": 2}, id="pipeline"),
         pytest.param("qwen3_moe", 1, {}, id="experts"),
-        pytest.param("qwen3", 4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, id="tensor and data"),
+        pytest.param(
+            "qwen3",
+            4,
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            id="tensor and data",
+        ),
         pytest.param("qwen3_moe", 2, {"expert_model_parallel_size": 2}, id="experts on two ranks"),
     ],
 )
@@ -238,11 +311,18 @@ def test_the_peak_of_a_step_is_predicted(family, ranks, layout, tmp_path):
         "head_dim": 32,
         "max_position_embeddings": 256,
     }
-    make_checkpoint(tmp_path, family, **sizes, **({"moe_intermediate_size": 256} if family == "qwen3_moe" else {}))
+    make_checkpoint(
+        tmp_path,
+        family,
+        **sizes,
+        **({"moe_intermediate_size": 256} if family == "qwen3_moe" else {}),
+    )
     config = MegatronConfig(hf_checkpoint=str(tmp_path), **layout)
     planned = census(config).stages(config, ranks)
     tokens = 4 * SEQUENCE
-    (tmp_path / "predicted.json").write_text(json.dumps([each.fixed + tokens * each.per_token for each in planned]))
+    (tmp_path / "predicted.json").write_text(
+        json.dumps([each.fixed + tokens * each.per_token for each in planned])
+    )
     on_ranks(trains_within_the_plan, tmp_path, layout, ranks)
 
 
@@ -251,7 +331,9 @@ def saves_layer_inputs(parallel, directory, layout):
     saved_bytes = []
     for layers in (4, 8):
         checkpoint = str(directory / str(layers))
-        config = MegatronConfig(hf_checkpoint=checkpoint, micro_batch_size=4, share_prompts=False, **layout)
+        config = MegatronConfig(
+            hf_checkpoint=checkpoint, micro_batch_size=4, share_prompts=False, **layout
+        )
         engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=10)
         rows = [[1] * (SEQUENCE - 8)] * 4
         batch = make_batch([[3] * SEQUENCE] * 4, rows, rows, rows)
@@ -266,7 +348,9 @@ def saves_layer_inputs(parallel, directory, layout):
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             engine.train_step(batch, [list(range(4))], likelihood)
-        weights = {weight.untyped_storage().data_ptr() for weight in engine.model.module.parameters()}
+        weights = {
+            weight.untyped_storage().data_ptr() for weight in engine.model.module.parameters()
+        }
         saved_bytes.append(sum(size for place, size in storages.items() if place not in weights))
     tokens = 4 * SEQUENCE
     hidden_bytes = 4 * 128
@@ -311,7 +395,11 @@ PER_LAYER = 4 * 576 + 5 * 576 + 2 * 192 + 2 * 1536
 
 def recomputed(method, layers):
     """Full recomputation, as megatron-core's options."""
-    return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": layers,
+    }
 
 
 BF16 = {"params_dtype": torch.bfloat16}
@@ -325,34 +413,62 @@ EXPERTS = {
 }
 CASES = {
     "fp32": ({}, 0, -1, 4 * 30 * PER_LAYER + HEAD),
-    "transformer-engine": ({"use_te_activation_func": False}, 0, -1, 4 * 30 * (PER_LAYER + 3 * 1536) + HEAD),
+    "transformer-engine": (
+        {"use_te_activation_func": False},
+        0,
+        -1,
+        4 * 30 * (PER_LAYER + 3 * 1536) + HEAD,
+    ),
     "fp32, logits requested": ({}, 49152, -1, 4 * 30 * PER_LAYER + HEAD + 16 * 49152),
     "log-probs in chunks": ({}, 49152, 256, 4 * 30 * PER_LAYER + HEAD + 8 * 49152),
     "bf16, logits requested": (BF16, 49152, -1, 2 * 30 * PER_LAYER + 10 * 576 + 18 * 49152),
-    "tensor": (TENSOR, 49152, -1, 4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152),
+    "tensor": (
+        TENSOR,
+        49152,
+        -1,
+        4 * 30 * (4 * 576 + (PER_LAYER - 4 * 576) // 2) + HEAD + 8 * 49152,
+    ),
     "tensor and sequence": (TENSOR | {"sequence_parallel": True}, 0, -1, 2 * 30 * PER_LAYER + HEAD),
     "recomputation": (recomputed("uniform", 1), 0, -1, 4 * (30 * 576 + PER_LAYER) + HEAD),
-    "recomputation of four layers": (recomputed("uniform", 4), 0, -1, 4 * (8 * 576 + 4 * PER_LAYER) + HEAD),
-    "recomputation of a block": (recomputed("block", 10), 0, -1, 4 * (10 * 576 + 20 * PER_LAYER) + HEAD),
+    "recomputation of four layers": (
+        recomputed("uniform", 4),
+        0,
+        -1,
+        4 * (8 * 576 + 4 * PER_LAYER) + HEAD,
+    ),
+    "recomputation of a block": (
+        recomputed("block", 10),
+        0,
+        -1,
+        4 * (10 * 576 + 20 * PER_LAYER) + HEAD,
+    ),
     "recomputation and sequence": (
         recomputed("uniform", 1) | TENSOR | {"sequence_parallel": True},
         0,
         -1,
         2 * (30 * 576 + PER_LAYER) + HEAD,
     ),
-    "norms of queries and keys": ({"qk_layernorm": True}, 0, -1, 4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD),
+    "norms of queries and keys": (
+        {"qk_layernorm": True},
+        0,
+        -1,
+        4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD,
+    ),
     "experts": (EXPERTS, 0, -1, 4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD),
 }
 
 
-@pytest.mark.parametrize(("changes", "logits", "chunk_size", "expected"), CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    ("changes", "logits", "chunk_size", "expected"), CASES.values(), ids=list(CASES)
+)
 def test_bytes_of_a_token_by_hand(changes, logits, chunk_size, expected):
     config = SimpleNamespace(**SMOLLM2 | changes)
     assert bytes_per_token(config, logits, chunk_size) == expected
 
 
 @pytest.mark.parametrize(
-    ("free", "tokens"), [(2 * 1000 * 999, 512), (2 * 1000 * 512, 512), (1500 * 2, 1), (100, 1), (0, 1)]
+    ("free", "tokens"),
+    [(2 * 1000 * 999, 512), (2 * 1000 * 512, 512), (1500 * 2, 1), (100, 1), (0, 1)],
 )
 def test_the_budget_is_a_power_of_two_that_fits_half_of_the_memory(free, tokens):
     assert TokenBudget.that_fits(free, 1000).tokens == tokens

@@ -28,11 +28,16 @@ CASES = {
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("moe")
     sizes = {"num_hidden_layers": LAYERS}
-    return {name: make_checkpoint(root / name, family, **sizes, **more) for name, (family, more) in CASES.items()}
+    return {
+        name: make_checkpoint(root / name, family, **sizes, **more)
+        for name, (family, more) in CASES.items()
+    }
 
 
 def make_engine(directory, parallel, **options):
-    config = MegatronConfig(hf_checkpoint=str(directory), lr=0.0, weight_decay=0.0, clip_grad=0.0, **options)
+    config = MegatronConfig(
+        hf_checkpoint=str(directory), lr=0.0, weight_decay=0.0, clip_grad=0.0, **options
+    )
     return TrainingEngine(config, parallel, temperature=1.0, total_steps=1, keep_reference=True)
 
 
@@ -82,7 +87,9 @@ class Forced:
         self._experts = None
         self._weights = None
         for place, layer in enumerate(self.model.model.layers):
-            layer.mlp.gate.register_forward_hook(lambda gate, args, output, place=place: self._force(place, output))
+            layer.mlp.gate.register_forward_hook(
+                lambda gate, args, output, place=place: self._force(place, output)
+            )
 
     def _force(self, place, output):
         experts = self._experts[:, place].long()
@@ -98,12 +105,20 @@ class Forced:
     def log_probs(self, experts, weights=None):
         """[L] of the responses, with gradient."""
         found = []
-        last = torch.arange(TOP_K).expand(1, LAYERS, TOP_K)  # for the last token, whose output is ignored
+        last = torch.arange(TOP_K).expand(
+            1, LAYERS, TOP_K
+        )  # for the last token, whose output is ignored
         for number, ids in enumerate(sequences()):
             self._experts = torch.cat([experts[number].long(), last])
-            self._weights = None if weights is None else torch.cat([weights[number], torch.ones(last.shape)])
+            self._weights = (
+                None if weights is None else torch.cat([weights[number], torch.ones(last.shape)])
+            )
             logits = self.model(torch.tensor([ids])).logits[0]
-            found.append(logits[PROMPT - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(ids[PROMPT:])[:, None])[:, 0])
+            found.append(
+                logits[PROMPT - 1 : -1]
+                .log_softmax(-1)
+                .gather(-1, torch.tensor(ids[PROMPT:])[:, None])[:, 0]
+            )
         return torch.cat(found)
 
     def router_gradients(self):
@@ -119,10 +134,17 @@ def router_gradients(engine):
     return [named[f"decoder.layers.{layer}.mlp.router.weight"].main_grad for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("weights", [None, random_weights()], ids=["experts", "experts and weights"])
+@pytest.mark.parametrize(
+    "weights", [None, random_weights()], ids=["experts", "experts and weights"]
+)
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_match_autograd_with_the_same_experts(case, weights, checkpoints, parallel):
-    experts, forced = random_experts(), Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"], "sigmoid" in case)
+def test_loss_and_gradients_match_autograd_with_the_same_experts(
+    case, weights, checkpoints, parallel
+):
+    experts, forced = (
+        random_experts(),
+        Forced(checkpoints[case], CASES[case][1]["norm_topk_prob"], "sigmoid" in case),
+    )
     expected = forced.log_probs(experts, weights)
     (-expected.mean()).backward()
     engine = make_engine(checkpoints[case], parallel)
@@ -137,16 +159,25 @@ def test_loss_and_gradients_match_autograd_with_the_same_experts(case, weights, 
 
 
 def test_samples_without_rows_and_the_reference_policy_do_not_replay(checkpoints, parallel):
-    engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
+    engine, experts = (
+        make_engine(checkpoints["weights of the best sum to 1"], parallel),
+        random_experts(),
+    )
     own, replayed = log_probs(engine, batch_of(None)), log_probs(engine, batch_of(experts))
-    mixed = log_probs(engine, batch_of([experts[0], None, None, experts[3]], [random_weights()[0], None, None, None]))
+    mixed = log_probs(
+        engine,
+        batch_of([experts[0], None, None, experts[3]], [random_weights()[0], None, None, None]),
+    )
     sizes = [length - PROMPT for length in LENGTHS]
     found, own_parts, replayed_parts = mixed.split(sizes), own.split(sizes), replayed.split(sizes)
     for sample, expected in ((1, own_parts), (2, own_parts), (3, replayed_parts)):
         torch.testing.assert_close(found[sample], expected[sample], rtol=0, atol=1e-6)
     assert float((found[0] - own_parts[0]).abs().mean()) > 0.05
     assert float((found[0] - replayed_parts[0]).abs().mean()) > 0.01  # it replays weights, too
-    engine, partition = make_engine(checkpoints["shared expert"], parallel), fixed_partition(len(LENGTHS), 2)
+    engine, partition = (
+        make_engine(checkpoints["shared expert"], parallel),
+        fixed_partition(len(LENGTHS), 2),
+    )
     reference = engine.reference_log_probs(batch_of(random_experts(), random_weights()), partition)
     assert torch.equal(reference, log_probs(engine, batch_of(None)))
 
@@ -158,7 +189,9 @@ def test_a_record_is_replayed_after_the_weights_have_changed(checkpoints, parall
     with torch.no_grad():
         for name, weight in engine.model.module.named_parameters():
             if name.endswith("mlp.router.weight"):
-                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.5)
+                weight.add_(
+                    torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)), alpha=0.5
+                )
     changed = []
     log_probs(engine, batch_of(None), record=changed)
     assert not torch.equal(torch.cat(record), torch.cat(changed))
@@ -168,7 +201,9 @@ def test_a_record_is_replayed_after_the_weights_have_changed(checkpoints, parall
     )  # takes precedence over the batch's rows
     assert torch.equal(torch.cat(record), torch.cat(replayed))
     with_record = step(engine, batch_of(None), source=record)
-    assert with_record.grad_norm == pytest.approx(step(engine, batch_of(rows_of(record))).grad_norm, rel=1e-6)
+    assert with_record.grad_norm == pytest.approx(
+        step(engine, batch_of(rows_of(record))).grad_norm, rel=1e-6
+    )
 
 
 RECOMPUTATION = {
@@ -179,9 +214,14 @@ RECOMPUTATION = {
 
 
 @pytest.mark.parametrize("options", RECOMPUTATION.values(), ids=list(RECOMPUTATION))
-@pytest.mark.parametrize("weights", [None, random_weights()], ids=["experts", "experts and weights"])
+@pytest.mark.parametrize(
+    "weights", [None, random_weights()], ids=["experts", "experts and weights"]
+)
 def test_recomputed_layers_replay_the_same_experts(options, weights, checkpoints, parallel):
-    directory, batch = checkpoints["weights of the best sum to 1"], batch_of(random_experts(), weights)
+    directory, batch = (
+        checkpoints["weights of the best sum to 1"],
+        batch_of(random_experts(), weights),
+    )
     plain = make_engine(directory, parallel)
     recomputing = make_engine(directory, parallel, recompute_granularity="full", **options)
     results = [step(engine, batch, size=1) for engine in (plain, recomputing)]
@@ -206,7 +246,10 @@ def test_an_abandoned_pass_does_not_affect_the_next(checkpoints, parallel):
 
 
 def test_loads_and_differences_are_counted_once_per_fed_token(checkpoints, parallel):
-    engine, experts = make_engine(checkpoints["weights of the best sum to 1"], parallel), random_experts()
+    engine, experts = (
+        make_engine(checkpoints["weights of the best sum to 1"], parallel),
+        random_experts(),
+    )
     record = []
     log_probs(engine, batch_of(None), record=record)
     rows = rows_of(record)
@@ -220,10 +263,12 @@ def test_loads_and_differences_are_counted_once_per_fed_token(checkpoints, paral
     )
     assert found["routing_difference"] == pytest.approx(float(differs.any(1).double().mean()))
     for layer in range(LAYERS):
-        assert found[f"routing_difference/layer_{layer}"] == pytest.approx(float(differs[:, layer].double().mean()))
+        assert found[f"routing_difference/layer_{layer}"] == pytest.approx(
+            float(differs[:, layer].double().mean())
+        )
     chosen = torch.cat(rows).long()
-    shares = torch.stack([chosen[:, layer].flatten().bincount(minlength=EXPERTS) for layer in range(LAYERS)]) / (
-        sum(LENGTHS) - len(LENGTHS)
-    )
+    shares = torch.stack(
+        [chosen[:, layer].flatten().bincount(minlength=EXPERTS) for layer in range(LAYERS)]
+    ) / (sum(LENGTHS) - len(LENGTHS))
     assert found["expert_load_max"] == pytest.approx(float(shares.max()) / TOP_K)
     assert found["expert_load_min"] == pytest.approx(float(shares.min()) / TOP_K)

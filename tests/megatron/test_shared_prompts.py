@@ -14,7 +14,13 @@ from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.training_engine import TrainingEngine, why_not_shared
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
-from tests.megatron.passes import RECOMPUTE_LAYERS, assert_same_results, on_ranks, results, weighted_loss
+from tests.megatron.passes import (
+    RECOMPUTE_LAYERS,
+    assert_same_results,
+    on_ranks,
+    results,
+    weighted_loss,
+)
 
 FIRST, SECOND, TURN = [3, 4, 5, 6, 7], [3, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28]
 SAMPLES = [
@@ -48,7 +54,10 @@ class Counting(TrainingEngine):
 
 def batch_of(parallel):
     rows = [[1] * len(response) for _, response in SAMPLES]
-    sets = [[[token, 5 + token % 3] if token % 5 else [] for token in response] for _, response in SAMPLES]
+    sets = [
+        [[token, 5 + token % 3] if token % 5 else [] for token in response]
+        for _, response in SAMPLES
+    ]
     masks = [SamplingMask.from_sets(of_response) for of_response in sets]
     tokens = [[*prompt, *response] for prompt, response in SAMPLES]
     ranks = parallel.context_rank, parallel.context_size
@@ -70,8 +79,17 @@ def compare(model, parallel, options, partition):
     """Three engines on the same weights and samples."""
     found = []
     for kind, share in ((EveryRow, False), (Counting, False), (Counting, None)):
-        config = MegatronConfig(hf_checkpoint=str(model), clip_grad=0.0, share_prompts=share, **options)
-        engine = kind(config, parallel, temperature=0.8, total_steps=1, keep_reference=True, entropy_gradient=True)
+        config = MegatronConfig(
+            hf_checkpoint=str(model), clip_grad=0.0, share_prompts=share, **options
+        )
+        engine = kind(
+            config,
+            parallel,
+            temperature=0.8,
+            total_steps=1,
+            keep_reference=True,
+            entropy_gradient=True,
+        )
         found.append(results(engine, batch_of(parallel), partition))
         if engine.shares_prompts and not options.get("sequence_parallel"):  # which adds a filler
             assert isinstance(engine, Counting) and engine.tokens == 3 * COMPUTED[len(partition)]
@@ -84,15 +102,24 @@ def compare(model, parallel, options, partition):
     ("family", "options", "partition"),
     [
         pytest.param("qwen3", {}, WHOLE, id="tied embeddings, one micro-batch"),
-        pytest.param("llama", {"log_probs_chunk_size": 2}, SPLIT, id="chunks, groups over micro-batches"),
+        pytest.param(
+            "llama", {"log_probs_chunk_size": 2}, SPLIT, id="chunks, groups over micro-batches"
+        ),
         pytest.param("llama", {"bf16": True}, SPLIT, id="bf16"),
         pytest.param("qwen3_moe", {}, SPLIT, id="experts"),
         pytest.param("qwen2", RECOMPUTE_LAYERS, WHOLE, id="recomputation"),
-        pytest.param("qwen3", {"recompute_granularity": "selective"}, WHOLE, id="recomputation of attention"),
+        pytest.param(
+            "qwen3", {"recompute_granularity": "selective"}, WHOLE, id="recomputation of attention"
+        ),
     ],
 )
 def test_one_process(family, options, partition, parallel, tmp_path):
-    compare(make_checkpoint(tmp_path, family, tie_word_embeddings=family == "qwen3"), parallel, options, partition)
+    compare(
+        make_checkpoint(tmp_path, family, tie_word_embeddings=family == "qwen3"),
+        parallel,
+        options,
+        partition,
+    )
 
 
 LAYOUTS = {
@@ -106,7 +133,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks(layout, tmp_path):
     for family, tied in (("qwen3", True), ("qwen3_moe", False)):
-        if (family, layout) != ("qwen3_moe", "tensor"):  # megatron-core's experts need sequence parallelism, too
+        if (family, layout) != (
+            "qwen3_moe",
+            "tensor",
+        ):  # megatron-core's experts need sequence parallelism, too
             make_checkpoint(tmp_path / family, family, tie_word_embeddings=tied, vocab_size=67)
     on_ranks(compare_families, tmp_path, LAYOUTS[layout])
 
@@ -119,20 +149,29 @@ def compare_families(parallel, directory, layout):
 
 @pytest.mark.parametrize(
     ("device", "requested", "reason"),
-    [("cpu", None, None), ("cpu", False, "--no-share-prompts"), ("cuda", None, "needs a CPU"), ("cuda", True, None)],
+    [
+        ("cpu", None, None),
+        ("cpu", False, "--no-share-prompts"),
+        ("cuda", None, "needs a CPU"),
+        ("cuda", True, None),
+    ],
     ids=["a CPU", "turned off", "a GPU", "refused"],
 )
 def test_why_prompts_are_not_shared(device, requested, reason, model, parallel):
     on_device = replace(parallel, device=torch.device(device))
     with pytest.raises(ValueError, match="--share-prompts is on") if requested else nullcontext():
-        assert (why_not_shared(requested, on_device, read_hf_config(model)) or "").endswith(reason or "")
+        assert (why_not_shared(requested, on_device, read_hf_config(model)) or "").endswith(
+            reason or ""
+        )
 
 
 def test_prompt_rows_have_no_logits(parallel, model):
     config = MegatronConfig(hf_checkpoint=str(model))
     engine = TrainingEngine(config, parallel, temperature=1.0, total_steps=1, gives_logits=True)
     shapes = []
-    engine.model.module.output_layer.register_forward_hook(lambda *call: shapes.append(tuple(call[2][0].shape)))
+    engine.model.module.output_layer.register_forward_hook(
+        lambda *call: shapes.append(tuple(call[2][0].shape))
+    )
     engine.train_step(batch_of(parallel), WHOLE, weighted_loss)
     responses = sum(len(response) for _, response in SAMPLES)
     assert shapes == [(responses, 1, engine.model.hf_config.vocab_size)]

@@ -20,7 +20,13 @@ LAYOUTS = {
     "experts": (2, EXPERTS_2),
     "experts, distributed optimizer, token budget": (
         2,
-        [*EXPERTS_2, "--use-distributed-optimizer", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"],
+        [
+            *EXPERTS_2,
+            "--use-distributed-optimizer",
+            "--use-dynamic-batch-size",
+            "--max-tokens-per-gpu",
+            "64",
+        ],
     ),
     "tensor": (2, TENSOR_2),
     "tensor, whole experts": (2, [*TENSOR_2, *ONE_EXPERT_TENSOR]),
@@ -36,17 +42,43 @@ FAMILIES = {
     "glm4_moe": {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
 }
 CORRECTION = [
-    *("--use-tis", "--tis-upper-bound", "1.05", "--use-rs", "--rs-level", "geometric", "--rs-upper-bound", "1.01"),
+    *(
+        "--use-tis",
+        "--tis-upper-bound",
+        "1.05",
+        "--use-rs",
+        "--rs-level",
+        "geometric",
+        "--rs-upper-bound",
+        "1.01",
+    ),
     *("--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01"),
 ]
 REPLAY = [
-    *("--rollout-router-bits", "3", "--use-rollout-routing-replay", "--measure-routing-mismatch", "1"),
-    *("--num-steps-per-rollout", "2", "--use-kl-loss", "--kl-loss-coef", "0.1", "--num-rollout", "2"),
+    *(
+        "--rollout-router-bits",
+        "3",
+        "--use-rollout-routing-replay",
+        "--measure-routing-mismatch",
+        "1",
+    ),
+    *(
+        "--num-steps-per-rollout",
+        "2",
+        "--use-kl-loss",
+        "--kl-loss-coef",
+        "0.1",
+        "--num-rollout",
+        "2",
+    ),
 ]
 MODES = {
     **{family: (family, CORRECTION) for family in FAMILIES},
     "replay of experts": ("qwen3_moe", REPLAY),
-    "both replays, with weights": ("qwen3_moe", [*REPLAY, "--routing-replay-weights", "--use-routing-replay"]),
+    "both replays, with weights": (
+        "qwen3_moe",
+        [*REPLAY, "--routing-replay-weights", "--use-routing-replay"],
+    ),
 }
 CASES = [
     *(("qwen3_moe", layout) for layout in LAYOUTS),
@@ -56,15 +88,18 @@ CASES = [
         for layout in ("tensor and experts", "pipeline and experts")
     ),
     *(("replay of experts", layout) for layout in LAYOUTS),
-    *(("both replays, with weights", f"{layout} and experts") for layout in ("tensor", "context", "pipeline")),
+    *(
+        ("both replays, with weights", f"{layout} and experts")
+        for layout in ("tensor", "context", "pipeline")
+    ),
 ]
 
 
 def make_moe_task(directory, family):
     """As `make_task`, with a padding embedding that is not zero.
 
-    Samples contain padding tokens, and a zero vector's RMSNorm has a gradient of 1 / √ε, which depends on the order of
-    summation.
+    Samples contain padding tokens, and a zero vector's RMSNorm has a gradient of 1 / √ε, which
+    depends on the order of summation.
     """
     flags = make_task(directory, family, **FAMILIES[family])
     file = directory / "model" / "model.safetensors"
@@ -78,14 +113,21 @@ def make_moe_task(directory, family):
 def one_process(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("one_process")
     family, mode_flags = MODES[request.param]
-    flags, data = [*make_moe_task(directory, family), *mode_flags], str(directory / "rollout_{rollout_id}.jsonl")
+    flags, data = (
+        [*make_moe_task(directory, family), *mode_flags],
+        str(directory / "rollout_{rollout_id}.jsonl"),
+    )
     saved = ["--save-debug-rollout-data", data, "--save-hf", str(directory / "hf")]
     rows = metrics_of([*flags, *saved], directory / "one")
     if mode_flags is CORRECTION:
         assert 0 < rows[0]["train/gradient_kept_fraction"] < 1  # compares rejection, too
     else:
         assert all(row["train/routing_difference"] > 0.05 for row in rows)  # compares replay
-    return [*flags, "--load-debug-rollout-data", data], rows, load_file(directory / "hf" / "model.safetensors")
+    return (
+        [*flags, "--load-debug-rollout-data", data],
+        rows,
+        load_file(directory / "hf" / "model.safetensors"),
+    )
 
 
 @pytest.mark.parametrize(("one_process", "layout"), CASES, indirect=["one_process"], ids=str)
@@ -94,11 +136,17 @@ def test_ranks_agree_with_one_process(one_process, layout, tmp_path):
     ranks, layout_flags = LAYOUTS[layout]
     # Some rollout metrics depend on single roundings of a router that the rollout engine rounds.
     prefix = "train/" if "--rollout-router-bits" in flags else ""
-    rows = metrics_of([*flags, *layout_flags, "--save-hf", str(tmp_path / "hf")], tmp_path / "run", ranks)
+    rows = metrics_of(
+        [*flags, *layout_flags, "--save-hf", str(tmp_path / "hf")], tmp_path / "run", ranks
+    )
     assert [row["step"] for row in rows] == list(range(1, len(expected_rows) + 1))
     for row, expected in zip(rows, expected_rows, strict=True):
         found, wanted = (
-            {name: value for name, value in training_metrics(each).items() if name.startswith(prefix)}
+            {
+                name: value
+                for name, value in training_metrics(each).items()
+                if name.startswith(prefix)
+            }
             for each in (row, expected)
         )
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4)
@@ -135,14 +183,27 @@ def test_logits_and_weights_match_transformers(layout, tmp_path):
 TWO_EXPERT_RANKS = ["--expert-model-parallel-size", "2"]
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed optimizer"])
+@pytest.mark.parametrize(
+    "optimizer", [[], ["--use-distributed-optimizer"]], ids=["whole", "distributed optimizer"]
+)
 def test_a_run_resumes_from_a_checkpoint(optimizer, tmp_path):
-    flags = [*make_moe_task(tmp_path, "glm4_moe"), "--rollout-precision", "fp32", "--check-weight-sync"]
+    flags = [
+        *make_moe_task(tmp_path, "glm4_moe"),
+        "--rollout-precision",
+        "fp32",
+        "--check-weight-sync",
+    ]
     flags += [*TWO_EXPERT_RANKS, *optimizer, "--weight-sync-bound", "1e-4"]
     whole = metrics_of([*flags, "--save-hf", str(tmp_path / "whole_hf")], tmp_path / "whole", 2)
     saved = ["--save", str(tmp_path / "checkpoints")]
     metrics_of([*flags, *saved, "--num-rollout", "2"], tmp_path / "first", 2)
-    resumed = [*saved, "--load", str(tmp_path / "checkpoints"), "--save-hf", str(tmp_path / "resumed_hf")]
+    resumed = [
+        *saved,
+        "--load",
+        str(tmp_path / "checkpoints"),
+        "--save-hf",
+        str(tmp_path / "resumed_hf"),
+    ]
     (row,) = metrics_of([*flags, *resumed], tmp_path / "second", 2)
     assert training_metrics(row) == pytest.approx(training_metrics(whole[2]), rel=1e-5)
     weights = load_file(tmp_path / "whole_hf" / "model.safetensors")
@@ -150,10 +211,20 @@ def test_a_run_resumes_from_a_checkpoint(optimizer, tmp_path):
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-6, msg=name)
     start = load_file(tmp_path / "model" / "model.safetensors")
     changed = {name for name, weight in weights.items() if not torch.equal(weight, start[name])}
-    assert weights.keys() - changed == {name for name in weights if name.endswith("e_score_correction_bias")}
+    assert weights.keys() - changed == {
+        name for name in weights if name.endswith("e_score_correction_bias")
+    }
     AutoModelForCausalLM.from_pretrained(tmp_path / "resumed_hf")
-    for size, ranks in (("1", 1), ("4", 4)):  # the optimizer's state of the experts has another form
-        other = run_apart([*flags, *resumed, "--expert-model-parallel-size", size], tmp_path / f"by_{size}", ranks)
+    for size, ranks in (
+        ("1", 1),
+        ("4", 4),
+    ):  # the optimizer's state of the experts has another form
+        other = run_apart(
+            [*flags, *resumed, "--expert-model-parallel-size", size], tmp_path / f"by_{size}", ranks
+        )
         assert other.returncode == 2, other.stderr
-        assert f"--expert-model-parallel-size is {size} but the run that --load resumes has 2" in other.stderr
+        assert (
+            f"--expert-model-parallel-size is {size} but the run that --load resumes has 2"
+            in other.stderr
+        )
         assert not (tmp_path / f"by_{size}" / "metrics.jsonl").exists()

@@ -39,22 +39,31 @@ def test_estimators_by_hand():
     assert rloo(rewards).tolist() == [[0.0, -4.5, 4.5]]
     rewards = torch.tensor([[1.0, -1.0], [0.0, 4.0]], dtype=torch.float64)
     tokens = torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64)
-    # Centred: 1, −1, −2, 2. Token-weighted mean (1 − 3 − 4 + 4) / 8 = −0.25, E x² = (1 + 3 + 8 + 8) / 8 = 2.5.
+    # Centred: 1, −1, −2, 2. Token-weighted mean (1 − 3 − 4 + 4) / 8 = −0.25, E x² = (1 + 3 + 8 + 8)
+    # / 8 = 2.5.
     deviation = (2.5 - 0.0625) ** 0.5
     expected = torch.tensor([[1.25, -0.75], [-1.75, 2.25]], dtype=torch.float64) / deviation
-    torch.testing.assert_close(reinforce_plus_plus_baseline(rewards, tokens), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        reinforce_plus_plus_baseline(rewards, tokens), expected, atol=1e-5, rtol=0
+    )
 
 
-@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "optimal_token_baseline"])
+@pytest.mark.parametrize(
+    "estimator", [name for name in ESTIMATORS if name != "optimal_token_baseline"]
+)
 def test_a_group_of_equal_rewards_and_an_empty_batch_give_finite_advantages(estimator):
     config = PolicyConfig(advantage_estimator=estimator)
-    assert advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
+    assert (
+        advantages(torch.full((2, 3), 7.0), torch.zeros(2, 3), config).tolist() == [[0.0] * 3] * 2
+    )
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 GROUP_ESTIMATORS = {
     "grpo": grpo,
-    "grpo without deviation": lambda rewards, **options: grpo(rewards, normalize_std=False, **options),
+    "grpo without deviation": lambda rewards, **options: grpo(
+        rewards, normalize_std=False, **options
+    ),
     "rloo": rloo,
     "reinforce_plus_plus_baseline": lambda rewards, **options: reinforce_plus_plus_baseline(
         rewards, torch.full_like(rewards, 3.0), **options
@@ -82,13 +91,17 @@ def test_advantages_have_the_dtype_of_the_rewards(name, dtype):
     rewards = torch.tensor([[0.35, 0.5, -1.0], [2.0, 2.0, 3.0]], dtype=dtype)
     found = GROUP_ESTIMATORS[name](rewards)
     assert found.dtype == dtype
-    torch.testing.assert_close(found, GROUP_ESTIMATORS[name](rewards.double()).to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(
+        found, GROUP_ESTIMATORS[name](rewards.double()).to(dtype), rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_whole_number_rewards_are_ordinary_rewards(name):
     rewards = torch.tensor([[1, 0, 0], [2, 2, 2]])
-    torch.testing.assert_close(GROUP_ESTIMATORS[name](rewards), GROUP_ESTIMATORS[name](rewards.float()))
+    torch.testing.assert_close(
+        GROUP_ESTIMATORS[name](rewards), GROUP_ESTIMATORS[name](rewards.float())
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -96,7 +109,9 @@ def test_whole_number_rewards_are_ordinary_rewards(name):
 def test_a_non_finite_reward_is_refused_with_its_place(name, value):
     rewards = torch.tensor([[1.0, 0.0], [value, 1.0]])
     function = name.removesuffix(" without deviation")
-    with pytest.raises(ValueError, match=rf"^{function}: the reward at \(1, 0\) is {value}; pass finite rewards"):
+    with pytest.raises(
+        ValueError, match=rf"^{function}: the reward at \(1, 0\) is {value}; pass finite rewards"
+    ):
         GROUP_ESTIMATORS[name](rewards)
 
 
@@ -105,7 +120,9 @@ def test_a_non_finite_reward_is_refused_with_its_place(name, value):
 def test_a_non_finite_reward_of_a_rejected_sample_is_ignored(name, value):
     accepted = torch.tensor([[True, True, False]])
     found = GROUP_ESTIMATORS[name](torch.tensor([[1.0, 0.0, value]]), accepted=accepted)
-    torch.testing.assert_close(found, GROUP_ESTIMATORS[name](torch.tensor([[1.0, 0.0, 5.0]]), accepted=accepted))
+    torch.testing.assert_close(
+        found, GROUP_ESTIMATORS[name](torch.tensor([[1.0, 0.0, 5.0]]), accepted=accepted)
+    )
 
 
 @pytest.mark.parametrize("reward", [0.35, 0.1, -1 / 3, 1e-8, 1e30])
@@ -116,7 +133,9 @@ def test_token_baselines_of_equal_rewards_are_exact(reward):
         rewards[:, -1] = reward
         log_probs = -torch.rand(size, 5, generator=generator)
         group = torch.zeros(size, dtype=torch.int64)
-        found = optimal_token_baseline(rewards, torch.ones(size, 5), group, log_probs, (2 * log_probs).exp())
+        found = optimal_token_baseline(
+            rewards, torch.ones(size, 5), group, log_probs, (2 * log_probs).exp()
+        )
         assert not found.any()
         norms = torch.rand(size, generator=generator)
         assert not minimum_variance_baseline(rewards[:, -1], group, norms).any()
@@ -127,7 +146,9 @@ def test_token_baselines_refuse_a_non_finite_reward():
     group, log_probs = torch.zeros(1, dtype=torch.int64), torch.full((1, 2), -1.0)
     with pytest.raises(ValueError, match=r"^optimal_token_baseline: the reward at \(0, 1\) is nan"):
         optimal_token_baseline(rewards, torch.ones(1, 2), group, log_probs, log_probs.exp())
-    with pytest.raises(ValueError, match=r"^minimum_variance_baseline: the reward at \(1,\) is nan"):
+    with pytest.raises(
+        ValueError, match=r"^minimum_variance_baseline: the reward at \(1,\) is nan"
+    ):
         minimum_variance_baseline(rewards[0], torch.zeros(2, dtype=torch.int64), torch.ones(2))
 
 
@@ -141,25 +162,42 @@ def test_a_masked_reward_has_no_part_in_a_token_baseline():
 
 
 def test_options_choose_the_estimator_and_what_follows():
-    torch.testing.assert_close(advantages(REWARDS, ONES, PolicyConfig(advantage_estimator="rloo")), rloo(REWARDS))
     torch.testing.assert_close(
-        advantages(REWARDS, ONES, PolicyConfig(disable_grpo_std_normalization=True, normalize_advantages=True)),
+        advantages(REWARDS, ONES, PolicyConfig(advantage_estimator="rloo")), rloo(REWARDS)
+    )
+    torch.testing.assert_close(
+        advantages(
+            REWARDS,
+            ONES,
+            PolicyConfig(disable_grpo_std_normalization=True, normalize_advantages=True),
+        ),
         whiten(grpo(REWARDS, normalize_std=False), ONES),
     )
 
 
 def test_rejected_samples_are_in_no_baseline_and_get_no_advantage():
-    rewards = torch.tensor([[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64)
+    rewards = torch.tensor(
+        [[1.0, 0.0, 5.0, 2.0], [1.0, 3.0, 3.0, 3.0], [1.0, 2.0, 3.0, 4.0]], dtype=torch.float64
+    )
     accepted = torch.tensor([[True, True, False, True], [True, False, False, False], [False] * 4])
-    assert grpo(rewards, normalize_std=False, accepted=accepted).tolist() == [[0, -1, 0, 1], [0] * 4, [0] * 4]
+    assert grpo(rewards, normalize_std=False, accepted=accepted).tolist() == [
+        [0, -1, 0, 1],
+        [0] * 4,
+        [0] * 4,
+    ]
     torch.testing.assert_close(
-        grpo(rewards, accepted=accepted)[0], torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64), atol=2e-6, rtol=0
+        grpo(rewards, accepted=accepted)[0],
+        torch.tensor([0.0, -1.0, 0.0, 1.0], dtype=torch.float64),
+        atol=2e-6,
+        rtol=0,
     )
     assert rloo(rewards, accepted=accepted).tolist() == [[0, -1.5, 0, 1.5], [0] * 4, [0] * 4]
     tokens = torch.full_like(rewards, 7.0)
     plus = reinforce_plus_plus_baseline(rewards, tokens, accepted=accepted)
     # Over the accepted samples: 0, −1, 1 and 0, mean 0 and variance 1/2.
-    torch.testing.assert_close(plus[0], torch.tensor([0, -(2**0.5), 0, 2**0.5], dtype=torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        plus[0], torch.tensor([0, -(2**0.5), 0, 2**0.5], dtype=torch.float64), atol=1e-5, rtol=0
+    )
     assert plus[1:].tolist() == [[0] * 4] * 2
 
 
@@ -170,7 +208,10 @@ def test_keeping_all_is_keeping_nothing_back(estimator):
     rewards, tokens = torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
     every = torch.ones(3, 4, dtype=torch.bool)
     torch.testing.assert_close(
-        advantages(rewards, tokens, config, every), advantages(rewards, tokens, config), atol=1e-12, rtol=0
+        advantages(rewards, tokens, config, every),
+        advantages(rewards, tokens, config),
+        atol=1e-12,
+        rtol=0,
     )
 
 
@@ -186,7 +227,13 @@ def token_advantages(case, samples=slice(None), width=None, ranks=ONE_RANK):
         weights = (old - case.input("sampler")).exp().clamp_max(2)
     names = sorted(set(BATCHES[case.batch]["group"]))
     group = torch.tensor([names.index(name) for name in BATCHES[case.batch]["group"]])
-    values = case.input("token_rewards"), case.input("mask"), old, case.input("sum_pi_squared"), weights
+    values = (
+        case.input("token_rewards"),
+        case.input("mask"),
+        old,
+        case.input("sum_pi_squared"),
+        weights,
+    )
     rewards, mask, log_probs, squares, weights = (value[samples, :width] for value in values)
     options = {"weights_BT": weights, "zero_tail": case.params["handle_zero_tail"], "ranks": ranks}
     return optimal_token_baseline(rewards, mask, group[samples], log_probs, squares, **options)
@@ -216,7 +263,11 @@ def test_optimal_token_baseline_is_the_same_for_every_split_over_ranks(case):
 
 
 @pytest.mark.parametrize(
-    "case", [*cases("vcpo.baseline", scope="group", without="agg_mode"), *cases("vcpo.baseline", scope="minibatch")]
+    "case",
+    [
+        *cases("vcpo.baseline", scope="group", without="agg_mode"),
+        *cases("vcpo.baseline", scope="minibatch"),
+    ],
 )
 def test_minimum_variance_baseline_equals_vcpo(case):
     log_weights = ((case.input("old") - case.input("sampler")).double() * case.input("mask")).sum(1)
@@ -254,13 +305,20 @@ def test_whitening_an_empty_batch_gives_an_empty_batch():
 
 
 def test_minimum_variance_and_optimal_token_baselines_at_the_limits():
-    # Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no baseline.
+    # Equal shares give the mean; a ratio of e^800 takes all; without any gradient there is no
+    # baseline.
     rewards, group = torch.tensor([1.0, 0.0, 4.0, 2.0]), torch.tensor([0, 0, 7, 7])
     ones, log_weights = torch.ones(4), torch.tensor([0.0, 800.0, 0.0, 0.0])
     assert minimum_variance_baseline(rewards, group, ones).tolist() == [0.5, -0.5, 1, -1]
-    assert minimum_variance_baseline(rewards, group, ones, log_weights_B=log_weights).tolist() == [1, 0, 1, -1]
+    assert minimum_variance_baseline(rewards, group, ones, log_weights_B=log_weights).tolist() == [
+        1,
+        0,
+        1,
+        -1,
+    ]
     assert minimum_variance_baseline(rewards, group, torch.zeros(4)).tolist() == rewards.tolist()
-    # Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ² is 0 in float32.
+    # Four samples of sure tokens with rewards 1, 0, 1, 0 and energies 1 : 1 : 2 : 4; 1 − 2π + Σπ²
+    # is 0 in float32.
     log_probs = -torch.tensor([[1.0], [1.0], [2.0**0.5], [2.0]]) * 1e-9
     found = optimal_token_baseline(
         torch.tensor([[1.0], [0.0], [1.0], [0.0]]),
@@ -269,9 +327,18 @@ def test_minimum_variance_and_optimal_token_baselines_at_the_limits():
         log_probs,
         (2 * log_probs).exp(),
     )
-    assert found.flatten().tolist() == pytest.approx([1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4)
+    assert found.flatten().tolist() == pytest.approx(
+        [1 - 3 / 8, -3 / 8, 1 - 3 / 8, -3 / 8], rel=1e-4
+    )
     log_probs = torch.tensor([[-1.0, -1.0], [-1.0, math.nan], [-1.0, -1.0]])
-    rewards, group = torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]), torch.zeros(3, dtype=torch.int64)
-    found = optimal_token_baseline(rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp())
+    rewards, group = (
+        torch.tensor([[0.0, 1.0], [0.0, 4.0], [0.0, 1.0]]),
+        torch.zeros(3, dtype=torch.int64),
+    )
+    found = optimal_token_baseline(
+        rewards, torch.ones(3, 2), group, log_probs, (2 * log_probs).exp()
+    )
     # Energies are equal but for the second sample's second token: paths 1, 1, 1 and 2, 1, 2.
-    torch.testing.assert_close(found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64))
+    torch.testing.assert_close(
+        found, torch.tensor([[-1.0, -0.6], [2.0, 2.4], [-1.0, -0.6]], dtype=torch.float64)
+    )

@@ -7,7 +7,13 @@ import torch
 
 from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.custom_loss import CustomLoss, ObjectiveFunctions, loss_batch, reduced_loss, token_advantages
+from slime_tis.policy.custom_loss import (
+    CustomLoss,
+    ObjectiveFunctions,
+    loss_batch,
+    reduced_loss,
+    token_advantages,
+)
 from slime_tis.policy.reducers import dr_grpo
 from tests.policy.test_policy_loss import make
 
@@ -61,10 +67,16 @@ WRONG_LOSSES = {
     "return logits.detach().sum(), {}": f"{LOST} logits",
     "return torch.tensor(1.0, requires_grad=True), {}": f"{LOST} logits",
     "return (logits * float('nan')).sum(), {}": "returned nan as the loss; return a finite number.",
-    "return logits[0, 0], {}": "returned a tensor of shape (3,) and type float32 as the loss; return a",
+    "return logits[0, 0], {}": (
+        "returned a tensor of shape (3,) and type float32 as the loss; return a"
+    ),
     "return 1.0, {}": "returned float as the loss; return a scalar tensor.",
-    "return logits.sum()": "returned a tensor of shape () and type float32; return the tuple (loss, ",
-    "return logits.sum(), {'a': logits}": "returned a tensor of shape (1, 5, 3) and type float32 as metric",
+    "return logits.sum()": (
+        "returned a tensor of shape () and type float32; return the tuple (loss, "
+    ),
+    "return logits.sum(), {'a': logits}": (
+        "returned a tensor of shape (1, 5, 3) and type float32 as metric"
+    ),
     "return logits.sum(), {3: 1}": "returned a metric named 3",
 }
 
@@ -77,11 +89,15 @@ def assert_refused(message, function, *arguments):
 
 @pytest.mark.parametrize("body", WRONG_LOSSES)
 def test_a_wrong_loss_is_one_message(tmp_path, body):
-    assert_refused(f"fn ({tmp_path}/own_0.py, line 2) {WRONG_LOSSES[body]}", call_loss, tmp_path, body)
+    assert_refused(
+        f"fn ({tmp_path}/own_0.py, line 2) {WRONG_LOSSES[body]}", call_loss, tmp_path, body
+    )
 
 
 def test_a_loss_that_raises_is_one_message_with_its_line(tmp_path):
-    with pytest.raises(CustomFunctionError, match=r"fn \(.*own_0.py, line 3\) raised KeyError: 'values'"):
+    with pytest.raises(
+        CustomFunctionError, match=r"fn \(.*own_0.py, line 3\) raised KeyError: 'values'"
+    ):
         call_loss(tmp_path, "return batch['values'], {}")
 
 
@@ -92,17 +108,28 @@ def reduce(functions):
 
 
 def test_a_reducer_reduces_and_is_checked(tmp_path):
-    head = "import torch\ndef fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False):\n    "
-    functions = load(tmp_path, "reducer", head + "return lambda loss: (loss * torch.cat(loss_masks)).sum() / 100\n")
+    head = (
+        "import torch\ndef fn(total_lengths, response_lengths, loss_masks,"
+        " calculate_per_token_loss=False):\n    "
+    )
+    functions = load(
+        tmp_path,
+        "reducer",
+        head + "return lambda loss: (loss * torch.cat(loss_masks)).sum() / 100\n",
+    )
     assert reduce(functions).item() == pytest.approx(0.12)
     for body, message in {
         "return lambda loss: loss.detach().sum()": f"{LOST} pg_loss",
-        "return lambda loss: loss": "returned a tensor of shape (5,) and type float32 as the reduced loss",
+        "return lambda loss: loss": (
+            "returned a tensor of shape (5,) and type float32 as the reduced loss"
+        ),
         "return 3": "raised TypeError: 'int' object is not callable",
     }.items():
         assert_refused(message, reduce, load(tmp_path, "reducer", f"{head}{body}\n"))
     name = "slime_tis.policy.reducers.dr_grpo"
-    functions = ObjectiveFunctions.load(PolicyConfig(custom_pg_loss_reducer_function_path=name), ARGS)
+    functions = ObjectiveFunctions.load(
+        PolicyConfig(custom_pg_loss_reducer_function_path=name), ARGS
+    )
     assert functions.reducer is dr_grpo
     assert reduce(functions).item() == pytest.approx((1 + 2 + 4 + 5) / 8)
 
@@ -115,7 +142,10 @@ def test_functions_cannot_change_what_is_trained_in_place(tmp_path):
     for key in ("unconcat_tokens", "loss_masks", "rollout_log_probs"):
         for value in found[key]:
             value.fill_(7)
-    assert torch.equal(tokens.loss_mask_N, masks) and [one.tolist() for one in sequences] == [[0, 1, 2, 3], [*range(5)]]
+    assert torch.equal(tokens.loss_mask_N, masks) and [one.tolist() for one in sequences] == [
+        [0, 1, 2, 3],
+        [*range(5)],
+    ]
     assert not (tokens.rollout_log_probs_L == 7).any()
 
 
@@ -128,15 +158,25 @@ def advantages(functions):
 def test_advantages_are_of_every_token_and_checked(tmp_path):
     head = "import torch\ndef fn(args, rollout_data):\n    rollout_data['advantages'] = "
     pairs = "zip(rollout_data['rewards'], rollout_data['response_lengths'])"
-    functions = load(tmp_path, "advantage", f"{head}[r * torch.arange(1.0, n + 1) for r, n in {pairs}]\n")
+    functions = load(
+        tmp_path, "advantage", f"{head}[r * torch.arange(1.0, n + 1) for r, n in {pairs}]\n"
+    )
     assert advantages(functions) == [1, 2, -1, -2, -3]
-    masked = load(tmp_path, "advantage", f"{head}[torch.tensor([1.0, float('nan')]), torch.ones(3)]\n")
+    masked = load(
+        tmp_path, "advantage", f"{head}[torch.tensor([1.0, float('nan')]), torch.ones(3)]\n"
+    )
     assert advantages(masked) == [1, 0, 1, 1, 1]  # what is masked may be anything
     for value, message in {
         "None": "left NoneType as rollout_data['advantages']; leave a list of 2 tensors.",
-        "[torch.ones(2)]": "left a list of 1 as rollout_data['advantages']; leave a list of 2 tensors.",
-        "[torch.ones(2), torch.ones(2)]": "left a tensor of shape (2,) and type float32 as the advantages of sample 1",
-        "[torch.ones(2), torch.ones(3) / 0]": "left 3 advantages that are NaN or infinite; leave finite numbers.",
+        "[torch.ones(2)]": (
+            "left a list of 1 as rollout_data['advantages']; leave a list of 2 tensors."
+        ),
+        "[torch.ones(2), torch.ones(2)]": (
+            "left a tensor of shape (2,) and type float32 as the advantages of sample 1"
+        ),
+        "[torch.ones(2), torch.ones(3) / 0]": (
+            "left 3 advantages that are NaN or infinite; leave finite numbers."
+        ),
     }.items():
         assert_refused(message, advantages, load(tmp_path, "advantage", f"{head}{value}\n"))
 
@@ -145,7 +185,10 @@ def test_metrics_are_compared_with_those_of_the_first_micro_batch(tmp_path):
     code = "def fn(args, batch, logits, mean):\n    fn.n = getattr(fn, 'n', -1) + 1\n"
     code += "    return logits.sum(), {'a': 1.0} | ({'b': 2.0} if fn.n == 2 else {})\n"
     function = load(tmp_path, "loss", code.replace("mean", "sum_of_sample_mean")).loss
-    loss, logits = CustomLoss(function=function, args=ARGS, seed=0), torch.ones(1, 5, 3).requires_grad_() * 1
+    loss, logits = (
+        CustomLoss(function=function, args=ARGS, seed=0),
+        torch.ones(1, 5, 3).requires_grad_() * 1,
+    )
     for _ in range(2):
         loss(make_tokens([2, 3]), torch.ones(5), [], logits, torch.sum)
     with pytest.raises(CustomFunctionError, match="'b' for one micro-batch and not for another"):

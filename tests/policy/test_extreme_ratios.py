@@ -18,7 +18,23 @@ from tests.policy.test_policy_loss import make
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-EXTREME = [NAN, INF, -INF, 0.0, -1e-40, -1.0, -20.0, -89.0, -100.0, -200.0, -9000.0, -9999.0, -1e6, -3e38, 1e30]
+EXTREME = [
+    NAN,
+    INF,
+    -INF,
+    0.0,
+    -1e-40,
+    -1.0,
+    -20.0,
+    -89.0,
+    -100.0,
+    -200.0,
+    -9000.0,
+    -9999.0,
+    -1e6,
+    -3e38,
+    1e30,
+]
 KINDS = ["k1", "k2", "k3", "low_var_kl"]
 E20 = math.exp(20)
 
@@ -139,7 +155,11 @@ def policies(draw, extreme):
     if extreme:
         values = st.sampled_from(EXTREME) | values
     rows = [draw(st.lists(values, min_size=length, max_size=length)) for _ in range(2)]
-    advantages = draw(st.lists(st.sampled_from([0.0, -0.0, 0.5, -0.5, 3.0, -3.0]), min_size=length, max_size=length))
+    advantages = draw(
+        st.lists(
+            st.sampled_from([0.0, -0.0, 0.5, -0.5, 3.0, -3.0]), min_size=length, max_size=length
+        )
+    )
     options = PolicyConfig(
         eps_clip=draw(st.sampled_from([0.2, 1.0, 3e-4])),
         eps_clip_high=draw(st.sampled_from([None, 0.28, 5.0])),
@@ -183,7 +203,7 @@ def clipped(ratio: Tensor, low, high, advantage: Tensor, dual) -> Tensor:
     return torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
 
 
-def formula(name, x: Tensor, old: Tensor, a: Tensor, options: PolicyConfig) -> Tensor:
+def formula(name, x: Tensor, old: Tensor, a: Tensor, options: PolicyConfig) -> Tensor:  # noqa: C901
     """The losses as docs/math.md has them, without bounds against overflow."""
     fixed = x.detach()
     ratio = (x - old).exp()
@@ -259,7 +279,12 @@ GARBAGE = [NAN, INF, -INF, 1e30, -1e30, -9999.0]
 POLICY_OPTIONS = {
     "plain": {},
     "per token": {"calculate_per_token_loss": True},
-    "reference": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True, "entropy_coef": 0.01},
+    "reference": {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "use_unbiased_kl": True,
+        "entropy_coef": 0.01,
+    },
     "pull and OPSM": {"rollout_pull_coef": 0.1, "use_opsm": True, "staleness_decay": 0.9},
 }
 CORRECTIONS = {
@@ -283,10 +308,16 @@ def step_result(name, columns, correction, policy):
         uses_recomputed_old_policy="use_tis" in correction,
     )
     leaf = torch.tensor(columns["log_probs"], requires_grad=True)
-    outputs = policy_loss(LossInputs(tokens=tokens, log_probs_L=leaf, entropy_L=torch.zeros(8)), step)
+    outputs = policy_loss(
+        LossInputs(tokens=tokens, log_probs_L=leaf, entropy_L=torch.zeros(8)), step
+    )
     outputs.numerator.backward()
     assert leaf.grad is not None
-    return outputs.numerator.detach(), leaf.grad, step_metrics(outputs.sums, step.correction, step.policy)
+    return (
+        outputs.numerator.detach(),
+        leaf.grad,
+        step_metrics(outputs.sums, step.correction, step.policy),
+    )
 
 
 LOG_PROBS = st.sampled_from(EXTREME) | st.floats(-6.0, 0.0, width=16)
@@ -295,7 +326,11 @@ COLUMNS = st.fixed_dictionaries({key: st.lists(LOG_PROBS, min_size=8, max_size=8
 
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=60)
-@given(COLUMNS, st.sampled_from(list(CORRECTIONS.values())), st.sampled_from(list(POLICY_OPTIONS.values())))
+@given(
+    COLUMNS,
+    st.sampled_from(list(CORRECTIONS.values())),
+    st.sampled_from(list(POLICY_OPTIONS.values())),
+)
 def test_the_policy_loss_is_finite_at_extremes(name, columns, correction, policy):
     if name == "vespo" and correction.get("use_tis"):  # refused: it weights sequences itself
         correction = CORRECTIONS["metrics"]

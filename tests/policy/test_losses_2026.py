@@ -6,11 +6,28 @@ from itertools import chain
 import pytest
 import torch
 
-from slime_tis.correction import Ranks, RolloutCorrectionConfig, correct, off_policy_sequence_mask, response_slices
+from slime_tis.correction import (
+    Ranks,
+    RolloutCorrectionConfig,
+    correct,
+    off_policy_sequence_mask,
+    response_slices,
+)
 from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE, translate_actor
 from slime_tis.policy import losses
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig
-from slime_tis.policy.losses import LOSSES, aspo, clip_cov, dro, gspo, kl_cov, kl_estimate, ppo_clip, sapo, vespo
+from slime_tis.policy.losses import (
+    LOSSES,
+    aspo,
+    clip_cov,
+    dro,
+    gspo,
+    kl_cov,
+    kl_estimate,
+    ppo_clip,
+    sapo,
+    vespo,
+)
 from slime_tis.policy.policy_loss import LossInputs, LossStep, policy_loss, prefix_sums
 from tests.correction.test_trimming import over_ranks
 from tests.golden.methods import BATCHES, Case, cases
@@ -47,7 +64,9 @@ def test_aspo_gradient_by_hand():
     log_prob = (old + ratio.log()).requires_grad_()
     loss, clipped = aspo(log_prob, old, advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     loss.sum().backward()
-    assert log_prob.grad is not None and log_prob.grad.tolist() == pytest.approx([-4.0, 0.0, 0.0, 1.5, -6.0, 3.0])
+    assert log_prob.grad is not None and log_prob.grad.tolist() == pytest.approx(
+        [-4.0, 0.0, 0.0, 1.5, -6.0, 3.0]
+    )
     assert loss.tolist() == pytest.approx([-4.0, -4 / 3, 0.5, 1.5, -6.0, 3.0])
     assert clipped.tolist() == [0, 1, 1, 0, 0, 0]
 
@@ -70,7 +89,9 @@ def vespo_of(_, mask, log_prob, old, advantage):
 
 
 def gspo_of(params, mask, log_prob, old, advantage):
-    mean = ((log_prob.detach() - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp_min(1)
+    mean = ((log_prob.detach() - old) * mask).sum(1, keepdim=True) / mask.sum(
+        1, keepdim=True
+    ).clamp_min(1)
     low, high = params["clip_ratio_low"], params["clip_ratio_high"]
     return gspo(log_prob, mean.expand_as(mask), advantage, clip_low=low, clip_high=high)[0]
 
@@ -92,21 +113,36 @@ PEERS = [
     (dro_of, "token-mean", cases("verl.dro")),
     (vespo_of, "token-mean", cases("trl.vespo", without="clip_max")),
     (gspo_of, None, cases("verl.gspo")),
-    (dual_clip_of, "token-mean", cases("trl.delta", loss_type="dapo", without="importance_sampling_level")),
+    (
+        dual_clip_of,
+        "token-mean",
+        cases("trl.delta", loss_type="dapo", without="importance_sampling_level"),
+    ),
     (dual_clip_of, ROWS, cases("trl.delta", loss_type="grpo", without="importance_sampling_level")),
 ]
 
 
 @pytest.mark.parametrize(
     ("loss", "mode", "case"),
-    [pytest.param(loss, mode, *entry.values, id=entry.id) for loss, mode, chosen in PEERS for entry in chosen],
+    [
+        pytest.param(loss, mode, *entry.values, id=entry.id)
+        for loss, mode, chosen in PEERS
+        for entry in chosen
+    ],
 )
 def test_losses_equal_the_peers(loss, mode, case):
     inputs = policies(case)
-    check(case, loss(case.params, case.input("mask"), *inputs), inputs[0], mode or case.params["loss_agg_mode"])
+    check(
+        case,
+        loss(case.params, case.input("mask"), *inputs),
+        inputs[0],
+        mode or case.params["loss_agg_mode"],
+    )
 
 
-MILES = [cases("miles.unbiased_kl", kl_loss_type=kind) for kind in ("k1", "k2", "k3")]  # low_var_kl clamps earlier
+MILES = [
+    cases("miles.unbiased_kl", kl_loss_type=kind) for kind in ("k1", "k2", "k3")
+]  # low_var_kl clamps earlier
 
 
 @pytest.mark.parametrize("case", [*cases("slime.unbiased_kl"), *chain.from_iterable(MILES)])
@@ -116,27 +152,45 @@ def test_unbiased_kl_equals_slime_and_miles(case):
     kl = kl_estimate(log_prob, case.input("ref"), case.params["kl_loss_type"], ratio)
     expected, mask = case.output("values"), case.input("mask").bool()
     bounded = (log_prob.detach() - case.input("ref")).abs() <= 20  # the peers have no bound
-    torch.testing.assert_close(kl.detach()[mask & bounded], expected[mask & bounded], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        kl.detach()[mask & bounded], expected[mask & bounded], rtol=1e-5, atol=1e-6
+    )
     if bounded[mask].all():
         check(case, kl, log_prob, "token-mean")
 
 
-@pytest.mark.parametrize("case", [*cases("slime.opsm"), *cases("miles.opsm"), *cases("trl.off_policy_mask")])
+@pytest.mark.parametrize(
+    "case", [*cases("slime.opsm"), *cases("miles.opsm"), *cases("trl.off_policy_mask")]
+)
 def test_off_policy_sequence_mask_equals_the_peers(case):
-    mask, anchor = case.input("mask").bool(), case.input("sampler" if "loss_type" in case.params else "old")
+    mask, anchor = (
+        case.input("mask").bool(),
+        case.input("sampler" if "loss_type" in case.params else "old"),
+    )
     delta = case.params.get("opsm_delta") or case.params["off_policy_mask_threshold"]
-    kept = off_policy_sequence_mask(case.input("logp"), anchor, case.input("advantages")[:, 0], mask, delta=delta)
-    expected = case.output("kept_rows") if "kept_rows" in case.outputs else (case.output("kept") * mask).sum(1)
+    kept = off_policy_sequence_mask(
+        case.input("logp"), anchor, case.input("advantages")[:, 0], mask, delta=delta
+    )
+    expected = (
+        case.output("kept_rows")
+        if "kept_rows" in case.outputs
+        else (case.output("kept") * mask).sum(1)
+    )
     assert torch.equal(kept[mask.any(1)], expected[mask.any(1)] > 0)
 
 
 def step_of(case, step):
     """Value, gradient [B, T] and accepted tokens of `policy_loss` on the case's batch."""
     names = {"old": "old_log_probs", "sampler": "rollout_log_probs", "advantages": "advantages"}
-    tokens = make(case.input("mask").tolist(), **{key: case.input(name).tolist() for name, key in names.items()})
+    tokens = make(
+        case.input("mask").tolist(),
+        **{key: case.input(name).tolist() for name, key in names.items()},
+    )
     log_probs = case.input("logp").requires_grad_()
     flat = log_probs.reshape(-1)
-    outputs = policy_loss(LossInputs(tokens=tokens, log_probs_L=flat, entropy_L=torch.zeros_like(flat)), step)
+    outputs = policy_loss(
+        LossInputs(tokens=tokens, log_probs_L=flat, entropy_L=torch.zeros_like(flat)), step
+    )
     value = outputs.numerator / outputs.denominator.clamp_min(1)
     value.backward()
     return value, log_probs.grad, outputs.record.accepted_L.view_as(log_probs)
@@ -156,20 +210,33 @@ def test_gradient_of_the_divergence_presets_equals_prime_rl(case):
         overrides, preset = {"divergence_mask_bound": case.params["ipo_threshold"]}, "ipo"
     else:
         high, low = case.params["dppo_mask_high"], case.params["dppo_mask_low"]
-        overrides, preset = {"divergence_mask_bound": high, "divergence_mask_bound_negative": low}, "dppo_tv"
+        overrides, preset = (
+            {
+                "divergence_mask_bound": high,
+                "divergence_mask_bound_negative": low,
+            },
+            "dppo_tv",
+        )
     config = RolloutCorrectionConfig.preset(preset, **overrides)
-    _, gradient, _ = step_of(case, step_for(config, old=False, rollout_pull_coef=case.params["kl_tau"]))
+    _, gradient, _ = step_of(
+        case, step_for(config, old=False, rollout_pull_coef=case.params["kl_tau"])
+    )
     # prime-rl scales the policy loss alone, by adv_tau; weights here end at e^20
     bounded = (case.input("logp") - case.input("sampler")).abs() < 20
     scale = case.params["adv_tau"]
     pull = torch.where(case.input("mask") > 0, case.input("logp") - case.input("sampler"), 0.0)
     pull = 2 * case.params["kl_tau"] * pull / case.input("mask").sum()
     torch.testing.assert_close(
-        (scale * (gradient - pull) + pull)[bounded], case.output("grad")[bounded], rtol=1e-5, atol=1e-7
+        (scale * (gradient - pull) + pull)[bounded],
+        case.output("grad")[bounded],
+        rtol=1e-5,
+        atol=1e-7,
     )
 
 
-@pytest.mark.parametrize("case", cases("nemo_rl.clipped_pg", truncated_importance_sampling_type="seq-mask-tis"))
+@pytest.mark.parametrize(
+    "case", cases("nemo_rl.clipped_pg", truncated_importance_sampling_type="seq-mask-tis")
+)
 def test_seq_mask_tis_equals_nemo_rl(case):
     low, high = (case.params[f"truncated_importance_sampling_ratio{end}"] for end in ("_min", ""))
     config = RolloutCorrectionConfig.preset("seq_mask_tis", rs_lower_bound=low, rs_upper_bound=high)
@@ -201,38 +268,57 @@ def test_effective_share_of_sequences_equals_vcpo(case):
     mask = case.input("mask").bool()
     result = correct(RolloutCorrectionConfig(), case.input("old"), case.input("sampler"), mask)
     log_weights = ((case.input("old").double() - case.input("sampler")) * mask).sum(1)[mask.any(1)]
-    exact = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp().item() / len(log_weights)
+    exact = (2 * log_weights.logsumexp(0) - (2 * log_weights).logsumexp(0)).exp().item() / len(
+        log_weights
+    )
     share = result.statistics.metrics()["effective_sequence_share"]
     assert share == pytest.approx(exact, rel=1e-5)
-    if mask.any(1).all() and case.outputs["ess"] != "nan":  # VCPO counts fully masked rows; its float32 overflows
-        assert min(1.0, share / case.params["base_ess_ratio"]) ** 0.5 == pytest.approx(case.outputs["lr_scale"], 1e-5)
+    if (
+        mask.any(1).all() and case.outputs["ess"] != "nan"
+    ):  # VCPO counts fully masked rows; its float32 overflows
+        assert min(1.0, share / case.params["base_ess_ratio"]) ** 0.5 == pytest.approx(
+            case.outputs["lr_scale"], 1e-5
+        )
 
 
 @pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl", "gspo", "cispo", "dro"])
 def test_verls_loss_modes_equal_verl(mode):
     compared = 0
-    for (case,) in (entry.values for entry in cases(f"verl.{mode}", without="rollout_is_threshold")):
+    for (case,) in (
+        entry.values for entry in cases(f"verl.{mode}", without="rollout_is_threshold")
+    ):
         if case.params["loss_agg_mode"] != "token-mean" or case.params.get("anchor") == "sampler":
             continue
         keys = {name: value for name, value in case.params.items() if name in ACTOR_NAMES}
         keys["policy_loss.dro_beta"] = case.params.get("policy_loss", {}).get("dro_beta")
         translated = translate_actor({LOSS_MODE: mode, **keys})
         options = {name: value for name, (value, _) in translated.items()}
-        # these numbers are of verl 0.9.1; newer versions take sequence means in gspo whatever the key says
+        # these numbers are of verl 0.9.1; newer versions take sequence means in gspo whatever the
+        # key says
         options["calculate_per_token_loss"] = True
-        policy = {name: value for name, value in options.items() if name in PolicyConfig.__dataclass_fields__}
+        policy = {
+            name: value
+            for name, value in options.items()
+            if name in PolicyConfig.__dataclass_fields__
+        }
         correction = {name: options[name] for name in options.keys() - policy.keys()}
         step = step_for(RolloutCorrectionConfig(**correction), **policy)
         value, gradient, _ = step_of(case, step)
-        exact = ~case.inexact("kept") if "kept" in case.outputs else torch.ones_like(gradient).bool()
-        torch.testing.assert_close(gradient[exact], case.output("grad")[exact], rtol=1e-5, atol=1e-6)
+        exact = (
+            ~case.inexact("kept") if "kept" in case.outputs else torch.ones_like(gradient).bool()
+        )
+        torch.testing.assert_close(
+            gradient[exact], case.output("grad")[exact], rtol=1e-5, atol=1e-6
+        )
         if exact.all():
             assert value.item() == pytest.approx(case.outputs["loss"], rel=1e-5, abs=1e-6)
         compared += 1
     assert compared >= 3
 
 
-CTPO = {  # loss and norm of the gradient of the authors' function, with bounds 0.025, 0.05, 0.05 and 0.1, 0.2, 0.4
+# loss and norm of the gradient of the authors' function, with bounds 0.025, 0.05, 0.05 and 0.1,
+# 0.2, 0.4
+CTPO = {
     "plain": ((0.5146511197, 0.0916988254), (0.5199998617, 0.1207662821)),
     "edges": ((-0.1390566528, 0.0924928933), (-0.1443535089, 0.0924928933)),
     "tiny": ((0.0454825573, 0.0579362623), (0.0694368109, 0.0961179659)),
@@ -243,8 +329,14 @@ CTPO = {  # loss and norm of the gradient of the authors' function, with bounds 
 
 @pytest.mark.parametrize("batch", CTPO)
 def test_ctpo_equals_its_authors(batch):
-    for (low, high, dual), expected in zip(((0.025, 0.05, 0.05), (0.1, 0.2, 0.4)), CTPO[batch], strict=True):
-        clips = {"eps_clip": -math.expm1(-low), "eps_clip_high": math.expm1(high), "eps_clip_c": math.exp(dual)}
+    for (low, high, dual), expected in zip(
+        ((0.025, 0.05, 0.05), (0.1, 0.2, 0.4)), CTPO[batch], strict=True
+    ):
+        clips = {
+            "eps_clip": -math.expm1(-low),
+            "eps_clip_high": math.expm1(high),
+            "eps_clip_c": math.exp(dual),
+        }
         step = step_for(RolloutCorrectionConfig(policy_loss="experimental_ctpo"), **clips)
         value, gradient, _ = step_of(Case(params={}, outputs={}, batch=batch), step)
         assert (value.item(), gradient.norm().item()) == pytest.approx(expected, rel=1e-5)
@@ -257,7 +349,9 @@ def test_cppo_equals_its_algorithm(batch):
     config = RolloutCorrectionConfig(policy_loss="experimental_cppo")
     step = step_for(config, eps_clip=bound, experimental_cppo_budget=budget)
     value, gradient, _ = step_of(case, step)
-    log_prob, old, advantage, mask = (case.input(name).double() for name in ("logp", "old", "advantages", "mask"))
+    log_prob, old, advantage, mask = (
+        case.input(name).double() for name in ("logp", "old", "advantages", "mask")
+    )
     expected, dropped, total = torch.zeros_like(gradient), 0, 0.0
     for row in range(len(mask)):
         tokens = mask[row].nonzero().flatten().tolist()
@@ -292,9 +386,14 @@ def test_every_loss_at_the_limits(name, monkeypatch):
         return step_of(case, step)[1] * case.input("mask").sum().clamp_min(1)
 
     masked_in = torch.tensor(plain["mask"])
-    torch.testing.assert_close(gradient(logp=plain["old"]), -torch.tensor(plain["advantages"]) * masked_in)
+    torch.testing.assert_close(
+        gradient(logp=plain["old"]), -torch.tensor(plain["advantages"]) * masked_in
+    )
     names = ("logp", "old", "sampler", "advantages", "mask")
-    rows = [gradient(**{key: plain[key][row : row + 1] for key in names}) for row in range(len(masked_in))]
+    rows = [
+        gradient(**{key: plain[key][row : row + 1] for key in names})
+        for row in range(len(masked_in))
+    ]
     torch.testing.assert_close(torch.cat(rows), gradient())
     assert not gradient(mask=(masked_in * 0).tolist()).any()
 
@@ -307,7 +406,9 @@ def test_prefix_sums_cross_context_parallel_ranks():
     parts = [each.scatter(each.slice_flat(values_N * mask_N)).double() for each in slices]
     for rank, each in enumerate(slices):
         ranks = Ranks(context=lambda whole_N, _, other_N=parts[1 - rank]: whole_N + other_N)
-        found_L = prefix_sums(each.slice_flat(values_N), mask_L=each.slice_flat(mask_N), slices=each, ranks=ranks)
+        found_L = prefix_sums(
+            each.slice_flat(values_N), mask_L=each.slice_flat(mask_N), slices=each, ranks=ranks
+        )
         assert 0 < len(found_L) < 8
         assert found_L.tolist() == each.slice_flat(expected_N).tolist()
 
@@ -325,7 +426,12 @@ def test_kl_cov_equals_verl(case):
     if selected.sum() > max(1, int(options["kl_cov_ratio"] * case.input("mask").sum())):
         assert case.batch == "tiny"  # equal covariances, of which verl takes one
         return
-    check(case, kl_cov(log_prob, old, advantage, selected, coef=options["ppo_kl_coef"]), log_prob, "token-mean")
+    check(
+        case,
+        kl_cov(log_prob, old, advantage, selected, coef=options["ppo_kl_coef"]),
+        log_prob,
+        "token-mean",
+    )
 
 
 @pytest.mark.parametrize("case", cases("verl.clip_cov"))
@@ -334,7 +440,10 @@ def test_clip_cov_equals_verl_without_its_draw(case):
     log_prob, old, advantage = policies(case)
     options, mask = case.params["policy_loss"], case.input("mask")
     clips = {"clip_low": case.params["clip_ratio_low"], "clip_high": case.params["clip_ratio_high"]}
-    bounds = {"clip_cov_lower_bound": options["clip_cov_lb"], "clip_cov_upper_bound": options["clip_cov_ub"]}
+    bounds = {
+        "clip_cov_lower_bound": options["clip_cov_lb"],
+        "clip_cov_upper_bound": options["clip_cov_ub"],
+    }
     config = PolicyConfig(cov_ratio=options["clip_cov_ratio"], **bounds)
     _, clipped = ppo_clip(log_prob.detach(), old, advantage, **clips)
     limit = losses.covariance_limit(log_prob, advantage, mask, config, "clip_cov")
@@ -357,7 +466,9 @@ def batch(seed=0):
     return -torch.rand(400, generator=generator) * 5, torch.randn(400, generator=generator), mask
 
 
-@pytest.mark.parametrize(("name", "lower", "upper"), [("kl_cov", -math.inf, math.inf), ("clip_cov", 0.5, 2.0)])
+@pytest.mark.parametrize(
+    ("name", "lower", "upper"), [("kl_cov", -math.inf, math.inf), ("clip_cov", 0.5, 2.0)]
+)
 def test_the_largest_covariances_are_selected_for_every_split_over_ranks(name, lower, upper):
     rule = PolicyConfig(cov_ratio=0.04, clip_cov_lower_bound=0.5, clip_cov_upper_bound=2.0), name
     log_probs, advantages, mask = batch()
@@ -372,7 +483,9 @@ def test_the_largest_covariances_are_selected_for_every_split_over_ranks(name, l
     parts = [torch.arange(start, 400, 3) for start in range(3)]
 
     def count_of(part, ranks):
-        rank_limit = losses.covariance_limit(log_probs[part], advantages[part], mask[part], *rule, ranks)
+        rank_limit = losses.covariance_limit(
+            log_probs[part], advantages[part], mask[part], *rule, ranks
+        )
         return (rank_limit.selects(log_probs[part], advantages[part]) & (mask[part] > 0)).sum()
 
     assert sum(over_ranks(parts, count_of)) == len(expected)

@@ -39,7 +39,8 @@ def make_table(samples=SAMPLES, tokens=24):
                 vetoed=np.full(tokens, i == 3),
                 advantage=np.full(tokens, chance.normal()),
                 entropy=entropy,
-                weight_version=max(i // 8 - i % 2, 0) + ((np.arange(tokens) >= 9) & (i == 17)),  # resumed
+                weight_version=max(i // 8 - i % 2, 0)
+                + ((np.arange(tokens) >= 9) & (i == 17)),  # resumed
                 turn=(np.arange(tokens) >= 9) & (i % 5 == 0),
                 experts=chance.integers(0, 8, (tokens, 3, 2)),
                 prompt=chance.integers(0, 40, 6),
@@ -52,7 +53,9 @@ def make_table(samples=SAMPLES, tokens=24):
                 prompt_text=HOSTILE if i == 1 else f"question {i}",
             )
         )
-    return TokenTable.from_parts(parts, {"source": "slime_tis", "criteria": ["token_k1"], "old_policy": "current"})
+    return TokenTable.from_parts(
+        parts, {"source": "slime_tis", "criteria": ["token_k1"], "old_policy": "current"}
+    )
 
 
 def make_run(directory, steps=20):

@@ -42,13 +42,18 @@ def tensorboard_with_new_summaries(directory):
     """Scalars as tensors, which TensorFlow 2 and `new_style` write."""
     writer = SummaryWriter(directory)
     for step, value in enumerate(VALUES):
-        writer.add_scalar("policy/rollout_train_logprobs_abs_diff_mean", value, step, new_style=True)
+        writer.add_scalar(
+            "policy/rollout_train_logprobs_abs_diff_mean", value, step, new_style=True
+        )
     writer.close()
     return directory
 
 
 def trainer_state(directory):
-    rows = [{"step": i, "sampling/sampling_logp_difference/mean": value} for i, value in enumerate(VALUES)]
+    rows = [
+        {"step": i, "sampling/sampling_logp_difference/mean": value}
+        for i, value in enumerate(VALUES)
+    ]
     TrainerState(log_history=rows).save_to_json(str(directory / "trainer_state.json"))
     return directory
 
@@ -66,8 +71,11 @@ def console(directory):
     """As verl's LocalLogger prints, with Ray's prefix and with numpy's numbers."""
     path = directory / "train.log"
     lines = [
-        f"(TaskRunner pid=7) step:{step} - global_seqlen/mean:1.0e+02 - train/token_mult_prob_error:{form(math.exp(v))}"
-        for step, (v, form) in enumerate(zip(VALUES, 6 * [str, "np.float64({})".format], strict=True))
+        f"(TaskRunner pid=7) step:{step} - global_seqlen/mean:1.0e+02 -"
+        f" train/token_mult_prob_error:{form(math.exp(v))}"
+        for step, (v, form) in enumerate(
+            zip(VALUES, 6 * [str, "np.float64({})".format], strict=True)
+        )
     ]
     path.write_text("\n".join(["Epoch 1: step:none", *lines, "step:99 - cut"]) + "\n")
     return path
@@ -130,7 +138,9 @@ def test_the_metrics_of_each_framework_are_known(name, tmp_path):
 
 
 def test_a_log_keeps_what_the_rules_read():
-    names = {name if "/" in name else prefix + name for name in SERIES for prefix in METRIC_PREFIXES}
+    names = {
+        name if "/" in name else prefix + name for name in SERIES for prefix in METRIC_PREFIXES
+    }
     assert names <= KEPT_NAMES
 
 
@@ -179,7 +189,9 @@ OTHER_FILES = {
     "TRL's state": lambda directory: trainer_state(directory),
     "notes": lambda directory: (directory / "notes.txt").write_text("step 3 was odd\n"),
     "results": lambda directory: (directory / "results.csv").write_text("method,accuracy\na,1\n"),
-    "a server's log": lambda directory: (directory / "sglang.log").write_text("[2026] Decode batch\n"),
+    "a server's log": (
+        lambda directory: (directory / "sglang.log").write_text("[2026] Decode batch\n")
+    ),
     "a checkpoint": own_checkpoint,
     "a pipe": lambda directory: os.mkfifo(directory / "pipe.csv"),
 }
@@ -238,7 +250,9 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
-@pytest.mark.parametrize("name", ["x.csv", "x.log", "x.wandb", "trainer_state.json", "events.out.tfevents.1"])
+@pytest.mark.parametrize(
+    "name", ["x.csv", "x.log", "x.wandb", "trainer_state.json", "events.out.tfevents.1"]
+)
 def test_only_regular_files_are_read(make, name, tmp_path, capsys):
     make(tmp_path / name)
     began = time.monotonic()
@@ -290,7 +304,9 @@ def test_a_log_without_a_mismatch_metric_fails_every_limit(tmp_path, capsys):
     assert "not measured" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limits", [",", "k3", "k3=nan", "k3=inf", "cause=1", "loss=1", "k3=0.1,,abs=1"])
+@pytest.mark.parametrize(
+    "limits", [",", "k3", "k3=nan", "k3=inf", "cause=1", "loss=1", "k3=0.1,,abs=1"]
+)
 def test_limits_that_check_nothing_are_refused(limits, tmp_path, capsys):
     path = table(tmp_path)
     assert main(["diagnose", str(path), "--fail-on", limits]) == 2
@@ -315,7 +331,11 @@ def test_the_limits_of_a_log_are_in_the_framework_s_words(command, name, words, 
     path.write_text(f"step,{name}\n" + "".join(f"{step},0.1\n" for step in range(STEPS)))
     assert main([command, str(path)]) == 2
     message = capsys.readouterr().err
-    assert "is a log of metrics" in message and words in message and "--save-debug-train-data" not in message
+    assert (
+        "is a log of metrics" in message
+        and words in message
+        and "--save-debug-train-data" not in message
+    )
 
 
 def test_pickles_are_refused_with_a_converter(tmp_path, capsys):

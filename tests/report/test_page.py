@@ -47,7 +47,10 @@ class Parsed(HTMLParser):
     @property
     def data(self):
         packed = self.scripts[2].strip()
-        return {**json.loads(self.scripts[0]), "samples": unpacked(inflated(packed))[0] if packed else None}
+        return {
+            **json.loads(self.scripts[0]),
+            "samples": unpacked(inflated(packed))[0] if packed else None,
+        }
 
 
 def inflated(packed):
@@ -86,10 +89,20 @@ def page(run):
 def test_the_page_is_self_contained(page):
     parsed = Parsed(page)
     types = [attributes.get("type") for tag, attributes in parsed.elements if tag == "script"]
-    assert types == ["application/json", None, *["application/octet-stream", None] * 2]  # data, samples, plotly
+    assert types == [
+        "application/json",
+        None,
+        *["application/octet-stream", None] * 2,
+    ]  # data, samples, plotly
     assert b"plotly.js v" in inflated(parsed.scripts[4])[:99] and "MIT license" in page
-    assert not [1 for tag, attributes in parsed.elements if "src" in attributes or tag in ("link", "img", "iframe")]
-    assert all(attributes["href"].startswith("#") for tag, attributes in parsed.elements if tag == "a")
+    assert not [
+        1
+        for tag, attributes in parsed.elements
+        if "src" in attributes or tag in ("link", "img", "iframe")
+    ]
+    assert all(
+        attributes["href"].startswith("#") for tag, attributes in parsed.elements if tag == "a"
+    )
     assert "default-src 'none'" in page and len(page) < 3_000_000
 
 
@@ -98,22 +111,41 @@ def test_hostile_text_stays_data(page):
     data = Parsed(page).data
     assert re.fullmatch("[A-Za-z0-9+/=]+", Parsed(page).scripts[2].strip())
     shown = [sample["text"] for sample in data["samples"]["samples"]]
-    assert HOSTILE in shown and any(HOSTILE in sample["prompt"] for sample in data["samples"]["samples"])
+    assert HOSTILE in shown and any(
+        HOSTILE in sample["prompt"] for sample in data["samples"]["samples"]
+    )
 
 
 def test_a_run_shows_its_metrics_its_warning_and_its_tokens(page):
     data = Parsed(page).data
-    assert [plot["id"] for plot in data["overview"]] == ["run-reward", "run-mismatch", "run-ess", "run-gradient"]
+    assert [plot["id"] for plot in data["overview"]] == [
+        "run-reward",
+        "run-mismatch",
+        "run-ess",
+        "run-gradient",
+    ]
     (warning,) = data["warnings"]
     assert (warning["name"], warning["step"], warning["last"]) == ("mismatch", 8, 11)
     assert "nats per token" in warning["message"]
     assert [plot["id"] for plot in data["shape"]] == [
-        *("density", "tail", "by-position", "by-turn", "by-age", "by-entropy")  # all responses are equally long
-    ]
-    assert all(plot["says"].endswith(".") for plot in data["overview"] + data["shape"] + data["what_if"]["plots"])
+        *(
+            "density",
+            "tail",
+            "by-position",
+            "by-turn",
+            "by-age",
+            "by-entropy",
+        )
+    ]  # all responses are equally long
+    assert all(
+        plot["says"].endswith(".")
+        for plot in data["overview"] + data["shape"] + data["what_if"]["plots"]
+    )
     assert len(data["samples"]["samples"]) == SAMPLES and data["diagnoses"][0]["findings"]
     assert data["recommendation"].startswith("No correction")
-    assert {row["flags"] for row in data["what_if"]["rows"]} >= {"--rollout-correction-preset decoupled_token_is"}
+    assert {row["flags"] for row in data["what_if"]["rows"]} >= {
+        "--rollout-correction-preset decoupled_token_is"
+    }
 
 
 def test_what_if_is_ordered_by_cosine(page):
@@ -178,12 +210,20 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monke
         run.mkdir(parents=True)
         options = {"tis_level": level, "seed": int(seed), "output_dir": str(run)}
         (run / "config.yaml").write_text(json.dumps(options))
-        rows = [{"step": i, "rollout/raw_reward": int(seed) ** 2 * i} for i in range(4 if seed == "2" else 5)]
+        rows = [
+            {"step": i, "rollout/raw_reward": int(seed) ** 2 * i}
+            for i in range(4 if seed == "2" else 5)
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(argv) == 0
     data = Parsed(Path("seeds.html").read_text()).data
     low, high, median, *others = data["overview"][0]["traces"]
-    assert median["name"] == "tis_level=token (2 runs): rollout reward" and median["x"] == [0, 1, 2, 3]
+    assert median["name"] == "tis_level=token (2 runs): rollout reward" and median["x"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert (low["y"], median["y"], high["y"]) == ([0, 1, 2, 3], [0, 2.5, 5, 7.5], [0, 4, 8, 12])
     assert high["fill"] == "tonexty" and len(others) == 3 and data["title"] == "4 runs"
 
@@ -191,7 +231,9 @@ def test_runs_that_differ_in_seeds_are_drawn_as_median_and_range(tmp_path, monke
 def test_two_runs_differ_in_the_changed_option_and_engine(run, tmp_path, capsys):
     other = make_run(tmp_path / "other")
     table = make_table()
-    write(other / "dumps" / "0.parquet", replace(table, rollout_log_prob=table.rollout_log_prob - 0.5))
+    write(
+        other / "dumps" / "0.parquet", replace(table, rollout_log_prob=table.rollout_log_prob - 0.5)
+    )
     with (other / "config.yaml").open("a") as lines:
         lines.write("rollout_precision: fp8\nseed: 3\n")
     assert main(["diagnose", "--compare", str(run), str(other), "--json"]) == 0
@@ -213,14 +255,23 @@ def test_json_has_the_numbers_and_no_page(run, tmp_path, capsys):
     write(dump, make_table(8))
     assert main(["report", str(dump), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers["sources"][0]["mismatch"]["samples"] == 8 and numbers["what_if"] and numbers["diagnoses"]
+    assert (
+        numbers["sources"][0]["mismatch"]["samples"] == 8
+        and numbers["what_if"]
+        and numbers["diagnoses"]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["dump.parquet"]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *('{"step": 0, "train/loss": "<b>"}\n', "[]\n", '{"step": 0}\n{"st\n{"step": 2}\n', '{"step": 0, "a": [1]}\n'),
+        *(
+            '{"step": 0, "train/loss": "<b>"}\n',
+            "[]\n",
+            '{"step": 0}\n{"st\n{"step": 2}\n',
+            '{"step": 0, "a": [1]}\n',
+        ),
         '{"step": 0, "train/grad_norm": 1' + "0" * 400 + "}\n",
     ],
     ids=["text", "list", "cut", "nested", "400 digits"],
@@ -233,8 +284,13 @@ def test_damaged_metrics_are_refused_with_one_line(tmp_path, capsys, text):
 
 
 def test_custom_tokenizer_code_never_runs(tmp_path, capsys, monkeypatch):
-    maps = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "evil.T"], "AutoConfig": "evil.C"}}
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\nclass C: pass\n")
+    maps = {
+        "tokenizer_class": "T",
+        "auto_map": {"AutoTokenizer": [None, "evil.T"], "AutoConfig": "evil.C"},
+    }
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass T: pass\nclass C: pass\n"
+    )
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(maps))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
@@ -262,21 +318,44 @@ def test_an_absent_path_and_a_run_without_dumps_are_one_line(tmp_path, capsys):
 
 def test_numbers_and_steps_of_a_table_by_hand():
     table = TokenTable.from_parts(
-        [SampleParts(train_log_prob=[-1.0, -2.0, -3.0], rollout_log_prob=[-1.5, -2.0, -90.0], loss_mask=[1, 1, 0])]
+        [
+            SampleParts(
+                train_log_prob=[-1.0, -2.0, -3.0],
+                rollout_log_prob=[-1.5, -2.0, -90.0],
+                loss_mask=[1, 1, 0],
+            )
+        ]
     )
     numbers = mismatch_plots.summary(table)
-    assert (numbers["tokens"], numbers["trained_tokens"], numbers["tokens_without_log_prob"]) == (3, 2, 0)
+    assert (numbers["tokens"], numbers["trained_tokens"], numbers["tokens_without_log_prob"]) == (
+        3,
+        2,
+        0,
+    )
     assert numbers["mean_abs_log_ratio"] == 0.25 and numbers["max_abs_log_ratio"] == 0.5
     assert numbers["k3"] == pytest.approx((np.exp(0.5) - 0.5 - 1) / 2)
     table = TokenTable.from_parts([SampleParts(train_log_prob=[np.nan], rollout_log_prob=[-1.0])])
     empty = TokenTable.from_parts([])
     for each in (table, empty):
         assert Parsed(render(page_data([source(each)]))).data["shape"] == []
-    rows = ({"step": 0, "eval/accuracy": 0.5}, {"step": 1, "train/grad_norm": 1.0}, {"step": 2, "train/grad_norm": 1.0})
+    rows = (
+        {"step": 0, "eval/accuracy": 0.5},
+        {"step": 1, "train/grad_norm": 1.0},
+        {"step": 2, "train/grad_norm": 1.0},
+    )
     run = Source(name="run", path=Path("run"), metrics=rows, table=None, note="")
     assert page_data([run])["subtitle"] == ["run: 2 steps"]
-    assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [True, True, True, False, True]
-    runs = [replace(source(), options={1: "a", "lr": lr, "seed": seed}) for lr, seed in ((1, 1), (1, 2), (2, 1))]
+    assert _front([(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.6, 0.6), (0.5, 0.5)]) == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+    runs = [
+        replace(source(), options={1: "a", "lr": lr, "seed": seed})
+        for lr, seed in ((1, 1), (1, 2), (2, 1))
+    ]
     assert [len(group.sources) for group in group_runs([*runs, source(), source()])] == [2, 1, 1, 1]
 
 
@@ -300,14 +379,23 @@ def test_the_size_of_a_page_is_bounded(tmp_path):
     assert long["offsets"][-1] <= 100_000 and size(long) < 7_000_000
     assert page_samples.payload(repeated(make_table(24, 500), 8))["experts"]["layers"] == 3
     wide = replace(make_table(24, 500), experts=np.zeros((12_000, 300, 8), np.int32))
-    assert page_samples.payload(wide)["experts"]["layers"] == 10  # of 300: a million numbers at most
-    many = repeated(replace(make_table(24, 1), text=("x" * 9_000,) * 24, prompt_text=("y" * 9_000,) * 24), 300)
+    assert (
+        page_samples.payload(wide)["experts"]["layers"] == 10
+    )  # of 300: a million numbers at most
+    many = repeated(
+        replace(make_table(24, 1), text=("x" * 9_000,) * 24, prompt_text=("y" * 9_000,) * 24), 300
+    )
     shown = page_samples.chosen_samples(many)
-    assert len(many) == 7_200 and len(shown) == 5_000 and size(page_samples.payload(shown)) < 8_300_000
+    assert (
+        len(many) == 7_200 and len(shown) == 5_000 and size(page_samples.payload(shown)) < 8_300_000
+    )
     rows = [
-        {"step": i, "train/grad_norm": 50.0 if i == 12_345 else 1.0, "health/mismatch": i % 2} for i in range(20_000)
+        {"step": i, "train/grad_norm": 50.0 if i == 12_345 else 1.0, "health/mismatch": i % 2}
+        for i in range(20_000)
     ]
-    (plot,) = overview.plots(group_runs([Source(name="run", path=tmp_path, metrics=tuple(rows), table=None, note="")]))
+    (plot,) = overview.plots(
+        group_runs([Source(name="run", path=tmp_path, metrics=tuple(rows), table=None, note="")])
+    )
     assert len(plot.traces[0]["x"]) <= 2_000 and max(plot.traces[0]["y"]) == 50.0
     assert len(overview.warnings(rows)) == 200 and len(plot.layout["shapes"]) == 200
 

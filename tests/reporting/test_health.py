@@ -44,7 +44,11 @@ BAD = {
 
 
 def messages(health, rows):
-    return [(step, message) for step, row in enumerate(rows, start=1) for message in health.check(row)[1]]
+    return [
+        (step, message)
+        for step, row in enumerate(rows, start=1)
+        for message in health.check(row)[1]
+    ]
 
 
 def causes(row, config=TIS):
@@ -58,7 +62,9 @@ def test_values_at_the_limits_and_missing_or_nan_metrics_are_healthy():
     health = Health(TIS)
     assert len(messages(health, [GOOD | {"train/grad_norm": 0.0}])) == 1
     assert messages(health, [{}] * 30) == []
-    assert causes(dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}) == ["nonfinite_gradient"]
+    assert causes(dict.fromkeys(GOOD, float("nan")) | {"train/nonfinite_gradient_steps": 1.0}) == [
+        "nonfinite_gradient"
+    ]
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -68,7 +74,11 @@ def test_a_finding_is_printed_once_and_marks_every_step(name):
     rows = [health.check(GOOD | {metric: value}) for _ in range(after + 5)]
     assert [len(found) for _, found in rows] == [0] * (after - 1) + [1] + [0] * 5
     (message,) = rows[after - 1][1]
-    assert message.startswith(f"{metric} is {value:.3g}: ") and text in message and message.endswith(".")
+    assert (
+        message.startswith(f"{metric} is {value:.3g}: ")
+        and text in message
+        and message.endswith(".")
+    )
     assert [metrics for metrics, _ in rows] == [{}] * (after - 1) + [{f"health/{name}": 1.0}] * 6
 
 
@@ -86,17 +96,31 @@ def test_a_finding_that_comes_and_goes_does_not_flap():
 
 
 def test_messages_fit_the_mode_and_the_cause():
-    row = GOOD | {"train/grad_norm": 0.0, "train/skipped_steps": 1.0, "train/gradient_kept_fraction": 0.0}
-    for retokenized, text in ((0.0, "widen the bounds"), (0.5, "widen the bounds"), (1.0, "retokenized")):
+    row = GOOD | {
+        "train/grad_norm": 0.0,
+        "train/skipped_steps": 1.0,
+        "train/gradient_kept_fraction": 0.0,
+    }
+    for retokenized, text in (
+        (0.0, "widen the bounds"),
+        (0.5, "widen the bounds"),
+        (1.0, "retokenized"),
+    ):
         findings = evaluate(STEP_RULES, row | {"rollout/retokenized": retokenized}, TIS)
         assert text in str(findings["zero_gradient"])
         assert (findings["rejection"] is None) == (retokenized == 1)
-    assert "rejection" in causes(GOOD | {"rollout/retokenized": 1.0, "train/gradient_kept_fraction": 0.4})
+    assert "rejection" in causes(
+        GOOD | {"rollout/retokenized": 1.0, "train/gradient_kept_fraction": 0.4}
+    )
     clip = RolloutCorrectionConfig(use_tis=True, tis_mode="clip", tis_lower_bound=0.5)
     row = GOOD | {"train/mis_clip_fraction_high": 0.2}
     assert causes(row, clip) == ["at_bound"] and causes(row, TIS) == []
     same = GOOD | {"rollout/zero_std_groups": 1.0, "rollout/raw_reward": 0.0}
-    found = [step for step, message in messages(Health(TIS), [same] * 12) if "rollout/raw_reward is 0" in message]
+    found = [
+        step
+        for step, message in messages(Health(TIS), [same] * 12)
+        if "rollout/raw_reward is 0" in message
+    ]
     assert found == [10]
     varied = [same | {"rollout/raw_reward": step % 2 / 2} for step in range(30)]
     assert not any("rollout/raw_reward" in message for _, message in messages(Health(TIS), varied))
@@ -115,5 +139,9 @@ def test_messages_fit_the_mode_and_the_cause():
 )
 def test_uncorrected_staleness_is_a_finding(config, names):
     assert causes(GOOD, config) == names
-    for metrics in ({"rollout/weight_staleness": 0.0}, {"train/opsm_clipfrac": 0.0}, {"train/rollout_pull": 0.1}):
+    for metrics in (
+        {"rollout/weight_staleness": 0.0},
+        {"train/opsm_clipfrac": 0.0},
+        {"train/rollout_pull": 0.1},
+    ):
         assert "staleness" not in causes(GOOD | metrics, config)

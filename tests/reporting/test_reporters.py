@@ -35,7 +35,9 @@ def test_jsonl_is_one_valid_object_a_step_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     reporter = JsonLines(path)
     reporter.log({"train/loss": 0.5, "train/kl": math.nan, "train/max": math.inf}, 1)
-    assert path.read_text() == '{"step": 1, "train/loss": 0.5, "train/kl": null, "train/max": null}\n'
+    assert (
+        path.read_text() == '{"step": 1, "train/loss": 0.5, "train/kl": null, "train/max": null}\n'
+    )
     reporter.log({"train/loss": 0.25}, 2)
     assert lines_of(path)[1] == {"step": 2, "train/loss": 0.25}
     reporter.close()
@@ -45,7 +47,9 @@ def test_jsonl_on_a_full_disk_names_the_file_and_the_step(tmp_path):
     reporter = JsonLines(tmp_path / "metrics.jsonl")
     with (
         largest_file(100),
-        pytest.raises(OSError, match=r"^could not write the metrics of step 7 to .*jsonl: File too large"),
+        pytest.raises(
+            OSError, match=r"^could not write the metrics of step 7 to .*jsonl: File too large"
+        ),
     ):
         reporter.log({f"train/{number}": 0.5 for number in range(20)}, 7)
     reporter.close()
@@ -53,32 +57,52 @@ def test_jsonl_on_a_full_disk_names_the_file_and_the_step(tmp_path):
 
 def test_jsonl_of_a_resumed_run_has_every_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, "run": 1}) + "\n" for step in range(6)) + '{"step": 6, "r')
+    path.write_text(
+        "".join(json.dumps({"step": step, "run": 1}) + "\n" for step in range(6)) + '{"step": 6, "r'
+    )
     reporter = JsonLines(path, resume_step=4)
     reporter.log({"run": 2}, 4)
     reporter.close()
-    assert [(row["step"], row["run"]) for row in lines_of(path)] == [(0, 1), (1, 1), (2, 1), (3, 1), (4, 2)]
+    assert [(row["step"], row["run"]) for row in lines_of(path)] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+    ]
 
 
-@pytest.mark.parametrize(("again", "expected"), [(True, [1, 2, 2]), (False, [1, 2, 2, 2])], ids=["due", "done"])
-def test_jsonl_of_a_run_resumed_twice_has_the_evaluation_that_was_due_once(tmp_path, again, expected):
+@pytest.mark.parametrize(
+    ("again", "expected"), [(True, [1, 2, 2]), (False, [1, 2, 2, 2])], ids=["due", "done"]
+)
+def test_jsonl_of_a_run_resumed_twice_has_the_evaluation_that_was_due_once(
+    tmp_path, again, expected
+):
     """A signal ended the evaluation after step 2; each resumption makes it before it trains."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "train/loss": 1.0, "eval/accuracy": 0.5}\n{"step": 2, "train/loss": 1.0}\n')
+    path.write_text(
+        '{"step": 1, "train/loss": 1.0, "eval/accuracy": 0.5}\n{"step": 2, "train/loss": 1.0}\n'
+    )
     for evaluates_again in (True, again):
         reporter = JsonLines(path, resume_step=3, evaluates_again=evaluates_again)
         reporter.log({"eval/accuracy": 0.75}, 2)
         reporter.close()
     assert [row["step"] for row in lines_of(path)] == expected
-    assert lines_of(path)[0]["eval/accuracy"] == 0.5 and lines_of(path)[-1] == {"step": 2, "eval/accuracy": 0.75}
+    assert lines_of(path)[0]["eval/accuracy"] == 0.5 and lines_of(path)[-1] == {
+        "step": 2,
+        "eval/accuracy": 0.75,
+    }
 
 
 def test_console_line_has_the_columns_that_were_logged():
-    assert format_step(METRICS, 7, 120) == (
-        "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  k3 1.2e-04  weight 0.998  "
+    assert (
+        format_step(METRICS, 7, 120)
+        == "step   7/120  reward 0.438  loss -0.0123  grad norm 0.500  k3 1.2e-04  weight 0.998  "
         "rejected 0.4%  time 0.31 s"
     )
-    assert format_step({"eval/a": 0.34, "eval/a/response_len": 11.0}, 0, 9) == "step 0/9  eval/a 0.340"
+    assert (
+        format_step({"eval/a": 0.34, "eval/a/response_len": 11.0}, 0, 9) == "step 0/9  eval/a 0.340"
+    )
     assert (
         format_step({"train/grad_norm": 2e18, "eval/a": 1e30}, 1, 1)
         == "step 1/1  grad norm 2.000e+18  eval/a 1.000e+30"
@@ -94,15 +118,26 @@ def test_tensorboard_of_a_resumed_run_hides_the_steps_done_again(tmp_path):
             reporter.log({"x": value}, step)
         reporter.close()
     events = EventAccumulator(str(tmp_path / "tensorboard" / "sort" / "one")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("x")] == [(1, 1.0), (2, 2.0), (3, 2.0)]
-    assert [(row["step"], row["x"]) for row in lines_of(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 2)]
+    assert [(event.step, event.value) for event in events.Scalars("x")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 2.0),
+    ]
+    assert [(row["step"], row["x"]) for row in lines_of(tmp_path / "metrics.jsonl")] == [
+        (1, 1),
+        (2, 2),
+        (3, 2),
+    ]
 
 
 def test_prometheus_reads_the_last_values(tmp_path):
     port = free_port()
     config = ReportingConfig(output_dir=str(tmp_path / "run"), prometheus_port=port)
     reporter = open_reporters(config, {}, total_steps=2)
-    reporter.log({"train/k3": 0.5, "eval/accuracy": 0.25, "eval/sort_digits": 0.0, "eval/sort-digits": 0.0}, 1)
+    reporter.log(
+        {"train/k3": 0.5, "eval/accuracy": 0.25, "eval/sort_digits": 0.0, "eval/sort-digits": 0.0},
+        1,
+    )
     reporter.log({"train/k3": float("nan"), "perf/step_time": 2.0}, 2)
     with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         families = text_string_to_metric_families(answer.read().decode())

@@ -7,7 +7,12 @@ import pytest
 
 from slime_tis.atomic_files import metrics_before
 from slime_tis.trainer.reporting.reporters import JsonLines
-from slime_tis.trainer.reporting.run_directory import METRICS, continues, foreign_file, prepare_run_directory
+from slime_tis.trainer.reporting.run_directory import (
+    METRICS,
+    continues,
+    foreign_file,
+    prepare_run_directory,
+)
 from tests.storage.killed import killed_at_each_operation
 
 
@@ -43,7 +48,10 @@ def test_a_resumed_run_does_not_mix_its_metrics_with_another_ones(tmp_path):
     prepare_run_directory(str(tmp_path), {}, 0, "r3")  # in the same second of the clock
     first, second = sorted((tmp_path / "earlier").iterdir())
     assert second.name == f"{first.name}-2"
-    assert [(path / "metrics.jsonl").read_text() for path in (first, second)] == ['{"step": 1}\n', '{"step": 2}\n']
+    assert [(path / "metrics.jsonl").read_text() for path in (first, second)] == [
+        '{"step": 1}\n',
+        '{"step": 2}\n',
+    ]
 
 
 @pytest.mark.parametrize(

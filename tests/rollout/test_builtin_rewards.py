@@ -66,7 +66,8 @@ F1 = {
 }
 
 
-# Expressions, as in slime: a number has to be given as a number, words as they are, the rest up to equality.
+# Expressions, as in slime: a number has to be given as a number, words as they are, the rest up to
+# equality.
 MATH_ON_EXPRESSIONS = {
     "order of terms": ("1+x^2", "x^2+1", 1.0),
     "rationalised root": (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}", 1.0),
@@ -89,7 +90,11 @@ DEEPSCALER = {
     "box within thinking": ("<think>\\boxed{12}</think> It is 12.", "12", 0.0),
     "last of two answers": ("a</think>\\boxed{1}</think>\\boxed{2}", "2", 1.0),
     "no end of thinking": ("\\boxed{12}", "12", 0.0),
-    "first of two ###Response": ("hm ###Response \\boxed{1/2} ###Response \\boxed{3}", "\\boxed{0.5}", 1.0),
+    "first of two ###Response": (
+        "hm ###Response \\boxed{1/2} ###Response \\boxed{3}",
+        "\\boxed{0.5}",
+        1.0,
+    ),
     "empty label": ("</think>\\boxed{12}", "", 0.0),
 }
 
@@ -127,7 +132,10 @@ GPQA = {
 SCORED = {
     "exact_match": (exact_match, EXACT_MATCH),
     "math": (math_match, MATH),
-    "math of expressions": (lambda answer, label: math_match(f"so \\boxed{{{answer}}}", label), MATH_ON_EXPRESSIONS),
+    "math of expressions": (
+        lambda answer, label: math_match(f"so \\boxed{{{answer}}}", label),
+        MATH_ON_EXPRESSIONS,
+    ),
     "f1": (token_f1, F1),
     "deepscaler": (deepscaler, DEEPSCALER),
     "dapo": (lambda response, label: dapo(response, label)["acc"], DAPO),
@@ -155,7 +163,8 @@ def test_every_name_has_its_function_and_dapo_reports_its_parts():
 def test_comparisons_from_threads_and_after_the_process_was_killed():
     found = []
     threads = [
-        threading.Thread(target=lambda n=n: found.append(same_expression(f"x+{n}+1", f"x+{n + 1}"))) for n in range(8)
+        threading.Thread(target=lambda n=n: found.append(same_expression(f"x+{n}+1", f"x+{n + 1}")))
+        for n in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -165,7 +174,9 @@ def test_comparisons_from_threads_and_after_the_process_was_killed():
     process = symbolic._worker._process
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not same_expression("y+w", "w+y")  # the one that meets the end of the process counts as wrong
+    assert not same_expression(
+        "y+w", "w+y"
+    )  # the one that meets the end of the process counts as wrong
     assert same_expression("z+w", "w+z")
 
 
@@ -202,7 +213,10 @@ def test_stopping_ends_all_processes():
 
 def test_a_rollout_of_endless_expressions_is_bounded(short_limits, caplog):
     with comparison_budget():
-        assert not any(same_expression(f"{number}^{{1000000009}}", "x^2") for number in range(10**9, 10**9 + 20))
+        assert not any(
+            same_expression(f"{number}^{{1000000009}}", "x^2")
+            for number in range(10**9, 10**9 + 20)
+        )
         assert same_expression("b+h", "h+b")
     assert caplog.text.count("answers count as wrong") == 1
     assert "20 answers count as wrong" in caplog.text and "all together took 3 s" in caplog.text

@@ -15,7 +15,11 @@ from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatchi
 from slime_tis.trainer.engines.local.load_model import load_model, load_tokenizer
 from slime_tis.trainer.engines.local.routing import RoutingRecorder
 from slime_tis.trainer.engines.local.slot_cache import check_config
-from slime_tis.trainer.engines.local.token_sampling import filtered_logits, log_softmax, sample_tokens
+from slime_tis.trainer.engines.local.token_sampling import (
+    filtered_logits,
+    log_softmax,
+    sample_tokens,
+)
 from tests.checkpoints import EOS, make_checkpoint
 
 RUN = Sampling(max_response_len=12, temperature=0.9, stop_token_ids=(7,))
@@ -29,8 +33,13 @@ def batching(tmp_path_factory):
 
     def make(family, **options):
         if family not in made:
-            path = make_checkpoint(tmp_path_factory.mktemp("model") / family, family, max_position_embeddings=512)
-            made[family] = {"model": load_model(path, torch.float32), "tokenizer": load_tokenizer(path)}
+            path = make_checkpoint(
+                tmp_path_factory.mktemp("model") / family, family, max_position_embeddings=512
+            )
+            made[family] = {
+                "model": load_model(path, torch.float32),
+                "tokenizer": load_tokenizer(path),
+            }
         defaults = {
             "eos_token_ids": frozenset([EOS]),
             "context_len": 512,
@@ -109,7 +118,13 @@ def episodes(scheduler, numbers, *, shuffle=None, concurrency=64, sampling=RUN, 
         async def one(number):
             async with gate:
                 delay = None if shuffle is None else random.Random(number + shuffle)
-                await episode(engine_of(scheduler, number, sampling), number, turns=turns, found=found, delay=delay)
+                await episode(
+                    engine_of(scheduler, number, sampling),
+                    number,
+                    turns=turns,
+                    found=found,
+                    delay=delay,
+                )
                 scheduler.end_sample(number)
 
         order = list(numbers)
@@ -123,7 +138,9 @@ def episodes(scheduler, numbers, *, shuffle=None, concurrency=64, sampling=RUN, 
 
 
 def assert_same(one, other):
-    for (number, ids, key, a), (other_number, other_ids, other_key, b) in zip(one, other, strict=True):
+    for (number, ids, key, a), (other_number, other_ids, other_key, b) in zip(
+        one, other, strict=True
+    ):
         assert (number, ids, key) == (other_number, other_ids, other_key)
         assert (a.token_ids, a.finish_reason, a.text) == (b.token_ids, b.finish_reason, b.text)
         torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), **EXACT)
@@ -160,7 +177,9 @@ def test_a_small_memory_is_kept_to_and_changes_nothing(batching, monkeypatch):
     for tokens, preempts in ((8 * 16, True), (16, False)):  # the latter has one slot alone
         small = batching("llama", max_batch_tokens=tokens)
         assert_same(whole, episodes(small, range(5), sampling=sampling, turns=2))
-        num_bytes = sum(tensor._data.nbytes for tensor in small._cache._tensors() if tensor._data is not None)
+        num_bytes = sum(
+            tensor._data.nbytes for tensor in small._cache._tensors() if tensor._data is not None
+        )
         assert num_bytes <= per_token * max(tokens, longest)
         assert (small.counts["preempted"] > 0) == preempts
 
@@ -170,7 +189,10 @@ def ask_all(scheduler, requests, sampling=RUN):
         engine = engine_of(scheduler, 0, sampling)
         async with running(scheduler):
             return await asyncio.gather(
-                *(engine.generate(ids, params, session_id=session) for ids, params, session in requests)
+                *(
+                    engine.generate(ids, params, session_id=session)
+                    for ids, params, session in requests
+                )
             )
 
     return asyncio.run(go())
@@ -206,16 +228,22 @@ def test_each_request_is_sampled_as_it_asks(batching):
         {"temperature": 0.0, "max_new_tokens": 3, "skip_special_tokens": False},
     ]
     ids = [1, *range(20, 40)]
-    answers = ask_all(scheduler, [(ids, params, str(place)) for place, params in enumerate(asked)], run)
+    answers = ask_all(
+        scheduler, [(ids, params, str(place)) for place, params in enumerate(asked)], run
+    )
     for params, answer in zip(asked, answers, strict=True):
         text = "".join(scheduler.tokenizer.decode([token]) for token in answer.token_ids)
         stops, length = params.get("stop_token_ids", []), params.get("max_new_tokens", 15)
-        stopped = answer.token_ids[-1] in (EOS, *stops) or any(stop in text for stop in params.get("stop", []))
+        stopped = answer.token_ids[-1] in (EOS, *stops) or any(
+            stop in text for stop in params.get("stop", [])
+        )
         assert answer.finish_reason == ("stop" if stopped else "length")
         assert stopped or len(answer.token_ids) == length
         assert not {EOS, *stops} & set(answer.token_ids[:-1])
         with torch.no_grad():
-            logits = scheduler.model(torch.tensor([[*ids, *answer.token_ids[:-1]]])).logits[0, len(ids) - 1 :]
+            logits = scheduler.model(torch.tensor([[*ids, *answer.token_ids[:-1]]])).logits[
+                0, len(ids) - 1 :
+            ]
         if params.get("temperature") == 0:
             expected = logits.log_softmax(-1)
             assert answer.token_ids == expected.argmax(-1).tolist()
@@ -230,7 +258,9 @@ def test_each_request_is_sampled_as_it_asks(batching):
             )
         log_probs = expected.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, **EXACT)
-        cut = [row.nonzero()[:, 0].tolist() if not row.all() else [] for row in expected > -torch.inf]
+        cut = [
+            row.nonzero()[:, 0].tolist() if not row.all() else [] for row in expected > -torch.inf
+        ]
         assert answer.sampling_mask.sets() == cut
 
 
@@ -241,7 +271,9 @@ def test_a_shared_prompt_is_computed_once_and_the_context_ends_a_response(batchi
     assert scheduler.counts["reused"] == 5 * 58
     run = Sampling(max_response_len=90, max_context_len=20)
     scheduler = batching("llama", eos_token_ids=frozenset(), context_len=30)
-    long, short, full = ask_all(scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run)
+    long, short, full = ask_all(
+        scheduler, [([1] * 25, None, "a"), ([1] * 12, None, "b"), ([1] * 20, None, "c")], run
+    )
     assert (long.token_ids, long.finish_reason, long.text) == ([], "length", "")
     assert (len(short.token_ids), short.finish_reason, full.token_ids) == (8, "length", [])
 
@@ -269,9 +301,13 @@ def test_long_inputs_are_prefilled_in_parts(batching, monkeypatch):
     monkeypatch.setattr(continuous_batching, "PREFILL_COLUMNS", 16)
     monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", 40)
     scheduler = batching("qwen3")
-    for one, other in zip(whole, ask_all(scheduler, [(ids, None, None) for ids in inputs]), strict=True):
+    for one, other in zip(
+        whole, ask_all(scheduler, [(ids, None, None) for ids in inputs]), strict=True
+    ):
         assert one.token_ids == other.token_ids
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), **EXACT)
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs), torch.tensor(other.log_probs), **EXACT
+        )
     assert scheduler.counts["passes"] >= 19
 
 
@@ -281,7 +317,8 @@ def test_a_cancelled_request_leaves_the_batch(batching):
     async def go():
         engine = engine_of(scheduler, 0, Sampling(max_response_len=400, stop_token_ids=()))
         async with running(scheduler):
-            # The third waits for a slot; none of the three has another way to end before the context does.
+            # The third waits for a slot; none of the three has another way to end before the
+            # context does.
             asked = [asyncio.create_task(engine.generate([1, first] * 9)) for first in (5, 6, 7)]
             while scheduler.counts["decoded"] < 20:
                 await asyncio.sleep(0)
@@ -300,4 +337,6 @@ def test_models_that_cannot_be_batched_are_refused():
     with pytest.raises(ValueError, match="a cache of DynamicSlidingWindowLayer"):
         check_config(Gemma2Config())
     with pytest.raises(ValueError, match="dynamic rotary embeddings"):
-        check_config(LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
+        check_config(
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+        )

@@ -66,11 +66,15 @@ class Engine:
             finish_reason=self.finish_reason,
             text=Letters().decode(ids),
             sampling_mask=SamplingMask.from_sets([[token, 9] for token in ids]),
-            routed_experts=torch.arange(len(token_ids) + count - 1)[:, None, None] + 100 * len(token_ids),
+            routed_experts=torch.arange(len(token_ids) + count - 1)[:, None, None]
+            + 100 * len(token_ids),
         )
 
 
-IMPORTS = "import asyncio\nfrom slime.utils.types import Sample\nfrom slime.utils.http_utils import post\n"
+IMPORTS = (
+    "import asyncio\nfrom slime.utils.types import Sample\nfrom slime.utils.http_utils import"
+    " post\n"
+)
 TURN = """
     out = await engine.generate(sample.tokens, {"max_new_tokens": 2})
     sample.append_response_tokens(args, tokens=out.token_ids, log_probs=out.log_probs, text=out.text)
@@ -80,7 +84,9 @@ TURN = """
 def call(tmp_path, body, engine=None, sample=None, **options):
     """What a function with this body gives; the lines of the body begin in line 5 of FILE."""
     path = tmp_path / f"agent_{len(list(tmp_path.iterdir()))}.py"
-    path.write_text(f"{IMPORTS}async def generate(args, sample, sampling_params, engine):\n{body}\n")
+    path.write_text(
+        f"{IMPORTS}async def generate(args, sample, sampling_params, engine):\n{body}\n"
+    )
     config = RolloutConfig(
         prompt_data="p",
         rollout_batch_size=2,
@@ -102,7 +108,9 @@ def call(tmp_path, body, engine=None, sample=None, **options):
 
 
 def test_turns_come_with_what_the_engine_recorded(tmp_path):
-    observation = "    sample.append_response_tokens(args, tokens=[26], trainable=False, text='z')\n"
+    observation = (
+        "    sample.append_response_tokens(args, tokens=[26], trainable=False, text='z')\n"
+    )
     (sample,) = call(tmp_path, f"{TURN}{observation}{TURN}    return sample")
     assert sample.tokens == [1, 2, 3, 2, 3, 26, 2, 3] and sample.loss_mask == [1, 1, 0, 1, 1]
     assert sample.rollout_log_probs == [-3.0, -3.125, 0.0, -6.0, -6.125]
@@ -110,14 +118,23 @@ def test_turns_come_with_what_the_engine_recorded(tmp_path):
     assert sample.sampling_mask == SamplingMask.from_sets([[2, 9], [3, 9], [], [2, 9], [3, 9]])
     assert sample.response == "bczbc" and sample.metadata == {"level": 1} and sample.row is PROMPT
     assert sample.retokenized == 0 and sample.failure is None
-    experts = sample.rollout_routed_experts  # of tokens that a token was sampled after, of the request that did so
+    experts = (
+        sample.rollout_routed_experts
+    )  # of tokens that a token was sampled after, of the request that did so
     assert experts is not None and experts.flatten().tolist() == [600, 601, 302, 303, 604, 605, 606]
     body = """
     out = await engine.generate([8, 9], sampling_params)
     return Sample(tokens=[8, 9, *out.token_ids, 4], response_length=5, loss_mask=[1, 1, 1, 1, 0], reward=0.5)"""
     (sample,) = call(tmp_path, body)
-    assert sample.rollout_log_probs[:4] == [-2.0, -2.125, -2.25, -2.375] and sample.weight_versions == [7] * 5
-    assert sample.prompt_ids == [8, 9] and sample.prompt == "abc" and (sample.reward, sample.label) == (0.5, "x")
+    assert (
+        sample.rollout_log_probs[:4] == [-2.0, -2.125, -2.25, -2.375]
+        and sample.weight_versions == [7] * 5
+    )
+    assert (
+        sample.prompt_ids == [8, 9]
+        and sample.prompt == "abc"
+        and (sample.reward, sample.label) == (0.5, "x")
+    )
 
 
 RETOKENIZED = """
@@ -153,8 +170,12 @@ def test_slimes_way_to_the_server_is_answered_by_the_same_engine_and_proved(tmp_
     return sample"""
     (by_ids,) = call(tmp_path, body.replace('"PAYLOAD"', '"input_ids": sample.tokens'))
     assert by_ids.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125] and by_ids.retokenized == 0
-    (by_text,) = call(tmp_path, body.replace('"PAYLOAD"', '"text": text'), retokenization="keep-mask")
-    assert by_text.retokenized == 4  # "abc" is tokenized as a, bc: the tokens followed another input
+    (by_text,) = call(
+        tmp_path, body.replace('"PAYLOAD"', '"text": text'), retokenization="keep-mask"
+    )
+    assert (
+        by_text.retokenized == 4
+    )  # "abc" is tokenized as a, bc: the tokens followed another input
 
 
 BROKEN = {
@@ -164,19 +185,38 @@ BROKEN = {
         "loss_mask",
         "gave a loss_mask of 1 entries for a response_length of 2",
     ),
-    "raises": ("raise KeyError('tool')", "raised", "generate (FILE, line 5) raised KeyError: 'tool'."),
+    "raises": (
+        "raise KeyError('tool')",
+        "raised",
+        "generate (FILE, line 5) raised KeyError: 'tool'.",
+    ),
     "cancels itself": ("raise asyncio.CancelledError", "raised", "cancelled itself"),
-    "nothing": ("pass", "returned", "generate (FILE, line 4) returned None; return a Sample or a list of them"),
+    "nothing": (
+        "pass",
+        "returned",
+        "generate (FILE, line 4) returned None; return a Sample or a list of them",
+    ),
     "no response": ("return sample", "tokens", "a response_length of 0; give prompt and response"),
-    "beyond the vocabulary": ("return Sample(tokens=[1, 28], response_length=1)", "tokens", "vocabulary ends at 27"),
-    "an impossible status": (f"{TURN}    sample.status = 'done'\n    return sample", "status", "gave 'done' in status"),
+    "beyond the vocabulary": (
+        "return Sample(tokens=[1, 28], response_length=1)",
+        "tokens",
+        "vocabulary ends at 27",
+    ),
+    "an impossible status": (
+        f"{TURN}    sample.status = 'done'\n    return sample",
+        "status",
+        "gave 'done' in status",
+    ),
     "a log-prob of NaN": (
         "return Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[float('nan')])",
         "rollout_log_probs",
         "gave the log-prob nan for response token 0, which is trained on",
     ),
     "log-probs shifted by one": (
-        f"{TURN}    sample.rollout_log_probs = sample.rollout_log_probs[1:] + [-1.0]\n    return sample",
+        (
+            f"{TURN}    sample.rollout_log_probs = sample.rollout_log_probs[1:] + [-1.0]\n   "
+            " return sample"
+        ),
         "rollout_log_probs",
         "gave the log-prob -3.1250 for response token 0, which was sampled with -3.0000",
     ),
@@ -204,11 +244,19 @@ def test_a_broken_contract_costs_one_sample_and_is_named(body, reason, message, 
 
 @pytest.mark.parametrize(
     ("reward", "failure"),
-    [(MAX_REWARD, None), (-MAX_REWARD, None), (2 * MAX_REWARD, "reward"), (math.inf, "reward"), (math.nan, "reward")],
+    [
+        (MAX_REWARD, None),
+        (-MAX_REWARD, None),
+        (2 * MAX_REWARD, "reward"),
+        (math.inf, "reward"),
+        (math.nan, "reward"),
+    ],
     ids=str,
 )
 def test_rewards_are_limited(reward, failure, tmp_path):
-    (sample,) = call(tmp_path, f"    return Sample(tokens=[1, 2], response_length=1, reward=float('{reward}'))")
+    (sample,) = call(
+        tmp_path, f"    return Sample(tokens=[1, 2], response_length=1, reward=float('{reward}'))"
+    )
     assert sample.failure == failure
     assert sample.reward == (0.0 if failure else reward)
 
@@ -217,10 +265,21 @@ def test_an_aborted_sample_goes_on_and_several_segments_begin_anew(tmp_path):
     (first,) = call(tmp_path, f"{TURN}    return sample", Engine("abort"))
     assert first.status is Sample.Status.ABORTED and first.loss_mask == [1, 1]
     (whole,) = call(tmp_path, f"{TURN}    return sample", Engine(version=8), sample=first)
-    assert whole.tokens == [1, 2, 3, 2, 3, 2, 3] and whole.weight_versions == [7, 7, 8, 8] and whole.retokenized == 0
-    assert whole.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125] and whole.status is Sample.Status.TRUNCATED
+    assert (
+        whole.tokens == [1, 2, 3, 2, 3, 2, 3]
+        and whole.weight_versions == [7, 7, 8, 8]
+        and whole.retokenized == 0
+    )
+    assert (
+        whole.rollout_log_probs == [-3.0, -3.125, -5.0, -5.125]
+        and whole.status is Sample.Status.TRUNCATED
+    )
     (sample,) = call(tmp_path, f"{TURN}    return [sample, sample]", Engine("abort"))
-    assert (sample.status, sample.tokens, sample.response_length) == (Sample.Status.ABORTED, [1, 2, 3], 0)
+    assert (sample.status, sample.tokens, sample.response_length) == (
+        Sample.Status.ABORTED,
+        [1, 2, 3],
+        0,
+    )
 
 
 def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_else(tmp_path):
@@ -228,27 +287,39 @@ def test_failures_are_counted_by_reason_and_end_the_run_where_there_is_nothing_e
     (bad,) = call(tmp_path, "    raise ValueError('no tool')")
     good.rollout_id, bad.rollout_id, good.reward = 0, 1, 1.0
     message = mark_failed_samples([[good, bad]])
-    assert message is not None and message.startswith("1 of 2 samples could not be made and train nothing: generate")
+    assert message is not None and message.startswith(
+        "1 of 2 samples could not be made and train nothing: generate"
+    )
     metrics = rollout_metrics([[good, bad]], 7)
-    assert metrics["rollout/generate_failed"] == 0.5 and metrics["rollout/generate_failed/raised"] == 1.0
+    assert (
+        metrics["rollout/generate_failed"] == 0.5
+        and metrics["rollout/generate_failed/raised"] == 1.0
+    )
     assert metrics["rollout/response_len"] == 2.0  # of the sample that was made
     with pytest.raises(
-        CustomFunctionError, match=r"none of the 1 samples of a rollout could be made: generate .* raised"
+        CustomFunctionError,
+        match=r"none of the 1 samples of a rollout could be made: generate .* raised",
     ):
         mark_failed_samples([[bad]])
     assert mark_failed_samples([[good]]) is None
     aborted = Sample(
-        prompt_row=PROMPT, tokens=[1, 2, 3], status=Sample.Status.ABORTED, loss_mask=[], rollout_log_probs=[]
+        prompt_row=PROMPT,
+        tokens=[1, 2, 3],
+        status=Sample.Status.ABORTED,
+        loss_mask=[],
+        rollout_log_probs=[],
     )
-    message = mark_failed_samples([[aborted, Sample(prompt_row=PROMPT, tokens=[1, 2], response_length=1)]])
+    message = mark_failed_samples(
+        [[aborted, Sample(prompt_row=PROMPT, tokens=[1, 2], response_length=1)]]
+    )
     assert aborted.failure == "aborted" and aborted.tokens == [1, 2, 3, 3] and message is not None
 
 
 def test_segments_count_as_one_rollout_in_the_metrics(tmp_path):
     segments = call(
         tmp_path,
-        f"{TURN}    other = Sample(tokens=[5, *out.token_ids], response_length=2, loss_mask=[0, 0])\n"
-        "    return [sample, other]",
+        f"{TURN}    other = Sample(tokens=[5, *out.token_ids], response_length=2, loss_mask=[0,"
+        " 0])\n    return [sample, other]",
     )
     for segment, reward in zip(segments, (0.25, 0.5), strict=True):
         segment.rollout_id, segment.reward = 4, reward
@@ -262,7 +333,11 @@ def requests(*pairs):
     asked = []
     for number, (ids, out) in enumerate(pairs):
         ones = [1] * len(out)
-        values = {"log_probs": [-1.0 * one for one in ones], "weight_versions": ones, "workers": [number for _ in out]}
+        values = {
+            "log_probs": [-1.0 * one for one in ones],
+            "weight_versions": ones,
+            "workers": [number for _ in out],
+        }
         generation = Generation(token_ids=out, finish_reason="stop", text="", **values)
         asked.append(Sampled(input_ids=ids, generation=generation))
     return asked
@@ -285,13 +360,18 @@ WHERE_TOKENS_WERE = {
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length", "pairs", "request_of_each"), WHERE_TOKENS_WERE.values(), ids=WHERE_TOKENS_WERE
+    ("tokens", "length", "pairs", "request_of_each"),
+    WHERE_TOKENS_WERE.values(),
+    ids=WHERE_TOKENS_WERE,
 )
 def test_where_tokens_were_sampled(tokens, length, pairs, request_of_each):
     assert provenance(tokens, length, requests(*pairs)).request == request_of_each
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5), st.integers(0, 100))
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.integers(0, 100),
+)
 def test_every_sampled_token_is_found_and_none_after_a_change(turns, place):
     tokens, pairs, mask = [7], [], []
     for number, turn in enumerate(turns):
@@ -326,9 +406,15 @@ def test_tokens_keep_their_server_and_nothing_is_known_of_others(tmp_path):
     assert sample.worker_of_each == [-1, -1, -1]
     asked = requests(([1, 2], [3]), ([1, 2, 3, 8], [4]))
     copy_engine_records(sample, provenance(sample.tokens, 3, asked), asked)
-    assert sample.worker_of_each == [0, 0, 1]  # an observation has the server of the token before it
+    assert sample.worker_of_each == [
+        0,
+        0,
+        1,
+    ]  # an observation has the server of the token before it
     (sample,) = call(tmp_path, "    return Sample(tokens=[1, 2, 3], response_length=2)")
-    assert all(math.isnan(value) for value in sample.rollout_log_probs) and sample.weight_versions == [5, 5]
+    assert all(
+        math.isnan(value) for value in sample.rollout_log_probs
+    ) and sample.weight_versions == [5, 5]
     assert sample.response == "bc" and sample.retokenized == 0
 
 
@@ -353,14 +439,20 @@ def test_a_request_asks_under_sglangs_names_or_gets_the_runs_values():
         "spaces_between_special_tokens": False,
     }
     assert request_options(asked, RUN) == RequestOptions(
-        sampling=Sampling(temperature=1.0, top_p=0.5, top_k=-1, max_response_len=30, stop_token_ids=(4, 5)),
+        sampling=Sampling(
+            temperature=1.0, top_p=0.5, top_k=-1, max_response_len=30, stop_token_ids=(4, 5)
+        ),
         stop=("</a>", "b"),
         skip_special_tokens=False,
         no_stop_trim=True,
         spaces_between_special_tokens=False,
     )
     assert request_options({"stop": "end"}, RUN).stop == ("end",)
-    assert request_options(None, RUN) == request_options({"stop": None}, RUN) == RequestOptions(sampling=RUN)
+    assert (
+        request_options(None, RUN)
+        == request_options({"stop": None}, RUN)
+        == RequestOptions(sampling=RUN)
+    )
 
 
 WRONG_PARAMS = {
@@ -384,7 +476,9 @@ def asked(calls, key=KEY, **options):
 
     async def answer(request):
         requests.append(request)
-        return Generation(token_ids=[], log_probs=[], weight_versions=[], finish_reason="stop", text="")
+        return Generation(
+            token_ids=[], log_probs=[], weight_versions=[], finish_reason="stop", text=""
+        )
 
     async def ask():
         engine = SampleEngine(answer, RUN, key, number=8, vocab_size=64, **options)
@@ -399,7 +493,11 @@ def test_random_numbers_follow_from_the_sample_its_input_and_repetitions_alone()
     first, again, other = asked([[1, 2], [1, 2], [1, 3]])
     assert (first.token_ids, first.session) == ([1, 2], (8, "s"))
     assert len({first.key, again.key, other.key}) == 3
-    assert [request.key for request in asked([[1, 3], [1, 2], [1, 2]])] == [other.key, first.key, again.key]
+    assert [request.key for request in asked([[1, 3], [1, 2], [1, 2]])] == [
+        other.key,
+        first.key,
+        again.key,
+    ]
     for field in ("seed", "prompt_index", "occurrence", "sample"):
         changed = KEY._replace(**{field: 77})
         assert asked([[1, 2]], changed)[0].key != first.key
@@ -415,12 +513,18 @@ def test_impossible_tokens_and_other_distributions_than_the_trained_one_are_refu
         with pytest.raises(ValueError, match=f"token_ids {message}"):
             asked([ids])
     training = Sampling(temperature=0.8, max_response_len=7, for_training=True)
-    assert request_options({"temperature": 0.8, "top_p": 1, "top_k": -1}, training).sampling == training
+    assert (
+        request_options({"temperature": 0.8, "top_p": 1, "top_k": -1}, training).sampling
+        == training
+    )
     with pytest.raises(ValueError, match="temperature 0, but the run samples with"):
         request_options({"temperature": 0}, training)
 
 
-@given(st.text(CHARACTERS, min_size=1, max_size=12), st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=3))
+@given(
+    st.text(CHARACTERS, min_size=1, max_size=12),
+    st.lists(st.text(CHARACTERS, min_size=1, max_size=3), max_size=3),
+)
 def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop):
     ids = token_ids(text)
     ends = [text.find(one) + len(one) for one in stop if one in text]
@@ -451,7 +555,9 @@ TEXT_ENDS_BEFORE = {
 }
 
 
-@pytest.mark.parametrize(("options", "reason", "text"), TEXT_ENDS_BEFORE.values(), ids=TEXT_ENDS_BEFORE)
+@pytest.mark.parametrize(
+    ("options", "reason", "text"), TEXT_ENDS_BEFORE.values(), ids=TEXT_ENDS_BEFORE
+)
 def test_text_ends_before_the_stop(options, reason, text):
     options = RequestOptions(sampling=RUN, **options)
     assert response_text(make_tokenizer(), token_ids("ab>:c"), options, reason) == text

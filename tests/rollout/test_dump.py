@@ -10,7 +10,11 @@ from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.data.sample import Prompt, Sample, SamplingMask
 from slime_tis.trainer.data.sample_file import from_dict, load_samples, save_samples, to_dict
 from slime_tis.trainer.evaluation import accuracy_metrics
-from slime_tis.trainer.sample_pipeline import check_sampling_masks, mask_earlier_tokens, mask_stale_samples
+from slime_tis.trainer.sample_pipeline import (
+    check_sampling_masks,
+    mask_earlier_tokens,
+    mask_stale_samples,
+)
 from tests.samples import make_sample
 
 PROMPT = Prompt(index=7, text="21>", token_ids=(1, 2, 3), label="12", metadata={"level": 3})
@@ -30,7 +34,10 @@ def sample(group, place, response_ids=(4, 5), **changes):
 
 
 def test_samples_come_back_as_they_were(tmp_path):
-    groups = [[sample(0, 0), sample(0, 1, reward=None)], [sample(1, 0), sample(1, 1, response_ids=(9, 9))]]
+    groups = [
+        [sample(0, 0), sample(0, 1, reward=None)],
+        [sample(1, 0), sample(1, 1, response_ids=(9, 9))],
+    ]
     save_samples(tmp_path / "a" / "rollout.jsonl", groups)
     assert load_samples(tmp_path / "a" / "rollout.jsonl", 2, 2) == groups
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["rollout.jsonl"]
@@ -40,7 +47,9 @@ def test_samples_come_back_as_they_were(tmp_path):
 
 def test_files_of_another_number_of_samples_or_another_model_are_refused(tmp_path):
     save_samples(tmp_path / "x", [[sample(0, 0), sample(0, 1)]])
-    with pytest.raises(ValueError, match=r"has 1 prompts with \[2\] samples each, but --rollout-batch-size is 4"):
+    with pytest.raises(
+        ValueError, match=r"has 1 prompts with \[2\] samples each, but --rollout-batch-size is 4"
+    ):
         load_samples(tmp_path / "x", 4, 2)
     with pytest.raises(ValueError, match="does not exist"):
         load_samples(tmp_path / "none", 4, 2)
@@ -82,8 +91,14 @@ DAMAGED = {
     "overflowing reward": ({"reward": 1e308}, "line 1 has the reward"),
     "reward of nan": ({"reward": math.nan}, "line 1 has the reward"),
     "reward of text": ({"reward": "1"}, "line 1 has the reward"),
-    "type of a tensor": ({"rollout_routed_experts": ROUTING | {"dtype": "float64"}}, "is 'float64'"),
-    "shape too large": ({"rollout_routed_experts": ROUTING | {"shape": [4, 1, 3]}}, "cannot reshape"),
+    "type of a tensor": (
+        {"rollout_routed_experts": ROUTING | {"dtype": "float64"}},
+        "is 'float64'",
+    ),
+    "shape too large": (
+        {"rollout_routed_experts": ROUTING | {"shape": [4, 1, 3]}},
+        "cannot reshape",
+    ),
     "not base64": ({"rollout_routed_experts": ROUTING | {"base64": "?"}}, "base64"),
 }
 
@@ -100,7 +115,9 @@ def test_a_damaged_line_is_refused(changes, message, tmp_path):
 
 
 def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path):
-    first = sample(0, 0, rollout_id=0, session_id="a", train_metadata={"weight": 2}, non_generation_time=0.5)
+    first = sample(
+        0, 0, rollout_id=0, session_id="a", train_metadata={"weight": 2}, non_generation_time=0.5
+    )
     second = Sample(
         group_index=0,
         index=1,
@@ -116,11 +133,15 @@ def test_segments_with_prompts_of_their_own_come_back_as_one_rollout(tmp_path):
     )
     save_samples(tmp_path / "x", [[first, second, sample(0, 2)]])
     assert load_samples(tmp_path / "x", 1, 2) == [[first, second, sample(0, 2)]]
-    assert json.loads((tmp_path / "x").read_text().splitlines()[0])["prompt_row"]["token_ids"] is None
+    assert (
+        json.loads((tmp_path / "x").read_text().splitlines()[0])["prompt_row"]["token_ids"] is None
+    )
 
 
 def masked(sets, **changes):
-    return sample(0, 0, sampling_mask=None if sets is None else SamplingMask.from_sets(sets), **changes)
+    return sample(
+        0, 0, sampling_mask=None if sets is None else SamplingMask.from_sets(sets), **changes
+    )
 
 
 def test_masks_of_some_samples_are_counted_without_truncation():
@@ -139,7 +160,12 @@ def test_metrics_count_sets_tokens_without_one_and_tokens_outside_of_theirs():
         "rollout/sampling_mask_violations": 1.0,
     }
     assert check_sampling_masks([[masked(None)]], truncates_sampling=False) == {}
-    assert check_sampling_masks([[masked(None)]], truncates_sampling=True)["rollout/sampling_mask_missing"] == 1.0
+    assert (
+        check_sampling_masks([[masked(None)]], truncates_sampling=True)[
+            "rollout/sampling_mask_missing"
+        ]
+        == 1.0
+    )
 
 
 def test_a_token_outside_of_its_set_loses_log_prob_and_set_and_nothing_else_changes():
@@ -156,7 +182,11 @@ def test_masks_come_back_and_log_probs_that_are_missing_are_null(tmp_path):
     save_samples(tmp_path / "x", groups)
     assert load_samples(tmp_path / "x", 1, 2) == groups
     row = json.loads((tmp_path / "x").read_text().splitlines()[0])
-    assert row["sampling_mask"]["lengths"] == {"dtype": "int32", "shape": [2], "base64": "AwAAAAAAAAA="}
+    assert row["sampling_mask"]["lengths"] == {
+        "dtype": "int32",
+        "shape": [2],
+        "base64": "AwAAAAAAAAA=",
+    }
     for missing in (math.nan, -math.inf, None):
         save_samples(tmp_path / "x", [[sample(0, 0, rollout_log_probs=[missing, -0.5])]])
         assert json.loads((tmp_path / "x").read_text())["rollout_log_probs"] == [None, -0.5]
@@ -169,7 +199,9 @@ def test_masks_come_back_and_log_probs_that_are_missing_are_null(tmp_path):
     [
         pytest.param("token_ids", {"shape": [3, 1]}, "two lists of numbers", id="two dimensions"),
         pytest.param("lengths", {"base64": "AgAAAAAAAAA="}, "do not add up", id="too few ids"),
-        pytest.param("lengths", {"base64": "BQAAAP7///8="}, "negative numbers", id="a negative length"),
+        pytest.param(
+            "lengths", {"base64": "BQAAAP7///8="}, "negative numbers", id="a negative length"
+        ),
     ],
 )
 def test_a_damaged_mask_is_refused_with_its_line(part, value, message, tmp_path):
@@ -210,7 +242,11 @@ def test_a_token_one_version_older_is_masked():
 
 
 def test_metrics_are_means_over_the_answers():
-    prompt, done, cut = Prompt(index=0, text="12>", token_ids=(1, 2)), Sample.Status.COMPLETED, Sample.Status.TRUNCATED
+    prompt, done, cut = (
+        Prompt(index=0, text="12>", token_ids=(1, 2)),
+        Sample.Status.COMPLETED,
+        Sample.Status.TRUNCATED,
+    )
     statuses = (done, done, done, cut, done, cut)
     samples = [
         make_sample(prompt, [3] * length, reward=float(length % 3 > 0), status=status)

@@ -45,11 +45,17 @@ def weights(path):
 
 def forward_log_probs(path, sample, sampling):
     """Log-probs of the response by one forward pass over the unpadded sequence, without a cache."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     ids, start = torch.tensor([sample.tokens]), len(sample.row.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
-    filters = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    filters = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
     log_probs = log_softmax(filtered_logits(logits, **filters))
     return log_probs.gather(-1, torch.tensor(sample.response_ids)[:, None]).squeeze(-1)
 
@@ -64,7 +70,9 @@ def assert_same_samples(one, other):
     for a, b in zip(flat(one), flat(other), strict=True):
         assert a.response_ids == b.response_ids
         assert (a.response, a.status) == (b.response, b.status)
-        torch.testing.assert_close(torch.tensor(a.rollout_log_probs), torch.tensor(b.rollout_log_probs), **EXACT)
+        torch.testing.assert_close(
+            torch.tensor(a.rollout_log_probs), torch.tensor(b.rollout_log_probs), **EXACT
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -79,7 +87,9 @@ def test_log_probs_are_those_of_an_independent_forward(checkpoints, family, filt
     prompts, tokenizer = make_prompts(path, TEXTS), load_tokenizer(path)
     groups = make_engine(path).generate(prompts, sampling, seed=5)
     assert [len(group) for group in groups] == [2] * len(TEXTS)
-    assert [(sample.group_index, sample.index) for sample in flat(groups)] == [(n // 2, n) for n in range(10)]
+    assert [(sample.group_index, sample.index) for sample in flat(groups)] == [
+        (n // 2, n) for n in range(10)
+    ]
     for sample in flat(groups):
         assert_log_probs(path, sample, sampling)
         assert sample.row is prompts[sample.group_index]
@@ -95,10 +105,14 @@ def test_a_sample_does_not_depend_on_its_batch(checkpoints, monkeypatch):
     prompts, sampling = make_prompts(path, TEXTS), Sampling(max_response_len=12, n_samples=4)
     together = make_engine(path).generate(prompts, sampling, seed=3)
     engine = make_engine(path)
-    assert_same_samples(together, [engine.generate([prompt], sampling, seed=3)[0] for prompt in prompts])
+    assert_same_samples(
+        together, [engine.generate([prompt], sampling, seed=3)[0] for prompt in prompts]
+    )
     assert_same_samples(together[::-1], engine.generate(prompts[::-1], sampling, seed=3))
     for bounds in ({"max_batch": 1}, {"max_batch": 9}, {"max_batch_tokens": 150}):
-        monkeypatch.setattr(local_engine, "ContinuousBatching", partial(ContinuousBatching, **bounds))
+        monkeypatch.setattr(
+            local_engine, "ContinuousBatching", partial(ContinuousBatching, **bounds)
+        )
         assert_same_samples(together, make_engine(path).generate(prompts, sampling, seed=3))
     fewer = engine.generate(prompts, Sampling(max_response_len=12, n_samples=2), seed=3)
     assert_same_samples([group[:2] for group in together], fewer)
@@ -108,11 +122,15 @@ def test_a_sample_does_not_depend_on_its_batch(checkpoints, monkeypatch):
 def test_greedy_is_that_of_transformers(checkpoints, family):
     path = checkpoints[family, 0]
     prompts = make_prompts(path, TEXTS)
-    groups = make_engine(path).generate(prompts, Sampling(temperature=0.0, max_response_len=25), seed=0)
+    groups = make_engine(path).generate(
+        prompts, Sampling(temperature=0.0, max_response_len=25), seed=0
+    )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for prompt, (sample,) in zip(prompts, groups, strict=True):
         ids = torch.tensor([prompt.token_ids])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=25)
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=25
+        )
         assert sample.tokens == expected[0].tolist()
         assert_log_probs(path, sample, Sampling(max_response_len=25))
 
@@ -125,7 +143,9 @@ def test_updated_weights_are_sampled_from_under_their_version(checkpoints):
     for sample in flat(groups):
         assert sample.weight_versions == [7] * len(sample.response_ids)
         assert_log_probs(new, sample, sampling)
-    assert_same_samples(groups, make_engine(new).generate(make_prompts(new, TEXTS), sampling, seed=0))
+    assert_same_samples(
+        groups, make_engine(new).generate(make_prompts(new, TEXTS), sampling, seed=0)
+    )
 
 
 def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
@@ -133,7 +153,9 @@ def test_a_tied_output_layer_may_be_missing_from_an_update(tmp_path):
     new = make_checkpoint(tmp_path / "new", "qwen3", tie_word_embeddings=True, seed=1)
     engine, sampling = make_engine(old), Sampling(max_response_len=8)
     expected = make_engine(new).generate(make_prompts(new, TEXTS), sampling, seed=0)
-    engine.update_weights(lambda: [(name, w) for name, w in weights(new) if name != "lm_head.weight"], version=1)
+    engine.update_weights(
+        lambda: [(name, w) for name, w in weights(new) if name != "lm_head.weight"], version=1
+    )
     assert_same_samples(expected, engine.generate(make_prompts(old, TEXTS), sampling, seed=0))
     engine.update_weights(lambda: weights(new), version=2)
     assert_same_samples(expected, engine.generate(make_prompts(old, TEXTS), sampling, seed=0))
@@ -143,9 +165,14 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints):
     path = checkpoints["qwen3", 0]
     engine, held = make_engine(path), dict(weights(path))
     wrong = {
-        "has 'model.layers.9.mlp.up_proj.weight'": {**held, "model.layers.9.mlp.up_proj.weight": torch.zeros(2)},
+        "has 'model.layers.9.mlp.up_proj.weight'": {
+            **held,
+            "model.layers.9.mlp.up_proj.weight": torch.zeros(2),
+        },
         r"'model\.norm\.weight' of shape \(5,\)": {**held, "model.norm.weight": torch.zeros(5)},
-        "lacks 2 parameters": {name: tensor for name, tensor in held.items() if "q_norm" not in name},
+        "lacks 2 parameters": {
+            name: tensor for name, tensor in held.items() if "q_norm" not in name
+        },
     }
     for message, tensors in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -155,7 +182,9 @@ def test_an_update_that_does_not_fit_is_refused(checkpoints):
 
 def test_checkpoints_have_a_config_and_their_eos(tmp_path):
     for load in (load_tokenizer, lambda path: load_model(path, torch.float32)):
-        with pytest.raises(ValueError, match=r"--hf-checkpoint is '.*/none',? (which has no tok|but holds no conf)"):
+        with pytest.raises(
+            ValueError, match=r"--hf-checkpoint is '.*/none',? (which has no tok|but holds no conf)"
+        ):
             load(tmp_path / "none")
     path = make_checkpoint(tmp_path, "llama")
     model, tokenizer = load_model(path, torch.float32), load_tokenizer(path)
@@ -176,7 +205,10 @@ def fail_on_rank_1(items):
 def work(rank, path, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=SIZE)
-    engine, prompt = LocalEngine(path, load_tokenizer(path)), Prompt(index=0, text="a", token_ids=(1, 5))
+    engine, prompt = (
+        LocalEngine(path, load_tokenizer(path)),
+        Prompt(index=0, text="a", token_ids=(1, 5)),
+    )
     with pytest.raises(ValueError, match=r"item 11 is bad\."):
         map_over_ranks(fail_on_rank_1, [10, 11, 12])
     samples = engine.generate([prompt] * 3, Sampling(max_response_len=6), 4)
@@ -190,7 +222,9 @@ def test_two_ranks_sample_as_one_and_fail_together(tmp_path, checkpoint, tokeniz
     prompts = [Prompt(index=0, text="a", token_ids=(1, 5))] * 3
     alone = LocalEngine(checkpoint, tokenizer).generate(prompts, Sampling(max_response_len=6), 4)
     for rank in range(SIZE):
-        assert torch.load(tmp_path / f"{rank}.pt", weights_only=False) == [group[0].tokens for group in alone]
+        assert torch.load(tmp_path / f"{rank}.pt", weights_only=False) == [
+            group[0].tokens for group in alone
+        ]
 
 
 RUN = Sampling(max_response_len=10, n_samples=3)
@@ -219,16 +253,24 @@ def test_samples_are_numbered_and_belong_to_their_prompts(checkpoint, engine):
     future = engine.submit(prompts, RUN, 5, function=one_turn, concurrency=2)
     groups = future.result()
     assert future.progress == (12, 12)
-    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [
+        [prompt] * 3 for prompt in prompts
+    ]
     samples = [sample for group in groups for sample in group]
-    assert [(s.group_index, s.index, s.rollout_id) for s in samples] == [(n // 3, n, n) for n in range(12)]
+    assert [(s.group_index, s.index, s.rollout_id) for s in samples] == [
+        (n // 3, n, n) for n in range(12)
+    ]
     tokenizer = load_tokenizer(checkpoint)
     for sample in samples:
         assert sample.response == tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-    assert len({tuple(sample.response_ids) for sample in (*groups[1], *groups[3])}) == 6  # a prompt that occurs twice
+    assert (
+        len({tuple(sample.response_ids) for sample in (*groups[1], *groups[3])}) == 6
+    )  # a prompt that occurs twice
 
 
-def test_a_failure_of_the_model_ends_the_rollout_though_functions_swallow_it(checkpoint, engine, monkeypatch):
+def test_a_failure_of_the_model_ends_the_rollout_though_functions_swallow_it(
+    checkpoint, engine, monkeypatch
+):
     seen = []
 
     async def careless(sample, engine):
@@ -275,10 +317,14 @@ def test_an_interrupt_is_honoured_between_decode_steps(checkpoint, asks, monkeyp
     async def elsewhere(sample, engine):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("slime_tis.trainer.engines.local.continuous_batching.SAFE_POINT_INTERVAL", 0.001)
+    monkeypatch.setattr(
+        "slime_tis.trainer.engines.local.continuous_batching.SAFE_POINT_INTERVAL", 0.001
+    )
     engine = LocalEngine(checkpoint, load_tokenizer(checkpoint), check_interrupts=check_interrupts)
     with pytest.raises(Interrupted):
-        engine.submit(prompts_of(checkpoint), RUN, 5, function=one_turn if asks else elsewhere, concurrency=6)
+        engine.submit(
+            prompts_of(checkpoint), RUN, 5, function=one_turn if asks else elsewhere, concurrency=6
+        )
     assert len(steps) == 3
 
 
@@ -294,7 +340,9 @@ def test_weights_stay_the_same_while_functions_ask(checkpoint, engine):
 
 def test_the_local_engine_has_no_stragglers(checkpoint, engine):
     with pytest.raises(ValueError, match="completes all groups"):
-        engine.submit(prompts_of(checkpoint), RUN, 5, function=one_turn, concurrency=6, num_groups=2)
+        engine.submit(
+            prompts_of(checkpoint), RUN, 5, function=one_turn, concurrency=6, num_groups=2
+        )
 
 
 def test_what_is_unfinished_is_gone_on_with():
@@ -303,7 +351,11 @@ def test_what_is_unfinished_is_gone_on_with():
 
     def sample(rollout, status, tokens=(1, 5, 6)):
         return Sample(
-            prompt_row=row, rollout_id=rollout, tokens=list(tokens), response_length=len(tokens) - 2, status=status
+            prompt_row=row,
+            rollout_id=rollout,
+            tokens=list(tokens),
+            response_length=len(tokens) - 2,
+            status=status,
         )
 
     done, aborted = Sample.Status.COMPLETED, Sample.Status.ABORTED
@@ -315,7 +367,10 @@ def test_what_is_unfinished_is_gone_on_with():
         sample(6, Sample.Status.PENDING, (1, 5)),
     ]
     groups = resumed_groups([group], [row], 2, seed=7)
-    assert [[call.complete for call in calls] for calls in groups] == [[True, False, False, False], [False, False]]
+    assert [[call.complete for call in calls] for calls in groups] == [
+        [True, False, False, False],
+        [False, False],
+    ]
     assert groups[0][1].first_sample() is group[1]
     assert [call.first_sample().tokens for call in groups[0][2:]] == [[1, 5], [1, 5]]
     assert [call.key.occurrence for calls in groups for call in calls] == [0, 0, 0, 0, 1, 1]

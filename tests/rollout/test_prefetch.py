@@ -92,7 +92,10 @@ class Engine:
 
 def group(number):
     prompt = Prompt(index=number, text="p", token_ids=(1,))
-    return [make_sample(prompt, [2, 3], group_index=number, status=Sample.Status.ABORTED) for _ in range(2)]
+    return [
+        make_sample(prompt, [2, 3], group_index=number, status=Sample.Status.ABORTED)
+        for _ in range(2)
+    ]
 
 
 def made(filter_function, count=4):
@@ -131,7 +134,11 @@ def test_returned_groups_are_taken_once_and_all_without_a_filter():
     assert (numbers(engine.groups), numbers(unfinished.waiting)) == ([1], [0, 2, 3])
     unfinished, engine = made(None)
     assert unfinished.take(2) == 4
-    assert (numbers(engine.groups), unfinished.waiting, unfinished.metrics()) == ([0, 1, 2, 3], [], {})
+    assert (numbers(engine.groups), unfinished.waiting, unfinished.metrics()) == (
+        [0, 1, 2, 3],
+        [],
+        {},
+    )
 
 
 def mutate(args, rollout_id, buffer, num_samples):
@@ -140,9 +147,18 @@ def mutate(args, rollout_id, buffer, num_samples):
 
 
 WHAT_A_FILTER = {
-    "None": (lambda args, rollout_id, buffer, num_samples: None, "returned None; Input should be a valid list"),
-    "copy": (lambda args, rollout_id, buffer, num_samples: [list(buffer[0])], "different lists of the buffer"),
-    "twice": (lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]], "different lists of the buffer"),
+    "None": (
+        lambda args, rollout_id, buffer, num_samples: None,
+        "returned None; Input should be a valid list",
+    ),
+    "copy": (
+        lambda args, rollout_id, buffer, num_samples: [list(buffer[0])],
+        "different lists of the buffer",
+    ),
+    "twice": (
+        lambda args, rollout_id, buffer, num_samples: [buffer[0], buffer[0]],
+        "different lists of the buffer",
+    ),
     "too many": (
         lambda args, rollout_id, buffer, num_samples: buffer,
         "returned 4 groups; return at most num_samples, 3",
@@ -203,33 +219,46 @@ def test_groups_of_equal_rewards_are_replaced_and_counted_by_reason():
 
 def test_with_fallback_one_batch_is_enough_and_reasons_are_bounded():
     found = collect(
-        batches([EQUAL, EQUAL, UNEQUAL]), 2, judge_with(check_reward_nonzero_std_with_fallback), max_batches=1
+        batches([EQUAL, EQUAL, UNEQUAL]),
+        2,
+        judge_with(check_reward_nonzero_std_with_fallback),
+        max_batches=1,
     )
     assert [group[0].group_index for group in found.groups] == [1, 2]
     assert found.metrics["rollout/dynamic_filter/dropped"] == 1
     reasons = Counter()
-    outputs = [DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MAX_REASONS + 5)]
+    outputs = [
+        DynamicFilterOutput(keep=False, reason=str(number)) for number in range(MAX_REASONS + 5)
+    ]
     assert accepted_groups(groups_of(EQUAL) * len(outputs), outputs, 1, reasons) == []
     assert len(reasons) == MAX_REASONS + 1 and reasons["other"] == 5
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
 def test_a_fallback_drops_as_many_as_leave_enough(keeps, missing):
-    outputs = [DynamicFilterOutput(keep=keep, reason="x", keep_when_insufficient=True) for keep in keeps]
+    outputs = [
+        DynamicFilterOutput(keep=keep, reason="x", keep_when_insufficient=True) for keep in keeps
+    ]
     kept = accepted_groups(groups_of(EQUAL) * len(keeps), outputs, missing, Counter())
     assert len(kept) == max(sum(keeps), min(missing, len(keeps)))
 
 
 def test_the_filter_of_dapo_drops_nearly_equal_rewards_and_single_samples():
     nearly_equal, single = groups_of((0.5, 0.5 + 1e-7), (3.0,))
-    assert check_reward_nonzero_std(None, nearly_equal) == DynamicFilterOutput(keep=False, reason="zero_std_0.5")
-    assert check_reward_nonzero_std(None, single) == DynamicFilterOutput(keep=False, reason="zero_std_3.0")
+    assert check_reward_nonzero_std(None, nearly_equal) == DynamicFilterOutput(
+        keep=False, reason="zero_std_0.5"
+    )
+    assert check_reward_nonzero_std(None, single) == DynamicFilterOutput(
+        keep=False, reason="zero_std_3.0"
+    )
 
 
 def load(tmp_path, option, code):
     path = tmp_path / f"hook_{len(list(tmp_path.iterdir()))}.py"
     path.write_text(code)
-    return RolloutHooks.load(make_config(rm_type="random", **{option: f"{path}:fn"}), Namespace(scale=2))
+    return RolloutHooks.load(
+        make_config(rm_type="random", **{option: f"{path}:fn"}), Namespace(scale=2)
+    )
 
 
 FILTERS = {
@@ -248,7 +277,9 @@ FILTERS = {
 
 @pytest.mark.parametrize("body", FILTERS.values(), ids=FILTERS)
 def test_a_filter_returns_a_bool_or_an_output(tmp_path, body):
-    hooks = load(tmp_path, "dynamic_sampling_filter_path", f"def fn(args, samples, **kwargs):\n    {body}\n")
+    hooks = load(
+        tmp_path, "dynamic_sampling_filter_path", f"def fn(args, samples, **kwargs):\n    {body}\n"
+    )
     assert hooks.judge(groups_of((1.0, 2.0), (0.0, 0.0))) == [
         DynamicFilterOutput(keep=True),
         DynamicFilterOutput(keep=False),
@@ -257,10 +288,15 @@ def test_a_filter_returns_a_bool_or_an_output(tmp_path, body):
 
 def test_reasons_are_cut_and_lists_may_be_emptied(tmp_path):
     output = "type('O', (), dict(keep=False, reason='a\\nb' + 'x' * 200))()"
-    hooks = load(tmp_path, "dynamic_sampling_filter_path", f"def fn(args, samples):\n    return {output}\n")
+    hooks = load(
+        tmp_path, "dynamic_sampling_filter_path", f"def fn(args, samples):\n    return {output}\n"
+    )
     (verdict,) = hooks.judge(groups_of((1.0, 2.0)))
     assert verdict.reason.startswith("a bxx") and len(verdict.reason) == 100
-    code = "def fn(args, samples):\n    samples[0].metadata['seen'] = 1\n    samples.clear()\n    return True\n"
+    code = (
+        "def fn(args, samples):\n    samples[0].metadata['seen'] = 1\n    samples.clear()\n   "
+        " return True\n"
+    )
     groups = groups_of((1.0, 2.0))
     assert load(tmp_path, "dynamic_sampling_filter_path", code).judge(groups)[0].keep
     assert len(groups[0]) == 2 and groups[0][0].metadata == {"group": 0, "seen": 1}
@@ -272,23 +308,27 @@ def test_rewards_are_shaped(tmp_path):
         "    raw = [sample.reward for sample in samples]\n"
         "    return raw, [args.scale * reward for reward in raw]\n"
     )
-    shaped = load(tmp_path, "custom_reward_post_process_path", code).shape_rewards(groups_of((1.0, 2.0), (0.0, 1.0)))
+    shaped = load(tmp_path, "custom_reward_post_process_path", code).shape_rewards(
+        groups_of((1.0, 2.0), (0.0, 1.0))
+    )
     assert shaped == ([1.0, 2.0, 0.0, 1.0], [2.0, 4.0, 0.0, 2.0])
 
 
 def test_log_functions_get_their_arguments_and_say_whether_the_rest_is_logged(tmp_path):
     code = (
-        "def fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time):\n"
-        "    assert (rollout_id, len(samples), rollout_extra_metrics, rollout_time) == (3, 2, {'x': 1.0}, 0.5)\n"
-        "    return RETURNED\n"
+        "def fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time):\n    assert"
+        " (rollout_id, len(samples), rollout_extra_metrics, rollout_time) == (3, 2, {'x': 1.0},"
+        " 0.5)\n    return RETURNED\n"
     )
     for returned, logs in {"True": False, "False": True, "None": True}.items():
-        hooks = load(tmp_path, "custom_rollout_log_function_path", code.replace("RETURNED", returned))
+        hooks = load(
+            tmp_path, "custom_rollout_log_function_path", code.replace("RETURNED", returned)
+        )
         assert hooks.logs_rollout(3, groups_of((1.0, 2.0)), {"x": 1.0}, 0.5) is logs
     code = (
-        "def fn(rollout_id, args, data, extra_metrics):\n"
-        "    assert data['a']['rewards'] == [1.0, 2.0] and data['a']['truncated'] == [False, False]\n"
-        "    return len(data['a']['samples']) == 2\n"
+        "def fn(rollout_id, args, data, extra_metrics):\n    assert data['a']['rewards'] == [1.0,"
+        " 2.0] and data['a']['truncated'] == [False, False]\n    return len(data['a']['samples'])"
+        " == 2\n"
     )
     hooks = load(tmp_path, "custom_eval_rollout_log_function_path", code)
     assert hooks.logs_evaluation(0, {"a": groups_of((1.0, 2.0))[0]}) is False
@@ -342,22 +382,36 @@ def test_what_was_handed_out_and_not_trained_on_comes_first(make_source):
     prefetcher.next(0, 9)  # 0 and 1 are trained on, 2 and 3 are in flight
     state = source.checkpoint(prefetcher.state_dict(), 0)
     assert source.source.saved == {0: 4}
-    assert (state["taken"], [row["text"] for row in state["pending"]], state["batch"]) == (2, ["2", "3"], 1)
+    assert (state["taken"], [row["text"] for row in state["pending"]], state["batch"]) == (
+        2,
+        ["2", "3"],
+        1,
+    )
     again = make_source()
     again.load_state_dict(state | {"saved": 1})
     assert [prompt.text for prompt in again.next_batch(1)] == ["2"]
     assert [row["text"] for row in again.checkpoint({"taken": 2}, 1)["pending"]] == ["2", "3"]
-    assert [(prompt.text, prompt.index) for prompt in again.next_batch(3)] == [("3", 3), ("10", 4), ("11", 5)]
+    assert [(prompt.text, prompt.index) for prompt in again.next_batch(3)] == [
+        ("3", 3),
+        ("10", 4),
+        ("11", 5),
+    ]
     with pytest.raises(ValueError, match="the checkpoint is of a run without --data-source-path"):
         make_source().load_state_dict({"epoch": 0, "position": 0})
 
 
 def test_what_raises_or_lacks_a_method_is_one_message(make_source):
-    with pytest.raises(CustomFunctionError, match=r"get_samples \(.*source_0.py, line 7\) raised ZeroDivisionError"):
+    with pytest.raises(
+        CustomFunctionError, match=r"get_samples \(.*source_0.py, line 7\) raised ZeroDivisionError"
+    ):
         make_source("return num_samples / 0").next_batch(2)
-    with pytest.raises(CustomFunctionError, match="has no method add_samples; write get_samples, add_sam"):
+    with pytest.raises(
+        CustomFunctionError, match="has no method add_samples; write get_samples, add_sam"
+    ):
         make_source(code=SOURCE.replace("add_samples", "put"))
-    with pytest.raises(CustomFunctionError, match=r"cannot be called as .*save\(self, rollout_id\)"):
+    with pytest.raises(
+        CustomFunctionError, match=r"cannot be called as .*save\(self, rollout_id\)"
+    ):
         make_source(code=SOURCE.replace("def save(self, rollout_id)", "def save(self)"))
 
 
@@ -385,7 +439,12 @@ def make_rollout(tmp_path, tokenizer):
         config = make_config(**options, rollout_function_path=f"{tmp_path / 'own.py'}:fn")
         dataset = PromptDataset(tmp_path / "p.jsonl", tokenizer, config)
         sizes = ModelSizes(context_len=64, vocab_size=300)
-        values = {"sizes": sizes, "version": lambda: 7, "address": ("host", 1), "option": "rollout_function_path"}
+        values = {
+            "sizes": sizes,
+            "version": lambda: 7,
+            "address": ("host", 1),
+            "option": "rollout_function_path",
+        }
         checks = build_generate_function(config, Namespace(), tokenizer, **values)
         return CustomRollout(checks=checks, dataset=dataset, config=config)
 
@@ -394,10 +453,14 @@ def make_rollout(tmp_path, tokenizer):
 
 def test_groups_are_numbered_and_take_the_prompts_in_order(make_rollout):
     rollout = make_rollout(
-        "assert (args.sglang_router_ip, args.sglang_router_port, len(data_source)) == ('host', 1, 6)"
+        "assert (args.sglang_router_ip, args.sglang_router_port, len(data_source)) == ('host',"
+        " 1, 6)"
     )
     groups, metrics = rollout(3)
-    assert [[(sample.prompt_index, sample.group_index, sample.index) for sample in group] for group in groups] == [
+    assert [
+        [(sample.prompt_index, sample.group_index, sample.index) for sample in group]
+        for group in groups
+    ] == [
         [(0, 0, 0), (0, 0, 1)],
         [(1, 1, 2), (1, 1, 3)],
     ]
@@ -412,8 +475,12 @@ def test_segments_stay_together_and_masked_tokens_need_no_log_prob(make_rollout)
     body = "import copy; sample.rollout_id = groups[1][1].rollout_id = 9; extra = copy.copy(sample)"
     groups, _ = make_rollout(body + "; groups[1] = [[sample, extra], copy.copy(groups[0][1])]")(0)
     assert [(sample.index, sample.rollout_id) for sample in groups[1]] == [(2, 2), (2, 2), (3, 3)]
-    groups, _ = make_rollout("sample.loss_mask, sample.rollout_log_probs = [1, 0], [-1.0, float('nan')]")(0)
-    assert groups[1][0].rollout_log_probs[0] == -1.0 and not math.isnan(groups[1][0].rollout_log_probs[1])
+    groups, _ = make_rollout(
+        "sample.loss_mask, sample.rollout_log_probs = [1, 0], [-1.0, float('nan')]"
+    )(0)
+    assert groups[1][0].rollout_log_probs[0] == -1.0 and not math.isnan(
+        groups[1][0].rollout_log_probs[1]
+    )
 
 
 BROKEN = {
@@ -426,14 +493,18 @@ BROKEN = {
     "rewards": {
         "return None": "returned None; Input should be a valid tuple",
         "return [1.0], [1.0]": "returned 1 raw_rewards and 1 rewards for 2 samples",
-        "return [1.0, 2.0], [1.0, float('nan')]": "returned 2 raw_rewards and 2 rewards for 2 samples",
+        "return [1.0, 2.0], [1.0, float('nan')]": (
+            "returned 2 raw_rewards and 2 rewards for 2 samples"
+        ),
         "return [1.0, 2.0], ['a', 'b']": "1: 0: Input should be a valid number",
     },
     "source": {
         "return []": "returned 0 groups for num_samples=2",
         "return [[Sample(prompt='a')]] * 2": "a group has 2 samples (--n-samples-per-prompt)",
         "return [[Sample(prompt='a'), Sample(prompt='b')]] * 2": "with one prompt",
-        "return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2": "without responses",
+        "return [[Sample(prompt='a', tokens=[1, 2], response_length=1)] * 2] * 2": (
+            "without responses"
+        ),
         "return [[Sample()] * 2] * 2": "returned group 0 has an empty prompt.",
         "return [[Sample(prompt='a' * 500)] * 2] * 2": "returned group 0 of 500 tokens",
     },
@@ -441,11 +512,17 @@ BROKEN = {
         "groups = groups[:1]": "returned 1 groups; return 2 (--rollout-batch-size).",
         "groups[1] = [sample]": "returned 1 samples in group 1; return 2 (--n-samples-per-prompt)",
         "sample.rollout_log_probs = None": "returned a sample without rollout_log_probs",
-        "sample.rollout_log_probs[0] = -1e999": "gave the log-prob -inf for response token 0, which",
+        "sample.rollout_log_probs[0] = -1e999": (
+            "gave the log-prob -inf for response token 0, which"
+        ),
         "sample.tokens[-1] = 300": "gave the token 300; the vocabulary ends at 299",
-        "sample.reward = 1e308": "gave the reward 1e+308; it must be a finite number of at most 1e+150",
+        "sample.reward = 1e308": (
+            "gave the reward 1e+308; it must be a finite number of at most 1e+150"
+        ),
         "data_source.add_samples(groups)": "raised RuntimeError: prompts of a file are read-only",
-        "metrics = {'a': float('nan')}": "returned {'rollout/a': nan} as metrics; return finite numbers",
+        "metrics = {'a': float('nan')}": (
+            "returned {'rollout/a': nan} as metrics; return finite numbers"
+        ),
     },
 }
 
@@ -461,12 +538,23 @@ BROKEN = {
 def test_a_broken_contract_is_one_message(tmp_path, make_source, make_rollout, kind, body, message):
     code = f"def fn(args, samples):\n    {body}\n"
     calls = {
-        "filter": lambda: load(tmp_path, "dynamic_sampling_filter_path", code).judge(groups_of((1.0, 2.0))),
-        "rewards": lambda: load(tmp_path, "custom_reward_post_process_path", code).shape_rewards(groups_of((1.0, 2.0))),
+        "filter": (
+            lambda: load(tmp_path, "dynamic_sampling_filter_path", code).judge(
+                groups_of((1.0, 2.0))
+            )
+        ),
+        "rewards": (
+            lambda: load(tmp_path, "custom_reward_post_process_path", code).shape_rewards(
+                groups_of((1.0, 2.0))
+            )
+        ),
         "source": lambda: make_source(body).next_batch(2),
         "rollout": lambda: make_rollout(body)(0),
     }
     with pytest.raises(CustomFunctionError) as refusal:
         calls[kind]()
     said = str(refusal.value)
-    assert re.match(rf"(fn|Source.get_samples) \({tmp_path}/\w+\.py, line \d+\) ", said) and message in said
+    assert (
+        re.match(rf"(fn|Source.get_samples) \({tmp_path}/\w+\.py, line \d+\) ", said)
+        and message in said
+    )

@@ -21,7 +21,12 @@ def write(path, rows):
 
 
 def make_config(**options):
-    required = {"prompt_data": "p", "rollout_batch_size": 2, "rollout_max_response_len": 4, "rm_type": "f1"}
+    required = {
+        "prompt_data": "p",
+        "rollout_batch_size": 2,
+        "rollout_max_response_len": 4,
+        "rm_type": "f1",
+    }
     return RolloutConfig(**{**required, "input_key": "prompt", **options})
 
 
@@ -57,12 +62,16 @@ def test_the_chat_template_renders_texts_or_messages(tmp_path):
     assert string.token_ids == encode("user:31.assistant:")
 
 
-@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain tokenizer", "tokenizer that adds BOS"])
+@pytest.mark.parametrize(
+    "adds_bos", [False, True], ids=["plain tokenizer", "tokenizer that adds BOS"]
+)
 @pytest.mark.parametrize("apply_chat_template", [False, True], ids=["text", "chat template"])
 def test_no_special_token_is_added(tmp_path, adds_bos, apply_chat_template):
     tokenizer = make_tokenizer(adds_bos=adds_bos)
     path = write(tmp_path / "p.jsonl", [{"prompt": "31>"}, {"prompt": "<bos>7>"}])
-    prompts = load_prompts(path, tokenizer, input_key="prompt", apply_chat_template=apply_chat_template)
+    prompts = load_prompts(
+        path, tokenizer, input_key="prompt", apply_chat_template=apply_chat_template
+    )
     # the line of slime's sglang_rollout.py, and of generate functions that were written for slime
     assert [prompt.token_ids for prompt in prompts] == [encode(prompt.text) for prompt in prompts]
     assert [prompt.token_ids.count(BOS) for prompt in prompts] == [0, 1]
@@ -72,7 +81,11 @@ CALLS = "{{ bos_token }}" + CHAT_TEMPLATE
 BOS_WARNINGS = {
     "two in a text": (["<bos><bos>1"], {}, "contain the start token '<bos>' twice"),
     "one in a text": (["<bos>1"], {}, None),
-    "template and file": (["<bos>1"], {"chat_template": CALLS}, "the chat template renders it, and so does the file"),
+    "template and file": (
+        ["<bos>1"],
+        {"chat_template": CALLS},
+        "the chat template renders it, and so does the file",
+    ),
     "template and later message": (
         [[{"role": "user", "content": "1"}, {"role": "user", "content": "<bos>2"}]],
         {"chat_template": CALLS},
@@ -99,19 +112,25 @@ def test_a_doubled_or_missing_bos_warns(tmp_path, caplog, values, options, messa
 def test_evaluation_prompts_warn_too(tmp_path, caplog):
     train = write(tmp_path / "train.jsonl", [{"prompt": "<bos>1"}])
     held_out = write(tmp_path / "eval.jsonl", [{"prompt": "<bos><bos>1"}])
-    load_evaluation_prompts(make_config(prompt_data=str(train), eval_prompt_data=(str(held_out),)), TOKENIZER)
+    load_evaluation_prompts(
+        make_config(prompt_data=str(train), eval_prompt_data=(str(held_out),)), TOKENIZER
+    )
     assert f"1 of 1 prompts of {held_out} contain the start token '<bos>' twice" in caplog.text
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}" + CHAT_TEMPLATE
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}" + CHAT_TEMPLATE
+)
 
 
 def load_with_tools(tmp_path, row, **options):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = WITH_TOOLS
     path = write(tmp_path / "p.jsonl", [{"prompt": "1", **row}])
-    return load_prompts(path, tokenizer, **{"input_key": "prompt", "apply_chat_template": True, **options})[0]
+    return load_prompts(
+        path, tokenizer, **{"input_key": "prompt", "apply_chat_template": True, **options}
+    )[0]
 
 
 TOOL_COLUMNS = {
@@ -137,12 +156,20 @@ def test_metadata_has_the_tools_as_slime_gives_them(tmp_path, column, apply_chat
     assert prompt.metadata == {"tools": [TOOL]}
 
 
-BAD_TOOLS = {"no JSON": "[{", "a word": "add", "an object": TOOL, "a list of words": ["add"], "a number": 3}
+BAD_TOOLS = {
+    "no JSON": "[{",
+    "a word": "add",
+    "an object": TOOL,
+    "a list of words": ["add"],
+    "a number": 3,
+}
 
 
 @pytest.mark.parametrize("column", BAD_TOOLS.values(), ids=BAD_TOOLS)
 def test_malformed_tools_are_refused_in_one_message(tmp_path, column):
-    with pytest.raises(ValueError, match=r"p\.jsonl, line 1 has 'tools' that is not a list of tools"):
+    with pytest.raises(
+        ValueError, match=r"p\.jsonl, line 1 has 'tools' that is not a list of tools"
+    ):
         load_with_tools(tmp_path, {"tools": column})
     untouched = load_with_tools(tmp_path, {"tools": column}, apply_chat_template=False)
     assert untouched.metadata == {"tools": column}
@@ -152,7 +179,9 @@ def test_evaluation_prompts_have_their_own_tool_key(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = WITH_TOOLS
     path = write(tmp_path / "eval.jsonl", [{"prompt": "1", "functions": [TOOL]}])
-    config = make_config(apply_chat_template=True, eval_prompt_data=(str(path),), eval_tool_key="functions")
+    config = make_config(
+        apply_chat_template=True, eval_prompt_data=(str(path),), eval_tool_key="functions"
+    )
     assert load_evaluation_prompts(config, tokenizer)["accuracy"][0].text.startswith("[add]")
 
 
@@ -160,13 +189,17 @@ def test_variables_reach_the_chat_template(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE + "{% if not enable_thinking %}no{% endif %}"
     path = write(tmp_path / "p.jsonl", [{"prompt": "1"}])
-    config = make_config(apply_chat_template=True, apply_chat_template_kwargs='{"enable_thinking": true}')
+    config = make_config(
+        apply_chat_template=True, apply_chat_template_kwargs='{"enable_thinking": true}'
+    )
     assert PromptDataset(path, tokenizer, config).prompts[0].text == "user:1.assistant:"
     config = make_config(apply_chat_template=True)
     assert PromptDataset(path, tokenizer, config).prompts[0].text == "user:1.assistant:no"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "1", '{"tokenize": true}', '{"tools": []}', "{'a': 1}"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "1", '{"tokenize": true}', '{"tools": []}', "{'a': 1}"]
+)
 def test_wrong_variables_are_refused(text):
     with pytest.raises(ValueError, match=r"--apply-chat-template-kwargs (is .* but must be|sets)"):
         make_config(apply_chat_template=True, apply_chat_template_kwargs=text)
@@ -200,12 +233,28 @@ CHAT = {"apply_chat_template": True, "label_key": None}
 
 BAD = {
     "blank lines": ("\n\n", {}, "is empty"),
-    "cut JSON": ('{"prompt": "1", "label": "1"}\n{"prompt": }\n', {}, "line 2 is not JSON: Expecting value"),
+    "cut JSON": (
+        '{"prompt": "1", "label": "1"}\n{"prompt": }\n',
+        {},
+        "line 2 is not JSON: Expecting value",
+    ),
     "no prompt": ('{"input": "1"}\n', {}, "line 1 has no key 'prompt'; its keys are 'input'"),
     "no label": ('{"prompt": "1"}\n', {}, "line 1 has no key 'label'"),
-    "messages without a template": ('{"prompt": [], "label": "1"}\n', {}, "line 1 has a prompt of type list"),
-    "all too long": ('{"prompt": "12345", "label": "1"}\n', {"max_prompt_len": 3}, "are longer; raise it"),
-    "another template": ('{"prompt": "1"}\n{"prompt": [{"role": "user"}]}\n', CHAT, "line 2 does not fit the chat"),
+    "messages without a template": (
+        '{"prompt": [], "label": "1"}\n',
+        {},
+        "line 1 has a prompt of type list",
+    ),
+    "all too long": (
+        '{"prompt": "12345", "label": "1"}\n',
+        {"max_prompt_len": 3},
+        "are longer; raise it",
+    ),
+    "another template": (
+        '{"prompt": "1"}\n{"prompt": [{"role": "user"}]}\n',
+        CHAT,
+        "line 2 does not fit the chat",
+    ),
 }
 
 
@@ -228,11 +277,15 @@ def test_a_missing_file_and_a_missing_template_are_refused(tmp_path):
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path, caplog):
-    path = write(tmp_path / "p.jsonl", [{"prompt": "123456"}, {"prompt": "123"}, {"prompt": "12345"}])
+    path = write(
+        tmp_path / "p.jsonl", [{"prompt": "123456"}, {"prompt": "123"}, {"prompt": "12345"}]
+    )
     with caplog.at_level(logging.WARNING):
         prompts = load(path, label_key=None, max_prompt_len=4)
     assert [(prompt.index, prompt.text) for prompt in prompts] == [(1, "123")]
-    assert caplog.messages == [f"2 of 3 prompts of {path} are longer than --rollout-max-prompt-len 4 and are omitted."]
+    assert caplog.messages == [
+        f"2 of 3 prompts of {path} are longer than --rollout-max-prompt-len 4 and are omitted."
+    ]
 
 
 def test_parquet_rows_become_prompts(tmp_path):
@@ -251,8 +304,10 @@ def test_parquet_without_pyarrow_says_how_to_install_it(tmp_path, monkeypatch):
     path.write_bytes(b"PAR1")
     with pytest.raises(ValueError) as refusal:
         load(path)
-    assert str(refusal.value) == (
-        f"'{path}' is parquet, which needs pyarrow; install it with: pip install 'slime_tis[parquet]'."
+    assert (
+        str(refusal.value)
+        == f"'{path}' is parquet, which needs pyarrow; install it with: pip install"
+        " 'slime_tis[parquet]'."
     )
 
 
@@ -291,7 +346,10 @@ def test_a_saved_place_is_gone_on_from_in_the_same_prompts_alone(digits, tmp_pat
         resumed.load_state_dict({**dataset.state_dict(), "position": 9})
     state = PromptDataset(digits, TOKENIZER, make_config()).state_dict()
     lines = digits.read_text().splitlines(keepends=True)
-    for name, changed in (("swapped", [lines[1], lines[0], *lines[2:]]), ("longer", [*lines, lines[0]])):
+    for name, changed in (
+        ("swapped", [lines[1], lines[0], *lines[2:]]),
+        ("longer", [*lines, lines[0]]),
+    ):
         (tmp_path / f"{name}.jsonl").write_text("".join(changed))
         other = PromptDataset(tmp_path / f"{name}.jsonl", TOKENIZER, make_config())
         with pytest.raises(ValueError, match="have changed since the start of the run"):

@@ -16,7 +16,12 @@ from slime_tis.trainer.data.sample_file import from_dict, to_dict
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.remote_reward import MAX_ANSWER_BYTES, RewardServer
-from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward, check_prompts, check_reward_server
+from slime_tis.trainer.rewards.rewards import (
+    assign_rewards,
+    build_reward,
+    check_prompts,
+    check_reward_server,
+)
 from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from slime_tis.trainer.sample_pipeline import mask_removed_samples
 from tests.rollout.sglang.fake_sglang import FakeSGLang, servers_of
@@ -25,13 +30,17 @@ from tests.samples import make_sample
 
 
 def make_config(**options):
-    return RolloutConfig(prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, **options)
+    return RolloutConfig(
+        prompt_data="p", rollout_batch_size=2, rollout_max_response_len=4, **options
+    )
 
 
 def make_samples(*groups, label="12"):
     return [
         make_sample(
-            Prompt(index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}),
+            Prompt(
+                index=10 + group, text="?", token_ids=(1,), label=label, metadata={"group": group}
+            ),
             [3],
             group_index=group,
             response=response,
@@ -80,13 +89,22 @@ def written(tmp_path, code, name="fn", **options):
 
 
 def test_functions_take_a_sample_or_a_group_and_return_one_reward_each(tmp_path):
-    for name, scores in {"plain": [2.0, 4.0, 2.0], "slow": [1.0, 2.0, 2.0], "group": [2.0, 2.0, 1.0]}.items():
+    for name, scores in {
+        "plain": [2.0, 4.0, 2.0],
+        "slow": [1.0, 2.0, 2.0],
+        "group": [2.0, 2.0, 1.0],
+    }.items():
         reward = build_reward(written(tmp_path, CUSTOM, name), Namespace(scale=2))
         assert reward(make_samples(["a", "aa"], ["b"])) == scores
     for returned in ("[1.0]", "1.0", "None", "[1.0, 2.0, 3.0]"):
         code = f"async def fn(args, samples, **kwargs):\n    return {returned}\n"
-        assert f"fn (FILE, line 1) returned {returned} for the 2 samples of prompt 10" in refusal_of(tmp_path, code)
-    assert "cannot be called as fn(args, sample)" in refusal_of(tmp_path, "def fn(args):\n    return 1\n")
+        assert (
+            f"fn (FILE, line 1) returned {returned} for the 2 samples of prompt 10"
+            in refusal_of(tmp_path, code)
+        )
+    assert "cannot be called as fn(args, sample)" in refusal_of(
+        tmp_path, "def fn(args):\n    return 1\n"
+    )
 
 
 def refusal_of(tmp_path, code, **options):
@@ -108,25 +126,41 @@ WRONG = {
         "returned {'acc': 1, 'len': 2} for prompt 10; return a number, or add ",
     ),
     "tokens": ("sample.tokens.clear(); return 1", {}, "changed a sample of prompt"),
-    "raises": ("x = 1\n    return x / 0", {}, "raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK"),
+    "raises": (
+        "x = 1\n    return x / 0",
+        {},
+        "raised ZeroDivisionError: division by zero. SLIME_TIS_TRACEBACK",
+    ),
     "no key": (
         "return {'score': 1.0}",
         {"reward_key": "acc"},
         "returned {'score': 1.0} for prompt 10; return a dict with",
     ),
-    "no dict": ("return 1.0", {"reward_key": "acc"}, "returned 1.0 for prompt 10; return a dict with the number acc"),
-    "no weighted key": ("return {'a': 1}", {"reward_weights": "a=1,b=2"}, "returned {'a': 1} for prompt 10"),
+    "no dict": (
+        "return 1.0",
+        {"reward_key": "acc"},
+        "returned 1.0 for prompt 10; return a dict with the number acc",
+    ),
+    "no weighted key": (
+        "return {'a': 1}",
+        {"reward_weights": "a=1,b=2"},
+        "returned {'a': 1} for prompt 10",
+    ),
 }
 
 
 @pytest.mark.parametrize(("body", "options", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_reward_is_one_message_with_function_file_and_prompt(tmp_path, body, options, message):
+def test_a_wrong_reward_is_one_message_with_function_file_and_prompt(
+    tmp_path, body, options, message
+):
     said = refusal_of(tmp_path, f"async def fn(args, sample, **kwargs):\n    {body}\n", **options)
     assert said.startswith("fn (FILE, line ") and message in said and len(said) < 400
 
 
 def test_dicts_give_the_reward_of_a_key_or_weighted_components(tmp_path):
-    returned = "{'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}"
+    returned = (
+        "{'score': len(sample.response), 'acc': sample.response == 'a', 'pred': 'a', 'bad': 1e999}"
+    )
     code = f"def fn(args, sample):\n    return {returned}\n"
     config = written(tmp_path, code, reward_key="score", eval_reward_key="acc")
     samples = make_samples(["a", "aa"], ["aaa"])
@@ -137,7 +171,9 @@ def test_dicts_give_the_reward_of_a_key_or_weighted_components(tmp_path):
     assert samples[2].reward_parts == {"score": 3.0}
     returned = "{'correct': sample.response == 'a', 'format': len(sample.response), 'words': 7}"
     code = f"def fn(args, sample):\n    return {returned}\n"
-    config = written(tmp_path, code, reward_weights="correct=1, format=0.2", eval_reward_key="correct")
+    config = written(
+        tmp_path, code, reward_weights="correct=1, format=0.2", eval_reward_key="correct"
+    )
     samples = make_samples(["a", "aa"])
     assert build_reward(config)(samples) == [1.2, 0.4]
     assert samples[1].reward_parts == {"correct": 0.0, "format": 2.0, "words": 7.0}
@@ -149,11 +185,20 @@ def test_dicts_give_the_reward_of_a_key_or_weighted_components(tmp_path):
 WRONG_KEYS = {
     "no key of several": ({"rm_type": "dapo"}, "add --reward-key score"),
     "unknown key": ({"rm_type": "dapo", "reward_key": "pred"}, "--reward-key is 'pred'"),
-    "weights of a number": ({"rm_type": "math", "reward_weights": "a=1"}, "--reward-weights is 'a'"),
+    "weights of a number": (
+        {"rm_type": "math", "reward_weights": "a=1"},
+        "--reward-weights is 'a'",
+    ),
     "no weight": ({"rm_type": "dapo", "reward_weights": "a"}, "must be KEY=WEIGHT"),
-    "a weight that is no number": ({"rm_type": "dapo", "reward_weights": "acc=nan"}, "must be KEY=WEIGHT"),
+    "a weight that is no number": (
+        {"rm_type": "dapo", "reward_weights": "acc=nan"},
+        "must be KEY=WEIGHT",
+    ),
     "a key twice": ({"rm_type": "dapo", "reward_weights": "acc=1,acc=2"}, "different keys"),
-    "weights and key": ({"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"}, "remove one of the two"),
+    "weights and key": (
+        {"rm_type": "dapo", "reward_weights": "acc=1", "reward_key": "acc"},
+        "remove one of the two",
+    ),
     "no url": ({"rm_type": "remote_rm"}, "--rm-url is unset"),
 }
 
@@ -164,7 +209,9 @@ def test_keys_are_checked_before_anything_is_built(options, message):
         make_config(**options)
 
 
-@pytest.mark.parametrize("url", ["http://ann:SECRET@a:1/", "http://a/x?token=SECRET", "ftp://b:SECRET@a/?SECRET"])
+@pytest.mark.parametrize(
+    "url", ["http://ann:SECRET@a:1/", "http://a/x?token=SECRET", "ftp://b:SECRET@a/?SECRET"]
+)
 def test_a_secret_in_the_url_of_a_reward_server_is_refused_unseen(url):
     with pytest.raises(ValueError, match="--rm-url") as refusal:
         make_config(rm_type="remote_rm", rm_url=url)
@@ -244,7 +291,9 @@ def serve():
 
 def client(url, **options):
     options = {"rm_timeout": 10.0, "rm_max_retries": 2, "rm_concurrency": 8, **options}
-    return RewardServer(url=url, config=make_config(rm_type="remote_rm", rm_url=url, **options), backoff=0.001)
+    return RewardServer(
+        url=url, config=make_config(rm_type="remote_rm", rm_url=url, **options), backoff=0.001
+    )
 
 
 REQUEST = {"prompt": "?", "response": "a", "label": ""}
@@ -259,7 +308,9 @@ def test_the_server_gets_prompt_response_and_label_and_objects_are_weighted(serv
     ]
     assert build_reward(make_config(rm_type="remote_rm", rm_url=server.url))([]) == []
     server = serve(lambda body: (200, '{"correct": 1, "format": 0.5}'))
-    config = make_config(rm_type="remote_rm", rm_url=server.url, reward_weights="correct=1,format=0.2")
+    config = make_config(
+        rm_type="remote_rm", rm_url=server.url, reward_weights="correct=1,format=0.2"
+    )
     samples = make_samples(["a"])
     assert build_reward(config)(samples) == [1.1]
     assert samples[0].reward_parts == {"correct": 1.0, "format": 0.5}
@@ -273,7 +324,9 @@ def test_rows_choose_their_own_reward(serve):
     assert build_reward(config)(samples) == [1.0, 0.5, 0.0]
     assert [request["response"] for request in server.bodies("/")] == ["7"]
     samples[1].row.metadata["rm_type"] = "remote_rm"
-    with pytest.raises(ValueError, match="prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"):
+    with pytest.raises(
+        ValueError, match="prompt 11 has the rm_type remote_rm in its metadata; add --rm-url"
+    ):
         check_prompts(make_config(rm_type="exact_match"), [sample.row for sample in samples])
 
 
@@ -287,7 +340,10 @@ A_SERVER_THAT = {
 
 @pytest.mark.parametrize(("rm_type", "row", "asks"), A_SERVER_THAT.values(), ids=A_SERVER_THAT)
 def test_a_server_that_nothing_asks_is_refused(rm_type, row, asks):
-    prompts = [Prompt(index=0, text="a", token_ids=(1,), metadata={}), Prompt(index=1, text="", token_ids=(1,))]
+    prompts = [
+        Prompt(index=0, text="a", token_ids=(1,), metadata={}),
+        Prompt(index=1, text="", token_ids=(1,)),
+    ]
     if row is not None:
         prompts[1].metadata["rm_type"] = row
     config = make_config(rm_type=rm_type, rm_url="http://a:1/")
@@ -305,14 +361,20 @@ def test_a_busy_server_is_asked_again(serve, status):
 
 WRONG_ANSWERS = {
     "500s": (500, "x", "failed 3 times in a row, the last time with Busy: HTTP status 500."),
-    "404": (404, "no such page", "answered with HTTP status 404: b'no such page'; it must answer with a number"),
+    "404": (
+        404,
+        "no such page",
+        "answered with HTTP status 404: b'no such page'; it must answer with a number",
+    ),
     "a megabyte": (200, "1" * 2**20, f"answered with more than {MAX_ANSWER_BYTES} bytes: b'1111"),
     "deep": (200, "[" * 60_000, "answered with what is not JSON: b'[[["),
     "redirect": (302, "", "answered with HTTP status 302"),
 }
 
 
-@pytest.mark.parametrize(("status", "content", "message"), WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
+@pytest.mark.parametrize(
+    ("status", "content", "message"), WRONG_ANSWERS.values(), ids=WRONG_ANSWERS
+)
 def test_a_server_that_answers_otherwise_is_one_message(serve, status, content, message):
     server = serve(lambda body: (status, content))
     with pytest.raises(RolloutUnavailable) as stopped:
@@ -333,11 +395,14 @@ def test_a_server_that_is_missing_or_never_answers_is_given_up(serve):
     url = f"http://127.0.0.1:{free_port()}/"
     with pytest.raises(RolloutUnavailable) as stopped:
         client(url).ask([REQUEST] * 20)
-    assert str(stopped.value).startswith(f"the reward server {url} (--rm-url) failed 3 times in a row, the last time ")
+    assert str(stopped.value).startswith(
+        f"the reward server {url} (--rm-url) failed 3 times in a row, the last time "
+    )
     assert "ConnectError" in str(stopped.value)
     server = serve(lambda body: asyncio.sleep(60))
     with pytest.raises(
-        RolloutUnavailable, match=r"failed 2 times in a row, the last time with no answer within 0\.1 s"
+        RolloutUnavailable,
+        match=r"failed 2 times in a row, the last time with no answer within 0\.1 s",
     ):
         client(server.url, rm_timeout=0.1, rm_max_retries=1).ask([REQUEST])
 

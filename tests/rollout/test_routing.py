@@ -31,7 +31,11 @@ SIZES = {
     "glm4_moe": {**GROUPS, "num_hidden_layers": 3},
 }
 LAYERS = {"qwen3_moe": [0, 1, 2], "qwen2_moe": [0, 1], "mixed": [0, 2], "glm4_moe": [1, 2]}
-TEXTS = ["31415>", "7>", "abc def + 12>"]  # of different lengths, so that the batch is padded on the left
+TEXTS = [
+    "31415>",
+    "7>",
+    "abc def + 12>",
+]  # of different lengths, so that the batch is padded on the left
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +46,24 @@ def checkpoint(tmp_path_factory, request):
 
 
 def generate(path, **options):
-    sampling = Sampling(max_response_len=12, n_samples=3, stop_token_ids=tuple(range(3, 12)), **options)
-    return flat(LocalEngine(path, load_tokenizer(path)).generate(make_prompts(path, TEXTS), sampling, seed=1))
+    sampling = Sampling(
+        max_response_len=12, n_samples=3, stop_token_ids=tuple(range(3, 12)), **options
+    )
+    return flat(
+        LocalEngine(path, load_tokenizer(path)).generate(
+            make_prompts(path, TEXTS), sampling, seed=1
+        )
+    )
 
 
 def routing_of(model, layers, token_ids):
     """([tokens, layers, k] experts, weights) that the model's routers return for a whole sequence."""
     found = []
     routers = [model.model.layers[layer].mlp.gate for layer in layers]
-    hooks = [gate.register_forward_hook(lambda module, args, output: found.append(output[1:])) for gate in routers]
+    hooks = [
+        gate.register_forward_hook(lambda module, args, output: found.append(output[1:]))
+        for gate in routers
+    ]
     with torch.no_grad():
         model(input_ids=torch.tensor([token_ids]), use_cache=False)
     for hook in hooks:
@@ -62,16 +75,28 @@ def routing_of(model, layers, token_ids):
 @pytest.mark.parametrize("checkpoint", LAYERS, indirect=True)
 def test_rows_are_the_experts_of_every_token_but_the_last(checkpoint):
     name, path = checkpoint
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     samples = generate(path, return_routed_experts=True, return_routing_weights=True)
-    assert len({len(sample.response_ids) for sample in samples}) > 1  # some are dropped from the batch before others
+    assert (
+        len({len(sample.response_ids) for sample in samples}) > 1
+    )  # some are dropped from the batch before others
     for sample in samples:
         experts, weights = routing_of(model, LAYERS[name], sample.tokens)
-        assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.dtype == torch.uint8
-        rows, order = sample.rollout_routed_experts.long().sort(-1)  # transformers leaves the order of GLM's open
+        assert (
+            sample.rollout_routed_experts is not None
+            and sample.rollout_routed_experts.dtype == torch.uint8
+        )
+        rows, order = sample.rollout_routed_experts.long().sort(
+            -1
+        )  # transformers leaves the order of GLM's open
         expected, expected_order = experts[:-1].sort(-1)
         assert torch.equal(rows, expected)
-        found, wanted = sample.rollout_routing_weights.gather(-1, order), weights[:-1].gather(-1, expected_order)
+        found, wanted = (
+            sample.rollout_routing_weights.gather(-1, order),
+            weights[:-1].gather(-1, expected_order),
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -80,8 +105,14 @@ def test_only_what_is_asked_for_is_recorded_and_samples_are_the_same(checkpoint)
     _, path = checkpoint
     without, ids = generate(path), generate(path, return_routed_experts=True)
     assert [sample.response_ids for sample in without] == [sample.response_ids for sample in ids]
-    assert all(sample.rollout_routed_experts is None and sample.rollout_routing_weights is None for sample in without)
-    assert all(sample.rollout_routed_experts is not None and sample.rollout_routing_weights is None for sample in ids)
+    assert all(
+        sample.rollout_routed_experts is None and sample.rollout_routing_weights is None
+        for sample in without
+    )
+    assert all(
+        sample.rollout_routed_experts is not None and sample.rollout_routing_weights is None
+        for sample in ids
+    )
 
 
 GOOD = torch.tensor([[[0, 1], [2, 3]], [[7, 6], [0, 1]], [[5, 0], [1, 0]]], dtype=torch.uint8)
@@ -89,11 +120,19 @@ GOOD = torch.tensor([[[0, 1], [2, 3]], [[7, 6], [0, 1]], [[5, 0], [1, 0]]], dtyp
 
 def sample_with(experts, weights=None):
     prompt = Prompt(index=0, text="1>", token_ids=(1, 5))
-    return make_sample(prompt, [4, 2], rollout_routed_experts=experts, rollout_routing_weights=weights)
+    return make_sample(
+        prompt, [4, 2], rollout_routed_experts=experts, rollout_routing_weights=weights
+    )
 
 
 def sizes(top_k=2, experts=8):
-    return MoeSizes(layers=(0, 1), num_experts=experts, top_k=top_k, intermediate_size=4, shared_intermediate_size=None)
+    return MoeSizes(
+        layers=(0, 1),
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=4,
+        shared_intermediate_size=None,
+    )
 
 
 def changed(index, value):
@@ -105,7 +144,10 @@ def changed(index, value):
 def test_experts_and_weights_that_belong_together_are_usable():
     for experts in (GOOD, GOOD.short(), GOOD.int()):
         assert has_usable_experts(sample_with(experts), sizes())
-    for experts in (GOOD[..., :1], torch.zeros_like(GOOD[..., :1])):  # all tokens may have the same first expert
+    for experts in (
+        GOOD[..., :1],
+        torch.zeros_like(GOOD[..., :1]),
+    ):  # all tokens may have the same first expert
         assert has_usable_experts(sample_with(experts), sizes(top_k=1))
     assert has_usable_weights(sample_with(GOOD, torch.full(GOOD.shape, 0.5)))
     for wrong in (None, torch.full(GOOD.shape, torch.nan), torch.full(GOOD.shape, -0.5)):
@@ -155,7 +197,10 @@ THREE_LAYERS = {"num_hidden_layers": 3}
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(request.param)
-    return [make_checkpoint(root / str(seed), request.param, seed=seed, **THREE_LAYERS) for seed in range(2)]
+    return [
+        make_checkpoint(root / str(seed), request.param, seed=seed, **THREE_LAYERS)
+        for seed in range(2)
+    ]
 
 
 def tensors_of(path):
@@ -193,11 +238,15 @@ def test_updates_replace_every_weight_and_checkpoints_are_taken_up_as_they_are(p
     assert scores(second) == scores(first) and second.weight_version == 4
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("precision", "rounding"), [("fp8", round_fp8), ("int8", round_int8)], ids=["fp8", "int8"]
+)
 def test_eight_bit_engines_round_experts_and_leave_routers(pair, tmp_path, precision, rounding):
     file = tensors_of(pair[0])
     rounded = {
-        name: rounding(weight) if re.search(r"_proj\.weight$", name) else weight  # not gate.weight, not lm_head
+        name: (
+            rounding(weight) if re.search(r"_proj\.weight$", name) else weight
+        )  # not gate.weight, not lm_head
         for name, weight in file.items()
     }
     shutil.copytree(pair[0], tmp_path, dirs_exist_ok=True)

@@ -53,15 +53,23 @@ def test_turns_are_appended_with_masks_log_probs_versions_and_status(tmp_path) -
     assert sample.weight_versions == [7, 7, 7, 8] and sample.trained_versions == [7, 7, 8]
     assert sample.status is Sample.Status.TRUNCATED and sample.response == " tool"
     assert sample.effective_response_length == 3
-    assert (copied.tokens, copied.loss_mask, copied.prompt_index) == (sample.tokens, [1, 1, 0, 1], 3)
+    assert (copied.tokens, copied.loss_mask, copied.prompt_index) == (
+        sample.tokens,
+        [1, 1, 0, 1],
+        3,
+    )
 
 
 def test_weights_that_change_within_a_request_are_taken_token_by_token() -> None:
     sample = Sample(tokens=[5])
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
-    sample.append_response_tokens(tokens=[1, 2, 3], log_probs=[-1.0] * 3, meta_info={"weight_versions": spans})
+    sample.append_response_tokens(
+        tokens=[1, 2, 3], log_probs=[-1.0] * 3, meta_info={"weight_versions": spans}
+    )
     assert sample.weight_versions == [3, 3, 4]
-    sample.append_response_tokens(tokens=[9], trainable=False, meta_info={"weight_version": "default"})
+    sample.append_response_tokens(
+        tokens=[9], trainable=False, meta_info={"weight_version": "default"}
+    )
     assert sample.weight_versions == [3, 3, 4, 0]
 
 
@@ -76,7 +84,10 @@ def test_the_lists_of_another_sample_are_left_alone() -> None:
     ("appended", "message"),
     [
         ({"tokens": [1]}, "tokens that are trained on need the log-probs"),
-        ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "are not the policy's, and have no log-probs"),
+        (
+            {"tokens": [1], "log_probs": [-1.0], "trainable": False},
+            "are not the policy's, and have no log-probs",
+        ),
     ],
     ids=["no log-probs", "log-probs of an observation"],
 )
@@ -116,7 +127,12 @@ def test_numbers_are_a_list_for_its_readers_and_writers():
     assert numbers == [1, 2, 3] and numbers != [1, 2]
     assert numbers == Numbers("b", [1, 2, 3]) and numbers != Numbers("q", [1, 2, 4])
     assert numbers.__add__([4]) == [1, 2, 3, 4] and numbers.__radd__([0]) == [0, 1, 2, 3]
-    for same in (numbers[:], copy.copy(numbers), copy.deepcopy(numbers), pickle.loads(pickle.dumps(numbers))):
+    for same in (
+        numbers[:],
+        copy.copy(numbers),
+        copy.deepcopy(numbers),
+        pickle.loads(pickle.dumps(numbers)),
+    ):
         assert type(same) is Numbers and same == numbers and same is not numbers
     assert type(numbers.copy()) is list
     joined = numbers[1:] + numbers[:1]

@@ -17,14 +17,24 @@ from tests.checkpoints import BOS, make_checkpoint
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import PYTHON, RealServer
 
-# Large enough for several buckets of 1 MiB; of a wide vocabulary, so that end-of-sequence is rare and responses long.
-SIZES = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 1024, "max_position_embeddings": 512}
+# Large enough for several buckets of 1 MiB; of a wide vocabulary, so that end-of-sequence is rare
+# and responses long.
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
 
 
 def pytest_sessionstart():
     """These tests are not skipped where they cannot run."""
     if not PYTHON.exists():
-        pytest.exit(f"{PYTHON} does not exist: run `make sglang-env`, which builds the servers' environment.", 1)
+        pytest.exit(
+            f"{PYTHON} does not exist: run `make sglang-env`, which builds the servers'"
+            " environment.",
+            1,
+        )
     torch.set_num_threads(1)
 
 
@@ -52,7 +62,10 @@ def other_reference(directory):
 
 @pytest.fixture(scope="session")
 def started(checkpoint, directory):
-    servers = [RealServer(checkpoint, directory / f"server_{i}.log", "--dtype", "float32") for i in range(2)]
+    servers = [
+        RealServer(checkpoint, directory / f"server_{i}.log", "--dtype", "float32")
+        for i in range(2)
+    ]
     yield servers
     for server in servers:
         server.stop()
@@ -77,7 +90,9 @@ def make_engine(checkpoint, reference, tmp_path):
             urls = {"sglang_url": tuple(server.url for server in servers)} if servers else {}
             config = SGLangConfig(sglang_bucket_mb=1, **urls, **options)
             host = EngineHost(hf_checkpoint=checkpoint, weights=weights, output_dir=tmp_path)
-            engine = SGLangEngine(SGLangSettings(config=config, sampling=sampling), load_tokenizer(checkpoint), host)
+            engine = SGLangEngine(
+                SGLangSettings(config=config, sampling=sampling), load_tokenizer(checkpoint), host
+            )
             engines.callback(engine.close)
             if push:
                 engine.update_weights(reference.named_tensors, 0)

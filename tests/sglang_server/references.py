@@ -33,10 +33,20 @@ class Reference:
     def gap_over_sets(self, sample, versions, temperature=1.0):
         """Largest difference to what the server said of the tokens of these versions, over the sets of their masks."""
         assert sample.sampling_mask is not None
-        rows = zip(self.logits(sample) / temperature, sample.sampling_mask.sets(), sample.response_ids, strict=True)
-        expected = [float(row[allowed].log_softmax(-1)[allowed.index(token)]) for row, allowed, token in rows]
+        rows = zip(
+            self.logits(sample) / temperature,
+            sample.sampling_mask.sets(),
+            sample.response_ids,
+            strict=True,
+        )
+        expected = [
+            float(row[allowed].log_softmax(-1)[allowed.index(token)])
+            for row, allowed, token in rows
+        ]
         pairs = zip(expected, sample.rollout_log_probs, sample.weight_versions, strict=True)
-        return max((abs(one - other) for one, other, version in pairs if version in versions), default=0.0)
+        return max(
+            (abs(one - other) for one, other, version in pairs if version in versions), default=0.0
+        )
 
     def gap(self, sample, temperature=1.0):
         """Largest difference to what the server said of a sample's tokens."""
@@ -45,10 +55,14 @@ class Reference:
     def differences(self, sample, temperature=1.0):
         """Difference to what the server said, for each token of a response."""
         expected = self.log_probs(sample.tokens, temperature)[len(sample.row.token_ids) - 1 :]
-        return [abs(one - other) for one, other in zip(expected, sample.rollout_log_probs, strict=True)]
+        return [
+            abs(one - other) for one, other in zip(expected, sample.rollout_log_probs, strict=True)
+        ]
 
 
 def worst_by_version(sample, weights):
     """Largest difference of a token's log-prob to that of the weights whose version it carries."""
-    differences = {version: weights[version].differences(sample) for version in set(sample.weight_versions)}
+    differences = {
+        version: weights[version].differences(sample) for version in set(sample.weight_versions)
+    }
     return max(differences[version][place] for place, version in enumerate(sample.weight_versions))

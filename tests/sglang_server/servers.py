@@ -36,8 +36,12 @@ class RealServer:
         deadline = time.monotonic() + STARTUP
         while not self._ready:
             self._ready = self._is_up()
-            assert self._process.poll() is None, f"the server ended; its log says: {self.log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline, f"the server is not up after {STARTUP} s; see {self.log}"
+            assert self._process.poll() is None, (
+                f"the server ended; its log says: {self.log.read_text()[-3000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"the server is not up after {STARTUP} s; see {self.log}"
+            )
             time.sleep(0.0 if self._ready else 0.5)
         return self
 
@@ -63,7 +67,11 @@ class RealServer:
         self._ready = False
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                self._command, env=server_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                self._command,
+                env=server_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
     def _is_up(self):

@@ -18,7 +18,12 @@ from tests.sglang_server.references import BOUND, Reference, worst_by_version
 from tests.sglang_server.servers import RealServer, wait_for_decoding
 from tests.sglang_server.test_train import sglang_flags, task  # noqa: F401  # a fixture
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 1024, "max_position_embeddings": 512}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+}
 LONG = Sampling(max_response_len=300, n_samples=2, return_routed_experts=True)
 
 
@@ -29,7 +34,9 @@ class MoeReference(Reference):
         super().__init__(checkpoint)
         self._chosen = {}
         for name, module in self._model.named_modules():
-            if name.endswith(".mlp.experts"):  # called with hidden states, experts and their weights
+            if name.endswith(
+                ".mlp.experts"
+            ):  # called with hidden states, experts and their weights
                 module.register_forward_pre_hook(
                     lambda module, args, name=name: self._chosen.__setitem__(name, args[1])
                 )
@@ -47,8 +54,13 @@ class MoeReference(Reference):
 @pytest.fixture(scope="module")
 def served(directory):
     """A server with a mixture of experts, and references of its weights and of two others."""
-    paths = [make_checkpoint(directory / f"moe_{seed}", "qwen3_moe", seed=seed, **SIZES) for seed in range(2)]
-    server = RealServer(paths[0], directory / "moe.log", "--dtype", "float32", "--enable-return-routed-experts")
+    paths = [
+        make_checkpoint(directory / f"moe_{seed}", "qwen3_moe", seed=seed, **SIZES)
+        for seed in range(2)
+    ]
+    server = RealServer(
+        paths[0], directory / "moe.log", "--dtype", "float32", "--enable-return-routed-experts"
+    )
     references = [MoeReference(path) for path in paths]
     yield server.wait(), {0: references[0], 1: references[1], 2: references[0]}, paths[0]
     server.stop()
@@ -57,7 +69,9 @@ def served(directory):
 def connect(served, output_dir, **options):
     server, references, path = served
     config = SGLangConfig(sglang_url=(server.url,), **options)
-    host = EngineHost(hf_checkpoint=path, weights=references[0].named_tensors, output_dir=output_dir)
+    host = EngineHost(
+        hf_checkpoint=path, weights=references[0].named_tensors, output_dir=output_dir
+    )
     return SGLangEngine(SGLangSettings(config=config, sampling=LONG), load_tokenizer(path), host)
 
 
@@ -76,16 +90,24 @@ def assert_experts(sample, references):
     Rows whose router hesitates between two experts may differ; there are next to none in float32.
     """
     first = len(sample.row.token_ids)
-    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
+    of_next = [
+        sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)
+    ]
     by_version = {version: references[version].experts(sample.tokens) for version in set(of_next)}
     expected = torch.stack([by_version[version][place] for place, version in enumerate(of_next)])
     assert sample.rollout_routed_experts.shape == expected.shape
-    differing = (sample.rollout_routed_experts.long().sort(-1).values != expected.sort(-1).values).any(-1).any(-1)
+    differing = (
+        (sample.rollout_routed_experts.long().sort(-1).values != expected.sort(-1).values)
+        .any(-1)
+        .any(-1)
+    )
     assert int(differing.sum()) <= len(differing) // 200
     assert worst_by_version(sample, references) < BOUND
 
 
-def test_experts_and_log_probs_are_those_of_transformers_through_updates(served, engine, prompts, tmp_path):
+def test_experts_and_log_probs_are_those_of_transformers_through_updates(
+    served, engine, prompts, tmp_path
+):
     server, references, _ = served
     sampling = Sampling(max_response_len=32, n_samples=2, return_routed_experts=True)
     for sample in flat(engine.generate(prompts, sampling, seed=0)):
@@ -97,7 +119,9 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(served,
     samples = flat(pending.result())
     for sample in samples:
         assert_experts(sample, references)
-    assert [len(set(sample.weight_versions)) for sample in samples].count(3) >= 2  # or the updates missed them
+    assert [len(set(sample.weight_versions)) for sample in samples].count(
+        3
+    ) >= 2  # or the updates missed them
     engine.close()
 
     by_disk = connect(served, tmp_path, sglang_weight_sync="disk")
@@ -108,9 +132,16 @@ def test_experts_and_log_probs_are_those_of_transformers_through_updates(served,
     by_disk.close()
 
 
-def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_update(directory, prompts, tmp_path):
-    paths = [make_checkpoint(directory / f"glm_{seed}", "glm4_moe", seed=seed, **SIZES) for seed in range(2)]
-    server = RealServer(paths[0], directory / "glm.log", "--dtype", "float32", "--enable-return-routed-experts")
+def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_update(
+    directory, prompts, tmp_path
+):
+    paths = [
+        make_checkpoint(directory / f"glm_{seed}", "glm4_moe", seed=seed, **SIZES)
+        for seed in range(2)
+    ]
+    server = RealServer(
+        paths[0], directory / "glm.log", "--dtype", "float32", "--enable-return-routed-experts"
+    )
     try:
         references = {version: MoeReference(path) for version, path in enumerate(paths)}
         engine = connect((server.wait(), references, paths[0]), tmp_path, sglang_bucket_mb=1)
@@ -126,12 +157,20 @@ def test_a_router_with_a_bias_and_groups_chooses_as_in_transformers_through_an_u
         server.stop()
 
 
-def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(served, engine, prompts):
+def test_stragglers_keep_the_experts_of_their_tokens_over_a_checkpoint_and_an_update(
+    served, engine, prompts
+):
     _, references, _ = served
-    sampling = dataclasses.replace(LONG, stop_token_ids=tuple(range(3, 1024, 32)))  # so that lengths differ
+    sampling = dataclasses.replace(
+        LONG, stop_token_ids=tuple(range(3, 1024, 32))
+    )  # so that lengths differ
     groups = engine.submit(prompts, sampling, seed=0, num_groups=3).result()
     left = engine.unfinished()
-    begun = [sample for sample in flat(left) if sample.status is Sample.Status.ABORTED and sample.response_ids]
+    begun = [
+        sample
+        for sample in flat(left)
+        if sample.status is Sample.Status.ABORTED and sample.response_ids
+    ]
     assert begun
     for sample in [*flat(groups), *begun]:
         assert_experts(sample, references)
@@ -159,7 +198,12 @@ def truncated(**filters):
 
 def expected_sizes(reference, sample, sampling):
     """The number of tokens that SGLang leaves: top-p is of the whole distribution, and does not follow top-k."""
-    probs = (reference.logits(sample) / sampling.temperature).softmax(-1).sort(-1, descending=True).values
+    probs = (
+        (reference.logits(sample) / sampling.temperature)
+        .softmax(-1)
+        .sort(-1, descending=True)
+        .values
+    )
     sizes = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1)
     return sizes if sampling.top_k == -1 else sizes.clamp(max=sampling.top_k)
 
@@ -176,7 +220,8 @@ def test_sets_and_log_probs_are_those_of_transformers(case, real):
             assert sample.sampling_mask.contains(torch.tensor(sample.response_ids)).all()
             assert weights.gap_over_sets(sample, (version,), sampling.temperature) < BOUND
             sizes = expected_sizes(weights, sample, sampling)
-            # A token whose likelier ones sum to the nucleus probability but for rounding may be in or out.
+            # A token whose likelier ones sum to the nucleus probability but for rounding may be in
+            # or out.
             assert (sample.sampling_mask.lengths - sizes).abs().max() <= 1
             assert (sample.sampling_mask.lengths == sizes).float().mean() > 0.9
 
@@ -205,7 +250,14 @@ def test_sets_through_an_update_in_the_middle_of_requests_and_a_partial_rollout(
 
 
 def test_a_run_with_top_p_has_no_mismatch_and_measures_its_sets(task, tmp_path):  # noqa: F811
-    flags = [*task, *sglang_flags("--sglang-dtype", "float32"), "--rollout-top-p", "0.9", "--rollout-top-k", "40"]
+    flags = [
+        *task,
+        *sglang_flags("--sglang-dtype", "float32"),
+        "--rollout-top-p",
+        "0.9",
+        "--rollout-top-k",
+        "40",
+    ]
     run = run_apart([*flags, "--context-parallel-size", "2"], tmp_path, ranks=2)
     assert run.returncode == 0, run.stderr
     for row in read_metrics(tmp_path):

@@ -38,11 +38,15 @@ def training_log_probs(engine, samples):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_transformers_and_of_training(temperature, checkpoint, parallel, real):
+def test_log_probs_are_those_of_transformers_and_of_training(
+    temperature, checkpoint, parallel, real
+):
     engine = real.make_engine(real.server)
     sampling = Sampling(temperature=temperature, max_response_len=48, n_samples=3)
     groups = engine.generate(real.prompts, sampling, seed=0)
-    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 3 for prompt in real.prompts]
+    assert [[sample.row for sample in group] for group in groups] == [
+        [prompt] * 3 for prompt in real.prompts
+    ]
     samples = flat(groups)
     assert [sample.index for sample in samples] == list(range(24))
     assert len({tuple(sample.response_ids) for sample in samples}) == 24
@@ -53,10 +57,15 @@ def test_log_probs_are_those_of_transformers_and_of_training(temperature, checkp
         assert sample.weight_versions == [0] * len(sample.response_ids)
         assert real.reference.gap(sample, temperature) < BOUND
     training = TrainingEngine(
-        MegatronConfig(hf_checkpoint=str(checkpoint)), parallel, temperature=temperature, total_steps=1
+        MegatronConfig(hf_checkpoint=str(checkpoint)),
+        parallel,
+        temperature=temperature,
+        total_steps=1,
     )
     for sample, expected in zip(samples, training_log_probs(training, samples), strict=True):
-        torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, atol=BOUND, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(sample.rollout_log_probs), expected, atol=BOUND, rtol=0
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -65,7 +74,10 @@ def test_the_likeliest_tokens_are_those_of_transformers(temperature, real):
     texts = [list(prompt.token_ids) for prompt in real.prompts]
     answers = real.make_engine(real.server).top_log_probs(texts, sampling, 8)
     for text, top in zip(texts, answers, strict=True):
-        every = {token: real.reference.log_probs([*text, token], temperature)[-1] for token in range(1024)}
+        every = {
+            token: real.reference.log_probs([*text, token], temperature)[-1]
+            for token in range(1024)
+        }
         likeliest = sorted(every.values(), reverse=True)[:8]
         assert list(top.values()) == pytest.approx(likeliest, abs=BOUND)
         assert top == pytest.approx({token: every[token] for token in top}, abs=BOUND)
@@ -76,7 +88,9 @@ def test_a_stop_token_ends_a_response_and_is_part_of_it(real):
     sampling = Sampling(max_response_len=200, n_samples=4, stop_token_ids=stops)
     for sample in flat(real.make_engine(real.server).generate(real.prompts, sampling, seed=0)):
         assert sample.status is Sample.Status.COMPLETED
-        assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(sample.response_ids) - 1
+        assert [token in (EOS, *stops) for token in sample.response_ids].index(True) == len(
+            sample.response_ids
+        ) - 1
         assert real.reference.gap(sample) < BOUND
 
 
@@ -101,7 +115,9 @@ async def three_turns(sample, engine):
     """Answers that end at a digit, an end of sequence or after 24 tokens, with observations between them."""
     for turn in range(3):
         answer = await engine.generate(sample.tokens, {"stop": DIGITS, "max_new_tokens": 24})
-        sample.append_response_tokens(tokens=answer.token_ids, log_probs=answer.log_probs, text=answer.text)
+        sample.append_response_tokens(
+            tokens=answer.token_ids, log_probs=answer.log_probs, text=answer.text
+        )
         sample.status = STATUS[answer.finish_reason]
         if turn < 2:
             sample.append_response_tokens(tokens=OBSERVATION, trainable=False)
@@ -111,11 +127,26 @@ async def three_turns(sample, engine):
 def test_turns_are_those_of_the_local_engine(real, checkpoint):
     prompts, greedy = real.prompts, Sampling(temperature=0.0, max_response_len=24)
     tokenizer = load_tokenizer(checkpoint)
-    asked = real.make_engine(real.server).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
-    own = LocalEngine(checkpoint, tokenizer).submit(prompts, greedy, 0, function=three_turns, concurrency=8).result()
-    assert {sum(sample.loss_mask) < 72 for sample in flat(own)} == {True, False}  # some turns stop, others do not
+    asked = (
+        real.make_engine(real.server)
+        .submit(prompts, greedy, 0, function=three_turns, concurrency=8)
+        .result()
+    )
+    own = (
+        LocalEngine(checkpoint, tokenizer)
+        .submit(prompts, greedy, 0, function=three_turns, concurrency=8)
+        .result()
+    )
+    assert {sum(sample.loss_mask) < 72 for sample in flat(own)} == {
+        True,
+        False,
+    }  # some turns stop, others do not
     for one, other in zip(flat(asked), flat(own), strict=True):
-        assert (one.tokens, one.loss_mask, one.status) == (other.tokens, other.loss_mask, other.status)
+        assert (one.tokens, one.loss_mask, one.status) == (
+            other.tokens,
+            other.loss_mask,
+            other.status,
+        )
         assert one.response == other.response
         assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=BOUND)
 
@@ -124,20 +155,28 @@ SAMPLES = 3
 
 
 @pytest.mark.parametrize("sync", ["distributed", "disk"])
-def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_current_weights(sync, two_servers, real):
+def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_current_weights(
+    sync, two_servers, real
+):
     victim, prompts = two_servers[1], real.prompts
     weights = {0: real.reference, 1: real.other_reference}
     current = [real.reference]
-    engine = real.make_engine(*two_servers, weights=lambda: current[0].named_tensors(), sglang_weight_sync=sync)
+    engine = real.make_engine(
+        *two_servers, weights=lambda: current[0].named_tensors(), sglang_weight_sync=sync
+    )
 
     pending = engine.submit(prompts, Sampling(max_response_len=300, n_samples=SAMPLES), seed=0)
     wait_for_decoding(victim.log)
     victim.kill()
     groups = pending.result()
-    assert [[sample.row for sample in group] for group in groups] == [[prompt] * SAMPLES for prompt in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [
+        [prompt] * SAMPLES for prompt in prompts
+    ]
     samples = flat(groups)
     assert [sample.index for sample in samples] == list(range(SAMPLES * len(prompts)))
-    assert all(sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in samples)
+    assert all(
+        sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) for sample in samples
+    )
     assert all(worst_by_version(sample, weights) < BOUND for sample in samples)
     metrics = engine.metrics()
     assert metrics["rollout/sglang_retries"] >= 1 and metrics["rollout/sglang_deaths"] == 1
@@ -156,7 +195,10 @@ def test_a_server_killed_in_mid_batch_loses_nothing_and_comes_back_with_the_curr
     answered = victim.log.read_text().count("POST /generate")
     samples = flat(engine.generate(prompts, Sampling(max_response_len=32, n_samples=2), seed=0))
     assert victim.log.read_text().count("POST /generate") > answered
-    assert all(set(sample.weight_versions) == {1} and worst_by_version(sample, weights) < BOUND for sample in samples)
+    assert all(
+        set(sample.weight_versions) == {1} and worst_by_version(sample, weights) < BOUND
+        for sample in samples
+    )
     assert engine.metrics()["rollout/sglang_returns"] == 1
 
 
@@ -169,7 +211,11 @@ both_ways = pytest.mark.parametrize("sync", ["distributed", "disk"])
 def test_log_probs_are_those_of_the_weights_that_it_was_given(sync, real):
     engine = real.make_engine(real.server, sglang_weight_sync=sync)
     sampling = Sampling(max_response_len=32, n_samples=2)
-    for version, weights in ((1, real.other_reference), (2, real.reference), (7, real.other_reference)):
+    for version, weights in (
+        (1, real.other_reference),
+        (2, real.reference),
+        (7, real.other_reference),
+    ):
         engine.update_weights(weights.named_tensors, version)
         assert engine.weight_version == version
         assert httpx.get(f"{real.server.url}/model_info").json()["weight_version"] == str(version)
@@ -177,7 +223,9 @@ def test_log_probs_are_those_of_the_weights_that_it_was_given(sync, real):
             assert set(sample.weight_versions) == {version}
             assert weights.gap(sample) < BOUND
         ids = real.prompts[5].token_ids
-        assert engine.prompt_log_probs(ids)[real.server.url] == pytest.approx(weights.log_probs(ids), abs=BOUND)
+        assert engine.prompt_log_probs(ids)[real.server.url] == pytest.approx(
+            weights.log_probs(ids), abs=BOUND
+        )
 
 
 @both_ways

@@ -44,12 +44,16 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
 
     engine.update_weights(reference.named_tensors, 3)
     pending = engine.submit(prompts, Sampling(max_response_len=300, n_samples=2), seed=0)
-    (scheduler,) = [each for each in psutil.Process().children(recursive=True) if is_scheduler(each, before)]
+    (scheduler,) = [
+        each for each in psutil.Process().children(recursive=True) if is_scheduler(each, before)
+    ]
     wait_for_decoding(tmp_path / "sglang_0.log")
     scheduler.kill()
     samples = flat(pending.result())
     assert [sample.index for sample in samples] == list(range(2 * len(prompts)))
-    assert all(set(sample.weight_versions) == {3} and reference.gap(sample) < BOUND for sample in samples)
+    assert all(
+        set(sample.weight_versions) == {3} and reference.gap(sample) < BOUND for sample in samples
+    )
     assert engine.metrics()["rollout/sglang_restarts"] == 1
 
     launched = set(psutil.Process().children(recursive=True)) - before
@@ -59,7 +63,11 @@ def test_a_launched_server_asks_for_a_key_that_nobody_sees_and_is_started_again_
     assert log.count("server_args=") == 2
     assert not any(KEY in text for text in [*shown, log, *capfd.readouterr(), repr(vars(engine))])
     engine.close()
-    assert not [process for process in launched if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        process
+        for process in launched
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def is_scheduler(process, before):
@@ -75,7 +83,15 @@ def gateway(request, tmp_path):
     with fake_servers(2) as servers, open(tmp_path / "gateway.log", "wb") as log:
         port = free_port()
         ports = ["--port", str(port), "--prometheus-port", str(free_port())]
-        command = [PYTHON.with_name("smg"), "launch", "--host", "127.0.0.1", *ports, "--policy", request.param]
+        command = [
+            PYTHON.with_name("smg"),
+            "launch",
+            "--host",
+            "127.0.0.1",
+            *ports,
+            "--policy",
+            request.param,
+        ]
         urls = [server.url for server in servers]
         process = subprocess.Popen([*command, "--worker-urls", *urls], stdout=log, stderr=log)
         try:
@@ -103,10 +119,15 @@ def test_turns_of_a_sample_stay_on_one_server(gateway, checkpoint):
         assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
         for server in servers:
             server.headers.clear()
-        samples = flat(run.engine.submit(PROMPTS, RUN, seed=3, function=two_turns, concurrency=5).result())
+        samples = flat(
+            run.engine.submit(PROMPTS, RUN, seed=3, function=two_turns, concurrency=5).result()
+        )
     finally:
         run.engine.close()
     for sample in samples:
         assert_two_turns(sample)
-    keys = [Counter(each[GATEWAY_KEY] for each in server.headers if GATEWAY_KEY in each) for server in servers]
+    keys = [
+        Counter(each[GATEWAY_KEY] for each in server.headers if GATEWAY_KEY in each)
+        for server in servers
+    ]
     assert all(keys) and [*keys[0].values(), *keys[1].values()] == [2] * len(samples)

@@ -15,7 +15,15 @@ def study(tmp_path_factory):
     def call(*more, flags=()):
         where = ["--results", str(directory / "results.csv"), "--runs", str(directory / "runs")]
         names = ["--scenarios", "both", "--corrections", "token TIS", "standard PPO", "--jobs", "2"]
-        sizes = ["--num-rollout", "2", "--lr-warmup-iters", "1", "--eval-interval", "1", "--eval-prompt-data"]
+        sizes = [
+            "--num-rollout",
+            "2",
+            "--lr-warmup-iters",
+            "1",
+            "--eval-interval",
+            "1",
+            "--eval-prompt-data",
+        ]
         sizes.append(str(directory / "train.jsonl"))
         return run.main([*where, *names, *more, "--", *task, "--rm-type", "none", *sizes, *flags])
 
@@ -29,8 +37,14 @@ def test_runs_end_in_rows_are_resumed_and_fail_by_themselves(study, capsys):
     assert set(rows) == {("both", "token TIS", 0), ("both", "standard PPO", 0)}
     corrected = rows["both", "token TIS", 0]
     assert (corrected.steps, [step for step, _ in corrected.accuracy]) == (2, [0, 1, 2])
-    assert corrected.mismatch_k3_kl > 0 and 0 < corrected.ess <= 1 and rows["both", "standard PPO", 0].ess is None
-    assert corrected.flags.startswith("--rollout-precision fp8 --update-weights-interval 16 --use-tis")
+    assert (
+        corrected.mismatch_k3_kl > 0
+        and 0 < corrected.ess <= 1
+        and rows["both", "standard PPO", 0].ess is None
+    )
+    assert corrected.flags.startswith(
+        "--rollout-precision fp8 --update-weights-interval 16 --use-tis"
+    )
     assert "torch 2" in corrected.versions and "cores of" in corrected.machine
     printed = capsys.readouterr().out
     assert "2/2  both, " in printed and "| token TIS |" in printed
@@ -47,9 +61,13 @@ def test_runs_end_in_rows_are_resumed_and_fail_by_themselves(study, capsys):
     assert "--lr" in capsys.readouterr().err
     assert log.stat().st_mtime_ns == before, "what train.py refuses is refused before any run"
 
-    (directory / "broken.py").write_text("def reward(args, sample):\n    raise ValueError('no reward today')\n")
+    (directory / "broken.py").write_text(
+        "def reward(args, sample):\n    raise ValueError('no reward today')\n"
+    )
     broken = ("--custom-rm-path", f"{directory / 'broken.py'}:reward")
     assert call("--corrections", "token TIS", flags=broken) == 1
     error = capsys.readouterr().err
-    assert "error: both/token_tis/seed_0 ended with status 2; " in error and "no reward today" in error
+    assert (
+        "error: both/token_tis/seed_0 ended with status 2; " in error and "no reward today" in error
+    )
     assert read_table(directory / "results.csv") == rows, "what there was stays"

@@ -38,7 +38,13 @@ def task(tmp_path):
     return [
         *(*with_sglang(flags), "--rollout-max-response-len", "60", "--num-rollout", "5"),
         *("--partial-rollout", "--over-sampling-batch-size", "8"),
-        *("--use-rollout-routing-replay", "--measure-routing-mismatch", "1", "--save", str(tmp_path / "checkpoints")),
+        *(
+            "--use-rollout-routing-replay",
+            "--measure-routing-mismatch",
+            "1",
+            "--save",
+            str(tmp_path / "checkpoints"),
+        ),
         *("--save-debug-rollout-data", str(tmp_path / "rollout_{rollout_id}.jsonl")),
     ]
 
@@ -48,7 +54,11 @@ def stragglers(directory):
     (checkpoint,) = directory.glob("iter_*")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     samples = [from_dict(row) for group in state["unfinished"] for row in group]
-    return [sample for sample in samples if sample.status is Sample.Status.ABORTED and sample.response_ids]
+    return [
+        sample
+        for sample in samples
+        if sample.status is Sample.Status.ABORTED and sample.response_ids
+    ]
 
 
 def test_stragglers_of_an_interrupted_run_keep_their_experts(task, tmp_path):
@@ -60,7 +70,13 @@ def test_stragglers_of_an_interrupted_run_keep_their_experts(task, tmp_path):
         assert begun
         for sample in begun:
             assert_experts(sample)
-        resumed = [*flags, "--load", str(tmp_path / "checkpoints"), "--output-dir", str(tmp_path / "second")]
+        resumed = [
+            *flags,
+            "--load",
+            str(tmp_path / "checkpoints"),
+            "--output-dir",
+            str(tmp_path / "second"),
+        ]
         assert train(resumed) == 0
     rows = [*read_metrics(tmp_path / "first"), *read_metrics(tmp_path / "second")]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -74,10 +90,15 @@ def test_stragglers_of_an_interrupted_run_keep_their_experts(task, tmp_path):
     for sample in trained:
         assert_experts(sample)
     pairs = [(one, whole) for one in begun for whole in trained if goes_on_from(whole, one)]
-    assert any(len(set(whole.weight_versions)) > len(set(one.weight_versions)) for one, whole in pairs)
+    assert any(
+        len(set(whole.weight_versions)) > len(set(one.weight_versions)) for one, whole in pairs
+    )
     for one, whole in pairs:
         assert whole.rollout_routed_experts is not None and one.rollout_routed_experts is not None
-        assert torch.equal(whole.rollout_routed_experts[: len(one.rollout_routed_experts)], one.rollout_routed_experts)
+        assert torch.equal(
+            whole.rollout_routed_experts[: len(one.rollout_routed_experts)],
+            one.rollout_routed_experts,
+        )
 
 
 def goes_on_from(whole, part):

@@ -7,7 +7,12 @@ from dataclasses import asdict
 import pytest
 
 from slime_tis.trainer.storage import checkpoint_files as files
-from slime_tis.trainer.storage.checkpoint_files import TrainerState, changed_options, check_options, read_trainer_state
+from slime_tis.trainer.storage.checkpoint_files import (
+    TrainerState,
+    changed_options,
+    check_options,
+    read_trainer_state,
+)
 from slime_tis.trainer.storage.directories import remove_files
 from tests.storage.killed import killed_at_each_operation
 
@@ -36,7 +41,9 @@ def test_names_checksums_and_states(tmp_path):
     assert [path.name for path in files.checkpoints(tmp_path)] == steps
     assert files.checkpoints(tmp_path / "absent") == []
     (tmp_path / "a").write_text("abc")
-    assert files.checksums(tmp_path, ["a"]) == {"a": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
+    assert files.checksums(tmp_path, ["a"]) == {
+        "a": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    }
     (tmp_path / "trainer_state.json").write_text(json.dumps(asdict(STATE)))
     assert read_trainer_state(tmp_path) == STATE
 
@@ -85,10 +92,17 @@ def test_every_damaged_file_is_named(name, damage, tmp_path):
 
 def test_only_earlier_checkpoints_of_the_run_are_removed(tmp_path):
     for step in (1, 2, 4, 6, 7, 9):
-        write(tmp_path, step, "other" if step == 2 else "mine", extra="notes.txt" if step == 4 else None)
+        write(
+            tmp_path,
+            step,
+            "other" if step == 2 else "mine",
+            extra="notes.txt" if step == 4 else None,
+        )
     files.prune(tmp_path / "iter_0000007", "mine", retain=2)
     kept = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", "iter_0000009"]
-    assert names(tmp_path) == kept  # another run's, one with a strange file, the last two, and a later one
+    assert (
+        names(tmp_path) == kept
+    )  # another run's, one with a strange file, the last two, and a later one
     assert (tmp_path / "iter_0000004" / "notes.txt").read_text() == "mine"
     files.prune(tmp_path / "iter_0000007", "mine", retain=1)
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000007", "iter_0000009"]
@@ -137,7 +151,9 @@ def test_a_link_with_the_name_of_a_left_over_is_not_followed(tmp_path):
     assert (tmp_path / "elsewhere" / "common.pt").read_text() == "mine" and link.is_symlink()
 
 
-def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_next_save_tidies_up(tmp_path):
+def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_next_save_tidies_up(
+    tmp_path,
+):
     for step in (1, 2):
         write(tmp_path, step, "a")
 
@@ -151,7 +167,9 @@ def test_a_run_killed_at_any_operation_on_checkpoints_leaves_whole_ones_and_the_
             files.check(checkpoint, files.read_manifest(checkpoint))
         files.sweep(tmp_path)  # as a resumed run does
         files.prune(whole[-1], "a", retain=2)
-        assert names(tmp_path) == [path.name for path in whole[-2:]], f"killed at operation {number}"
+        assert names(tmp_path) == [path.name for path in whole[-2:]], (
+            f"killed at operation {number}"
+        )
         for path in whole:
             if path.exists() and files.step_of(path) == 3:
                 path.rename(tmp_path.parent / f"third{number}")
@@ -176,7 +194,9 @@ STATE = TrainerState(
 )
 
 
-@pytest.mark.parametrize("change", [{"step": "3"}, {"unfinished": {}}, {"first_accuracy": []}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"step": "3"}, {"unfinished": {}}, {"first_accuracy": []}], ids=str
+)
 def test_a_value_of_another_type_is_named(change, tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({**asdict(STATE), **change}))
     with pytest.raises(ValueError, match=rf"trainer_state\.json: {next(iter(change))}: "):

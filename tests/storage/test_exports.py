@@ -30,14 +30,18 @@ def files(directory):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["the first export", "over an earlier one"])
-def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the_next_takes_its_place(before, tmp_path):
+def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the_next_takes_its_place(
+    before, tmp_path
+):
     target = tmp_path / "hf"
     if before:
         export(target, "old")
     contents = set()
     for number in killed_at_each_operation(tmp_path, lambda: export(target, "new")):
         found = files(target) if target.exists() else {}
-        contents.add("".join(sorted({found.get(name, "") for name in ("config.json", "model.safetensors")})))
+        contents.add(
+            "".join(sorted({found.get(name, "") for name in ("config.json", "model.safetensors")}))
+        )
         assert not found or len(found) == 3, f"killed at operation {number}: {found}"
         export(target, "old" if before else "third")
         assert [path.name for path in tmp_path.iterdir()] == ["hf"], f"killed at operation {number}"
@@ -46,7 +50,9 @@ def test_an_export_killed_at_any_operation_is_the_old_one_or_the_new_one_and_the
                 path.unlink()
             target.rmdir()
     assert files(target)["config.json"] == "new"
-    assert contents == ({"old", "new"} if before else {""})  # nothing follows the renaming of a first one
+    assert contents == (
+        {"old", "new"} if before else {""}
+    )  # nothing follows the renaming of a first one
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,9 @@ def test_what_somebody_else_has_in_the_way_is_refused_and_stays(make, tmp_path):
     left.mkdir()
     make(left)
     before = sorted(path for path in tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match=r"^--save-hf is 'hf' but .*\.hf\.unfinished' is in its way; move that"):
+    with pytest.raises(
+        ValueError, match=r"^--save-hf is 'hf' but .*\.hf\.unfinished' is in its way; move that"
+    ):
         export(tmp_path / "hf", "new")
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
@@ -82,10 +90,14 @@ with held({Path(sys.argv[1]): "--save"}):
 def test_a_lock_is_of_one_process_and_ends_with_it(tmp_path):
     lock = tmp_path / "run" / ".lock"
     command = [sys.executable, "-c", HOLD, str(lock)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         with (
-            pytest.raises(DirectoryInUse, match=f"process id {holder.pid} on {os.uname().nodename}"),
+            pytest.raises(
+                DirectoryInUse, match=f"process id {holder.pid} on {os.uname().nodename}"
+            ),
             held({lock: "--output-dir"}),
         ):
             pass
@@ -127,9 +139,19 @@ def like(tmp_path):
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "llama", "torch_dtype": "float16"}')
     for name in (
-        *("tokenizer.model", "merges.txt", "chat_template.jinja", "model-00001-of-00002.safetensors"),
+        *(
+            "tokenizer.model",
+            "merges.txt",
+            "chat_template.jinja",
+            "model-00001-of-00002.safetensors",
+        ),
         *("qwen.tiktoken", "tokenization_qwen.py"),
-        *("model.safetensors.index.json", "pytorch_model.bin", ".slime_tis_export.json", ".gitattributes"),
+        *(
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            ".slime_tis_export.json",
+            ".gitattributes",
+        ),
     ):
         (source / name).write_text(name)
     (source / "original.json").mkdir()
@@ -143,7 +165,14 @@ def directory(tmp_path):
 
 
 SIDE = [
-    *("chat_template.jinja", "config.json", "merges.txt", "qwen.tiktoken", "tokenization_qwen.py", "tokenizer.model")
+    *(
+        "chat_template.jinja",
+        "config.json",
+        "merges.txt",
+        "qwen.tiktoken",
+        "tokenization_qwen.py",
+        "tokenizer.model",
+    )
 ]
 
 
@@ -156,7 +185,10 @@ def test_one_file_and_what_lies_beside_the_weights(directory, like):
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=32)
     assert names(directory) == sorted([*SIDE, "model.safetensors"])
     assert (directory / "merges.txt").read_text() == "merges.txt"
-    assert json.loads((directory / "config.json").read_text()) == {"model_type": "llama", "dtype": "float32"}
+    assert json.loads((directory / "config.json").read_text()) == {
+        "model_type": "llama",
+        "dtype": "float32",
+    }
     loaded = load_file(directory / "model.safetensors")
     assert loaded["a"].tolist() == [1.0, -2.5] and loaded["b"].shape == (2, 3)
 
@@ -167,7 +199,11 @@ def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory, like
     write_hf_checkpoint(directory, weights.items(), like=like, shard_bytes=40)
     files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert names(directory) == sorted([*SIDE, *files, "model.safetensors.index.json"])
-    assert [sorted(load_file(directory / file)) for file in files] == [["a", "b"], ["c"], ["d", "e"]]
+    assert [sorted(load_file(directory / file)) for file in files] == [
+        ["a", "b"],
+        ["c"],
+        ["d", "e"],
+    ]
     assert json.loads((directory / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 140},
         "weight_map": {"a": files[0], "b": files[0], "c": files[1], "d": files[2], "e": files[2]},
@@ -177,7 +213,9 @@ def test_shards_hold_at_most_their_bytes_but_for_a_larger_tensor(directory, like
 
 def test_views_that_share_memory_are_written_as_tensors_of_their_own(directory, like):
     whole = torch.arange(6.0).view(2, 3)
-    write_hf_checkpoint(directory, [("row", whole[0]), ("transposed", whole.T)], like=like, shard_bytes=100)
+    write_hf_checkpoint(
+        directory, [("row", whole[0]), ("transposed", whole.T)], like=like, shard_bytes=100
+    )
     loaded = load_file(directory / "model.safetensors")
     assert loaded["row"].tolist() == [0.0, 1.0, 2.0]
     assert loaded["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]

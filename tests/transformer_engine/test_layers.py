@@ -12,7 +12,11 @@ from transformer_engine.pytorch.attention.dot_product_attention import utils as 
 
 from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
-from slime_tis.trainer.megatron.parallel import initialize, shut_down, trains_with_transformer_engine
+from slime_tis.trainer.megatron.parallel import (
+    initialize,
+    shut_down,
+    trains_with_transformer_engine,
+)
 from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 
@@ -29,7 +33,9 @@ def on_cpu(tmp_path_factory):
 
 
 def build(checkpoint, parallel):
-    return build_model(checkpoint, MegatronConfig(hf_checkpoint=str(checkpoint), bf16=True), parallel)
+    return build_model(
+        checkpoint, MegatronConfig(hf_checkpoint=str(checkpoint), bf16=True), parallel
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -48,14 +54,20 @@ def test_checkpoints_have_every_weight_and_mixtures_torch_layers(on_cpu, tmp_pat
     model = build(make_checkpoint(tmp_path, "qwen3"), on_cpu)
     sharded = model.module.sharded_state_dict()
     stored = {entry.key for entry in sharded.values()}
-    weights = {name.replace("decoder.layers.0.", "decoder.layers.") for name in named_weights(model.module)}
+    weights = {
+        name.replace("decoder.layers.0.", "decoder.layers.") for name in named_weights(model.module)
+    }
     assert {name for name in weights if ".layers.1." not in name} <= stored
     model = build(make_checkpoint(tmp_path / "mixture", "qwen3_moe"), on_cpu)
-    assert not any("transformer_engine" in type(module).__module__ for module in model.module.modules())
+    assert not any(
+        "transformer_engine" in type(module).__module__ for module in model.module.modules()
+    )
 
 
 def test_bf16_trains_with_it(on_cpu):
-    assert trains_with_transformer_engine(MegatronConfig(hf_checkpoint="model", bf16=True), has_gpu=True)
+    assert trains_with_transformer_engine(
+        MegatronConfig(hf_checkpoint="model", bf16=True), has_gpu=True
+    )
 
 
 def test_float32_has_neither_flash_nor_fused_attention(on_cpu, monkeypatch):
@@ -64,7 +76,11 @@ def test_float32_has_neither_flash_nor_fused_attention(on_cpu, monkeypatch):
     layout = {"qkv_layout": "thd_thd_thd", "attn_mask_type": "padding_causal"}
     for context_parallel, unfused in ((False, True), (True, False)):
         parameters = attention.AttentionParams(
-            qkv_dtype=torch.float32, max_seqlen_q=64, max_seqlen_kv=64, context_parallel=context_parallel, **layout
+            qkv_dtype=torch.float32,
+            max_seqlen_q=64,
+            max_seqlen_kv=64,
+            context_parallel=context_parallel,
+            **layout,
         )
         has_flash, _, has_fused, _, has_unfused, _ = attention.get_attention_backend(parameters)
         assert (has_flash, has_fused, bool(has_unfused)) == (False, False, unfused)

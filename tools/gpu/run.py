@@ -2,15 +2,16 @@
 
     python3 tools/gpu/run.py [--device cpu] [--stages engines train]
 
-It uses its own interpreter, whose torch must see the GPU, and the wheels that `make gpu-wheels` put into .gpu/. The
-wheels are installed into a temporary directory on PYTHONPATH, because the device machine's Python is a virtual
-environment, and a second one on top would not see its packages.
+It uses its own interpreter, whose torch must see the GPU, and the wheels that `make gpu-wheels` put
+into .gpu/. The wheels are installed into a temporary directory on PYTHONPATH, because the device
+machine's Python is a virtual environment, and a second one on top would not see its packages.
 
-Every stage runs in a separate process with a time limit; a failed stage does not stop the others. Tables, the log and a
-summary go to $OUT, or to runs/gpu. Exit status: 0 if all stages passed, 1 if a stage failed, 2 if nothing ran.
+Every stage runs in a separate process with a time limit; a failed stage does not stop the others.
+Tables, the log and a summary go to $OUT, or to runs/gpu. Exit status: 0 if all stages passed, 1 if
+a stage failed, 2 if nothing ran.
 
-`--device cpu` is the rehearsal: the same stages on the CPU, smaller, with gloo instead of NCCL. Its rows are marked in
-`gpu_name`.
+`--device cpu` is the rehearsal: the same stages on the CPU, smaller, with gloo instead of NCCL. Its
+rows are marked in `gpu_name`.
 """
 
 import argparse
@@ -75,7 +76,14 @@ STAGES = (
         name="train",
         about="train.py in bf16 on NCCL, with correction, and resumed",
         limit=150,
-        command=("-m", "benchmarks.gpu_steps", "--device", "{device}", "--out", "{out}/gpu_steps.csv"),
+        command=(
+            "-m",
+            "benchmarks.gpu_steps",
+            "--device",
+            "{device}",
+            "--out",
+            "{out}/gpu_steps.csv",
+        ),
         rehearsal=("--steps", "3"),
         needs=CARRIED / "sort_digits" / "complete.json",
     ),
@@ -83,7 +91,13 @@ STAGES = (
         name="library",
         about="the library's tests with tensors on the GPU",
         limit=200,
-        command=(*PYTEST, "tests/correction", "tests/custom_tis", "tests/diffusion", "tests/policy"),
+        command=(
+            *PYTEST,
+            "tests/correction",
+            "tests/custom_tis",
+            "tests/diffusion",
+            "tests/policy",
+        ),
         parallel=True,
     ),
     Stage(
@@ -99,7 +113,8 @@ STAGES = (
     ),
 )
 TOTAL = 570
-"""Seconds that all stages take at most on a GPU, so that what they wrote comes back within ten minutes."""
+"""Seconds that all stages take at most on a GPU, so that what they wrote comes back within ten
+minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +156,22 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the stages; the exit status."""
     names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog=epilog(), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__.splitlines()[0],
+        epilog=epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is the rehearsal (default cuda)")
-    parser.add_argument("--stages", nargs="+", choices=names, default=names, metavar="NAME", help="stages to run")
-    parser.add_argument("--out", type=Path, help="directory for tables and log (default $OUT, or runs/gpu)")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu is the rehearsal (default cuda)",
+    )
+    parser.add_argument(
+        "--stages", nargs="+", choices=names, default=names, metavar="NAME", help="stages to run"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="directory for tables and log (default $OUT, or runs/gpu)"
+    )
     options = parser.parse_args(argv)
     python = sys.executable
     try:
@@ -155,18 +181,26 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.device == "cuda" and there["gpu"] is None:
         print(
-            f"make gpu: torch {there['versions']['torch']} of {python} sees no GPU; nothing was run.", file=sys.stderr
+            f"make gpu: torch {there['versions']['torch']} of {python} sees no GPU; nothing was"
+            " run.",
+            file=sys.stderr,
         )
         return 2
     if not list((CARRIED / "wheels").glob("*.whl")):
-        print(f"make gpu: no wheels in {CARRIED}; run `make gpu-wheels` where there is an index.", file=sys.stderr)
+        print(
+            f"make gpu: no wheels in {CARRIED}; run `make gpu-wheels` where there is an index.",
+            file=sys.stderr,
+        )
         return 2
     out = (options.out or Path(os.environ.get("OUT") or ROOT / "runs" / "gpu")).resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
         log = Log(out / f"gpu-{datetime.datetime.now():%Y%m%d-%H%M%S}.log")
     except OSError as error:
-        print(f"make gpu: cannot write to {out}: {error.strerror}; choose another --out.", file=sys.stderr)
+        print(
+            f"make gpu: cannot write to {out}: {error.strerror}; choose another --out.",
+            file=sys.stderr,
+        )
         return 2
     stages = [stage for stage in STAGES if stage.name in options.stages]
     with tempfile.TemporaryDirectory(prefix="slime-tis-gpu-") as site:
@@ -188,14 +222,24 @@ def run_all(stages: list[Stage], device: str, python: str, site: Path, out: Path
         about="",
         limit=120,
         command=(
-            *("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"),
+            *(
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-index",
+                "--no-deps",
+            ),
             *("--no-compile", "--no-cache-dir", "--target", str(site)),
             *map(str, sorted((CARRIED / "wheels").glob("*.whl"))),
         ),
     )
     outcomes = [run_stage(install, install.command, install.limit, python, dict(os.environ), log)]
     if outcomes[0].is_failure:
-        outcomes += [Outcome(stage=stage.name, result="failed", message="no wheels") for stage in stages]
+        outcomes += [
+            Outcome(stage=stage.name, result="failed", message="no wheels") for stage in stages
+        ]
         return summarise(outcomes, about_machine(python, environment, device), out, log)
     about = about_machine(python, environment, device)
     log(" ".join(f"{name}={value}" for name, value in about.items()))
@@ -204,12 +248,18 @@ def run_all(stages: list[Stage], device: str, python: str, site: Path, out: Path
         limit = None if device == "cpu" else min(stage.limit, left)
         if stage.needs is not None and not stage.needs.exists():
             missing = stage.needs.relative_to(ROOT)
-            outcomes.append(Outcome(stage=stage.name, result="skipped", message=f"{missing} is not there"))
+            outcomes.append(
+                Outcome(stage=stage.name, result="skipped", message=f"{missing} is not there")
+            )
         elif limit is not None and limit < 5:
-            outcomes.append(Outcome(stage=stage.name, result="timeout", message=f"not begun within {TOTAL} s"))
+            outcomes.append(
+                Outcome(stage=stage.name, result="timeout", message=f"not begun within {TOTAL} s")
+            )
         else:
             command = command_of(stage, device, out, about)
-            outcomes.append(run_stage(stage, command, limit, python, {**environment, **stage.environment}, log))
+            outcomes.append(
+                run_stage(stage, command, limit, python, {**environment, **stage.environment}, log)
+            )
     return summarise(outcomes, about, out, log)
 
 
@@ -224,7 +274,12 @@ def command_of(stage: Stage, device: str, out: Path, about: dict[str, str]) -> l
 
 
 def run_stage(
-    stage: Stage, command: list[str], limit: float | None, python: str, environment: dict[str, str], log: Log
+    stage: Stage,
+    command: list[str],
+    limit: float | None,
+    python: str,
+    environment: dict[str, str],
+    log: Log,
 ) -> Outcome:
     """Runs a stage and ends it with all its processes when its time is over."""
     log(f"\n=== {stage.name}: {stage.about}\n$ python {' '.join(command)}")
@@ -252,9 +307,16 @@ def run_stage(
         timer.cancel()
     seconds = time.monotonic() - started
     if timer.is_over:
-        return Outcome(stage=stage.name, result="timeout", seconds=seconds, message=f"ended after {limit:.0f} s")
+        return Outcome(
+            stage=stage.name,
+            result="timeout",
+            seconds=seconds,
+            message=f"ended after {limit:.0f} s",
+        )
     if status:
-        return Outcome(stage=stage.name, result="failed", seconds=seconds, message=f"exit status {status}")
+        return Outcome(
+            stage=stage.name, result="failed", seconds=seconds, message=f"exit status {status}"
+        )
     return Outcome(stage=stage.name, result="passed", seconds=seconds)
 
 
@@ -289,10 +351,15 @@ def probe(python: str, environment: dict[str, str]) -> dict:
     Raises:
         ValueError: it has no torch.
     """
-    done = subprocess.run([python, "-c", PROBE], env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [python, "-c", PROBE], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"{python} cannot import torch ({reason}); start it with an interpreter that can (PYTHON=…).")
+        raise ValueError(
+            f"{python} cannot import torch ({reason}); start it with an interpreter that can"
+            " (PYTHON=…)."
+        )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -319,7 +386,12 @@ def summarise(outcomes: list[Outcome], about: dict[str, str], out: Path, log: Lo
         if file.tell() == 0:
             writer.writeheader()
         for one in outcomes:
-            row = {"stage": one.stage, "result": one.result, "seconds": f"{one.seconds:.1f}", "message": one.message}
+            row = {
+                "stage": one.stage,
+                "result": one.result,
+                "seconds": f"{one.seconds:.1f}",
+                "message": one.message,
+            }
             writer.writerow({**about, **row})
             log(f"{one.stage:10s} {one.result:8s} {one.seconds:6.1f} s  {one.message}".rstrip())
     failures = sum(one.is_failure for one in outcomes)
@@ -329,7 +401,9 @@ def summarise(outcomes: list[Outcome], about: dict[str, str], out: Path, log: Lo
 
 def epilog() -> str:
     """The stages, for --help."""
-    return "\n".join(["stages:", *(f"  {stage.name:10s} {stage.about}, {stage.limit} s" for stage in STAGES)])
+    return "\n".join(
+        ["stages:", *(f"  {stage.name:10s} {stage.about}, {stage.limit} s" for stage in STAGES)]
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,16 @@ RENAMED_CALLS = {
     "clamp_min": "clamp_max",
     "clamp_max": "clamp_min",
 }
-DELETED_METHODS = {"clamp", "clamp_", "clamp_min", "clamp_max", "nan_to_num", "detach", "abs", "masked_fill"}
+DELETED_METHODS = {
+    "clamp",
+    "clamp_",
+    "clamp_min",
+    "clamp_max",
+    "nan_to_num",
+    "detach",
+    "abs",
+    "masked_fill",
+}
 """`x.clamp(…)` becomes `x`."""
 
 
@@ -118,13 +127,21 @@ def _mutable_nodes(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
                 yield from _mutable_nodes(child)
 
 
-def _replacements(node: ast.AST, text: bytes) -> Iterator[tuple[int, int, str]]:
+def _replacements(node: ast.AST, text: bytes) -> Iterator[tuple[int, int, str]]:  # noqa: C901
     """(start, length, new text) of each mutation of a node, relative to the node's bytes."""
     whole = (0, len(text))
     match node:
         case ast.Compare():
             yield from _between(node, text, [node.left, *node.comparators], COMPARISONS)
-        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.FloorDiv() | ast.BitAnd() | ast.BitOr()):
+        case ast.BinOp(
+            op=ast.Add()
+            | ast.Sub()
+            | ast.Mult()
+            | ast.Div()
+            | ast.FloorDiv()
+            | ast.BitAnd()
+            | ast.BitOr()
+        ):
             yield from _between(node, text, [node.left, node.right], OPERATORS)
         case ast.BoolOp():
             yield from _between(node, text, node.values, {"and": "or", "or": "and"})

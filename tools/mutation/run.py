@@ -2,8 +2,9 @@
 
     .venv/bin/python tools/mutation/run.py --sample 200 --out mutants.jsonl
 
-The tree is copied, and only the copy is changed. One process imports torch, transformers and pytest and is forked for
-each mutant, one after another. `equivalent.toml` lists mutants that change nothing that can be observed.
+The tree is copied, and only the copy is changed. One process imports torch, transformers and pytest
+and is forked for each mutant, one after another. `equivalent.toml` lists mutants that change
+nothing that can be observed.
 """
 
 import argparse
@@ -30,8 +31,16 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 MEMORY = 16 << 30
 """Bytes of address space of a mutant's tests."""
 
-SAMPLE_TESTS = ["tests/rollout/test_sample.py", "tests/rollout/test_dump.py", "tests/rollout/test_custom_generate.py"]
-RUN_TESTS = ["tests/test_rollout_hooks.py", "tests/test_asynchronous.py", "tests/test_truncated_sampling.py"]
+SAMPLE_TESTS = [
+    "tests/rollout/test_sample.py",
+    "tests/rollout/test_dump.py",
+    "tests/rollout/test_custom_generate.py",
+]
+RUN_TESTS = [
+    "tests/test_rollout_hooks.py",
+    "tests/test_asynchronous.py",
+    "tests/test_truncated_sampling.py",
+]
 CHECKPOINT_TESTS = ["tests/storage/test_checkpoints.py", "tests/megatron/test_checkpoint.py"]
 AGENT_TESTS = ["tests/test_agents.py", "tests/rollout/sglang/test_functions.py"]
 SGLANG_TESTS = [
@@ -74,27 +83,64 @@ TESTS = {
     "slime_tis/correction/reference.py": ["tests/correction/test_reference.py"],
     "slime_tis/policy/*.py": POLICY_TESTS,
     "slime_tis/policy/config.py": [*POLICY_TESTS, "tests/test_docs.py"],
-    "slime_tis/trainer/sample_pipeline.py": [*SAMPLE_TESTS, "tests/reporting/test_progress.py", *RUN_TESTS],
-    "slime_tis/trainer/data/sample.py": [*SAMPLE_TESTS, "tests/rollout/test_routing.py", *SGLANG_TESTS, *RUN_TESTS],
+    "slime_tis/trainer/sample_pipeline.py": [
+        *SAMPLE_TESTS,
+        "tests/reporting/test_progress.py",
+        *RUN_TESTS,
+    ],
+    "slime_tis/trainer/data/sample.py": [
+        *SAMPLE_TESTS,
+        "tests/rollout/test_routing.py",
+        *SGLANG_TESTS,
+        *RUN_TESTS,
+    ],
     "slime_tis/trainer/engines/sglang/schema.py": SGLANG_TESTS,
     "slime_tis/trainer/engines/sglang/client.py": SGLANG_TESTS,
     "slime_tis/trainer/engines/sglang/responses.py": SGLANG_TESTS,
     "slime_tis/trainer/agents/custom_generate.py": [*SAMPLE_TESTS, *AGENT_TESTS],
-    "slime_tis/trainer/agents/sampled_tokens.py": [*SAMPLE_TESTS, *AGENT_TESTS, "tests/rollout/sglang/test_experts.py"],
-    "slime_tis/trainer/storage/*.py": ["tests/storage", "tests/megatron/test_checkpoint.py", "tests/cli"],
-    "slime_tis/trainer/checkpointer.py": [*CHECKPOINT_TESTS, "tests/test_interrupt.py", "tests/test_train.py"],
-    "slime_tis/trainer/megatron/sharded_checkpoint.py": [*CHECKPOINT_TESTS, "tests/test_interrupt.py"],
+    "slime_tis/trainer/agents/sampled_tokens.py": [
+        *SAMPLE_TESTS,
+        *AGENT_TESTS,
+        "tests/rollout/sglang/test_experts.py",
+    ],
+    "slime_tis/trainer/storage/*.py": [
+        "tests/storage",
+        "tests/megatron/test_checkpoint.py",
+        "tests/cli",
+    ],
+    "slime_tis/trainer/checkpointer.py": [
+        *CHECKPOINT_TESTS,
+        "tests/test_stop_signals.py",
+        "tests/test_train.py",
+    ],
+    "slime_tis/trainer/megatron/sharded_checkpoint.py": [
+        *CHECKPOINT_TESTS,
+        "tests/test_stop_signals.py",
+    ],
 }
-"""Files or folders of tests for each file of the core, the fast ones first; the last pattern that matches counts."""
+"""Files or folders of tests for each file of the core, the fast ones first; the last pattern that
+matches counts."""
 
 
 def main() -> None:
     """Runs the sample, writes one line of JSON per mutant, and prints survivors and rates."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=200, help="number of mutants, at most one per line")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw, which edits elsewhere do not change")
-    parser.add_argument("--only", default="", help="only mutants whose path, code or change contains this text")
-    parser.add_argument("--out", type=Path, help="file of results; a second run first tries the test that failed here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sample", type=int, default=200, help="number of mutants, at most one per line"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draw, which edits elsewhere do not change"
+    )
+    parser.add_argument(
+        "--only", default="", help="only mutants whose path, code or change contains this text"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file of results; a second run first tries the test that failed here",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         copy = Path(directory)
@@ -119,12 +165,20 @@ def draw(count: int, seed: int, only: str) -> list[tuple[mutants.Mutant, list[st
     for mutant, tests in candidates:
         one_per_line.setdefault((mutant.path, mutant.line), (mutant, tests))
     matching = [candidate for candidate in one_per_line.values() if only in candidate[0].name]
-    print(f"{len(candidates)} possible mutants, {len(matching)} lines, {min(count, len(matching))} drawn", flush=True)
+    print(
+        f"{len(candidates)} possible mutants, {len(matching)} lines, {min(count, len(matching))}"
+        " drawn",
+        flush=True,
+    )
     # In the order of the source, so that the printed results are easy to read.
-    return sorted(matching[:count], key=lambda candidate: (str(candidate[0].path), candidate[0].line))
+    return sorted(
+        matching[:count], key=lambda candidate: (str(candidate[0].path), candidate[0].line)
+    )
 
 
-def run_sample(sample: list[tuple[mutants.Mutant, list[str]]], copy: Path, out: Path | None) -> list[dict]:
+def run_sample(
+    sample: list[tuple[mutants.Mutant, list[str]]], copy: Path, out: Path | None
+) -> list[dict]:
     """Returns the result of each mutant."""
     equivalent = {entry["name"] for entry in tomllib.loads(EQUIVALENT.read_text())["mutant"]}
     killers = {}
@@ -139,15 +193,24 @@ def run_sample(sample: list[tuple[mutants.Mutant, list[str]]], copy: Path, out: 
         if mutant.name not in equivalent:
             first = [killers[mutant.name]] if mutant.name in killers else []
             status, killer = run_mutant(mutant, [*first, *tests], copy, limits)
-        results.append({"name": mutant.name, "line": mutant.line, "status": status, "killer": killer})
+        results.append(
+            {"name": mutant.name, "line": mutant.line, "status": status, "killer": killer}
+        )
         seconds = time.monotonic() - start
-        print(f"{status:10} {seconds:5.1f} s  {mutant.path}:{mutant.line}: {mutant.change}", flush=True)
+        print(
+            f"{status:10} {seconds:5.1f} s  {mutant.path}:{mutant.line}: {mutant.change}",
+            flush=True,
+        )
         if out is not None:
-            out.write_text("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
+            out.write_text(
+                "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
+            )
     return results
 
 
-def run_mutant(mutant: mutants.Mutant, tests: list[str], copy: Path, limits: dict[str, float]) -> tuple[str, str]:
+def run_mutant(
+    mutant: mutants.Mutant, tests: list[str], copy: Path, limits: dict[str, float]
+) -> tuple[str, str]:
     """Runs files of tests with one fault in the copy until one notices it: (status, that file)."""
     file = copy / mutant.path
     source = file.read_bytes()
@@ -168,7 +231,10 @@ def time_limit(test: str, copy: Path) -> float:
     """Returns four times the seconds that a file of tests takes without a fault, and 20 more; 0 if it fails."""
     start = time.monotonic()
     if run_tests(test, copy, limit=900) != "survived":
-        print(f"{test} is not used, because it fails without a mutant:\n{(copy / 'log').read_text()}", file=sys.stderr)
+        print(
+            f"{test} is not used, because it fails without a mutant:\n{(copy / 'log').read_text()}",
+            file=sys.stderr,
+        )
         return 0.0
     seconds = time.monotonic() - start
     print(f"{'baseline':10} {seconds:5.1f} s  {test}", flush=True)
@@ -207,7 +273,15 @@ def _run_pytest(test: str, copy: Path) -> None:
     sys.path[0] = str(copy)
     import pytest
 
-    arguments = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=line", "--hypothesis-seed=0"]
+    arguments = [
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--tb=line",
+        "--hypothesis-seed=0",
+    ]
     arguments.append(f"--basetemp={copy / 'pytest'}")
     code = 3
     try:
@@ -219,13 +293,24 @@ def _run_pytest(test: str, copy: Path) -> None:
 
 def copy_tree(copy: Path) -> None:
     """Copies the files that git tracks, and compiles them so that a changed file is noticed by its content."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     for name in names.rstrip("\0").split("\0"):
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    # By default Python compares times and sizes, which a mutant of the same length may share with its original.
-    compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "slime_tis"]
+    # By default Python compares times and sizes, which a mutant of the same length may share with
+    # its original.
+    compiled = [
+        sys.executable,
+        "-m",
+        "compileall",
+        "-q",
+        "--invalidation-mode",
+        "checked-hash",
+        "slime_tis",
+    ]
     subprocess.run(compiled, cwd=copy, check=True)
 
 
@@ -233,7 +318,9 @@ def preload(copy: Path) -> None:
     """Imports the packages of other projects that the trainer imports, which no mutant changes."""
     listing = "import sys, hypothesis, pytest, slime_tis.trainer.train; print(*sys.modules)"
     command = [sys.executable, "-c", listing]
-    names = subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True).stdout.split()
+    names = subprocess.run(
+        command, cwd=copy, check=True, capture_output=True, text=True
+    ).stdout.split()
     for name in names:
         # slime_tis patches megatron-core before it imports it, and is what the mutants change.
         if name.partition(".")[0] in ("slime_tis", "megatron", "__main__"):

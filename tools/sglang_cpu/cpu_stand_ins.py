@@ -1,14 +1,15 @@
 """Makes SGLang importable on a machine without a GPU, where compiled packages that it imports do not exist.
 
-`build.sh` puts this file and a `.pth` line that imports it into the environment, so that it runs at the start of
-every Python process there, including the server's workers. On a CPU a model does not use these packages; only their
-names must be importable. Calling a stand-in raises an error.
+`build.sh` puts this file and a `.pth` line that imports it into the environment, so that it runs at
+the start of every Python process there, including the server's workers. On a CPU a model does not
+use these packages; only their names must be importable. Calling a stand-in raises an error.
 
     triton       decorates kernels at import time, so its calls return the decorated function
     sgl_kernel   compiled kernels; every call raises
     torchvision  image processors; PyPI's build does not load with a CPU build of torch
 
-Two of SGLang's functions for mixtures of experts need a GPU; `REPLACEMENTS` implements them in torch.
+Two of SGLang's functions for mixtures of experts need a GPU; `REPLACEMENTS` implements them in
+torch.
 """
 
 import importlib.abc
@@ -42,13 +43,19 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        child = ClassStandIn(name, (), {}) if name[0].isupper() else import_module(f"{self.__name__}.{name}")
+        child = (
+            ClassStandIn(name, (), {})
+            if name[0].isupper()
+            else import_module(f"{self.__name__}.{name}")
+        )
         setattr(self, name, child)
         return child
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if not self.__name__.startswith("triton"):
-            raise NotImplementedError(f"{self.__name__} was called, but this environment has no compiled kernels.")
+            raise NotImplementedError(
+                f"{self.__name__} was called, but this environment has no compiled kernels."
+            )
         if len(arguments) == 1 and callable(arguments[0]) and not options:
             return arguments[0]
         return lambda decorated: decorated
@@ -74,7 +81,9 @@ class TritonStandIn(StandIn):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Handles `import` of the packages above and their submodules."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """A stand-in's specification, or None where the name does not concern it."""
         if name.split(".")[0] not in VERSIONS:
             return None
@@ -105,7 +114,9 @@ def allocate_host_memory(module: ModuleType) -> None:
 def gate_shared_expert(module: ModuleType) -> None:
     """Adds the output of Qwen2-MoE's shared expert, times the sigmoid of its gate, to the others' output in place."""
 
-    def add(hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any) -> None:
+    def add(
+        hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any
+    ) -> None:
         final_hidden_states += (hidden_states @ gate_weight).sigmoid().unsqueeze(-1) * shared_output
 
     module.fused_gate_sigmoid_mul_add = add  # type: ignore[attr-defined]
@@ -141,12 +152,16 @@ class ReplacingFinder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The module's own specification with another loader, or None for all other modules."""
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in REPLACEMENTS else None
+        spec = (
+            importlib.machinery.PathFinder.find_spec(name, path) if name in REPLACEMENTS else None
+        )
         if spec is not None and spec.loader is not None:
             spec.loader = ReplacingLoader(spec.loader)
         return spec
 
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang asks for it, and this environment is for nothing else
+os.environ.setdefault(
+    "SGLANG_USE_CPU_ENGINE", "1"
+)  # SGLang asks for it, and this environment is for nothing else
 sys.meta_path.insert(0, ReplacingFinder())
 sys.meta_path.append(Finder())  # the last: a package that is really installed comes first

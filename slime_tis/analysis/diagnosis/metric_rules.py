@@ -2,8 +2,8 @@
 
 rows → series of finite values → named statistics → findings
 
-`RUN_RULES` apply with and without tokens. `MISMATCH_METRICS` have limits and growth rules, which judge a run without
-tokens. Health needs at least one of them, finite and in enough steps.
+`RUN_RULES` apply with and without tokens. `MISMATCH_METRICS` have limits and growth rules, which
+judge a run without tokens. Health needs at least one of them, finite and in enough steps.
 """
 
 import math
@@ -14,13 +14,16 @@ from statistics import fmean
 from slime_tis.health import MAX_K3, METRIC_PREFIXES, Finding, Rows, Rule, Values, evaluate, ramp
 
 LARGEST_VALUE = 1e12
-"""A metric above it counts as not finite. No mean over tokens reaches it, and its square is still a float."""
+"""A metric above it counts as not finite. No mean over tokens reaches it, and its square is still a
+float."""
 ROUNDING = 1e-6
 """Error of a mean in fp32; a value this far beyond a bound is possible."""
 MIN_STEPS = 9
-"""A run is healthy, or its metrics grow, on this number of finite values: three for each third of the run."""
+"""A run is healthy, or its metrics grow, on this number of finite values: three for each third of
+the run."""
 MIN_NAMED_CONFIDENCE = 0.7
-"""Below this confidence several causes share the pattern: the answer is `unexplained`, with them as candidates."""
+"""Below this confidence several causes share the pattern: the answer is `unexplained`, with them as
+candidates."""
 CERTAIN = 0.95
 """Confidence of a fact that needs no interpretation, such as a NaN."""
 
@@ -43,15 +46,17 @@ class MismatchMetric:
     largest: float
     """Largest distance that low precision or weights of a few steps ago make."""
     growth: tuple[float, float]
-    """Growth from the first to the last third of a run, as a factor: above the first number the engines may drift
-    apart, from the second on they do. With weights that are never updated, abs(Δ) grows 2 to 5 times and
-    k3 ≈ Δ²/2 grows 5 to 19 times."""
+    """Growth from the first to the last third of a run, as a factor: above the first number the
+    engines may drift apart, from the second on they do. With weights that are never updated, abs(Δ)
+    grows 2 to 5 times and k3 ≈ Δ²/2 grows 5 to 19 times."""
     late_growth: float = 1.6
-    """The same from the second third to the last one, from which on growth is certain; a jump has ended before."""
+    """The same from the second third to the last one, from which on growth is certain; a jump has
+    ended before."""
     grown: float
     """Smallest mean distance in the last third that counts as grown."""
     shows_health: bool = True
-    """Whether a small value shows that the engines agree. Means of Δ cancel, and a correlation ignores scale."""
+    """Whether a small value shows that the engines agree. Means of Δ cancel, and a correlation
+    ignores scale."""
 
 
 ABS = "train_rollout_logprob_abs_diff"
@@ -62,9 +67,17 @@ PEARSON = "training/rollout_actor_probs_pearson_corr"
 MISMATCH_METRICS = (
     # For normal noise k3 = π/4 · (mean abs(Δ))², so the limits of k3 and abs(Δ) are the same.
     MismatchMetric(
-        name=ABS, label="mean abs(Δ) (nats)", noise=2e-3, largest=0.25, growth=(3, 8), late_growth=1.8, grown=0.01
+        name=ABS,
+        label="mean abs(Δ) (nats)",
+        noise=2e-3,
+        largest=0.25,
+        growth=(3, 8),
+        late_growth=1.8,
+        grown=0.01,
     ),
-    MismatchMetric(name=K3, label="k3 (nats per token)", noise=3e-6, largest=MAX_K3, growth=(2, 4), grown=1e-4),
+    MismatchMetric(
+        name=K3, label="k3 (nats per token)", noise=3e-6, largest=MAX_K3, growth=(2, 4), grown=1e-4
+    ),
     MismatchMetric(
         name=K1,
         label="the mean of −Δ, k1 (nats per token)",
@@ -109,7 +122,8 @@ OTHER_SERIES = (
     "train/with_replay/mismatch_k3_kl",
 )
 SERIES = (*(metric.name for metric in MISMATCH_METRICS), *OTHER_SERIES)
-"""Metrics that the rules use; a name without a slash is a metric of the correction, under any of its prefixes."""
+"""Metrics that the rules use; a name without a slash is a metric of the correction, under any of
+its prefixes."""
 RATIOS = {
     "staleness ratio": (K3, "mismatch_k3_kl_staleness_0"),
     "replay ratio": ("train/without_replay/mismatch_k3_kl", "train/with_replay/mismatch_k3_kl"),
@@ -158,7 +172,9 @@ def run_statistics(rows: Rows) -> dict[str, float]:
     for metric in MISMATCH_METRICS:
         values |= _thirds(metric.name, series[metric.name])
         above = [value for value in series[metric.name] if value > metric.largest]
-        values[f"share above the limit of {metric.name}"] = len(above) / max(len(series[metric.name]), 1)
+        values[f"share above the limit of {metric.name}"] = len(above) / max(
+            len(series[metric.name]), 1
+        )
     gaps = series["train/entropy_gap"]
     if len(gaps) >= 5:
         mean = fmean(gaps)
@@ -185,11 +201,15 @@ def _thirds(name: str, numbers: list[float]) -> dict[str, float]:
 
 def _growth(metric: MismatchMetric, values: Values) -> float:
     """Confidence that a mismatch grows over a run although the weights count as current."""
-    first, middle, last = (values[f"{part} third of {metric.name}"] for part in ("first", "second", "last"))
+    first, middle, last = (
+        values[f"{part} third of {metric.name}"] for part in ("first", "second", "last")
+    )
     if values.get("max rollout/weight_staleness", 0) > 0 or first <= 0 or last < metric.grown:
         return 0.0
     low, high = metric.growth
-    return 0.7 * min(ramp(last, low * first, high * first), ramp(last, 1.2 * middle, metric.late_growth * middle))
+    return 0.7 * min(
+        ramp(last, low * first, high * first), ramp(last, 1.2 * middle, metric.late_growth * middle)
+    )
 
 
 def _growth_rule(metric: MismatchMetric) -> Rule:
@@ -198,8 +218,10 @@ def _growth_rule(metric: MismatchMetric) -> Rule:
         cause="weights_not_updated",
         metric=f"last third of {name}",
         condition=lambda _, values, __: _growth(metric, values),
-        message=f"{metric.label} grows from {{values[first third of {name}]:.2g}} over "
-        f"{{values[second third of {name}]:.2g}} to {{value:.2g}}, but the weights count as current",
+        message=(
+            f"{metric.label} grows from {{values[first third of {name}]:.2g}} over {{values[second"
+            f" third of {name}]:.2g}} to {{value:.2g}}, but the weights count as current"
+        ),
     )
 
 
@@ -208,7 +230,9 @@ def _noise_rule(metric: MismatchMetric) -> Rule:
         cause="rounding",
         metric=f"mean {metric.name}",
         condition=lambda value, *_: 0.35 * (value >= metric.noise),
-        message=f"{metric.label} is {{value:.2g}} on average; dumps of tokens show what it depends on",
+        message=(
+            f"{metric.label} is {{value:.2g}} on average; dumps of tokens show what it depends on"
+        ),
         share=0.3,
         detail="or another cause",
     )
@@ -220,9 +244,11 @@ def _limit_rule(metric: MismatchMetric) -> Rule:
         cause="unexplained",
         metric=f"max {name}",
         condition=lambda value, *_: MIN_NAMED_CONFIDENCE * (value > metric.largest),
-        message=f"{metric.label} is up to {{value:.3g}}, above {metric.largest:g} in "
-        f"{{values[share above the limit of {name}]:.0%}} of the steps: more than low precision or weights of a few "
-        "steps ago make",
+        message=(
+            f"{metric.label} is up to {{value:.3g}}, above {metric.largest:g} in {{values[share"
+            f" above the limit of {name}]:.0%}} of the steps: more than low precision or weights of"
+            " a few steps ago make"
+        ),
     )
 
 
@@ -230,7 +256,10 @@ def _has_mismatch(values: Values) -> bool:
     return any(f"mean {metric.name}" in values for metric in MISMATCH_METRICS)
 
 
-STALENESS = "the sampling weights are {values[mean rollout/weight_staleness]:.1f} optimizer steps behind on average"
+STALENESS = (
+    "the sampling weights are {values[mean rollout/weight_staleness]:.1f} optimizer steps behind on"
+    " average"
+)
 RUN_RULES = (
     Rule(
         cause="broken_tokens",
@@ -242,7 +271,8 @@ RUN_RULES = (
         cause="weights_not_updated",
         metric="mean rollout/update_received",
         condition=lambda value, values, _: (
-            (value <= 0.5 and values["count rollout/update_received"] >= 3) * (0.5 + 0.4 * ramp(value, 0.5, 0.1))
+            (value <= 0.5 and values["count rollout/update_received"] >= 3)
+            * (0.5 + 0.4 * ramp(value, 0.5, 0.1))
         ),
         message="after rounding, {value:.0%} of the weight updates arrive in the rollout engine",
     ),
@@ -250,8 +280,11 @@ RUN_RULES = (
     Rule(
         cause="stale_weights",
         metric="staleness ratio",
-        condition=lambda value, values, _: 0.9 * (values["mean rollout/weight_staleness"] > 0) * ramp(value, 1.0, 2.0),
-        message=STALENESS + "\nk3 of all tokens is {value:.1f} times as large as for tokens from current weights",
+        condition=lambda value, values, _: (
+            0.9 * (values["mean rollout/weight_staleness"] > 0) * ramp(value, 1.0, 2.0)
+        ),
+        message=STALENESS
+        + "\nk3 of all tokens is {value:.1f} times as large as for tokens from current weights",
     ),
     Rule(
         cause="stale_weights",
@@ -264,9 +297,13 @@ RUN_RULES = (
     Rule(
         cause="truncated_sampling",
         metric="gap in standard errors",
-        condition=lambda value, values, _: 0.7 * (value >= 5 and values["mean train/entropy_gap"] >= 0.02),
-        message="train/entropy_gap is {values[mean train/entropy_gap]:+.3f} on average, {value:.0f} standard errors "
-        "above 0",
+        condition=lambda value, values, _: (
+            0.7 * (value >= 5 and values["mean train/entropy_gap"] >= 0.02)
+        ),
+        message=(
+            "train/entropy_gap is {values[mean train/entropy_gap]:+.3f} on average, {value:.0f}"
+            " standard errors above 0"
+        ),
         share=0.3,
         detail="or a lower temperature",
     ),
@@ -304,10 +341,14 @@ def metric_findings(rows: Rows) -> list[Finding]:
     if too_large:
         best.pop("rounding", None)  # no precision makes a mismatch of this size
         growing = best.get("weights_not_updated")
-        if growing is not None and growing.confidence >= MIN_NAMED_CONFIDENCE:  # its mismatch has no limit
+        if (
+            growing is not None and growing.confidence >= MIN_NAMED_CONFIDENCE
+        ):  # its mismatch has no limit
             best["weights_not_updated"] = replace(growing, evidence=(*growing.evidence, *too_large))
         else:
-            best["unexplained"] = Finding("unexplained", tuple(too_large), MIN_NAMED_CONFIDENCE, share=0.5)
+            best["unexplained"] = Finding(
+                "unexplained", tuple(too_large), MIN_NAMED_CONFIDENCE, share=0.5
+            )
     if facts := invalid_values(rows):
         best["broken_metrics"] = Finding("broken_metrics", tuple(facts), CERTAIN, share=0.0)
     return list(best.values())
@@ -323,8 +364,8 @@ def invalid_values(rows: Rows, names: tuple[str, ...] = SERIES) -> list[str]:
         if infinite:
             share = len(infinite) / len(values)
             facts.append(
-                f"{name} is not finite in {len(infinite)} of {len(values)} steps ({share:.0%}), first at step "
-                f"{infinite[0]:.0f}"
+                f"{name} is not finite in {len(infinite)} of {len(values)} steps ({share:.0%}),"
+                f" first at step {infinite[0]:.0f}"
             )
         lowest, highest = bounds.get(name, (-math.inf, math.inf))
         finite = [(step, value) for step, value in values if is_usable(value)]
@@ -334,8 +375,8 @@ def invalid_values(rows: Rows, names: tuple[str, ...] = SERIES) -> list[str]:
             if impossible:
                 step, value = impossible[0]
                 facts.append(
-                    f"{name} is {value:.3g} at step {step:.0f}; it is {words} in {len(impossible)} of {len(values)} "
-                    "steps, which is impossible"
+                    f"{name} is {value:.3g} at step {step:.0f}; it is {words} in {len(impossible)}"
+                    f" of {len(values)} steps, which is impossible"
                 )
     return facts
 
@@ -343,21 +384,28 @@ def invalid_values(rows: Rows, names: tuple[str, ...] = SERIES) -> list[str]:
 def health(rows: Rows) -> Finding:
     """The result for metrics without a finding: `healthy` with its evidence, or `not_measured` with the reason."""
     series = {metric: series_of(rows, metric.name) for metric in MISMATCH_METRICS}
-    judged = [metric for metric, values in series.items() if metric.shows_health and len(values) >= MIN_STEPS]
+    judged = [
+        metric
+        for metric, values in series.items()
+        if metric.shows_health and len(values) >= MIN_STEPS
+    ]
     if judged:
         facts = []
         for metric in judged:
             values = series[metric]
             facts.append(
-                f"judged by {metric.label}: {fmean(values):.2g} on average over {len(values)} steps, "
-                f"{max(values):.2g} at most; below {metric.noise:g} it is noise of fp32"
+                f"judged by {metric.label}: {fmean(values):.2g} on average over {len(values)}"
+                f" steps, {max(values):.2g} at most; below {metric.noise:g} it is noise of fp32"
             )
         return Finding("healthy", tuple(facts), 0.9)
     logged = [(metric, values) for metric, values in series.items() if values]
     facts = []
     for metric, values in logged:
         if not metric.shows_health:
-            facts.append(f"{metric.label} is in the log, but a small value does not show that the engines agree")
+            facts.append(
+                f"{metric.label} is in the log, but a small value does not show that the engines"
+                " agree"
+            )
         else:
             facts.append(f"{metric.label} is in {len(values)} steps, fewer than {MIN_STEPS}")
     return Finding("not_measured", tuple(facts) or (NO_MISMATCH_METRIC,), 0.0, 0.0)

@@ -2,7 +2,8 @@
 
 Some rules use identities of importance sampling.
 
-Each rule returns a finding with the share of these tokens' mismatch, or None. Confidence 0 means that it is absent.
+Each rule returns a finding with the share of these tokens' mismatch, or None. Confidence 0 means
+that it is absent.
 """
 
 import numpy as np
@@ -13,7 +14,8 @@ from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, ramp
 MIN_LOG_MASS = -4.0
 """Smallest plausible logarithm of the mass that top-p or top-k keeps."""
 MIN_CLASS = 0.03
-"""Smallest share of the mismatch of the tokens that a penalty or a bias makes less likely, and of the others."""
+"""Smallest share of the mismatch of the tokens that a penalty or a bias makes less likely, and of
+the others."""
 MIN_BIASED = 8
 """Smallest number of tokens with a biased id."""
 CANDIDATES = 3
@@ -33,13 +35,23 @@ def truncated_sampling(tokens: Tokens) -> Finding | None:
     one_sided = float(negative / (negative + positive))
     lowest = float(np.quantile(log_ratio, 0.002))
     confidence = ramp(one_sided, 0.86, 0.97) * ramp(lowest, MIN_LOG_MASS, MIN_LOG_MASS + 1.5)
-    signs = f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost never more likely"
+    signs = (
+        f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost"
+        " never more likely"
+    )
     if not confidence:  # nearly all of the mass was removed
-        deep = f"0.2 % of the tokens have Δ below {lowest:.3f}: a likely token was never sampled there"
+        deep = (
+            f"0.2 % of the tokens have Δ below {lowest:.3f}: a likely token was never sampled there"
+        )
         detail = "a banned token or a minimum length"
         few = ramp(float(np.median(np.abs(log_ratio)) / np.abs(log_ratio).mean()), 0.4, 0.2)
-        return Finding("penalty", (signs, deep), 0.9 * few * ramp(one_sided, 0.95, 0.99), one_sided, detail)
-    evidence = (signs, f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above {np.exp(lowest):.2f}")
+        return Finding(
+            "penalty", (signs, deep), 0.9 * few * ramp(one_sided, 0.95, 0.99), one_sided, detail
+        )
+    evidence = (
+        signs,
+        f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above {np.exp(lowest):.2f}",
+    )
     return Finding("truncated_sampling", evidence, 0.96 * confidence, one_sided)
 
 
@@ -51,9 +63,15 @@ def sharper_sampling(tokens: Tokens) -> Finding | None:
         return None
     significance = gap / (error + 1e-9)
     evidence = (
-        f"log π_train + entropy is {gap:+.3f} on average instead of 0, a difference of {significance:.0f} "
-        "standard errors: sampling is sharper than the trained distribution",
-        "the reported log-probs do not show it: they were taken before truncation or before the temperature",
+        (
+            f"log π_train + entropy is {gap:+.3f} on average instead of 0, a difference of"
+            f" {significance:.0f} standard errors: sampling is sharper than the trained"
+            " distribution"
+        ),
+        (
+            "the reported log-probs do not show it: they were taken before truncation or before the"
+            " temperature"
+        ),
     )
     detail = "or a lower temperature, not in the reported log-probs"
     return Finding("truncated_sampling", evidence, 0.7 * ramp(significance, 4.5, 9.0), 0.0, detail)
@@ -62,12 +80,15 @@ def sharper_sampling(tokens: Tokens) -> Finding | None:
 def temperature(tokens: Tokens) -> Finding:
     """Δ is a function of log p + entropy: d log p / dβ = (log p + H)/β for the inverse temperature β.
 
-    The next term of the series, half of the variance of log p times (β − 1)², is positive at every token.
+    The next term of the series, half of the variance of log p times (β − 1)², is positive at every
+    token.
     """
     log_ratio, size = tokens.log_ratio, np.abs(tokens.log_ratio)
     has_entropy = bool(np.isfinite(tokens.surprise).all())
     surprise = tokens.surprise if has_entropy else tokens.train
-    design = np.stack([surprise, surprise**2, *([] if has_entropy else [np.ones(len(tokens))])], axis=1)
+    design = np.stack(
+        [surprise, surprise**2, *([] if has_entropy else [np.ones(len(tokens))])], axis=1
+    )
     weight = 1 / np.sqrt(size.mean() + size)[:, None]  # limits the influence of a few large tokens
     solution, *_ = np.linalg.lstsq(design * weight, log_ratio * weight[:, 0], rcond=None)
     residual = (((log_ratio - design @ solution) * weight[:, 0]) ** 2).sum()
@@ -81,10 +102,15 @@ def temperature(tokens: Tokens) -> Finding:
     ratio = 1 / max(1 - slope, 0.05)
     variable = "log p + entropy" if has_entropy else "log p"
     evidence = (
-        f"{explained:.0%} of the variance of Δ depends on {variable}, as with a different temperature",
+        (
+            f"{explained:.0%} of the variance of Δ depends on {variable}, as with a different"
+            " temperature"
+        ),
         f"slope {slope:+.3f}: rollout temperature / training temperature is about {ratio:.2f}",
     )
-    return Finding("temperature", evidence, 0.85 * confidence, explained, f"rollout/training ≈ {ratio:.2f}")
+    return Finding(
+        "temperature", evidence, 0.85 * confidence, explained, f"rollout/training ≈ {ratio:.2f}"
+    )
 
 
 def stale_weights(tokens: Tokens) -> Finding | None:
@@ -95,13 +121,23 @@ def stale_weights(tokens: Tokens) -> Finding | None:
     old = staleness > staleness.min()
     behind = f"the sampling weights are {staleness.mean():.1f} optimizer steps behind on average"
     if not old.any():
-        return Finding("stale_weights", (behind, "all tokens have the same age, so precision may contribute"), 0.62)
+        return Finding(
+            "stale_weights",
+            (behind, "all tokens have the same age, so precision may contribute"),
+            0.62,
+        )
     if min(old.sum(), (~old).sum()) < MIN_TOKENS:
         return None
     ratio = _noise(tokens.only(old)) / max(_noise(tokens.only(~old)), 1e-9)
     confidence = max(ramp(ratio, 1.3, 2.5), 0.6 if staleness.min() > 0 else 0.0)
     share = float(tokens.size[old].sum() / tokens.size.sum())
-    evidence = (behind, f"abs(Δ) of tokens from older weights is {ratio:.1f} times as large as from the newest weights")
+    evidence = (
+        behind,
+        (
+            f"abs(Δ) of tokens from older weights is {ratio:.1f} times as large as from the newest"
+            " weights"
+        ),
+    )
     return Finding("stale_weights", evidence, 0.93 * confidence, share)
 
 
@@ -120,17 +156,23 @@ def weights_not_updated(tokens: Tokens) -> Finding | None:
     ages_differ = tokens.staleness is not None and len(np.unique(tokens.staleness)) > 1
     if growth == 0 or (ages_differ and not stuck):
         return None
-    evidence = [f"abs(Δ) relative to 1 − p grows from {first:.2g} in the first steps to {last:.2g} in the last steps"]
+    evidence = [
+        f"abs(Δ) relative to 1 − p grows from {first:.2g} in the first steps to {last:.2g} in the"
+        " last steps"
+    ]
     if stuck:
         evidence.append("all tokens have the same weight version")
     elif tokens.staleness is not None:
-        evidence.append(f"the reported staleness is {tokens.staleness.mean():.1f} steps in every step")
+        evidence.append(
+            f"the reported staleness is {tokens.staleness.mean():.1f} steps in every step"
+        )
     return Finding("weights_not_updated", tuple(evidence), (0.95 if stuck else 0.65) * growth)
 
 
 def position(tokens: Tokens) -> Finding | None:
     """abs(Δ) relative to 1 − p grows over the response (drift) or falls (different prompt)."""
-    # an update moves some positions more than others, and partial rollouts start with their oldest tokens
+    # an update moves some positions more than others, and partial rollouts start with their oldest
+    # tokens
     newest = _of_newest_weights(tokens)
     edges = np.unique(np.quantile(newest.position, np.linspace(0, 1, 7)).astype(np.int64))
     if len(edges) < 4 or len(newest) < 10 * MIN_TOKENS:
@@ -138,14 +180,25 @@ def position(tokens: Tokens) -> Finding | None:
     bins = np.clip(np.searchsorted(edges, newest.position, side="right") - 1, 0, len(edges) - 2)
     size = np.array([_median_noise(newest.only(bins == i)) for i in range(len(edges) - 1)])
     rank, later = _rank_correlation(size), float(np.median(size[1:]))
-    values = f"{size[0]:.2g} at the first tokens, {later:.2g} later and {size[-1]:.2g} at the last tokens"
+    values = (
+        f"{size[0]:.2g} at the first tokens, {later:.2g} later and {size[-1]:.2g} at the last"
+        " tokens"
+    )
     if size[0] < size[1:].min():
         confidence = ramp(later / max(float(size[0]), 1e-9), 1.5, 2.2)
-        cause, evidence = "position_drift", f"abs(Δ) relative to 1 − p grows over the response: {values}"
+        cause, evidence = (
+            "position_drift",
+            f"abs(Δ) relative to 1 − p grows over the response: {values}",
+        )
     else:
         confidence = ramp(size[0] / max(size[-1], 1e-9), 1.5, 2.5) * ramp(-rank, 0.5, 0.8)
-        cause, evidence = "other_prompt", f"abs(Δ) relative to 1 − p falls like the influence of the prompt: {values}"
-    return Finding(cause, (evidence,), 0.6 * confidence, float(newest.size.sum() / tokens.size.sum()))
+        cause, evidence = (
+            "other_prompt",
+            f"abs(Δ) relative to 1 − p falls like the influence of the prompt: {values}",
+        )
+    return Finding(
+        cause, (evidence,), 0.6 * confidence, float(newest.size.sum() / tokens.size.sum())
+    )
 
 
 def moe_routing(tokens: Tokens) -> Finding | None:
@@ -174,11 +227,22 @@ def rounding(tokens: Tokens) -> Finding | None:
     noise = _noise(newest)
     share = min(noise / _noise(tokens), 1.0)
     where = "" if len(newest) == len(tokens) else " on tokens from the newest weights"
-    size = f"abs(Δ) is {mean:.2g} nats on average{where}, {noise:.2g} relative to 1 − p, with both signs"
+    size = (
+        f"abs(Δ) is {mean:.2g} nats on average{where}, {noise:.2g} relative to 1 − p, with both"
+        " signs"
+    )
     if grid := reported_grid(tokens.rollout) or reported_grid(tokens.train):
         rounded = f"all log-probs are {grid} numbers: they were rounded when they were reported"
         return Finding("rounding", (size, rounded), 0.8, share, grid)
-    kind = "bf16" if noise < 0.006 else "bf16 or int8" if noise < 0.025 else "fp8" if noise < 0.4 else ""
+    kind = (
+        "bf16"
+        if noise < 0.006
+        else "bf16 or int8"
+        if noise < 0.025
+        else "fp8"
+        if noise < 0.4
+        else ""
+    )
     if not kind:
         return Finding("unexplained", (size, "no precision makes this much noise"), 0.5, share)
     detail, statement, fits = named_precision(tokens.precisions, kind)
@@ -200,7 +264,10 @@ FITS = {
 def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str, bool]:
     """The precision that explains noise of a size, a statement about the run's precisions, and whether they fit."""
     train, rollout = precisions
-    named = f"the run uses {train or 'an unknown precision'} for training and {rollout} for the rollout engine"
+    named = (
+        f"the run uses {train or 'an unknown precision'} for training and {rollout} for the rollout"
+        " engine"
+    )
     if not rollout:
         return size, "", False
     for precision in (rollout, train):
@@ -208,7 +275,11 @@ def named_precision(precisions: tuple[str, str], size: str) -> tuple[str, str, b
             return precision, f"{named}, which fits", True
     if rollout in FITS or train in FITS:
         return size, f"{named}, which makes noise of another size: look for a second cause", False
-    return size, f"{named}: something else rounds, such as a cache, a kernel or a reduced matrix product", False
+    return (
+        size,
+        f"{named}: something else rounds, such as a cache, a kernel or a reduced matrix product",
+        False,
+    )
 
 
 def reported_grid(log_probs: Floats) -> str:
@@ -231,8 +302,8 @@ def concentration(size: Floats) -> float:
 def penalty(tokens: Tokens) -> Finding | None:
     """A penalty lowers tokens that came before, and raises all others: Δ ≤ 0 for the others.
 
-    Δ of the lowered tokens is positive unless likelier tokens are lowered even more. A repetition penalty below 1
-    exchanges the signs.
+    Δ of the lowered tokens is positive unless likelier tokens are lowered even more. A repetition
+    penalty below 1 exchanges the signs.
     """
     if tokens.repeats is None:
         return None
@@ -245,7 +316,9 @@ def penalty(tokens: Tokens) -> Finding | None:
         for sign in (1, -1)
     )
     words = ("positive", "negative")[::sign]
-    evidence = (f"Δ is {words[0]} for tokens that came before {place}, and {words[1]} for all others",)
+    evidence = (
+        f"Δ is {words[0]} for tokens that came before {place}, and {words[1]} for all others",
+    )
     return Finding("penalty", evidence, 0.95 * confidence)
 
 
@@ -268,9 +341,9 @@ def logit_bias(tokens: Tokens) -> Finding | None:
 def _opposite_signs(log_ratio: Floats, chosen: Mask) -> float:
     """Confidence that Δ is mostly positive for the chosen tokens, and always negative for the others."""
     chosen_size, other_size = (np.abs(log_ratio[part]).sum() for part in (chosen, ~chosen))
-    if min(chosen.sum(), (~chosen).sum()) < MIN_BIASED or min(chosen_size, other_size) < MIN_CLASS * (
-        chosen_size + other_size
-    ):
+    if min(chosen.sum(), (~chosen).sum()) < MIN_BIASED or min(
+        chosen_size, other_size
+    ) < MIN_CLASS * (chosen_size + other_size):
         return 0.0
     positive = np.maximum(log_ratio[chosen], 0).sum() / chosen_size
     negative = np.maximum(-log_ratio[~chosen], 0).sum() / other_size
@@ -294,14 +367,21 @@ def another_model(tokens: Tokens) -> Finding | None:
     ratio, error = mean_of(higher, tokens.sample)
     inverse, inverse_error = mean_of(lower, tokens.sample)
     difference, difference_error = mean_of(higher - lower, tokens.sample)
-    is_larger = ratio - 1 > STANDARD_ERRORS * error and difference > STANDARD_ERRORS * difference_error
+    is_larger = (
+        ratio - 1 > STANDARD_ERRORS * error and difference > STANDARD_ERRORS * difference_error
+    )
     if not is_larger or inverse - 1 > 3 * inverse_error:
         return None
     evidence = (
-        f"the tokens are samples of training's distribution: the mean of min(π_rollout/π_train, e²) is {inverse:.3f} ± "
-        f"{inverse_error:.3f}, as for log-probs of another model on these tokens",
-        f"they are no samples of the reported distribution: the mean of min(π_train/π_rollout, e²) is {ratio:.2f} ± "
-        f"{error:.2f}, above 1",
+        (
+            "the tokens are samples of training's distribution: the mean of min(π_rollout/π_train,"
+            f" e²) is {inverse:.3f} ± {inverse_error:.3f}, as for log-probs of another model on"
+            " these tokens"
+        ),
+        (
+            "they are no samples of the reported distribution: the mean of min(π_train/π_rollout,"
+            f" e²) is {ratio:.2f} ± {error:.2f}, above 1"
+        ),
     )
     return Finding("other_model", evidence, 0.9)
 
@@ -318,7 +398,10 @@ def sampling(tokens: Tokens) -> str:
         return ""
     mean = f"the mean of min(π_train/π_rollout, e²) is {ratio:.3f} ± {error:.3f}"
     if is_reported:
-        return f"the tokens are samples of the reported distribution ({mean}): the engines' networks or inputs differ"
+        return (
+            f"the tokens are samples of the reported distribution ({mean}): the engines' networks"
+            " or inputs differ"
+        )
     return f"the tokens are samples of training's distribution ({mean}): {ONLY_REPORTED}"
 
 
@@ -330,9 +413,13 @@ def _bounded(log_ratio: Floats) -> Floats:
 
 def decoding(tokens: Tokens) -> Finding | None:
     """The first token of the responses agrees exactly, and later ones do not: reading the prompt is not the problem."""
-    tokens = tokens.only(tokens.uncertainty > 0.05)  # a certain first token, such as a tag, always agrees
+    tokens = tokens.only(
+        tokens.uncertainty > 0.05
+    )  # a certain first token, such as a tag, always agrees
     first = tokens.position == 0
-    is_penalized = (found := penalty(tokens)) is not None and found.confidence > 0  # the first token has no penalty
+    is_penalized = (
+        found := penalty(tokens)
+    ) is not None and found.confidence > 0  # the first token has no penalty
     if is_penalized or first.sum() < 10 or (~first).sum() < 10 * MIN_TOKENS:
         return None
     at_first = float(np.abs(tokens.log_ratio[first]).mean())
@@ -340,17 +427,29 @@ def decoding(tokens: Tokens) -> Finding | None:
     if not later > NEGLIGIBLE_DIFFERENCE:
         return None
     evidence = (
-        f"abs(Δ) is {at_first:.2g} nats at the first token, and its median is {later:.2g} later: the engines agree on "
-        "the prompt and differ on sampled tokens",
+        (
+            f"abs(Δ) is {at_first:.2g} nats at the first token, and its median is {later:.2g}"
+            " later: the engines agree on the prompt and differ on sampled tokens"
+        ),
     )
-    return Finding("position_drift", evidence, 0.9 * ramp(at_first / later, 0.02, 0.01), 1.0, "after the first token")
+    return Finding(
+        "position_drift",
+        evidence,
+        0.9 * ramp(at_first / later, 0.02, 0.01),
+        1.0,
+        "after the first token",
+    )
 
 
 def unstable(tokens: Tokens) -> Finding | None:
     """One engine gives different log-probs for the same token after the same tokens."""
     if tokens.context is None or ONLY_REPORTED in sampling(tokens):
         return None
-    key = [column for column in (tokens.context, tokens.version, tokens.step, tokens.worker) if column is not None]
+    key = [
+        column
+        for column in (tokens.context, tokens.version, tokens.step, tokens.worker)
+        if column is not None
+    ]
     _, group, counts = np.unique(np.stack(key), axis=1, return_inverse=True, return_counts=True)
     repeated = counts[group] > 1
     if repeated.sum() < MIN_REPEATED:
@@ -366,15 +465,22 @@ def unstable(tokens: Tokens) -> Finding | None:
         return None
     share = min(spreads[engine] / size, 1.0)
     evidence = (
-        f"{engine} gives log-probs that differ by {spreads[engine]:.2g} nats for the same token after the same tokens "
-        f"({repeated.sum()} tokens); abs(Δ) of these tokens is {size:.2g}",
+        (
+            f"{engine} gives log-probs that differ by {spreads[engine]:.2g} nats for the same token"
+            f" after the same tokens ({repeated.sum()} tokens); abs(Δ) of these tokens is"
+            f" {size:.2g}"
+        ),
     )
     return Finding("dropout", evidence, 0.85 * ramp(share, 0.25, 0.5), share, f"in {engine}")
 
 
 def _of_newest_weights(tokens: Tokens) -> Tokens:
     """Tokens from the newest weights; all tokens if their age is unknown."""
-    return tokens if tokens.staleness is None else tokens.only(tokens.staleness == tokens.staleness.min())
+    return (
+        tokens
+        if tokens.staleness is None
+        else tokens.only(tokens.staleness == tokens.staleness.min())
+    )
 
 
 def _noise(tokens: Tokens) -> float:

@@ -1,7 +1,8 @@
 """Proves the cause of a mismatch: scores samples again under each hypothesis and measures what disappears.
 
-The wrong engine is the one that `rescore` finds. Each hypothesis changes the reference scorer, its parameter is fitted
-on some samples, and the share of Σ|Δ| that disappears is measured on the others.
+The wrong engine is the one that `rescore` finds. Each hypothesis changes the reference scorer, its
+parameter is fitted on some samples, and the share of Σ|Δ| that disappears is measured on the
+others.
 """
 
 import os
@@ -13,23 +14,35 @@ import numpy as np
 import torch
 
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
-from slime_tis.analysis.diagnosis.rescore import NEGLIGIBLE_ERROR, HfScorer, Rescored, Scorer, load_model, rescore
+from slime_tis.analysis.diagnosis.rescore import (
+    NEGLIGIBLE_ERROR,
+    HfScorer,
+    Rescored,
+    Scorer,
+    load_model,
+    rescore,
+)
 from slime_tis.analysis.diagnosis.search import Edit, Measured, Search
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 MIN_SAMPLES, MIN_HELD_OUT = 8, 8
-"""Samples without which nothing is searched for, and held-out samples without which nothing is proven."""
+"""Samples without which nothing is searched for, and held-out samples without which nothing is
+proven."""
 PROVEN, PARTIAL = 0.9, 0.3
-"""Smallest share of the mismatch that disappears under a proven cause, and under one that explains a part."""
+"""Smallest share of the mismatch that disappears under a proven cause, and under one that explains
+a part."""
 BETTER = 0.05
 """Share that a second hypothesis must add."""
 RESAMPLES = 1000
 MIN_NOISE_SHARE, NOISE_RANGE = 0.05, (0.6, 1.7)
-"""Smallest share of the mismatch that a precision repeats, and its noise as a multiple of the mismatch."""
+"""Smallest share of the mismatch that a precision repeats, and its noise as a multiple of the
+mismatch."""
 OTHER_MODEL = 0.3
-"""A mean |Δ| below this share of both engines' errors means that both engines have other weights."""
+"""A mean |Δ| below this share of both engines' errors means that both engines have other
+weights."""
 SECOND_RANGE, MAX_CORRELATION = (0.5, 2.0), 0.5
-"""Two scorings of the same weights have errors of this ratio and at most this correlation if they are noise."""
+"""Two scorings of the same weights have errors of this ratio and at most this correlation if they
+are noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +66,16 @@ class Proof:
     engine: str
     """rollout or training; empty if both engines agree with the reference."""
     causes: tuple[str, ...] = ()
-    """Causes of the explanations and their rivals, in `CAUSES`; none if nothing explains the mismatch."""
+    """Causes of the explanations and their rivals, in `CAUSES`; none if nothing explains the
+    mismatch."""
     explained: float = 0.0
     """Share that disappears under all explanations together."""
     is_proven: bool = False
-    """Whether one cause explains nearly all of the mismatch, on enough samples and better than the others."""
+    """Whether one cause explains nearly all of the mismatch, on enough samples and better than the
+    others."""
     is_noise: bool = False
-    """Whether the cause is a noise of the size of the mismatch, which scoring again repeats in part."""
+    """Whether the cause is a noise of the size of the mismatch, which scoring again repeats in
+    part."""
     explanations: tuple[Explanation, ...] = ()
     """The causes, then the best of the others."""
     rivals: tuple[str, ...] = ()
@@ -69,13 +85,14 @@ class Proof:
     """Number of hypotheses that were tried."""
 
 
-def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> tuple[Rescored, Proof]:
+def prove(
+    table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()
+) -> tuple[Rescored, Proof]:
     """Searches for the fault that explains the mismatch of a dump.
 
-    Args:
-        table: With token ids, prompts and the log-probs of both engines.
-        hf_checkpoint: The model that training had when it scored the samples.
-        others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine may have.
+    Args: table: With token ids, prompts and the log-probs of both engines. hf_checkpoint: The model
+        that training had when it scored the samples. others: Other checkpoints of the run,
+        adapters, or a draft model, which the rollout engine may have.
 
     Raises:
         ValueError: The dump cannot be scored, or a path is not a model directory.
@@ -85,11 +102,17 @@ def prove(table: TokenTable, hf_checkpoint: str, others: Sequence[str] = ()) -> 
     model = load_model(hf_checkpoint)
     own = model.state_dict()
     loaded = {
-        path: read_adapter(path, own) if os.path.exists(os.path.join(path, "adapter_config.json")) else load_model(path)
+        path: (
+            read_adapter(path, own)
+            if os.path.exists(os.path.join(path, "adapter_config.json"))
+            else load_model(path)
+        )
         for path in others
     }
     try:
-        tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            hf_checkpoint, local_files_only=True, trust_remote_code=False
+        )
     except Exception:  # the hypotheses on templates need it, the others do not
         tokenizer = None
     return explain_disagreement(model, table, others=loaded, tokenizer=tokenizer)
@@ -105,14 +128,15 @@ def explain_disagreement(
 ) -> tuple[Rescored, Proof]:
     """Says which engine is wrong and searches for the fault that explains it.
 
-    Args:
-        scorer: A causal language model of transformers, or a function (token ids [S] of prompt and response, response
-            length T) → logits [T, V] of a training engine, before the temperature. A function limits the search to
-            faults of the prompt, the logits and the reported log-probs.
-        samples: At least 16, each with prompt, token, train_log_prob and rollout_log_prob. A second scoring of the same
-            weights by training may be in old_log_prob.
+    Args: scorer: A causal language model of transformers, or a function (token ids [S] of prompt
+        and response, response
+            length T) → logits [T, V] of a training engine, before the temperature. A function
+            limits the search to faults of the prompt, the logits and the reported log-probs.
+        samples: At least 16, each with prompt, token, train_log_prob and rollout_log_prob. A second
+            scoring of the same weights by training may be in old_log_prob.
         temperature: Of both engines' log-probs, if samples is no table.
-        others: Tensors of other weights that the rollout engine may have, or other models, by a name for the answer.
+        others: Tensors of other weights that the rollout engine may have, or other models, by a
+            name for the answer.
         tokenizer: Of transformers, for faults of the chat template.
 
     Returns:
@@ -143,9 +167,15 @@ class _Case:
         search = self.search
         empty = Proof(sentence="", engine=self.rescored.engine, samples=len(search.inputs))
         if not self.rescored.engine or len(search.inputs) < MIN_SAMPLES or not search.before.sum():
-            reason = "too few samples of the step fit" if self.rescored.engine else "there is nothing to explain"
+            reason = (
+                "too few samples of the step fit"
+                if self.rescored.engine
+                else "there is nothing to explain"
+            )
             return replace(empty, sentence=f"No cause is searched for: {reason}.")
-        mean = float(torch.cat(search.delta).nan_to_num(0.0, 10.0, -10.0).abs().clamp(max=10).mean())
+        mean = float(
+            torch.cat(search.delta).nan_to_num(0.0, 10.0, -10.0).abs().clamp(max=10).mean()
+        )
         if mean < OTHER_MODEL * min(self.rescored.train_error, self.rescored.rollout_error):
             words = "The checkpoint is not the model of these samples: both engines differ from it."
             return replace(empty, sentence=words)
@@ -178,10 +208,14 @@ class _Case:
             proof,
             sentence=self._sentence(proof, len(causes)),
             explained=last.share,
-            is_proven=last.interval[0] >= PROVEN and len(search.held_out) >= MIN_HELD_OUT and agrees,
+            is_proven=last.interval[0] >= PROVEN
+            and len(search.held_out) >= MIN_HELD_OUT
+            and agrees,
         )
 
-    def _with_second(self, first: Measured, others: list[Measured]) -> tuple[list[Measured], list[Measured]]:
+    def _with_second(
+        self, first: Measured, others: list[Measured]
+    ) -> tuple[list[Measured], list[Measured]]:
         """Adds the hypothesis that helps most next to the first, and fits the first again next to it."""
         search = self.search
         both = search.ranked(((first.name, first.value),))
@@ -197,20 +231,25 @@ class _Case:
     def _is_noise_of(self, best: Measured) -> bool:
         """Whether the mismatch has the size of a precision's noise, and a part of it is this very noise.
 
-        The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats a part of it only.
+        The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats a part
+        of it only.
         """
         search = self.search
         explanation = self._explanation(best)
         is_settled = explanation.interval[0] < MIN_NOISE_SHARE or explanation.interval[0] >= PROVEN
         hypothesis = search.table[best.name]
-        if hypothesis.cause != "rounding" or len(hypothesis.values) > 1 or is_settled:  # a setting is no noise
+        if (
+            hypothesis.cause != "rounding" or len(hypothesis.values) > 1 or is_settled
+        ):  # a setting is no noise
             return False
         (rows,) = search.score([((best.name, best.value),)], search.held_out)
         noise = [
             float((row - search.reference[i])[search.delta[i].isfinite()].abs().clamp(max=10).sum())
             for i, row in zip(search.held_out, rows, strict=True)
         ]
-        return NOISE_RANGE[0] <= sum(noise) / max(float(search.before.sum()), 1e-30) <= NOISE_RANGE[1]
+        return (
+            NOISE_RANGE[0] <= sum(noise) / max(float(search.before.sum()), 1e-30) <= NOISE_RANGE[1]
+        )
 
     def _two_scorings(self) -> str:
         """Dropout in words: training scored the same weights twice, and the errors of both are independent."""
@@ -226,8 +265,9 @@ class _Case:
         if not (are_alike and correlation <= MAX_CORRELATION):
             return ""
         return (
-            f"Training's two scorings of the same weights differ by {size:.2g} nats on average, and the errors of both "
-            "are unrelated: dropout is on, or kernels give other results each time."
+            f"Training's two scorings of the same weights differ by {size:.2g} nats on average, and"
+            " the errors of both are unrelated: dropout is on, or kernels give other results each"
+            " time."
         )
 
     def _shares(self, measured: Measured) -> Any:
@@ -239,7 +279,9 @@ class _Case:
     def _explanation(self, measured: Measured) -> Explanation:
         low, high = np.quantile(self._shares(measured), [0.025, 0.975]).tolist()
         share = self.search.share(measured)
-        return Explanation(name=measured.name, value=measured.value, share=share, interval=(low, high))
+        return Explanation(
+            name=measured.name, value=measured.value, share=share, interval=(low, high)
+        )
 
     def _is_rival(self, other: Measured, best: Measured) -> bool:
         """Whether the interval of the difference to the best hypothesis includes 0."""
@@ -258,14 +300,17 @@ class _Case:
         top = float(every[: max(1, len(every) // 100)].sum() / total)
         halves = float(sum(x[: len(x) // 2].sum() for x in size) / total)
         return (
-            f"{self._engine} is wrong, but the mismatch is not explained by any of these {len(self.search.table)} "
-            f"hypotheses (the best, {best.name}, removes {max(best.share, 0):.0%}). 1 % of the tokens carry {top:.0%} "
-            f"of it, and the first halves of the responses {halves:.0%}."
+            f"{self._engine} is wrong, but the mismatch is not explained by any of these"
+            f" {len(self.search.table)} hypotheses (the best, {best.name}, removes"
+            f" {max(best.share, 0):.0%}). 1 % of the tokens carry {top:.0%} of it, and the first"
+            f" halves of the responses {halves:.0%}."
         )
 
     def _sentence(self, proof: Proof, causes: int) -> str:
         search, explained = self.search, proof.explanations[:causes]
-        claims = " and ".join(search.table[each.name].claim.format(value=each.value) for each in explained)
+        claims = " and ".join(
+            search.table[each.name].claim.format(value=each.value) for each in explained
+        )
         last, held_out = explained[-1], len(search.held_out)
         low, high = last.interval
         verdict = "."
@@ -277,8 +322,12 @@ class _Case:
             verdict = f". A proof needs {MIN_HELD_OUT} held-out samples."
         elif low < PROVEN:
             verdict = f". A proof needs more samples: the interval goes below {PROVEN:.0%}."
-        tie = f" Cannot be told apart: {' or '.join((last.name, *proof.rivals))}." if proof.rivals else ""
+        tie = (
+            f" Cannot be told apart: {' or '.join((last.name, *proof.rivals))}."
+            if proof.rivals
+            else ""
+        )
         return (
-            f"{self._engine} {claims}: with it {last.share:.1%} of the mismatch disappears on {held_out} held-out "
-            f"samples (95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
+            f"{self._engine} {claims}: with it {last.share:.1%} of the mismatch disappears on"
+            f" {held_out} held-out samples (95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
         )

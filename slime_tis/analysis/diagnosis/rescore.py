@@ -55,19 +55,23 @@ class Rescored:
             return "the rollout engine is wrong: training agrees with fp32"
         if train > WRONG_ENGINE_RATIO * rollout:
             return "training is wrong: the rollout engine agrees with fp32"
-        return "both differ from fp32: the model has other weights, or both engines get a wrong input"
+        return (
+            "both differ from fp32: the model has other weights, or both engines get a wrong input"
+        )
 
     def __str__(self) -> str:
         """The verdict with its numbers."""
         step = "" if self.step is None else f" of step {self.step}"
         return (
-            f"{self.verdict} ({self.tokens} tokens of {self.samples} samples{step}: mean abs(log π − log π_fp32) is "
-            f"{self.train_error:.2g} of training and {self.rollout_error:.2g} of the rollout engine, nats)"
+            f"{self.verdict} ({self.tokens} tokens of {self.samples} samples{step}: mean abs(log π"
+            f" − log π_fp32) is {self.train_error:.2g} of training and {self.rollout_error:.2g} of"
+            " the rollout engine, nats)"
         )
 
 
 Scorer = Callable[[Tensor, int], Tensor]
-"""(token ids [S] of prompt and response, response length T) → logits [T, V] of the response, before the temperature."""
+"""(token ids [S] of prompt and response, response length T) → logits [T, V] of the response, before
+the temperature."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,17 @@ class HfScorer:
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, response: int, **inputs: Any) -> Tensor:
         """Logits; `inputs` are further arguments of the model."""
-        logits: Tensor = self.model(tokens[None].to(self.model.device), logits_to_keep=response + 1, **inputs).logits
+        logits: Tensor = self.model(
+            tokens[None].to(self.model.device), logits_to_keep=response + 1, **inputs
+        ).logits
         return logits[0, :-1].float().cpu()
 
 
 def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
     """Scores a few samples again with the weights that sampled them.
 
-    The initial checkpoint of a training run fits its first step, and an exported checkpoint fits the last step.
+    The initial checkpoint of a training run fits its first step, and an exported checkpoint fits
+    the last step.
     """
     if table.token is None or table.prompt is None:
         raise ValueError("scoring again needs token ids and prompts, which this dump lacks.")
@@ -96,10 +103,15 @@ def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
         outside = ids[(ids < 0) | (ids >= vocabulary)]
         if len(outside):
             raise ValueError(
-                f"the dump has token id {outside[0]} but the model {quoted_path(scorer.model.name_or_path)} has "
-                f"{vocabulary}; give the model that sampled."
+                f"the dump has token id {outside[0]} but the model"
+                f" {quoted_path(scorer.model.name_or_path)} has {vocabulary}; give the model that"
+                " sampled."
             )
-    scored = [each for step, chosen in _chosen(table) if (each := _compare(table, scorer, step, chosen)) is not None]
+    scored = [
+        each
+        for step, chosen in _chosen(table)
+        if (each := _compare(table, scorer, step, chosen)) is not None
+    ]
     if not scored:
         raise ValueError(f"no sample of the dump has log-probs and at most {MAX_TOKENS} tokens.")
     return min(scored, key=lambda each: min(each.train_error, each.rollout_error))
@@ -121,15 +133,24 @@ def load_model(directory: str) -> Any:
 def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
     """Indices of the rescored samples, by step."""
     prompts = np.array([len(prompt) for prompt in table.prompt or ()])
-    fits = (prompts + table.response_length <= MAX_TOKENS) & (prompts > 0) & (table.response_length > 0)
+    fits = (
+        (prompts + table.response_length <= MAX_TOKENS)
+        & (prompts > 0)
+        & (table.response_length > 0)
+    )
     if table.step is None:
         return [(None, np.flatnonzero(fits)[:SAMPLES_PER_STEP].tolist())]
     steps = sorted({int(table.step.min()), int(table.step.max())}) if len(table) else []
-    return [(step, np.flatnonzero(fits & (table.step == step))[:SAMPLES_PER_STEP].tolist()) for step in steps]
+    return [
+        (step, np.flatnonzero(fits & (table.step == step))[:SAMPLES_PER_STEP].tolist())
+        for step in steps
+    ]
 
 
 @torch.inference_mode()
-def _compare(table: TokenTable, scorer: Scorer, step: int | None, chosen: Sequence[int]) -> Rescored | None:
+def _compare(
+    table: TokenTable, scorer: Scorer, step: int | None, chosen: Sequence[int]
+) -> Rescored | None:
     assert table.token is not None and table.prompt is not None
     temperature = float(table.metadata.get("temperature") or 1.0)
     train, rollout = [np.zeros(0)], [np.zeros(0)]
@@ -144,5 +165,13 @@ def _compare(table: TokenTable, scorer: Scorer, step: int | None, chosen: Sequen
     tokens = sum(map(len, train))
     if not tokens:
         return None
-    train_error, rollout_error = (float(np.concatenate(errors).sum() / tokens) for errors in (train, rollout))
-    return Rescored(samples=len(chosen), tokens=tokens, step=step, train_error=train_error, rollout_error=rollout_error)
+    train_error, rollout_error = (
+        float(np.concatenate(errors).sum() / tokens) for errors in (train, rollout)
+    )
+    return Rescored(
+        samples=len(chosen),
+        tokens=tokens,
+        step=step,
+        train_error=train_error,
+        rollout_error=rollout_error,
+    )

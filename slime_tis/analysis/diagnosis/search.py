@@ -1,11 +1,11 @@
 """Scores samples under each hypothesis, fits its parameter, and measures the mismatch that remains.
 
-With h the log-probs under a hypothesis and r the reference's, the remaining mismatch is Δ + h − r for the rollout
-engine and Δ − h + r for training.
+With h the log-probs under a hypothesis and r the reference's, the remaining mismatch is Δ + h − r
+for the rollout engine and Δ − h + r for training.
 
-The cost of a forward pass sets the size of the search: parameters are fitted on a few of the even samples, and the best
-hypotheses are measured on all odd ones. Hypotheses on logits and log-probs share one forward pass. A hypothesis that
-explains all ends the search before costlier ones.
+The cost of a forward pass sets the size of the search: parameters are fitted on a few of the even
+samples, and the best hypotheses are measured on all odd ones. Hypotheses on logits and log-probs
+share one forward pass. A hypothesis that explains all ends the search before costlier ones.
 
 Shapes: T response tokens of a sample, B samples.
 """
@@ -37,7 +37,8 @@ MIN_RESPONSE = 64
 SCORED_WORK, MIN_SCORED, MAX_SCORED = 1e12, 4096, 16_384
 """Work (parameters × tokens) of one pass over all samples, and limits of its tokens."""
 FITTED_WORK, MIN_FITTED, MIN_FITTED_SAMPLES = 6e10, 256, 4
-"""Work of one pass over the samples that parameters are fitted on, and their smallest numbers of tokens and samples."""
+"""Work of one pass over the samples that parameters are fitted on, and their smallest numbers of
+tokens and samples."""
 ENGINE_PARAMETERS = 1e8
 """Size that a training engine's model is taken to have."""
 MAX_CACHED, MAX_BATCH = 2**29, 2**24
@@ -45,11 +46,14 @@ MAX_CACHED, MAX_BATCH = 2**29, 2**24
 ROUNDS = 7
 """Refinements of a parameter, each with a step of 0.6 of the last."""
 MIN_OF_GRID = 0.4
-"""Smallest refined value as a multiple of the grid's smallest: a soft cap below 2 is no setting of an engine."""
+"""Smallest refined value as a multiple of the grid's smallest: a soft cap below 2 is no setting of
+an engine."""
 WORTH_FITTING, MAX_REFINED = 0.02, 4
-"""Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes that are refined."""
+"""Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes
+that are refined."""
 MEASURED, WORTH_MEASURING = 8, 0.01
-"""Hypotheses that are measured on the held-out samples, and their smallest share on the fitted ones."""
+"""Hypotheses that are measured on the held-out samples, and their smallest share on the fitted
+ones."""
 MIN_CLAMPED = 3
 """Tokens of the same lowest log-prob without which log-probs are not clamped."""
 SETTLED = 0.99
@@ -73,11 +77,22 @@ class Measured:
 class Search:
     """The scorer, the samples and the hypotheses."""
 
-    def __init__(self, table: TokenTable, scorer: Scorer, step: int | None, engine: str, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        scorer: Scorer,
+        step: int | None,
+        engine: str,
+        tokenizer: Any = None,
+    ) -> None:
         self.scorer = scorer
         self.model = scorer.model if isinstance(scorer, HfScorer) else None
         self.vocabulary = 2**16 if self.model is None else self.model.config.vocab_size
-        size = ENGINE_PARAMETERS if self.model is None else sum(x.numel() for x in self.model.parameters())
+        size = (
+            ENGINE_PARAMETERS
+            if self.model is None
+            else sum(x.numel() for x in self.model.parameters())
+        )
         limit = int(min(max(SCORED_WORK / size, MIN_SCORED), MAX_SCORED))
         self.inputs, self.delta, self.second = _samples(table, step, limit)
         self.sign = -1.0 if engine == "training" else 1.0
@@ -100,7 +115,10 @@ class Search:
         for path, other in others.items():
             is_model = isinstance(other, torch.nn.Module)
             weights = other.state_dict() if isinstance(other, torch.nn.Module) else other
-            if all(name not in own or own[name].shape == weight.shape for name, weight in weights.items()):
+            if all(
+                name not in own or own[name].shape == weight.shape
+                for name, weight in weights.items()
+            ):
                 is_adapter = len(weights) < len(dict(self.model.named_parameters()))
                 self.table |= for_weights(path, own, weights, is_adapter=is_adapter)
                 if not is_adapter and self.fitted:
@@ -109,8 +127,8 @@ class Search:
                 self.table |= for_model(path, other)
             else:
                 raise ValueError(
-                    f"--other-checkpoint {quoted_path(path)} has another architecture and vocabulary; give the same "
-                    "model, or its draft model."
+                    f"--other-checkpoint {quoted_path(path)} has another architecture and"
+                    " vocabulary; give the same model, or its draft model."
                 )
 
     def ranked(self, fixed: Edits = ()) -> list[Measured]:
@@ -118,11 +136,15 @@ class Search:
         self._add_from_samples(fixed)
         names = [name for name in self.table if name not in dict(fixed)]
         if "exchanged" in dict(fixed):
-            names = [name for name in names if not self.table[name].cost]  # scoring all samples again takes long
+            names = [
+                name for name in names if not self.table[name].cost
+            ]  # scoring all samples again takes long
         best: dict[str, tuple[float, Edit]] = {}
         before = float(self.remaining(fixed, [()], self.fitted)[0].sum())
         for cost in sorted({self.table[name].cost for name in names}):
-            best |= self._fit(fixed, [name for name in names if self.table[name].cost == cost], before)
+            best |= self._fit(
+                fixed, [name for name in names if self.table[name].cost == cost], before
+            )
             order = sorted(best.values(), key=lambda each: round(each[0] / max(before, 1e-30), 4))
             if order and order[0][0] < (1 - SETTLED + 0.02) * before:
                 measured = self.measure(fixed, [edit for _, edit in order[:MEASURED]])
@@ -131,18 +153,23 @@ class Search:
         helpful = [edit for left, edit in order[:MEASURED] if left < (1 - WORTH_MEASURING) * before]
         return self.measure(fixed, helpful or [order[0][1]])
 
-    def _fit(self, fixed: Edits, names: Sequence[str], before: float) -> dict[str, tuple[float, Edit]]:
+    def _fit(
+        self, fixed: Edits, names: Sequence[str], before: float
+    ) -> dict[str, tuple[float, Edit]]:
         """The remaining mismatch of each hypothesis on the fitted samples, with its parameter."""
         best: dict[str, tuple[float, Edit]] = {}
 
         def try_out(edits: Sequence[Edit]) -> None:
-            for edit, left in zip(edits, self.remaining(fixed, [(e,) for e in edits], self.fitted), strict=True):
+            for edit, left in zip(
+                edits, self.remaining(fixed, [(e,) for e in edits], self.fitted), strict=True
+            ):
                 if edit[0] not in best or float(left.sum()) < best[edit[0]][0]:
                     best[edit[0]] = (float(left.sum()), edit)
 
         try_out([(name, float(value)) for name in names for value in self.table[name].values])
         worth = sorted(
-            (name for name in names if best[name][0] < (1 - WORTH_FITTING) * before), key=lambda n: best[n][0]
+            (name for name in names if best[name][0] < (1 - WORTH_FITTING) * before),
+            key=lambda n: best[n][0],
         )
         steps = {name: _step(self.table[name], best[name][1][1]) for name in worth}
         steps = {name: step for name, step in steps.items() if step}
@@ -154,17 +181,28 @@ class Search:
                 for value in (best[name][1][1] - step, best[name][1][1] + step):
                     low = min(self.table[name].values)
                     if low < 0 or value > MIN_OF_GRID * low:
-                        tries.append((name, float(round(value)) if self.table[name].whole else value))
+                        tries.append(
+                            (name, float(round(value)) if self.table[name].whole else value)
+                        )
             try_out(tries)
-            steps = {name: max(1, step // 2) if self.table[name].whole else 0.6 * step for name, step in steps.items()}
+            steps = {
+                name: max(1, step // 2) if self.table[name].whole else 0.6 * step
+                for name, step in steps.items()
+            }
         return best
 
     def fit_again(self, first: Measured, second: Edit) -> Measured:
         """The first hypothesis with its parameter fitted next to the second."""
         start = self.table[first.name]
         step = _step(start, min(start.values, key=lambda value: abs(value - first.value)))
-        values = [first.value + step * k / 4 for k in range(-4, 5)] if step and not start.whole else [first.value]
-        lists: list[Edits] = [((first.name, value),) for value in values if value > 0 or min(start.values) <= 0]
+        values = (
+            [first.value + step * k / 4 for k in range(-4, 5)]
+            if step and not start.whole
+            else [first.value]
+        )
+        lists: list[Edits] = [
+            ((first.name, value),) for value in values if value > 0 or min(start.values) <= 0
+        ]
         remaining = self.remaining((second,), lists, self.fitted)
         best = min(zip(remaining, lists, strict=True), key=lambda each: float(each[0].sum()))[1]
         return self.measure((second,), best)[0]
@@ -176,7 +214,9 @@ class Search:
             Measured(name=name, value=value, remaining=left.double().numpy())
             for (name, value), left in zip(edits, remaining, strict=True)
         ]
-        return sorted(measured, key=lambda each: (-round(self.share(each), 4), each.name == "logit bias"))
+        return sorted(
+            measured, key=lambda each: (-round(self.share(each), 4), each.name == "logit bias")
+        )
 
     def share(self, measured: Measured) -> float:
         """The share of Σ|Δ| of the held-out samples that disappears."""
@@ -187,13 +227,23 @@ class Search:
         """[B] Σ|Δ| of the held-out samples."""
         return _sizes([self.delta[i] for i in self.held_out]).double().numpy()
 
-    def remaining(self, fixed: Edits, candidates: Sequence[Edits], samples: Sequence[int]) -> list[Tensor]:
+    def remaining(
+        self, fixed: Edits, candidates: Sequence[Edits], samples: Sequence[int]
+    ) -> list[Tensor]:
         """[B] Σ|Δ| of each sample that remains under the fixed hypotheses and each candidate; `()` is none."""
         result = []
         for rows in self.score([(*fixed, *candidate) for candidate in candidates], samples):
-            changes = [(self.delta[i], row, self.reference[i]) for i, row in zip(samples, rows, strict=True)]
-            left = [delta + self.sign * (row - base).nan_to_num(torch.inf) for delta, row, base in changes]
-            result.append(_sizes(left))  # NaN marks tokens that do not count, never a hypothesis without a number
+            changes = [
+                (self.delta[i], row, self.reference[i])
+                for i, row in zip(samples, rows, strict=True)
+            ]
+            left = [
+                delta + self.sign * (row - base).nan_to_num(torch.inf)
+                for delta, row, base in changes
+            ]
+            result.append(
+                _sizes(left)
+            )  # NaN marks tokens that do not count, never a hypothesis without a number
         return result
 
     @torch.inference_mode()
@@ -225,9 +275,13 @@ class Search:
         """The hypotheses with a forward pass."""
         return tuple(edit for edit in edits if self.table[edit[0]].cost)
 
-    def _pass(self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]) -> list[list[Tensor]]:
+    def _pass(
+        self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]
+    ) -> list[list[Tensor]]:
         """A forward pass of samples under `network`, and the log-probs under each list of hypotheses."""
-        rows = [{i: torch.empty(self.inputs[i].response) for i in samples} for _ in lists]  # no holes between logits
+        rows = [
+            {i: torch.empty(self.inputs[i].response) for i in samples} for _ in lists
+        ]  # no holes between logits
         logits_bytes = 4 * self.vocabulary * sum(self.inputs[i].response for i in samples)
         keeps = samples is self.fitted and len(lists) > 1 and logits_bytes <= MAX_CACHED
         if keeps and self._logits[0] != network:
@@ -251,7 +305,10 @@ class Search:
                     self._logits[1][i] = logits
                 for row, each in zip(rows, lists, strict=True):
                     row[i].copy_(self._log_probs(logits, self.inputs[i], each))
-        return [self._reported([row[i] for i in samples], each) for row, each in zip(rows, lists, strict=True)]
+        return [
+            self._reported([row[i] for i in samples], each)
+            for row, each in zip(rows, lists, strict=True)
+        ]
 
     def _batches(self, reads: Mapping[int, Input]) -> Iterator[tuple[int, Tensor]]:
         """Logits of each sample; small models score several samples at a time."""
@@ -266,12 +323,16 @@ class Search:
             return
         for start in range(0, len(plain), size):
             chunk = [reads[i] for i in plain[start : start + size]]
-            tokens = pad_sequence([read.tokens for read in chunk], batch_first=True)  # after the end, so no mask
+            tokens = pad_sequence(
+                [read.tokens for read in chunk], batch_first=True
+            )  # after the end, so no mask
             positions = torch.arange(tokens.shape[1]).repeat(len(chunk), 1)
             for row, read in zip(positions, chunk, strict=True):
                 row[: len(read.positions)] = read.positions
             device = model.device
-            logits = model(tokens.to(device), position_ids=positions.to(device)).logits.float().cpu()
+            logits = (
+                model(tokens.to(device), position_ids=positions.to(device)).logits.float().cpu()
+            )
             for i, read, row in zip(plain[start:], chunk, logits, strict=False):
                 end = len(read.tokens) - 1
                 yield i, row[end - read.response : end] / read.temperature
@@ -352,7 +413,9 @@ class Search:
         with torch.enable_grad():
             for i in self.fitted:
                 sample = self.inputs[i]
-                logits = self.model(sample.tokens[None].to(self.model.device)).logits[0, -sample.response - 1 : -1]
+                logits = self.model(sample.tokens[None].to(self.model.device)).logits[
+                    0, -sample.response - 1 : -1
+                ]
                 log_probs = self._log_probs(logits.float().cpu() / sample.temperature, sample, ())
                 (log_probs * self.change(i)).sum().backward()
         gradient = {n: x.grad for n, x in self.model.named_parameters() if x.grad is not None}
@@ -360,27 +423,38 @@ class Search:
         return gradient
 
 
-def _samples(table: TokenTable, step: int | None, limit: int) -> tuple[list[Input], list[Tensor], list[Tensor]]:
+def _samples(
+    table: TokenTable, step: int | None, limit: int
+) -> tuple[list[Input], list[Tensor], list[Tensor]]:
     """Inputs, Δ of their tokens (NaN where it does not count), and the difference of the two scorings by training.
 
-    The samples are evenly spaced blocks of neighbors. Long responses are cut, so that 16 samples have `limit` tokens.
+    The samples are evenly spaced blocks of neighbors. Long responses are cut, so that 16 samples
+    have `limit` tokens.
     """
     assert table.token is not None and table.prompt is not None
-    fits = (table.response_length > 1) & np.array([0 < len(prompt) <= limit // 2 for prompt in table.prompt], bool)
+    fits = (table.response_length > 1) & np.array(
+        [0 < len(prompt) <= limit // 2 for prompt in table.prompt], bool
+    )
     if step is not None and table.step is not None:
         fits &= table.step == step
     chosen = np.flatnonzero(fits)
     if len(chosen) > MAX_SAMPLES:
         starts = np.linspace(0, len(chosen) - BLOCK, MAX_SAMPLES // BLOCK).astype(int)
         chosen = chosen[np.unique((starts[:, None] + np.arange(BLOCK)).ravel())]
-    second = table.train_log_prob if table.policy_log_prob is table.old_log_prob else table.old_log_prob
+    second = (
+        table.train_log_prob if table.policy_log_prob is table.old_log_prob else table.old_log_prob
+    )
     if table.metadata.get("old_policy") in ("rollout", "interpolated"):  # not a scoring by training
         second = table.policy_log_prob
     inputs, deltas, differences = [], [], []
     for i in chosen.tolist():
-        length = min(int(table.response_length[i]), max(limit // 16 - len(table.prompt[i]), MIN_RESPONSE))
+        length = min(
+            int(table.response_length[i]), max(limit // 16 - len(table.prompt[i]), MIN_RESPONSE)
+        )
         rows = slice(int(table.offsets[i]), int(table.offsets[i]) + length)
-        tokens = torch.from_numpy(np.concatenate([table.prompt[i], table.token[rows]]).astype(np.int64))
+        tokens = torch.from_numpy(
+            np.concatenate([table.prompt[i], table.token[rows]]).astype(np.int64)
+        )
         limit -= len(tokens)
         if limit < 0:
             break
@@ -393,7 +467,9 @@ def _samples(table: TokenTable, step: int | None, limit: int) -> tuple[list[Inpu
                 experts=None if table.experts is None else torch.from_numpy(table.experts[rows]),
             )
         )
-        deltas.append(torch.from_numpy(np.where(table.valid[rows], table.log_ratio[rows], np.nan)).float())
+        deltas.append(
+            torch.from_numpy(np.where(table.valid[rows], table.log_ratio[rows], np.nan)).float()
+        )
         differences.append(torch.from_numpy(second[rows] - table.policy_log_prob[rows]).float())
     return inputs, deltas, differences
 
@@ -413,13 +489,16 @@ def _within(budget: float, inputs: Sequence[Input], sizes: Tensor) -> list[int]:
 
 def _sizes(rows: Sequence[Tensor]) -> Tensor:
     """[B] Σ min(|Δ|, 10) over the tokens that count."""
-    return torch.stack([row.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs().clamp(max=MAX_SIZE).sum() for row in rows])
+    return torch.stack(
+        [row.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs().clamp(max=MAX_SIZE).sum() for row in rows]
+    )
 
 
 def _step(hypothesis: Hypothesis, value: float) -> float:
     """Half the distance to the nearest value of the grid; 0 where the parameter is not refined.
 
-    Of an integer half the larger distance to its two neighbors, so that no value between them is skipped.
+    Of an integer half the larger distance to its two neighbors, so that no value between them is
+    skipped.
     """
     if len(hypothesis.values) < 3:
         return 0.0

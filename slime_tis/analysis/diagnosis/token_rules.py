@@ -8,22 +8,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE, MIN_TOKENS, Floats, Integers, Mask, Tokens
+from slime_tis.analysis.diagnosis.trained_tokens import (
+    MAX_SIZE,
+    MIN_TOKENS,
+    Floats,
+    Integers,
+    Mask,
+    Tokens,
+)
 from slime_tis.analysis.dumps.table import worker_name
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, ramp
 
 MIN_RUN = 2.5
-"""Smallest mean run length of segments such as tool output; shorter runs are single broken tokens."""
+"""Smallest mean run length of segments such as tool output; shorter runs are single broken
+tokens."""
 PLACEHOLDER_SIZE = 0.02
 """Smallest abs(Δ) of a placeholder, nats."""
 MIN_PLACEHOLDER = 1.0
-"""Smallest 75 % quantile of the placeholders' abs(Δ), nats; a single token kept by top-p ≥ 0.4 is below it."""
+"""Smallest 75 % quantile of the placeholders' abs(Δ), nats; a single token kept by top-p ≥ 0.4 is
+below it."""
 BROKEN_SIZE = 3.0
 """Smallest abs(Δ) of a broken token, nats."""
 BROKEN_RATIO = 12.0
 """Smallest ratio of a broken token's abs(Δ) to the 95 % quantile of other tokens."""
 IMPOSSIBLE = -25.0
-"""Log-prob of a token that no engine samples: 2^18 token ids of this log-prob together are less likely than 1e-5."""
+"""Log-prob of a token that no engine samples: 2^18 token ids of this log-prob together are less
+likely than 1e-5."""
 MAX_BROKEN = 0.05
 """Largest share of broken tokens."""
 LAGS = (0, -1, 1, -2, 2, -3, 3, 4, 5, 6)
@@ -35,8 +45,8 @@ OUTSIDE = 1.0
 MIN_SAVED = 4.0
 """Smallest cost reduction that the lags of a shifted sample bring, nats."""
 MAX_RESIDUAL_SMALL, MAX_RESIDUAL = 0.35, 0.6
-"""Largest residual share of the shifted tokens' mismatch, for small and for larger reductions. Retokenized text follows
-different tokens, so its log-probs agree only approximately."""
+"""Largest residual share of the shifted tokens' mismatch, for small and for larger reductions.
+Retokenized text follows different tokens, so its log-probs agree only approximately."""
 MIN_SUSPECT = 0.1
 """Smallest mean abs(Δ) of an aligned sample, nats."""
 MAX_ALIGNED = 192
@@ -48,11 +58,13 @@ MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
 MAX_CONVERTED = 0.02
 """Largest remaining share of the mismatch of log-probs in another unit."""
 MAX_SPREAD = 1e-3
-"""The same where a positive constant was added: top-p adds nearly one constant to every log-prob."""
+"""The same where a positive constant was added: top-p adds nearly one constant to every
+log-prob."""
 MIN_WORKER_RATIO = 1.3
 """Smallest ratio of a deviating server's noise to the other servers'."""
 PERMUTATIONS = 999
-"""Random assignments of samples to servers; a server deviates if its ratio is above the largest ratio of each."""
+"""Random assignments of samples to servers; a server deviates if its ratio is above the largest
+ratio of each."""
 
 Verdict = tuple[Finding, Mask] | None
 
@@ -81,23 +93,34 @@ def deviating_worker(tokens: Tokens) -> Verdict:
         return ratio
 
     noise = ratios((size, uncertainty), worker)
-    for columns in ((size, uncertainty), (rank, np.ones(len(rank)))):  # ranks tell several wrong servers
+    for columns in (
+        (size, uncertainty),
+        (rank, np.ones(len(rank))),
+    ):  # ranks tell several wrong servers
         worst = int((ratio := ratios(columns, worker)).argmax())
         draws = (ratios(columns, chance.permutation(worker)).max() for _ in range(PERMUTATIONS))
         of_worst = tokens.worker == names[worst]
-        is_large = noise[worst] >= MIN_WORKER_RATIO and tokens.size[of_worst].mean() >= NEGLIGIBLE_DIFFERENCE
+        is_large = (
+            noise[worst] >= MIN_WORKER_RATIO
+            and tokens.size[of_worst].mean() >= NEGLIGIBLE_DIFFERENCE
+        )
         if is_large and all(draw < ratio[worst] for draw in draws):
             break
     else:
         return None
     name = worker_name(tokens.workers, int(names[worst]))
     evidence = (
-        f"{name} sampled {of_worst.mean():.0%} of the tokens; abs(Δ) relative to 1 − p is {min(noise[worst], 1e3):.1f} "
-        f"times as large as of the other {len(names) - 1} servers",
+        (
+            f"{name} sampled {of_worst.mean():.0%} of the tokens; abs(Δ) relative to 1 − p is"
+            f" {min(noise[worst], 1e3):.1f} times as large as of the other {len(names) - 1} servers"
+        ),
         f"no random assignment of samples to servers of {PERMUTATIONS} makes such a difference",
     )
     share = (1 - 1 / noise[worst]) * tokens.size[of_worst].sum() / every.size.sum()
-    return Finding("worker", evidence, 0.95, float(share), detail=name), every.worker == names[worst]
+    return (
+        Finding("worker", evidence, 0.95, float(share), detail=name),
+        every.worker == names[worst],
+    )
 
 
 def converted(tokens: Tokens) -> Verdict:
@@ -107,19 +130,32 @@ def converted(tokens: Tokens) -> Verdict:
     if finite.sum() < MIN_TOKENS or np.abs(tokens.log_ratio).mean() < NEGLIGIBLE_DIFFERENCE:
         return None
     if (positive := (rollout[finite] > 1e-3).mean()) > MAX_BROKEN:
-        text = f"{positive:.0%} of the rollout engine's log-probs are above 0, so they are no log-probs"
+        text = (
+            f"{positive:.0%} of the rollout engine's log-probs are above 0, so they are no"
+            " log-probs"
+        )
         return Finding("broken_tokens", (text,), 0.95), everything
     design = np.stack([train[finite], np.ones(finite.sum())], axis=1)
     (factor, offset), *_ = np.linalg.lstsq(design, rollout[finite], rcond=None)
-    left = np.abs(rollout[finite] - factor * train[finite] - offset).sum() / tokens.size[finite].sum()
-    is_nearly_constant = abs(factor - 1) < 0.01 and offset > 0 and left > MAX_SPREAD  # log(kept mass) of top-p, min-p
+    left = (
+        np.abs(rollout[finite] - factor * train[finite] - offset).sum() / tokens.size[finite].sum()
+    )
+    is_nearly_constant = (
+        abs(factor - 1) < 0.01 and offset > 0 and left > MAX_SPREAD
+    )  # log(kept mass) of top-p, min-p
     if left < MAX_CONVERTED and not is_nearly_constant:
-        text = f"the rollout engine reports {factor:.4g} · log π_train {offset:+.3g}: another base, unit or constant"
+        text = (
+            f"the rollout engine reports {factor:.4g} · log π_train {offset:+.3g}: another base,"
+            " unit or constant"
+        )
         return Finding("broken_tokens", (text,), 0.95), everything
     lowest = rollout[finite].min()
     at_bound = finite & (rollout == lowest)
     if at_bound.sum() >= MIN_TOKENS and (train[at_bound] < lowest).mean() > 0.9:
-        text = f"{at_bound.mean():.1%} of the tokens have the smallest log-prob, {lowest:.4g}: it is a lower bound"
+        text = (
+            f"{at_bound.mean():.1%} of the tokens have the smallest log-prob, {lowest:.4g}: it is a"
+            " lower bound"
+        )
         return Finding("broken_tokens", (text,), 0.95), at_bound
     return None
 
@@ -128,17 +164,24 @@ def exchanged(tokens: Tokens) -> Verdict:
     """Samples with the log-probs of the next or the previous sample."""
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
     ends = np.append(starts[1:], len(tokens))
-    masks = {lag: np.zeros(len(tokens), bool) for lag in (-1, 1, -5, 5)}  # the last two are controls
+    masks = {
+        lag: np.zeros(len(tokens), bool) for lag in (-1, 1, -5, 5)
+    }  # the last two are controls
     for lag, mask in masks.items():
         for i in range(max(-lag, 0), len(starts) - max(lag, 0)):
             n = min(ends[i] - starts[i], ends[i + lag] - starts[i + lag])
-            own, other = slice(starts[i], starts[i] + n), slice(starts[i + lag], starts[i + lag] + n)
+            own, other = (
+                slice(starts[i], starts[i] + n),
+                slice(starts[i + lag], starts[i + lag] + n),
+            )
             size = np.abs(tokens.train[own] - tokens.rollout[own]).sum()
             if n >= MIN_ALIGNED_TOKENS and size > MIN_SAVED:
                 remaining = np.abs(tokens.train[other] - tokens.rollout[own]).sum()
                 mask[own] |= bool(remaining < MAX_RESIDUAL_SMALL * size)
     mask = masks[-1] | masks[1]
-    samples, by_chance = (len(np.unique(tokens.sample[each])) for each in (mask, masks[-5] | masks[5]))
+    samples, by_chance = (
+        len(np.unique(tokens.sample[each])) for each in (mask, masks[-5] | masks[5])
+    )
     if samples < max(2, 0.02 * len(starts), 3 * by_chance):
         return None
     text = f"{samples} of {len(starts)} samples have the log-probs of a neighboring sample"
@@ -148,21 +191,32 @@ def exchanged(tokens: Tokens) -> Verdict:
 def mask_mistake(tokens: Tokens) -> Verdict:
     """Runs of trained tokens whose rollout log-prob is missing, or equals one number that many tokens share."""
     missing = ~np.isfinite(tokens.rollout)
-    values, counts = np.unique(tokens.rollout[~missing & (tokens.size > PLACEHOLDER_SIZE)], return_counts=True)
+    values, counts = np.unique(
+        tokens.rollout[~missing & (tokens.size > PLACEHOLDER_SIZE)], return_counts=True
+    )
     common = values[counts.argmax()] if counts.max(initial=0) >= 3 else np.nan
     repeated = (tokens.rollout == common) & (tokens.size > PLACEHOLDER_SIZE)
     if repeated.any() and np.quantile(tokens.size[repeated], 0.75) < MIN_PLACEHOLDER:
         repeated[:] = False  # truncated sampling reports 0 if it keeps one token
     chosen = missing | repeated
-    adjacent = (np.diff(tokens.sample) == 0) & (np.diff(tokens.position) == 1) & (chosen[1:] == chosen[:-1])
+    adjacent = (
+        (np.diff(tokens.sample) == 0)
+        & (np.diff(tokens.position) == 1)
+        & (chosen[1:] == chosen[:-1])
+    )
     run = np.cumsum(np.append(False, ~adjacent)[: len(tokens)])
-    runs = np.bincount(run)[run] if len(tokens) else run  # length of the run that a token belongs to
+    runs = (
+        np.bincount(run)[run] if len(tokens) else run
+    )  # length of the run that a token belongs to
     mask = chosen & (runs >= 2)
     if mask.sum() < 3 or mask.sum() < 0.5 * chosen.sum() or runs[mask].mean() < MIN_RUN:
         return None
     value = "no log-prob" if missing[mask].mean() > 0.5 else f"exactly the log-prob {common:.6g}"
     evidence = (
-        f"{mask.sum()} of {len(tokens)} trained tokens ({mask.mean():.2%}) have {value} from the rollout engine",
+        (
+            f"{mask.sum()} of {len(tokens)} trained tokens ({mask.mean():.2%}) have {value} from"
+            " the rollout engine"
+        ),
         f"they form runs of {mask.sum() / (1 / runs[mask]).sum():.1f} tokens on average",
     )
     return Finding("mask_mistake", evidence, 0.95), mask
@@ -182,13 +236,19 @@ def broken_tokens(tokens: Tokens) -> Verdict:
     evidence = []
     if broken.any():
         share = f"{100 * broken.mean():.2g}%"
-        evidence.append(f"{broken.sum()} of {len(tokens)} trained tokens ({share}) are NaN or infinite")
+        evidence.append(
+            f"{broken.sum()} of {len(tokens)} trained tokens ({share}) are NaN or infinite"
+        )
     if outlying.any():
         log_ratio = tokens.log_ratio[outlying]
         worst = log_ratio[np.argmax(np.abs(log_ratio))]
         share = f"{100 * outlying.mean():.2g}%"
-        evidence.append(f"{outlying.sum()} of {len(tokens)} tokens ({share}) have Δ of up to {worst:+.1f} nats")
-        evidence.append(f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats")
+        evidence.append(
+            f"{outlying.sum()} of {len(tokens)} tokens ({share}) have Δ of up to {worst:+.1f} nats"
+        )
+        evidence.append(
+            f"95% of the other tokens differ by less than {ordinary_N[outlying].max():.2g} nats"
+        )
     ordinary = float(np.abs(tokens.log_ratio[~mask]).mean()) if not mask.all() else np.inf
     impossible = float(tokens.rollout[outlying].min(initial=0.0)) < IMPOSSIBLE
     confidence = 0.95 if broken.any() or impossible else 0.5 + 0.15 * ramp(ordinary, 0.1, 0.02)
@@ -198,13 +258,18 @@ def broken_tokens(tokens: Tokens) -> Verdict:
 def misaligned(tokens: Tokens) -> Verdict:
     """Samples whose log-probs agree after a shift of the whole sample, or of its tail (retokenized).
 
-    At most MAX_ALIGNED suspects are aligned: the worst, and a part of the others. The remaining suspects count as
-    shifted if most aligned suspects are. Some are also aligned with another sample's log-probs, as a control.
+    At most MAX_ALIGNED suspects are aligned: the worst, and a part of the others. The remaining
+    suspects count as shifted if most aligned suspects are. Some are also aligned with another
+    sample's log-probs, as a control.
     """
     mask = np.zeros(len(tokens), bool)
     _, starts, lengths = np.unique(tokens.sample, return_index=True, return_counts=True)
     mean_S = np.add.reduceat(tokens.size, starts) / lengths if len(tokens) else np.zeros(0)
-    suspects = [np.arange(starts[i], starts[i] + lengths[i]) for i in np.argsort(-mean_S) if mean_S[i] > MIN_SUSPECT]
+    suspects = [
+        np.arange(starts[i], starts[i] + lengths[i])
+        for i in np.argsort(-mean_S)
+        if mean_S[i] > MIN_SUSPECT
+    ]
     long = [i for i, rows in enumerate(suspects) if len(rows) >= MIN_ALIGNED_TOKENS]
     worst, rest = long[: MAX_ALIGNED // 2], long[MAX_ALIGNED // 2 :]
     others = rest[:: -(-len(rest) // (MAX_ALIGNED // 2)) or 1]
@@ -219,16 +284,24 @@ def misaligned(tokens: Tokens) -> Verdict:
         mask[rows[shifted]] = True
         mask[tail] = shifted[-1]
         lags[i] = int(np.median(path[shifted]))
-        changes += bool((~shifted[: max(len(path) // 2, 1)]).sum() >= 2 or len(np.unique(path[shifted])) > 1)
+        changes += bool(
+            (~shifted[: max(len(path) // 2, 1)]).sum() >= 2 or len(np.unique(path[shifted])) > 1
+        )
     aligned = others or worst
     shifted_share = sum(i in lags for i in aligned) / max(len(aligned), 1)
     remaining = set(range(len(suspects))).difference(worst, others)
-    if not lags or len(lags) + shifted_share * len(remaining) < max(2, 0.02 * len(np.unique(tokens.sample))):
+    if not lags or len(lags) + shifted_share * len(remaining) < max(
+        2, 0.02 * len(np.unique(tokens.sample))
+    ):
         return None
     tried = worst[:CONTROLS]
-    pairs = ((suspects[i][:ALIGNED_TOKENS], suspects[j]) for i, j in zip(tried, np.roll(tried, 7), strict=True))
+    pairs = (
+        (suspects[i][:ALIGNED_TOKENS], suspects[j])
+        for i, j in zip(tried, np.roll(tried, 7), strict=True)
+    )
     by_chance = sum(
-        _shifts(tokens.train[rows], tokens.rollout[other[: len(rows)]]) is not None for rows, other in pairs
+        _shifts(tokens.train[rows], tokens.rollout[other[: len(rows)]]) is not None
+        for rows, other in pairs
     )
     confidence = 0.95 * ramp(sum(i in lags for i in tried) / (by_chance + 2), 0.8, 1.15)
     if not confidence:
@@ -239,9 +312,15 @@ def misaligned(tokens: Tokens) -> Verdict:
     retokenized = changes > 0.4 * len(lags)
     lag = int(np.median(list(lags.values())))
     evidence = (
-        f"the log-probs of {len(lags)} of {len(worst) + len(others)} samples with a large mismatch agree after a shift "
-        f"of {'their tails' if retokenized else 'the whole sample'}",
-        f"the median shift is {lag:+d} tokens; {by_chance} of {len(tried)} samples agree with a shifted other sample",
+        (
+            f"the log-probs of {len(lags)} of {len(worst) + len(others)} samples with a large"
+            " mismatch agree after a shift of"
+            f" {'their tails' if retokenized else 'the whole sample'}"
+        ),
+        (
+            f"the median shift is {lag:+d} tokens; {by_chance} of {len(tried)} samples agree with a"
+            " shifted other sample"
+        ),
     )
     cause, detail = ("retokenised", "") if retokenized else ("shifted_tokens", f"by {lag:+d}")
     return Finding(cause, evidence, confidence, detail=detail), mask
@@ -262,8 +341,9 @@ def _shifts(train: Floats, rollout: Floats) -> NDArray[np.int64] | None:
 def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float, float]:
     """Lags k_t that align log π_train(t) with log π_rollout(t + k_t), the cost they save, and the share that remains.
 
-    Dynamic programming over the tokens: min over k of Σ_t min(abs(train_t − rollout_{t+k_t}), 5) plus a cost for each
-    change of k. Costs are sums in nats over the shifted tokens whose partner lies in the sample.
+    Dynamic programming over the tokens: min over k of Σ_t min(abs(train_t − rollout_{t+k_t}), 5)
+    plus a cost for each change of k. Costs are sums in nats over the shifted tokens whose partner
+    lies in the sample.
     """
     tokens = len(train)
     cost_TK = np.full((tokens, len(LAGS)), OUTSIDE)
@@ -271,7 +351,9 @@ def best_lags(train: Floats, rollout: Floats) -> tuple[NDArray[np.int64], float,
         low, high = max(0, -lag), min(tokens, tokens - lag)
         if high > low:
             difference = np.abs(train[low:high] - rollout[low + lag : high + lag])
-            cost_TK[low:high, column] = np.minimum(np.nan_to_num(difference, nan=OUTSIDE, posinf=5.0), 5.0)
+            cost_TK[low:high, column] = np.minimum(
+                np.nan_to_num(difference, nan=OUTSIDE, posinf=5.0), 5.0
+            )
     best = cost_TK[0] + SWITCH * (np.arange(len(LAGS)) > 0) * 0.25
     came_from = np.zeros((tokens, len(LAGS)), np.int64)
     for t in range(1, tokens):

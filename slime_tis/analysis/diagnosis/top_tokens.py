@@ -1,8 +1,9 @@
 """Compares the likeliest next tokens of both engines, and names the setting of the sampler that changes them.
 
-d = log π_train − log π_rollout of the K likeliest tokens at each position. A penalty changes tokens that came before, a
-bias few token ids, and truncation or banned tokens change all d of a position by one amount. A temperature changes d in
-proportion to log π_train. Precision, weights and prompts leave no such pattern.
+d = log π_train − log π_rollout of the K likeliest tokens at each position. A penalty changes tokens
+that came before, a bias few token ids, and truncation or banned tokens change all d of a position
+by one amount. A temperature changes d in proportion to log π_train. Precision, weights and prompts
+leave no such pattern.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from slime_tis.health import NEGLIGIBLE_DIFFERENCE
 
 Array = NDArray[Any]
 MAX_RESIDUAL, MAX_NOISY_RESIDUAL = 0.03, 0.1
-"""Largest part of the difference that a pattern leaves, and the same if the remainder is below the engines' noise."""
+"""Largest part of the difference that a pattern leaves, and the same if the remainder is below the
+engines' noise."""
 ONE_SIGN = 0.9
 """Smallest |Σd| / Σ|d| of differences that have one sign."""
 MIN_CHANGED, MIN_UNCHANGED = 4, 16
@@ -45,8 +47,8 @@ class TopTokens:
     """The difference of both engines' likeliest tokens."""
 
     size: str
-    """In words: mean KL(π_train ‖ π_rollout) over the K tokens and all others together, nats; mean probability of the K
-    tokens in training; largest |d|."""
+    """In words: mean KL(π_train ‖ π_rollout) over the K tokens and all others together, nats; mean
+    probability of the K tokens in training; largest |d|."""
     cause: str
     """A cause of `diagnose.CAUSES`; empty if no setting of the sampler explains the difference."""
     evidence: str
@@ -78,14 +80,22 @@ def compare_top_tokens(positions: Sequence[Position], noise: float) -> TopTokens
     kl = float(np.mean(np.nansum(p * d, 1) + p_rest * np.log(p_rest / q_rest)))
     mass, largest = float(np.nansum(p, 1).mean()), float(np.nanmax(np.abs(d)))
     size = (
-        f"the {width} likeliest tokens at {len(positions)} positions ({mass:.0%} of the probability) have a KL "
-        f"divergence of {kl:.2g} nats and differ by at most {largest:.2g}"
+        f"the {width} likeliest tokens at {len(positions)} positions ({mass:.0%} of the"
+        f" probability) have a KL divergence of {kl:.2g} nats and differ by at most {largest:.2g}"
     )
-    seen = np.array([np.isin(row, list(each.text)) for row, each in zip(token, positions, strict=True)])
+    seen = np.array(
+        [np.isin(row, list(each.text)) for row, each in zip(token, positions, strict=True)]
+    )
     cause, mean = "", float(np.nanmean(np.abs(d)))
-    evidence = "no setting of the sampler makes this pattern: weights, input, settings or precision of a network differ"
+    evidence = (
+        "no setting of the sampler makes this pattern: weights, input, settings or precision of a"
+        " network differ"
+    )
     if mean < max(noise, NEGLIGIBLE_DIFFERENCE):
-        evidence = "they agree, so a larger mismatch of the sampled tokens comes from how these are reported"
+        evidence = (
+            "they agree, so a larger mismatch of the sampled tokens comes from how these are"
+            " reported"
+        )
     if mean >= NEGLIGIBLE_DIFFERENCE:
         found = [each for each in _patterns(token, train, d, seen) if _holds(each, noise)]
         if found:
@@ -103,7 +113,9 @@ def _patterns(token: Array, train: Array, d: Array, seen: Array) -> Iterator[_Pa
     """What each setting of the sampler would explain; d has a free constant at each position, its normalization."""
     centered = d - np.nanmedian(d, 1, keepdims=True)
     if np.nansum(d) < -ONE_SIGN * np.nansum(np.abs(d)):
-        words = "the tokens of a position differ by one amount: the rollout engine omits other tokens"
+        words = (
+            "the tokens of a position differ by one amount: the rollout engine omits other tokens"
+        )
         yield _Pattern("truncated_sampling", words, _mean(d), _mean(centered))
     yield from _penalty(d, seen)
     yield from _bias(token, d)
@@ -113,9 +125,14 @@ def _patterns(token: Array, train: Array, d: Array, seen: Array) -> Iterator[_Pa
     left = d - slope * train
     if not 1 / MAX_TEMPERATURE <= 1 - slope <= MAX_TEMPERATURE:
         return
-    words = f"differences grow with the log-probs: the rollout engine samples at {1 / (1 - slope):.3g} times the "
+    words = (
+        f"differences grow with the log-probs: the rollout engine samples at {1 / (1 - slope):.3g}"
+        " times the "
+    )
     words += "training temperature, or scales its logits"
-    yield _Pattern("temperature", words, _mean(centered), _mean(left - np.nanmedian(left, 1, keepdims=True)))
+    yield _Pattern(
+        "temperature", words, _mean(centered), _mean(left - np.nanmedian(left, 1, keepdims=True))
+    )
 
 
 def _penalty(d: Array, seen: Array) -> Iterator[_Pattern]:
@@ -126,10 +143,19 @@ def _penalty(d: Array, seen: Array) -> Iterator[_Pattern]:
         return
     left = d[usable] - np.nanmedian(np.where(is_new, d, np.nan)[usable], 1, keepdims=True)
     before, new = left[seen[usable] & np.isfinite(left)], left[is_new[usable]]
-    if len(before) < MIN_CHANGED or len(new) < MIN_UNCHANGED or abs(before.sum()) < ONE_SIGN * np.abs(before).sum():
+    if (
+        len(before) < MIN_CHANGED
+        or len(new) < MIN_UNCHANGED
+        or abs(before.sum()) < ONE_SIGN * np.abs(before).sum()
+    ):
         return
-    words = f"only tokens that came before differ, by {abs(before.mean()):.2g} nats on average: the rollout engine "
-    words += "applies a penalty to repeated tokens" if before.sum() > 0 else "prefers repeated tokens"
+    words = (
+        f"only tokens that came before differ, by {abs(before.mean()):.2g} nats on average: the"
+        " rollout engine "
+    )
+    words += (
+        "applies a penalty to repeated tokens" if before.sum() > 0 else "prefers repeated tokens"
+    )
     yield _Pattern("penalty", words, _mean(before), _mean(new))
 
 
@@ -150,8 +176,12 @@ def _bias(token: Array, d: Array) -> Iterator[_Pattern]:
         groups = [left[token == each] for each in chosen]
         residual = np.concatenate([left[is_other], *(group - np.median(group) for group in groups)])
         if sum(map(len, groups)) >= MIN_CHANGED:
-            words = f"only token ids {chosen} differ: the rollout engine adds a bias to their logits"
-            yield _Pattern("penalty", words, min(float(np.abs(np.median(g))) for g in groups), _mean(residual))
+            words = (
+                f"only token ids {chosen} differ: the rollout engine adds a bias to their logits"
+            )
+            yield _Pattern(
+                "penalty", words, min(float(np.abs(np.median(g))) for g in groups), _mean(residual)
+            )
 
 
 def _mean(values: Array) -> float:

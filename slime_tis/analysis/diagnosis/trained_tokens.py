@@ -54,7 +54,8 @@ class Tokens:
     workers: tuple[str, ...]
     """Names of the rollout servers; empty if unknown."""
     has_experts: bool
-    """Whether the engines may route tokens to different experts: not if training replays the recorded experts."""
+    """Whether the engines may route tokens to different experts: not if training replays the
+    recorded experts."""
     precisions: tuple[str, str]
     """Precisions of the training and the rollout engine; empty if unknown."""
 
@@ -88,7 +89,9 @@ class Tokens:
     @property
     def uncertainty(self) -> Floats:
         """[N] 1 − p, the factor from logit noise to log-prob noise; at least 0.001."""
-        likelier = np.maximum(np.nan_to_num(self.train, nan=-1.0), np.nan_to_num(self.rollout, nan=-1.0))
+        likelier = np.maximum(
+            np.nan_to_num(self.train, nan=-1.0), np.nan_to_num(self.rollout, nan=-1.0)
+        )
         uncertainty: Floats = np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
         return uncertainty
 
@@ -100,7 +103,9 @@ class Tokens:
     def only(self, chosen: Mask) -> Self:
         """The chosen tokens."""
         columns: dict[str, Any] = {
-            name: value[chosen] for name, value in vars(self).items() if isinstance(value, np.ndarray)
+            name: value[chosen]
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray)
         }
         return replace(self, **columns)
 
@@ -123,12 +128,20 @@ def tokens_of(table: TokenTable) -> Tokens:
         rollout=table.rollout_log_prob.astype(np.float64)[chosen],
         sample=table.sample.astype(np.int64)[chosen],
         position=table.position.astype(np.int64)[chosen],
-        entropy=None if entropy is None or not np.isfinite(entropy[chosen]).any() else entropy[chosen].astype(float),
+        entropy=(
+            None
+            if entropy is None or not np.isfinite(entropy[chosen]).any()
+            else entropy[chosen].astype(float)
+        ),
         workers=tuple(map(str, metadata.get("workers") or ())),
         has_experts=not metadata.get("replays_experts")
         and (table.experts is not None or bool(metadata.get("num_experts"))),
         precisions=(metadata.get("precision") or "", metadata.get("rollout_precision") or ""),
-        **{name: column.astype(np.int64)[chosen] for name, column in columns.items() if column is not None},
+        **{
+            name: column.astype(np.int64)[chosen]
+            for name, column in columns.items()
+            if column is not None
+        },
     )
 
 
@@ -148,7 +161,9 @@ def _contexts(table: TokenTable) -> dict[str, Integers]:
     prompts = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
     owner = np.repeat(np.arange(len(table)), lengths)
     in_prompt = np.isin(key, (owner << 32) + prompts)
-    place = np.arange(len(prompts)) - np.repeat(np.cumsum(lengths), lengths)  # −1 is the last token of the prompt
+    place = np.arange(len(prompts)) - np.repeat(
+        np.cumsum(lengths), lengths
+    )  # −1 is the last token of the prompt
     of_prompt = np.zeros(len(table), np.int64)
     np.add.at(of_prompt, owner, _mixed(prompts, place))
     sums = np.cumsum(_mixed(table.token.astype(np.int64), table.position.astype(np.int64)))

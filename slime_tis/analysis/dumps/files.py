@@ -1,11 +1,12 @@
 """Dumps of this program: a `TokenTable` as parquet, or as a `.pt` file in slime's layout of train data.
 
-A parquet file has one row per sample and list columns for its tokens; docs/dumps.md lists the columns. Files are
-written and read in row groups, so they may be larger than memory.
+A parquet file has one row per sample and list columns for its tokens; docs/dumps.md lists the
+columns. Files are written and read in row groups, so they may be larger than memory.
 
-slime's `--save-debug-train-data` (THUDM/slime, slime/observability/train_data_utils.py, format_version 2) saves
-{"format_version": 2, "rollout_id", "rank", "samples": [one dict per sample], "dp_shards"}. Samples use slime's keys for
-the columns that slime has, and the names of the table for the others. The key "metadata" has the table's metadata.
+slime's `--save-debug-train-data` (THUDM/slime, slime/observability/train_data_utils.py,
+format_version 2) saves {"format_version": 2, "rollout_id", "rank", "samples": [one dict per
+sample], "dp_shards"}. Samples use slime's keys for the columns that slime has, and the names of the
+table for the others. The key "metadata" has the table's metadata.
 """
 
 import json
@@ -36,18 +37,27 @@ from slime_tis.torch_files import UnsafeTorch, load_tensors
 SCHEMA_VERSION = 1
 """Version of the columns and their meaning; a file of a later version is refused."""
 KEY = b"slime_tis"
-"""Key of the file's metadata whose value is {"schema_version", "metadata", "experts_shape"} as JSON."""
+"""Key of the file's metadata whose value is {"schema_version", "metadata", "experts_shape"} as
+JSON."""
 ROW_GROUP_BYTES = 1 << 26
-"""Decoded bytes of a row group and of each batch that is read, at least one sample; about a million tokens."""
+"""Decoded bytes of a row group and of each batch that is read, at least one sample; about a million
+tokens."""
 PYTHON_NUMBER_BYTES = 32
 """Memory of a float in a Python list."""
 MAX_GROUP_BYTES, MAX_EXPANSION = 1 << 30, 32
-"""A row group may take this many bytes in memory, or this many times the size of its file, whichever is larger."""
+"""A row group may take this many bytes in memory, or this many times the size of its file,
+whichever is larger."""
 SCHEMA = pa.schema(
     [
-        *(pa.field(name, pa.from_numpy_dtype(dtype), name == "reward") for name, dtype in SAMPLE_COLUMNS.items()),
+        *(
+            pa.field(name, pa.from_numpy_dtype(dtype), name == "reward")
+            for name, dtype in SAMPLE_COLUMNS.items()
+        ),
         *((name, pa.dictionary(pa.int32(), pa.string())) for name in TEXT_COLUMNS),
-        *(pa.field(name, pa.large_list(pa.from_numpy_dtype(dtype)), False) for name, dtype in TOKEN_COLUMNS.items()),
+        *(
+            pa.field(name, pa.large_list(pa.from_numpy_dtype(dtype)), False)
+            for name, dtype in TOKEN_COLUMNS.items()
+        ),
         pa.field("prompt", pa.large_list(pa.int32()), False),
     ]
 )
@@ -94,7 +104,11 @@ def _is_own(path: Path) -> bool:
     except Exception:  # unpickling another file may raise anything
         return False
     keys = {"format_version", "samples", "dp_shards", "metadata"}
-    return isinstance(content, dict) and content.keys() >= keys and isinstance(content["metadata"], dict)
+    return (
+        isinstance(content, dict)
+        and content.keys() >= keys
+        and isinstance(content["metadata"], dict)
+    )
 
 
 def _write_pt(file: IO[bytes], table: TokenTable) -> None:
@@ -115,17 +129,27 @@ def _sample(table: TokenTable, index: int) -> dict[str, Any]:
     prompt = OBJECT_COLUMNS["prompt"] if table.prompt is None else table.prompt[index]
     sample: dict[str, Any] = {"response_lengths": length, "total_lengths": len(prompt) + length}
     if table.token is not None:
-        sample["tokens"] = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
+        sample["tokens"] = torch.from_numpy(
+            np.concatenate([prompt, table.token[rows]]).astype(np.int64)
+        )
     for name in COLUMNS:
         if name not in ("token", "prompt") and (column := getattr(table, name)) is not None:
-            value = torch.from_numpy(column[rows].copy()) if name in TOKEN_COLUMNS else column[index]
-            sample[SLIME_NAMES.get(name, name)] = value.item() if isinstance(value, np.generic) else value
+            value = (
+                torch.from_numpy(column[rows].copy()) if name in TOKEN_COLUMNS else column[index]
+            )
+            sample[SLIME_NAMES.get(name, name)] = (
+                value.item() if isinstance(value, np.generic) else value
+            )
     return sample
 
 
 def _write_parquet(file: IO[bytes], table: TokenTable) -> None:
     shape = [0, 0] if table.experts is None else list(table.experts.shape[1:])
-    header = {"schema_version": SCHEMA_VERSION, "metadata": dict(table.metadata), "experts_shape": shape}
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "metadata": dict(table.metadata),
+        "experts_shape": shape,
+    }
     group_S = table.offsets[:-1] * (table.nbytes // max(table.tokens, 1)) // ROW_GROUP_BYTES
     parts = np.split(np.arange(len(table)), np.flatnonzero(np.diff(group_S)) + 1)
     groups = [_to_arrow(table.select(samples)) for samples in parts]
@@ -162,12 +186,16 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with_text = {name.split(".")[0] for name in text} - text  # lists of text
         columns = [name for name in parquet.read_schema(path).names if name not in with_text]
         for batch in _batches(path, columns, PYTHON_NUMBER_BYTES):
-            values = [_texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns]
+            values = [
+                _texts(batch[name]) if name in text else batch[name].to_pylist() for name in columns
+            ]
             for row in zip(*values, strict=True):
                 number += 1
                 yield f"{path}, row {number}", dict(zip(columns, row, strict=True))
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read as parquet after row {number}: {first_line(error)}.") from error
+        raise ValueError(
+            f"{path} cannot be read as parquet after row {number}: {first_line(error)}."
+        ) from error
 
 
 def _batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator[Any]:
@@ -176,21 +204,34 @@ def _batches(path: Path, names: Sequence[str], value_bytes: int = 4) -> Iterator
     Text columns are dictionaries, so a text that many rows repeat takes memory once.
     """
     file_bytes, text = path.stat().st_size, _text_columns(path)
-    with parquet.ParquetFile(path, read_dictionary=[name for name in names if name in text]) as file:
+    with parquet.ParquetFile(
+        path, read_dictionary=[name for name in names if name in text]
+    ) as file:
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
             chunks = [group.column(i) for i in range(group.num_columns)]
             chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
             size = sum(value_bytes * chunk.num_values for chunk in chunks)
-            size += sum(chunk.total_uncompressed_size for chunk in chunks if chunk.physical_type == "BYTE_ARRAY")
+            size += sum(
+                chunk.total_uncompressed_size
+                for chunk in chunks
+                if chunk.physical_type == "BYTE_ARRAY"
+            )
             if size > max(MAX_GROUP_BYTES, MAX_EXPANSION * file_bytes):
-                raise ValueError(f"row group {index} needs {size >> 20} MiB of memory; write smaller row groups.")
+                raise ValueError(
+                    f"row group {index} needs {size >> 20} MiB of memory; write smaller row groups."
+                )
             if any("DELTA_BYTE_ARRAY" in chunk.encodings for chunk in chunks):
-                raise ValueError("text has the encoding DELTA_BYTE_ARRAY, whose size is not bounded; write PLAIN.")
+                raise ValueError(
+                    "text has the encoding DELTA_BYTE_ARRAY, whose size is not bounded; write"
+                    " PLAIN."
+                )
             if group.num_rows == 0:
                 yield pa.RecordBatch.from_pylist([], file.schema_arrow)
             parts = 1 if size <= 2 * ROW_GROUP_BYTES else -(-size // ROW_GROUP_BYTES)
-            yield from file.iter_batches(max(group.num_rows // parts, 1), row_groups=[index], columns=names)
+            yield from file.iter_batches(
+                max(group.num_rows // parts, 1), row_groups=[index], columns=names
+            )
 
 
 def _text_columns(path: Path) -> set[str]:
@@ -211,13 +252,17 @@ def _header(schema: Any) -> dict[str, Any]:
     try:
         header = dict(json.loads(value))
         if header["schema_version"] <= SCHEMA_VERSION and not (
-            isinstance(header["metadata"], dict) and all(0 <= size < 2**15 for size in header["experts_shape"])
+            isinstance(header["metadata"], dict)
+            and all(0 <= size < 2**15 for size in header["experts_shape"])
         ):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"damaged metadata {quoted(value)}.") from None
     if header["schema_version"] > SCHEMA_VERSION:
-        raise ValueError(f"schema version {header['schema_version']} is newer than {SCHEMA_VERSION}; update slime_tis.")
+        raise ValueError(
+            f"schema version {header['schema_version']} is newer than {SCHEMA_VERSION}; update"
+            " slime_tis."
+        )
     if missing := [name for name in REQUIRED_COLUMNS if name not in schema.names]:
         raise ValueError(f"no column {', '.join(missing)}.")
     return header
@@ -228,13 +273,21 @@ def _to_arrow(table: TokenTable) -> Any:
     for item in SCHEMA:
         if (column := getattr(table, item.name)) is None:
             continue
-        if item.name in TEXT_COLUMNS:  # a lone surrogate, which a tokenizer may return, is not UTF-8
-            columns[item.name] = pa.array([text.encode("utf-8", "replace").decode() for text in column], pa.string())
+        if (
+            item.name in TEXT_COLUMNS
+        ):  # a lone surrogate, which a tokenizer may return, is not UTF-8
+            columns[item.name] = pa.array(
+                [text.encode("utf-8", "replace").decode() for text in column], pa.string()
+            )
         elif item.name in TOKEN_COLUMNS:
             offsets = table.offsets * int(np.prod(column.shape[1:], dtype=np.int64))
-            columns[item.name] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(column.reshape(-1)))
+            columns[item.name] = pa.LargeListArray.from_arrays(
+                pa.array(offsets), pa.array(column.reshape(-1))
+            )
         else:
-            columns[item.name] = pa.array(list(column) if item.name == "prompt" else column, item.type)
+            columns[item.name] = pa.array(
+                list(column) if item.name == "prompt" else column, item.type
+            )
     return pa.table(columns)
 
 
@@ -248,10 +301,15 @@ def _from_arrow(batch: Any, header: dict[str, Any]) -> TokenTable:
         elif name in SAMPLE_COLUMNS:
             columns[name] = column.to_numpy(zero_copy_only=False)
         else:
-            counts, values = column.value_lengths().to_numpy(), column.flatten().to_numpy(zero_copy_only=False)
+            counts, values = (
+                column.value_lengths().to_numpy(),
+                column.flatten().to_numpy(zero_copy_only=False),
+            )
             shape = header["experts_shape"] if name == "experts" else ()
             if name == "prompt":
-                columns[name] = tuple(np.split(values, np.cumsum(counts)[:-1])) if len(batch) else ()
+                columns[name] = (
+                    tuple(np.split(values, np.cumsum(counts)[:-1])) if len(batch) else ()
+                )
             elif np.array_equal(counts, lengths * int(np.prod(shape, dtype=np.int64))):
                 columns[name] = values.reshape(int(lengths.sum()), *shape)
             else:

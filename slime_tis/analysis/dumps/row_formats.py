@@ -13,7 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from slime_tis.analysis.dumps.files import SLIME_NAMES
-from slime_tis.analysis.dumps.table import SAMPLE_COLUMNS, TEXT_COLUMNS, TOKEN_COLUMNS, Column, SampleParts
+from slime_tis.analysis.dumps.table import (
+    SAMPLE_COLUMNS,
+    TEXT_COLUMNS,
+    TOKEN_COLUMNS,
+    Column,
+    SampleParts,
+)
 from slime_tis.errors import quoted
 
 Row = Mapping[str, Any]
@@ -34,7 +40,8 @@ class RowFormat:
     prepare: Callable[[dict[str, Any], Path], None] = lambda row, path: None
     """Changes a row in place before its columns are read."""
     has_prompt: bool = False
-    """Whether lists cover prompt and response; the response starts at the first token with a loss mask."""
+    """Whether lists cover prompt and response; the response starts at the first token with a loss
+    mask."""
 
     def parts(self, row: Row, path: Path) -> SampleParts:
         """The sample of a row of a file."""
@@ -42,7 +49,9 @@ class RowFormat:
         self.prepare(row, path)
         length = None
         values: dict[str, Any] = {}
-        required = {"train_log_prob", "rollout_log_prob"} | ({"loss_mask"} if self.has_prompt else set())
+        required = {"train_log_prob", "rollout_log_prob"} | (
+            {"loss_mask"} if self.has_prompt else set()
+        )
         for column, key in self.columns.items():
             if row.get(key) is None and column not in required:
                 continue
@@ -50,7 +59,9 @@ class RowFormat:
                 values[column] = row[key] if isinstance(row[key], str) else None
             elif column in SAMPLE_COLUMNS:
                 values[column] = _number(row, key, whole=column != "reward")
-            elif column in ("advantage", "rollout_worker") and not isinstance(row[key], list | Tensor):
+            elif column in ("advantage", "rollout_worker") and not isinstance(
+                row[key], list | Tensor
+            ):
                 values[column] = np.full(length or 0, _number(row, key))
             else:
                 values[column] = _numbers(row, key, None if column == "prompt" else length)
@@ -59,7 +70,10 @@ class RowFormat:
             mask = values["loss_mask"] > 0
             start = int(mask.argmax()) if mask.any() else len(mask)
             prompt = values["token"][:start] if "token" in values else None
-            values = {name: value[start:] if name in TOKEN_COLUMNS else value for name, value in values.items()}
+            values = {
+                name: value[start:] if name in TOKEN_COLUMNS else value
+                for name, value in values.items()
+            }
             values["prompt"] = prompt
             if "rejected" in values:
                 values["rejected"] = (values["rejected"] > 0) & mask[start:]
@@ -70,7 +84,13 @@ class RowFormat:
 
 def _prepare_nemo_rl(row: dict[str, Any], path: Path) -> None:
     """Every value is a list with one entry; token lists are padded and have `input_lengths` tokens."""
-    keys = (*NEMO_RL_COLUMNS.values(), "rewards", "filtered_rewards", "input_lengths", "sample_loss_mask")
+    keys = (
+        *NEMO_RL_COLUMNS.values(),
+        "rewards",
+        "filtered_rewards",
+        "input_lengths",
+        "sample_loss_mask",
+    )
     for key in row.keys() & set(keys):
         if not isinstance(row[key], list) or len(row[key]) != 1:
             raise ValueError(f"has {key} that is not a list with one entry.")
@@ -103,8 +123,8 @@ def _prepare_verl(row: dict[str, Any], path: Path) -> None:
     missing = [name for name in ("old_log_probs", "rollout_log_probs") if row.get(name) is None]
     if missing:
         raise ValueError(
-            f"is a generation of verl without {' and '.join(missing)}; the patch in docs/dumps.md adds them, "
-            "or write JSONL with train_log_probs, rollout_log_probs and loss_mask."
+            f"is a generation of verl without {' and '.join(missing)}; the patch in docs/dumps.md"
+            " adds them, or write JSONL with train_log_probs, rollout_log_probs and loss_mask."
         )
 
 
@@ -113,11 +133,13 @@ def _prepare_slime(row: dict[str, Any], path: Path) -> None:
     length = int(row["response_lengths"])
     for key in ("log_probs", "rollout_log_probs"):
         if row.get(key) is None:
-            raise ValueError(f"has no {key}; slime saves both with --use-tis or --get-mismatch-metrics")
+            raise ValueError(
+                f"has no {key}; slime saves both with --use-tis or --get-mismatch-metrics"
+            )
     if (entries := len(row["log_probs"])) != length:
         raise ValueError(
-            f"has {entries} entries of log_probs for {length} response tokens; if they are slices of "
-            "context-parallel ranks, write the dump with a newer slime, which joins them"
+            f"has {entries} entries of log_probs for {length} response tokens; if they are slices"
+            " of context-parallel ranks, write the dump with a newer slime, which joins them"
         )
     row.setdefault("train_log_prob", row["log_probs"])
     if not isinstance(row.get("weight_versions"), Tensor):
@@ -133,7 +155,12 @@ PROJECTS = ("plain", "nemo_rl", "prime_rl", "verl")
 COLUMN_KEYS = {
     "train_log_prob": ("train_log_probs", "prev_logprobs", "trainer_logprobs", "old_log_probs"),
     "old_log_prob": ("old_log_probs", "", "", ""),
-    "rollout_log_prob": ("rollout_log_probs", "generation_logprobs", "inference_logprobs", "rollout_log_probs"),
+    "rollout_log_prob": (
+        "rollout_log_probs",
+        "generation_logprobs",
+        "inference_logprobs",
+        "rollout_log_probs",
+    ),
     "loss_mask": ("loss_mask", "token_loss_mask", "loss_mask", "response_mask"),
     "token": ("tokens", "token_ids", "token_ids", "responses"),
     "rejected": ("", "", "is_masked", ""),
@@ -148,7 +175,8 @@ COLUMN_KEYS = {
     "text": ("response", "", "", "output"),
     "prompt_text": ("prompt_text", "", "", "input"),
 }
-"""Key of a row for each column, in the order of PROJECTS; empty if the project's rows lack the column."""
+"""Key of a row for each column, in the order of PROJECTS; empty if the project's rows lack the
+column."""
 
 
 def _columns(project: str) -> dict[str, str]:
@@ -158,7 +186,8 @@ def _columns(project: str) -> dict[str, str]:
 
 NEMO_RL_COLUMNS = _columns("nemo_rl")
 FORMATS = (
-    # NVIDIA-NeMo/RL, nemo_rl/algorithms/grpo.py ("Log training data"), utils/logger.py log_batched_dict_as_jsonl
+    # NVIDIA-NeMo/RL, nemo_rl/algorithms/grpo.py ("Log training data"), utils/logger.py
+    # log_batched_dict_as_jsonl
     RowFormat(
         source="nemo_rl",
         identifying_keys=frozenset({"prev_logprobs", "generation_logprobs"}),
@@ -167,7 +196,8 @@ FORMATS = (
         prepare=_prepare_nemo_rl,
         has_prompt=True,
     ),
-    # PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/rl/token_export.py, TokenExporter, schema_version 1
+    # PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/rl/token_export.py, TokenExporter,
+    # schema_version 1
     RowFormat(
         source="prime_rl",
         identifying_keys=frozenset({"trainer_logprobs", "inference_logprobs"}),
@@ -182,7 +212,8 @@ FORMATS = (
         columns=_columns("plain"),
         metadata={"old_policy": "current"},
     ),
-    # verl-project/verl, verl/trainer/ppo/ray_trainer.py, _write_generations, with the patch in docs/dumps.md
+    # verl-project/verl, verl/trainer/ppo/ray_trainer.py, _write_generations, with the patch in
+    # docs/dumps.md
     RowFormat(
         source="verl",
         identifying_keys=frozenset({"input", "output", "score"}),
@@ -195,7 +226,10 @@ FORMATS = (
 SLIME = RowFormat(
     source="slime",
     columns={"train_log_prob": "train_log_prob"}
-    | {name: SLIME_NAMES.get(name, name) for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS, *TEXT_COLUMNS)}
+    | {
+        name: SLIME_NAMES.get(name, name)
+        for name in (*TOKEN_COLUMNS, *SAMPLE_COLUMNS, *TEXT_COLUMNS)
+    }
     | {"prompt": "prompt_ids"},
     metadata={"old_policy": "recomputed"},
     prepare=_prepare_slime,
@@ -210,7 +244,9 @@ def format_of(row: Row) -> RowFormat:
             return known
     hint = "plain rows have train_log_probs, rollout_log_probs and loss_mask."
     if "rollout_log_probs" in row and row.keys() & {"response_ids", "response_length"}:
-        hint = "--save-debug-rollout-data has no training log-probs; --save-debug-train-data has them."
+        hint = (
+            "--save-debug-rollout-data has no training log-probs; --save-debug-train-data has them."
+        )
     elif row.keys() >= {"head_version", "tail_version"}:
         hint = f"AReaL's rollout files have no log-probs of training; convert its batches: {hint}"
     raise ValueError(f"has an unknown form, with the keys {quoted(sorted(map(str, row)))}; {hint}")
@@ -220,13 +256,17 @@ def _numbers(row: Row, key: str, length: int | None = None) -> Column:
     """A tensor or a list of numbers as an array; null is NaN."""
     values = row.get(key)
     if isinstance(values, Tensor | np.ndarray):
-        numbers: Column = values.detach().resolve_conj().numpy() if isinstance(values, Tensor) else values
+        numbers: Column = (
+            values.detach().resolve_conj().numpy() if isinstance(values, Tensor) else values
+        )
     elif not isinstance(values, list):
         raise ValueError(f"has {key} that is {quoted(values, 40)} but must be a list of numbers.")
     else:
         try:
             numbers = np.array(values)
-            if numbers.dtype.kind == "O" and all(value is None or isinstance(value, int | float) for value in values):
+            if numbers.dtype.kind == "O" and all(
+                value is None or isinstance(value, int | float) for value in values
+            ):
                 numbers = np.array(values, np.float64)
             if numbers.dtype.kind not in "fiub" or numbers.ndim != 1:
                 raise ValueError
@@ -240,5 +280,7 @@ def _numbers(row: Row, key: str, length: int | None = None) -> Column:
 def _number(row: Row, key: str, *, whole: bool = False) -> Any:
     value = row[key].item() if isinstance(row[key], Tensor) else row[key]
     if not isinstance(value, int if whole else int | float):
-        raise ValueError(f"has {key} {quoted(value, 40)}, which is not a {'whole ' if whole else ''}number.")
+        raise ValueError(
+            f"has {key} {quoted(value, 40)}, which is not a {'whole ' if whole else ''}number."
+        )
     return value

@@ -56,7 +56,9 @@ OBJECT_COLUMNS: dict[str, Any] = {"text": "", "prompt_text": "", "prompt": np.ze
 """Sample columns that are tuples, and the entry of a sample without a value."""
 COLUMNS: dict[str, type] = TOKEN_COLUMNS | SAMPLE_COLUMNS | dict.fromkeys(OBJECT_COLUMNS, object)
 METADATA: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("source", "run", "precision", "rollout_precision", "tokenizer", "old_policy"), str),
+    **dict.fromkeys(
+        ("source", "run", "precision", "rollout_precision", "tokenizer", "old_policy"), str
+    ),
     **dict.fromkeys(("flags", "policy", "sampled"), dict),
     "temperature": (int, float),
     "num_experts": int,
@@ -104,8 +106,8 @@ class SampleParts:
 class TokenTable:
     """Response tokens of samples as columns. Every column except log-probs and loss mask may be None.
 
-    Log-probs are in nats, NaN if an engine returned none. Masked tokens (`loss_mask` 0) are included; their log-probs
-    have no meaning.
+    Log-probs are in nats, NaN if an engine returned none. Masked tokens (`loss_mask` 0) are
+    included; their log-probs have no meaning.
     """
 
     offsets: Int64
@@ -113,9 +115,9 @@ class TokenTable:
     train_log_prob: Float32
     """[N] log π_θ of the training engine in the forward pass of the step."""
     old_log_prob: Float32
-    """[N] log π_old of the loss, or of the training engine with --get-mismatch-metrics. Its source is
-    `metadata["old_policy"]`: "recomputed" by the training engine before the rollout's first step, "current" (π_θ
-    itself), "rollout" (bypass) or "interpolated"."""
+    """[N] log π_old of the loss, or of the training engine with --get-mismatch-metrics. Its source
+    is `metadata["old_policy"]`: "recomputed" by the training engine before the rollout's first
+    step, "current" (π_θ itself), "rollout" (bypass) or "interpolated"."""
     rollout_log_prob: Float32
     """[N] log π_rollout of the engine that sampled."""
     loss_mask: UInt8
@@ -123,7 +125,8 @@ class TokenTable:
     token: Int32 | None = None
     """[N] token ids."""
     weight: Float32 | None = None
-    """[N] importance weight before bounds, exp(clamp(L, −20, 20)) at the level of the weights; 0 if masked."""
+    """[N] importance weight before bounds, exp(clamp(L, −20, 20)) at the level of the weights; 0 if
+    masked."""
     bounded_weight: Float32 | None = None
     """[N] importance weight in the loss, after bounds and batch normalization; 0 if masked."""
     rejected: Int32 | None = None
@@ -139,9 +142,11 @@ class TokenTable:
     rollout_worker: Int32 | None = None
     """[N] index in `metadata["workers"]` of the server that sampled the token; −1 if unknown."""
     turn: Int32 | None = None
-    """[N] index of the contiguous run of trained tokens; masked tokens belong to the run before them, or to run 0."""
+    """[N] index of the contiguous run of trained tokens; masked tokens belong to the run before
+    them, or to run 0."""
     experts: Int32 | None = None
-    """[N, sparse layers, k] experts that the rollout engine recorded for the prediction of the token; −1 if missing."""
+    """[N, sparse layers, k] experts that the rollout engine recorded for the prediction of the
+    token; −1 if missing."""
     step: Int32 | None = None
     """[S] optimizer steps made before the step that trained on the sample."""
     sample_index: Int32 | None = None
@@ -159,14 +164,17 @@ class TokenTable:
     prompt_text: tuple[str, ...] | None = None
     """[S] text of the prompts."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Values for all tokens, as JSON; docs/dumps.md ("Schema") lists the keys. Any key may be missing."""
+    """Values for all tokens, as JSON; docs/dumps.md ("Schema") lists the keys. Any key may be
+    missing."""
 
     def __post_init__(self) -> None:
         if not len(self.offsets) or self.offsets[0] != 0 or bool((np.diff(self.offsets) < 0).any()):
             raise ValueError("offsets must start with 0 and never decrease.")
         for key, kind in METADATA.items():
             if (value := self.metadata.get(key)) is not None and not isinstance(value, kind):
-                raise ValueError(f"metadata has {key} {quoted(value, 40)}, which has the wrong type.")
+                raise ValueError(
+                    f"metadata has {key} {quoted(value, 40)}, which has the wrong type."
+                )
         for name, dtype in COLUMNS.items():
             if (column := getattr(self, name)) is None and name not in REQUIRED_COLUMNS:
                 continue
@@ -175,7 +183,10 @@ class TokenTable:
                 raise ValueError(f"{name} has {len(column)} rows but must have {rows}.")
             dimensions = 3 if name == "experts" else 1
             if name not in OBJECT_COLUMNS and (column.dtype, column.ndim) != (dtype, dimensions):
-                raise ValueError(f"{name} is {column.dtype} in {column.ndim} dimensions but must be {np.dtype(dtype)}.")
+                raise ValueError(
+                    f"{name} is {column.dtype} in {column.ndim} dimensions but must be"
+                    f" {np.dtype(dtype)}."
+                )
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -192,7 +203,9 @@ class TokenTable:
         columns = (getattr(self, item.name) for item in fields(self))
         numbers = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
         numbers += sum(prompt.nbytes for prompt in self.prompt or ())
-        return numbers + sum(len(text) for name in TEXT_COLUMNS for text in getattr(self, name) or ())
+        return numbers + sum(
+            len(text) for name in TEXT_COLUMNS for text in getattr(self, name) or ()
+        )
 
     @property
     def response_length(self) -> Int32:
@@ -207,12 +220,18 @@ class TokenTable:
     @property
     def position(self) -> Int32:
         """[N] index of each token in its response."""
-        return (np.arange(self.tokens) - np.repeat(self.offsets[:-1], self.response_length)).astype(np.int32)
+        return (np.arange(self.tokens) - np.repeat(self.offsets[:-1], self.response_length)).astype(
+            np.int32
+        )
 
     @property
     def valid(self) -> Bool:
         """[N] whether a token is trained on and has log-probs of both engines."""
-        return (self.loss_mask > 0) & are_log_probs(self.policy_log_prob) & are_log_probs(self.rollout_log_prob)
+        return (
+            (self.loss_mask > 0)
+            & are_log_probs(self.policy_log_prob)
+            & are_log_probs(self.rollout_log_prob)
+        )
 
     @property
     def policy_log_prob(self) -> Float32:
@@ -227,22 +246,39 @@ class TokenTable:
             return np.where(self.valid, self.policy_log_prob - self.rollout_log_prob, np.float32(0))
 
     @classmethod
-    def from_parts(cls, parts: Sequence[SampleParts], metadata: Mapping[str, Any] | None = None) -> Self:
+    def from_parts(
+        cls, parts: Sequence[SampleParts], metadata: Mapping[str, Any] | None = None
+    ) -> Self:
         """The table of some samples; a column without a value in any sample is None.
 
         Other samples without a value get NaN, −1, or 0 for flags.
         """
         lengths = [len(part.rollout_log_prob) for part in parts]
-        rows = {item.name: [getattr(part, item.name) for part in parts] for item in fields(SampleParts)}
+        rows = {
+            item.name: [getattr(part, item.name) for part in parts] for item in fields(SampleParts)
+        }
         pairs = zip(rows["train_log_prob"], rows["old_log_prob"], strict=True)
         rows["old_log_prob"] = [train if old is None else old for train, old in pairs]
         masks = zip(rows["loss_mask"], lengths, strict=True)
-        rows["loss_mask"] = [np.ones(length) if mask is None else np.asarray(mask) > 0 for mask, length in masks]
+        rows["loss_mask"] = [
+            np.ones(length) if mask is None else np.asarray(mask) > 0 for mask, length in masks
+        ]
         for name, dtype in SAMPLE_COLUMNS.items():
             has_values = any(value is not None for value in rows[name])
-            rows[name] = [[MISSING[dtype] if value is None else value for value in rows[name]] if has_values else None]
-        rows["prompt"] = [None if prompt is None else cast(prompt, np.int32, "prompt") for prompt in rows["prompt"]]
-        return cls(offsets=offsets_of(lengths), **_columns(rows, lengths, [len(parts)]), metadata=dict(metadata or {}))
+            rows[name] = [
+                [MISSING[dtype] if value is None else value for value in rows[name]]
+                if has_values
+                else None
+            ]
+        rows["prompt"] = [
+            None if prompt is None else cast(prompt, np.int32, "prompt")
+            for prompt in rows["prompt"]
+        ]
+        return cls(
+            offsets=offsets_of(lengths),
+            **_columns(rows, lengths, [len(parts)]),
+            metadata=dict(metadata or {}),
+        )
 
     @classmethod
     def concatenate(cls, tables: Sequence[Self]) -> Self:
@@ -252,16 +288,28 @@ class TokenTable:
         """
         if len(tables) == 1:
             return tables[0]
-        criteria = [table.metadata.get("criteria") for table in tables if table.rejected is not None]
+        criteria = [
+            table.metadata.get("criteria") for table in tables if table.rejected is not None
+        ]
         if any(names != criteria[0] for names in criteria):
-            raise ValueError("the tables have different rejection criteria; read them one at a time.")
+            raise ValueError(
+                "the tables have different rejection criteria; read them one at a time."
+            )
         rows = {name: [getattr(table, name) for table in tables] for name in COLUMNS}
         for name in OBJECT_COLUMNS:
-            rows[name] = [entry for table in tables for entry in getattr(table, name) or (None,) * len(table)]
-        columns = _columns(rows, [table.tokens for table in tables], [len(table) for table in tables])
+            rows[name] = [
+                entry for table in tables for entry in getattr(table, name) or (None,) * len(table)
+            ]
+        columns = _columns(
+            rows, [table.tokens for table in tables], [len(table) for table in tables]
+        )
         lengths = np.concatenate([np.diff(table.offsets) for table in tables])
         first, *others = (table.metadata for table in tables)
-        metadata = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+        metadata = {
+            key: value
+            for key, value in first.items()
+            if all(other.get(key) == value for other in others)
+        }
         return cls(offsets=offsets_of(lengths), **columns, metadata=metadata)
 
     def select(self, samples: Sequence[int] | Column) -> Self:
@@ -273,7 +321,9 @@ class TokenTable:
         columns = {name: column for name in COLUMNS if (column := getattr(self, name)) is not None}
         for name, column in columns.items():
             if name in OBJECT_COLUMNS:
-                columns[name] = tuple(copy(column[i]) for i in chosen)  # a view would keep all prompts in memory
+                columns[name] = tuple(
+                    copy(column[i]) for i in chosen
+                )  # a view would keep all prompts in memory
             else:
                 columns[name] = column[rows if name in TOKEN_COLUMNS else chosen]
         return replace(self, offsets=offsets, **columns)
@@ -282,7 +332,9 @@ class TokenTable:
         """The samples with tokens of one rollout server; tokens of other servers are masked."""
         assert self.rollout_worker is not None
         names = self.metadata.get("workers") or ()
-        indices = [index for index in np.unique(self.rollout_worker) if worker_name(names, index) == name]
+        indices = [
+            index for index in np.unique(self.rollout_worker) if worker_name(names, index) == name
+        ]
         mask = self.loss_mask * np.isin(self.rollout_worker, indices)
         samples = np.flatnonzero(np.bincount(self.sample, mask, len(self)))
         return replace(self, loss_mask=mask.astype(np.uint8)).select(samples)
@@ -290,7 +342,8 @@ class TokenTable:
     def sampled(self, max_tokens: int) -> Self:
         """A random part of the samples with at most `max_tokens` response tokens; the table itself if it is smaller.
 
-        Samples are chosen uniformly, and stay complete and in order. `metadata["sampled"]` has the original size.
+        Samples are chosen uniformly, and stay complete and in order. `metadata["sampled"]` has the
+        original size.
         """
         if self.tokens <= max_tokens:
             return self
@@ -333,16 +386,22 @@ def cast(values: Sequence[Any] | Column, dtype: type, name: str) -> Column:
         flat = pa.array(array.reshape(-1)).cast(pa.from_numpy_dtype(dtype))
     except (pa.ArrowException, TypeError, OverflowError) as error:
         kind = np.dtype(dtype).name
-        raise ValueError(f"{name} has an entry that does not fit {kind}: {first_line(error)}.") from None
+        raise ValueError(
+            f"{name} has an entry that does not fit {kind}: {first_line(error)}."
+        ) from None
     numbers: Column = flat.to_numpy(zero_copy_only=False).reshape(array.shape)
     return numbers
 
 
-def _columns(rows: Mapping[str, Sequence[Any]], tokens: Sequence[int], samples: Sequence[int]) -> dict[str, Any]:
+def _columns(
+    rows: Mapping[str, Sequence[Any]], tokens: Sequence[int], samples: Sequence[int]
+) -> dict[str, Any]:
     """Columns from pieces with these numbers of tokens and samples; a piece is None if it lacks the column."""
     columns: dict[str, Any] = {}
     for name, dtype in (TOKEN_COLUMNS | SAMPLE_COLUMNS).items():
-        columns[name] = _joined(rows[name], samples if name in SAMPLE_COLUMNS else tokens, dtype, name)
+        columns[name] = _joined(
+            rows[name], samples if name in SAMPLE_COLUMNS else tokens, dtype, name
+        )
     for name, missing in OBJECT_COLUMNS.items():
         if any(value is not None for value in rows[name]):
             columns[name] = tuple(missing if value is None else value for value in rows[name])
@@ -356,12 +415,21 @@ def _joined(rows: Sequence[Any], lengths: Sequence[int], dtype: type, name: str)
         return None
     shapes = {piece.shape[1:] for piece in pieces if piece is not None and len(piece)}
     if len(shapes) > 1:
-        raise ValueError(f"{name} has rows of the shapes {' and '.join(map(str, sorted(shapes)))}; they must be equal.")
+        raise ValueError(
+            f"{name} has rows of the shapes {' and '.join(map(str, sorted(shapes)))}; they must be"
+            " equal."
+        )
     shape = shapes.pop() if shapes else ((0, 0) if name == "experts" else ())
     missing = 0 if name == "rejected" else MISSING[dtype]
     filled = [np.zeros((0, *shape), dtype)]
     for index, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
         if piece is not None and len(piece) != length:
-            raise ValueError(f"sample {index} has {len(piece)} entries of {name} but {length} rollout log-probs.")
-        filled.append(np.full((length, *shape), missing, dtype) if piece is None else piece.reshape(length, *shape))
+            raise ValueError(
+                f"sample {index} has {len(piece)} entries of {name} but {length} rollout log-probs."
+            )
+        filled.append(
+            np.full((length, *shape), missing, dtype)
+            if piece is None
+            else piece.reshape(length, *shape)
+        )
     return np.concatenate(filled)

@@ -1,9 +1,10 @@
 """Applies corrections to the tokens of a dump: the policy loss of train.py on every row.
 
-TokenTable → policy_loss under one configuration → metrics of the step, and the gradient with respect to log π_θ
+TokenTable → policy_loss under one configuration → metrics of the step, and the gradient with
+respect to log π_θ
 
-`annotated` adds the effects of the run's own correction to a table: which criterion rejected each token, vetoes, and
-weights before their bounds.
+`annotated` adds the effects of the run's own correction to a table: which criterion rejected each
+token, vetoes, and weights before their bounds.
 """
 
 from argparse import Namespace
@@ -31,14 +32,21 @@ from slime_tis.correction import (
 from slime_tis.correction.config import DIVERGENCE_BOUNDS
 from slime_tis.policy.config import COVARIANCE_LOSSES, PolicyConfig, needs_global_batch
 from slime_tis.policy.custom_loss import CustomTis
-from slime_tis.policy.policy_loss import LossInputs, LossStep, old_log_probs, policy_loss, without_correction
+from slime_tis.policy.policy_loss import (
+    LossInputs,
+    LossStep,
+    old_log_probs,
+    policy_loss,
+    without_correction,
+)
 from slime_tis.policy.response_tokens import ResponseTokens, turns_of
 from slime_tis.policy.step_sums import step_metrics
 
 MAX_TOKENS = 1 << 18
 """Default number of response tokens that `what_if` uses, a random part of a larger table."""
 MAX_STEPS = 64
-"""Default number of optimizer steps, a random part of more, for corrections that depend on a whole batch."""
+"""Default number of optimizer steps, a random part of more, for corrections that depend on a whole
+batch."""
 UNBOUNDED = 2 * float(np.exp(LOG_RATIO_BOUND))
 """An upper bound that no weight reaches: weights are at most e^20."""
 CURRENT_VERSION = 1 << 30
@@ -59,7 +67,8 @@ class WhatIf:
     """Flags of train.py that select the correction."""
     kept: float
     ess: float
-    """(Σw)²/(n·Σw²) of the bounded weights; the weight of a function is its output for an accepted token of loss 1."""
+    """(Σw)²/(n·Σw²) of the bounded weights; the weight of a function is its output for an accepted
+    token of loss 1."""
     weight_mean: float
     weight_max: float
     cosine: float | None
@@ -69,7 +78,8 @@ class WhatIf:
     """As `cosine`, with the exact ratio of the sequence, Π_t ρ_t."""
     sequence_norm_ratio: float | None
     steps: int | None
-    """Number of steps a whole-batch correction was applied to; None if it was applied to all tokens at once."""
+    """Number of steps a whole-batch correction was applied to; None if it was applied to all tokens
+    at once."""
     metrics: dict[str, float]
     """All metrics of the step under the names of docs/metrics.md, without `train/`."""
 
@@ -77,15 +87,29 @@ class WhatIf:
 def corrections() -> dict[str, RolloutCorrectionConfig]:
     """All presets, and a sweep of weights and rejection over levels, modes and bounds, by name."""
     options: dict[str, dict[str, Any]] = {}
-    for level, mode, upper in product(("token", "sequence", "geometric"), ("truncate", "mask"), (1.5, 2.0, 5.0, 10.0)):
+    for level, mode, upper in product(
+        ("token", "sequence", "geometric"), ("truncate", "mask"), (1.5, 2.0, 5.0, 10.0)
+    ):
         bounds = {"tis_level": level, "tis_mode": mode, "tis_upper_bound": upper}
         options[f"tis {level} {mode} {upper:g}"] = {"use_tis": True, **bounds}
-    rejection_bounds = {"token": (2.0, 5.0, 10.0), "sequence": (1.5, 2.0, 5.0), "geometric": (1.001, 1.01, 1.05)}
+    rejection_bounds = {
+        "token": (2.0, 5.0, 10.0),
+        "sequence": (1.5, 2.0, 5.0),
+        "geometric": (1.001, 1.01, 1.05),
+    }
     for level, uppers in rejection_bounds.items():
         for upper in uppers:
-            options[f"rs {level} {upper:g}"] = {"use_rs": True, "rs_level": level, "rs_upper_bound": upper}
+            options[f"rs {level} {upper:g}"] = {
+                "use_rs": True,
+                "rs_level": level,
+                "rs_upper_bound": upper,
+            }
     for z_score in (2.0, 3.0, 4.0):
-        options[f"rs geometric z {z_score:g}"] = {"use_rs": True, "rs_level": "geometric", "rs_z_score": z_score}
+        options[f"rs geometric z {z_score:g}"] = {
+            "use_rs": True,
+            "rs_level": "geometric",
+            "rs_z_score": z_score,
+        }
     for (kind, bound), scale in product(DIVERGENCE_BOUNDS.items(), (0.5, 1.0, 2.0)):
         mask = {"divergence_mask": kind, "divergence_mask_bound": scale * bound}
         options[f"{kind} {scale * bound:g}"] = mask
@@ -113,14 +137,13 @@ def what_if(
 ) -> list[WhatIf]:
     """Applies each correction to a table, instead of the correction that its run had; one row per correction.
 
-    All numbers come from the functions that train.py calls. Statistics of the global batch (mean weight, second-moment
-    limit, adaptive bounds) are computed over the samples of each step in the table. Clip ranges and the averaging of
-    the loss are in the table's metadata.
+    All numbers come from the functions that train.py calls. Statistics of the global batch (mean
+    weight, second-moment limit, adaptive bounds) are computed over the samples of each step in the
+    table. Clip ranges and the averaging of the loss are in the table's metadata.
 
-    Args:
-        table: Samples of one or several steps.
-        configs: Corrections or functions in slime's contract, in a list or by name. Default: `corrections()`.
-        args: Options for functions, with those of their own: `args=Namespace(alpha=0.5)`. Default: the options of
+    Args: table: Samples of one or several steps. configs: Corrections or functions in slime's
+        contract, in a list or by name. Default: `corrections()`. args: Options for functions, with
+        those of their own: `args=Namespace(alpha=0.5)`. Default: the options of
             `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
         max_tokens: Response tokens to use, a random part of a larger table. Bounds the memory.
         max_steps: Steps for whole-batch corrections, a random part of more.
@@ -129,7 +152,11 @@ def what_if(
     policy = policy_of(table)
     if configs is None:
         configs = corrections()
-    named = configs.items() if isinstance(configs, Mapping) else [(_name_of(choice), choice) for choice in configs]
+    named = (
+        configs.items()
+        if isinstance(configs, Mapping)
+        else [(_name_of(choice), choice) for choice in configs]
+    )
     args = Namespace(**asdict(CUSTOM_FUNCTION_CONFIG), **asdict(policy)) if args is None else args
     batches: dict[bool, _Batches] = {}
     rows = []
@@ -137,7 +164,9 @@ def what_if(
         config = choice if isinstance(choice, RolloutCorrectionConfig) else CUSTOM_FUNCTION_CONFIG
         stepwise = _needs_steps(config)
         if stepwise not in batches:
-            batches[stepwise] = _with_exact(_steps(table, max_steps) if stepwise else [table], policy)
+            batches[stepwise] = _with_exact(
+                _steps(table, max_steps) if stepwise else [table], policy
+            )
         step = _loss_step(table, config, policy)
         if isinstance(choice, RolloutCorrectionConfig):
             rows.append(_row(name, config, batches[stepwise], step))
@@ -189,7 +218,9 @@ def as_text(rows: Sequence[WhatIf]) -> str:
     """A text table, sorted by cosine."""
     lines = ["  kept    ESS  mean w   max w  cosine  norm ratio  flags"]
     for row in by_cosine(rows):
-        cosine, norm = ("-" if value is None else f"{value:.4f}" for value in (row.cosine, row.norm_ratio))
+        cosine, norm = (
+            "-" if value is None else f"{value:.4f}" for value in (row.cosine, row.norm_ratio)
+        )
         numbers = f"{row.kept:6.1%} {row.ess:6.3f} {row.weight_mean:7.4g} {row.weight_max:7.4g}"
         lines.append(f"{numbers} {cosine:>7} {norm:>11}  {row.flags or 'no correction'}")
     return "\n".join(lines)
@@ -199,7 +230,8 @@ def _row(name: str, config: RolloutCorrectionConfig, batches: _Batches, step: Lo
     metrics, gradient_N = _applied(batches, step)
     is_preset = name in PRESETS and RolloutCorrectionConfig.preset(name) == config
     of_token, of_sequence = (_compared(gradient_N, exact_N) for exact_N in batches.exact)
-    # Without --use-tis all weights are 1; with it there are none if no token has log-probs of both engines.
+    # Without --use-tis all weights are 1; with it there are none if no token has log-probs of both
+    # engines.
     default = 0.0 if config.use_tis else 1.0
     return WhatIf(
         name=name,
@@ -247,7 +279,10 @@ def _with_exact(parts: Sequence[TokenTable], policy: PolicyConfig) -> _Batches:
         use_rollout_logprobs=True, policy_loss="reinforce", use_tis=True, tis_upper_bound=UNBOUNDED
     )
     policy = replace(policy, staleness_decay=1.0, rollout_pull_coef=0.0, use_opsm=False)
-    steps = [_loss_step(parts[0], config, policy) for config in (token, replace(token, tis_level="sequence"))]
+    steps = [
+        _loss_step(parts[0], config, policy)
+        for config in (token, replace(token, tis_level="sequence"))
+    ]
     return replace(batches, exact=tuple(_applied(batches, step)[1] for step in steps))
 
 
@@ -276,14 +311,18 @@ def _steps(table: TokenTable, max_steps: int) -> list[TokenTable]:
     return [table.select(steps[i]) for i in chosen]
 
 
-def _compared(gradient_N: Tensor | None, exact_N: Tensor | None) -> tuple[float | None, float | None]:
+def _compared(
+    gradient_N: Tensor | None, exact_N: Tensor | None
+) -> tuple[float | None, float | None]:
     """Cosine and norm ratio of two gradients; None if a gradient is missing or 0."""
     if gradient_N is None or exact_N is None:
         return None, None
     norm, exact_norm = float(gradient_N.double().norm()), float(exact_N.double().norm())
     if exact_norm == 0:
         return None, None
-    return (float(gradient_N.double() @ exact_N.double()) / (norm * exact_norm) if norm else None), norm / exact_norm
+    return (
+        float(gradient_N.double() @ exact_N.double()) / (norm * exact_norm) if norm else None
+    ), norm / exact_norm
 
 
 def loss_inputs(table: TokenTable) -> LossInputs:
@@ -293,10 +332,18 @@ def loss_inputs(table: TokenTable) -> LossInputs:
     totals = [prompt + response for prompt, response in zip(prompts, lengths, strict=True)]
     version = np.full(table.tokens, CURRENT_VERSION)
     if table.weight_version is not None:
-        age = 0 if table.step is None else np.repeat(table.step, table.response_length) - table.weight_version
+        age = (
+            0
+            if table.step is None
+            else np.repeat(table.step, table.response_length) - table.weight_version
+        )
         version = np.where(table.weight_version < 0, -1, CURRENT_VERSION - age)
     loss_mask = torch.from_numpy(table.loss_mask.astype(np.float32))
-    advantage = torch.ones(table.tokens) if table.advantage is None else _tensor(table.advantage).nan_to_num()
+    advantage = (
+        torch.ones(table.tokens)
+        if table.advantage is None
+        else _tensor(table.advantage).nan_to_num()
+    )
     recomputed = table.metadata.get("old_policy") == "recomputed"
     tokens = ResponseTokens(
         slices=response_slices(totals, lengths, 0, 1),
@@ -305,7 +352,11 @@ def loss_inputs(table: TokenTable) -> LossInputs:
         loss_mask_N=loss_mask,
         rollout_log_probs_L=_tensor(table.rollout_log_prob),
         weight_versions_L=torch.from_numpy(version),
-        workers_L=None if table.rollout_worker is None else torch.from_numpy(table.rollout_worker.astype(np.int64)),
+        workers_L=(
+            None
+            if table.rollout_worker is None
+            else torch.from_numpy(table.rollout_worker.astype(np.int64))
+        ),
         turns_L=turns_of(loss_mask, lengths),
         old_log_probs_L=_tensor(table.old_log_prob) if recomputed else None,
         advantages_L=advantage,
@@ -315,13 +366,24 @@ def loss_inputs(table: TokenTable) -> LossInputs:
     return LossInputs(tokens=tokens, log_probs_L=log_probs, entropy_L=entropy)
 
 
-def _loss_step(table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig) -> LossStep:
+def _loss_step(
+    table: TokenTable, config: RolloutCorrectionConfig, policy: PolicyConfig
+) -> LossStep:
     interpolates = config.old_logprobs == "interpolate"
-    if (interpolates or policy.staleness_decay < 1) and (table.weight_version is None or table.step is None):
+    if (interpolates or policy.staleness_decay < 1) and (
+        table.weight_version is None or table.step is None
+    ):
         flag = "--old-logprobs interpolate" if interpolates else "--staleness-decay"
         raise ValueError(f"{flag} needs steps and weight versions, which the dump does not have.")
-    recomputed = table.metadata.get("old_policy") == "recomputed" and not (config.use_rollout_logprobs or interpolates)
-    return LossStep(correction=config, policy=policy, uses_recomputed_old_policy=recomputed, version=CURRENT_VERSION)
+    recomputed = table.metadata.get("old_policy") == "recomputed" and not (
+        config.use_rollout_logprobs or interpolates
+    )
+    return LossStep(
+        correction=config,
+        policy=policy,
+        uses_recomputed_old_policy=recomputed,
+        version=CURRENT_VERSION,
+    )
 
 
 def annotated(
@@ -342,15 +404,22 @@ def annotated(
         if not criterion.needs_advantages or table.advantage is not None:
             rejected[name] = trained & ~_corrected(table, criterion, global_batch).mask.numpy()
     if config.touches_loss and config.nonfinite_policy == "reject":
-        rejected = {name: mask & table.valid for name, mask in rejected.items()}  # they ignore tokens without log-probs
+        rejected = {
+            name: mask & table.valid for name, mask in rejected.items()
+        }  # they ignore tokens without log-probs
         rejected["nonfinite"] = trained & ~table.valid
     explained = np.any([*rejected.values(), np.zeros(table.tokens, np.bool_)], axis=0)
-    rejected["other"] = trained & ~accepted & ~explained  # by off-policy sequence masking, or a user-defined function
+    rejected["other"] = (
+        trained & ~accepted & ~explained
+    )  # by off-policy sequence masking, or a user-defined function
     bits = np.zeros(table.tokens, np.int32)
     for bit, mask in enumerate(rejected.values()):
         bits |= mask.astype(np.int32) << bit
     unbounded = RolloutCorrectionConfig(
-        use_tis=True, tis_level=config.tis_level, tis_upper_bound=UNBOUNDED, nonfinite_policy=config.nonfinite_policy
+        use_tis=True,
+        tis_level=config.tis_level,
+        tis_upper_bound=UNBOUNDED,
+        nonfinite_policy=config.nonfinite_policy,
     )
     return replace(
         table,
@@ -364,8 +433,8 @@ def annotated(
 def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrectionConfig]:
     """One configuration per rejection criterion, which has only this criterion, by the criterion's name.
 
-    Names are the names of the metrics (the level, or verl's names), "divergence_mask", "tis_mask" for weights
-    in mode mask, "second_moment" and "veto".
+    Names are the names of the metrics (the level, or verl's names), "divergence_mask", "tis_mask"
+    for weights in mode mask, "second_moment" and "veto".
     """
     base = replace(without_correction(config), use_rollout_logprobs=False, old_logprobs="recompute")
     single = {}
@@ -373,25 +442,41 @@ def single_criteria(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrect
         if criterion.anchor is not None:
             options: dict[str, Any] = {"divergence_mask": config.divergence_mask}
         elif criterion.name in LEVELS:
-            options = {"use_rs": True, "rs_z_score": config.rs_z_score, "rs_target_fraction": config.rs_target_fraction}
+            options = {
+                "use_rs": True,
+                "rs_z_score": config.rs_z_score,
+                "rs_target_fraction": config.rs_target_fraction,
+            }
         else:
-            bounds = [criterion.upper] if criterion.lower is None else [criterion.lower, criterion.upper]
-            options = {"rollout_rs": criterion.name, "rollout_rs_threshold": "_".join(map(repr, bounds))}
+            bounds = (
+                [criterion.upper] if criterion.lower is None else [criterion.lower, criterion.upper]
+            )
+            options = {
+                "rollout_rs": criterion.name,
+                "rollout_rs_threshold": "_".join(map(repr, bounds)),
+            }
         single[criterion.name] = replace(base, **options)
     if config.rejects_weights:
         single["tis_mask"] = replace(base, use_tis=True, tis_batch_normalize=False)
     if config.rs_second_moment_bound is not None:
-        single["second_moment"] = replace(base, rs_second_moment_bound=config.rs_second_moment_bound)
+        single["second_moment"] = replace(
+            base, rs_second_moment_bound=config.rs_second_moment_bound
+        )
     if config.vetoes:
         lower, upper = config.rs_veto_threshold, config.rs_veto_upper_threshold
         single["veto"] = replace(base, rs_veto_threshold=lower, rs_veto_upper_threshold=upper)
     return single
 
 
-def _corrected(table: TokenTable, config: RolloutCorrectionConfig, global_batch: GlobalBatch) -> Any:
+def _corrected(
+    table: TokenTable, config: RolloutCorrectionConfig, global_batch: GlobalBatch
+) -> Any:
     return correct(
         config,
-        *(_tensor(column) for column in (table.policy_log_prob, table.rollout_log_prob, table.loss_mask)),
+        *(
+            _tensor(column)
+            for column in (table.policy_log_prob, table.rollout_log_prob, table.loss_mask)
+        ),
         lengths=table.response_length.tolist(),
         current_log_probs=_tensor(table.train_log_prob),
         advantages=None if table.advantage is None else _tensor(table.advantage),

@@ -25,14 +25,32 @@ MAX_JSON_VALUES = 2_000_000
 """Values of a JSON file; each takes up to 150 bytes in Python."""
 MAX_RECORD = 1 << 26
 """Largest record of a binary log, bytes."""
-STEP_COLUMNS = ("step", "_step", "global_step", "train/global_step", "training/global_step", "trainer/global_step")
+STEP_COLUMNS = (
+    "step",
+    "_step",
+    "global_step",
+    "train/global_step",
+    "training/global_step",
+    "trainer/global_step",
+)
 """Columns and keys with the step, in lower case."""
 CONSOLE_LINE = re.compile(r"\bstep:(\d{1,20})((?: - [^\s:]+:\S+)+)")
 """verl's console line: step:3 - actor/grad_norm:0.5 - rollout_corr/k3_kl:np.float64(0.001)."""
-CONSOLE_VALUE = re.compile(r" - ([^\s:]+):(?:[\w.]+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))", re.IGNORECASE)
+CONSOLE_VALUE = re.compile(
+    r" - ([^\s:]+):(?:[\w.]+\()?([-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|inf|nan))", re.IGNORECASE
+)
 LEVELDB_BLOCK = 32_768
 WANDB_HEADER = b":W&B"
-DAMAGES = (ValueError, KeyError, TypeError, AttributeError, IndexError, csv.Error, OverflowError, RecursionError)
+DAMAGES = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    csv.Error,
+    OverflowError,
+    RecursionError,
+)
 """What a reader raises for damaged content."""
 
 
@@ -42,7 +60,8 @@ class Reader(NamedTuple):
     pattern: str
     """Pattern of the file's name."""
     places: tuple[str, ...]
-    """Folders of a run in which the program that writes it puts the file, as patterns; its own folder is always one."""
+    """Folders of a run in which the program that writes it puts the file, as patterns; its own
+    folder is always one."""
     read: Callable[[BinaryIO, Path], Iterator[Value]]
 
 
@@ -90,7 +109,11 @@ def tensorboard(file: BinaryIO, path: Path) -> Iterator[Value]:
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 yield event.step, value.tag, value.simple_value
-            elif value.HasField("tensor") and not value.tensor.tensor_shape.dim and value.tensor.dtype in (1, 2):
+            elif (
+                value.HasField("tensor")
+                and not value.tensor.tensor_shape.dim
+                and value.tensor.dtype in (1, 2)
+            ):
                 yield event.step, value.tag, float(tensor_util.make_ndarray(value.tensor))
 
 
@@ -137,9 +160,10 @@ def wandb(file: BinaryIO, path: Path) -> Iterator[Value]:
 def wandb_records(file: BinaryIO) -> Iterator[bytes]:
     """The records of a W&B file, a LevelDB log after a header of 7 bytes, up to a truncated one.
 
-    Format: blocks of 32 KiB of fragments, which never cross the end of a block. A fragment is checksum (4 bytes, CRC-32
-    of type and data), length (2), type (1: complete, 2: first, 3: middle, 4: last) and data. Less than 7 bytes at the
-    end of a block are padding. wandb removed its own Python reader in 2025.
+    Format: blocks of 32 KiB of fragments, which never cross the end of a block. A fragment is
+        checksum (4 bytes, CRC-32
+    of type and data), length (2), type (1: complete, 2: first, 3: middle, 4: last) and data. Less
+    than 7 bytes at the end of a block are padding. wandb removed its own Python reader in 2025.
     """
     place = 0
     parts: list[bytes] = []
@@ -165,7 +189,9 @@ def wandb_records(file: BinaryIO) -> Iterator[bytes]:
                 raise ValueError(f"the record at byte {place + start} is out of order")
             parts.append(data)
             if sum(map(len, parts)) > MAX_RECORD:
-                raise ValueError(f"the record at byte {place + start} has more than {MAX_RECORD >> 20} MiB")
+                raise ValueError(
+                    f"the record at byte {place + start} has more than {MAX_RECORD >> 20} MiB"
+                )
             if kind in (1, 4):
                 yield b"".join(parts)
                 parts = []
@@ -219,14 +245,19 @@ def _float(text: str) -> float | None:
 def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
     """The metric of each column; empty for the columns that are none.
 
-    W&B exports `"Step","RUN - METRIC","RUN - METRIC__MIN","RUN - METRIC__MAX"`; TensorBoard `Wall time,Step,Value` in
-    a file run-RUN-tag-TAG.csv, with _ for / in TAG.
+    W&B exports `"Step","RUN - METRIC","RUN - METRIC__MIN","RUN - METRIC__MAX"`; TensorBoard `Wall
+    time,Step,Value` in a file run-RUN-tag-TAG.csv, with _ for / in TAG.
     """
     others = [name for index, name in enumerate(header) if index != step]
     if [name.strip().lower() for name in others] == ["wall time", "value"]:
         tag = path.stem.rpartition("tag-")[2]
-        by_file_name = {name.replace("/", "_"): name for name in (*PEER_METRICS, *sorted(MISMATCH_NAMES))}
-        return ["" if name != "Value" else by_file_name.get(tag, tag) for name in (name.strip() for name in header)]
+        by_file_name = {
+            name.replace("/", "_"): name for name in (*PEER_METRICS, *sorted(MISMATCH_NAMES))
+        }
+        return [
+            "" if name != "Value" else by_file_name.get(tag, tag)
+            for name in (name.strip() for name in header)
+        ]
     is_export = bool(others) and all(" - " in name for name in others)
     if not is_export:
         return ["" if index == step else name.strip() for index, name in enumerate(header)]
@@ -234,7 +265,10 @@ def _csv_names(header: list[str], step: int, path: Path) -> list[str]:
     if len(runs) > 1:
         raise ValueError(f"it has the curves of {len(runs)} runs; export the chart of one run")
     names = [name.rpartition(" - ")[2] for name in header]
-    return ["" if index == step or name.endswith(("__MIN", "__MAX")) else name for index, name in enumerate(names)]
+    return [
+        "" if index == step or name.endswith(("__MIN", "__MAX")) else name
+        for index, name in enumerate(names)
+    ]
 
 
 def console(file: BinaryIO, path: Path) -> Iterator[Value]:

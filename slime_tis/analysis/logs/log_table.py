@@ -17,7 +17,11 @@ MAX_METRICS = 20
 MISMATCH_NAMES = frozenset(
     [
         *(peer.metric for peer in PEER_METRICS.values()),
-        *(prefix + name for prefix in METRIC_PREFIXES for name in ("mismatch_k3_kl", "mismatch_kl")),
+        *(
+            prefix + name
+            for prefix in METRIC_PREFIXES
+            for name in ("mismatch_k3_kl", "mismatch_kl")
+        ),
         *(prefix + "train_rollout_logprob_abs_diff" for prefix in METRIC_PREFIXES),
     ]
 ) - {"rollout/weight_staleness"}
@@ -96,7 +100,9 @@ class LogTable(Sequence[Mapping[str, float]]):
         peer = PEER_METRICS.get(name)
         if peer is not None:
             return peer.framework, peer.metric
-        framework = next((OWN_PREFIXES[prefix] for prefix in OWN_PREFIXES if name.startswith(prefix)), "")
+        framework = next(
+            (OWN_PREFIXES[prefix] for prefix in OWN_PREFIXES if name.startswith(prefix)), ""
+        )
         return framework, name
 
     def _is_kept(self, name: str) -> bool:

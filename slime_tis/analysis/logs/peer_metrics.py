@@ -1,8 +1,9 @@
 """Names of mismatch metrics in the logs of other frameworks, and how each framework writes tokens.
 
-Read in the sources of November 2026: TRL 1.16.0, verl 0.9.1 (`utils/debug/metrics.py`, `rollout_corr_helper.py`),
-AReaL (`areal/trainer/ppo/actor.py`), SkyRL (`trainer.py`), NeMo-RL (`algorithms/loss/loss_functions.py`), prime-rl,
-open-instruct, tinker-cookbook, OpenRLHF 0.9, slime.
+Read in the sources of November 2026: TRL 1.16.0, verl 0.9.1 (`utils/debug/metrics.py`,
+`rollout_corr_helper.py`), AReaL (`areal/trainer/ppo/actor.py`), SkyRL (`trainer.py`), NeMo-RL
+(`algorithms/loss/loss_functions.py`), prime-rl, open-instruct, tinker-cookbook, OpenRLHF 0.9,
+slime.
 """
 
 import math
@@ -37,7 +38,9 @@ def negated(value: float) -> float:
 PEER_METRICS: dict[str, PeerMetric] = {
     "sampling/sampling_logp_difference/mean": PeerMetric("TRL", ABS),
     "training/rollout_probs_diff_mean": PeerMetric("verl", "training/rollout_probs_diff_mean"),
-    "training/rollout_actor_probs_pearson_corr": PeerMetric("verl", "training/rollout_actor_probs_pearson_corr"),
+    "training/rollout_actor_probs_pearson_corr": PeerMetric(
+        "verl", "training/rollout_actor_probs_pearson_corr"
+    ),
     "rollout_corr/k3_kl": PeerMetric("verl", K3),
     "rollout_corr/kl": PeerMetric("verl", K1),
     "actor/rollout_corr/k3_kl": PeerMetric("verl", K3),
@@ -68,12 +71,18 @@ DUMP_ADVICE = {
     "NeMo-RL": "give its train_data_step*.jsonl, which it writes below logger.log_dir",
     "prime-rl": "give its token_exports directory",
     "slime": "add --save-debug-train-data (slime's and miles's flag)",
-    "SkyRL": "write the batch of trainer.dump_data_batch as JSONL with the columns of docs/dumps.md; its pickles are "
-    "never loaded",
-    "AReaL": "write one row per sample as JSONL with the columns of docs/dumps.md; its own rollout files have no "
-    "log-probs of training",
+    "SkyRL": (
+        "write the batch of trainer.dump_data_batch as JSONL with the columns of docs/dumps.md; its"
+        " pickles are never loaded"
+    ),
+    "AReaL": (
+        "write one row per sample as JSONL with the columns of docs/dumps.md; its own rollout files"
+        " have no log-probs of training"
+    ),
 }
-OTHER_DUMP_ADVICE = "write JSONL with train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md)"
+OTHER_DUMP_ADVICE = (
+    "write JSONL with train_log_probs, rollout_log_probs and loss_mask (docs/dumps.md)"
+)
 
 
 def dump_advice(framework: str) -> str:

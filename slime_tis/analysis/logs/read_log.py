@@ -1,6 +1,7 @@
 """Finds the log in a directory and reads it.
 
-path → files by the readers' patterns → the first with a mismatch metric, else the first with metrics → LogTable
+path → files by the readers' patterns → the first with a mismatch metric, else the first with
+metrics → LogTable
 """
 
 import os
@@ -36,11 +37,11 @@ class Log:
 def read_log(path: Path) -> Log | None:
     """Returns the metrics of a log, or of the log in a directory; None if there is none.
 
-    A directory's own files and the folders of `Reader.places` are searched, nothing below. Files without metrics are
-    passed over.
+    A directory's own files and the folders of `Reader.places` are searched, nothing below. Files
+    without metrics are passed over.
 
-    Raises:
-        ValueError: The file is damaged, too large or no regular file, or its package is not installed.
+    Raises: ValueError: The file is damaged, too large or no regular file, or its package is not
+        installed.
     """
     if not path.is_dir():
         reader = next((reader for reader in READERS if path.match(reader.pattern)), None)
@@ -55,7 +56,12 @@ def read_log(path: Path) -> Log | None:
                 passed_over.append(str(error))
                 continue
             if log is not None and log.rows.has_mismatch:
-                return Log(rows=log.rows, file=file, framework=log.framework, passed_over=tuple(passed_over))
+                return Log(
+                    rows=log.rows,
+                    file=file,
+                    framework=log.framework,
+                    passed_over=tuple(passed_over),
+                )
             with_metrics = with_metrics or log
     if with_metrics is None and passed_over:
         raise ValueError(" ".join(passed_over[:3]))
@@ -64,7 +70,13 @@ def read_log(path: Path) -> Log | None:
 
 def names_of_logs(directory: Path) -> list[str]:
     """Names of the files in a directory that may be logs."""
-    return sorted({str(file.relative_to(directory)) for reader in READERS for file in _candidates(directory, reader)})
+    return sorted(
+        {
+            str(file.relative_to(directory))
+            for reader in READERS
+            for file in _candidates(directory, reader)
+        }
+    )
 
 
 def _candidates(directory: Path, reader: Reader) -> list[Path]:
@@ -86,8 +98,12 @@ def _read_file(path: Path, reader: Reader) -> Log | None:
     except Exception as error:
         if not is_damage(error):
             raise
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
-        raise ValueError(f"{quoted_path(path)} cannot be read as {reader.pattern}: {reason}.") from None
+        reason = (
+            "it is nested too deeply" if isinstance(error, RecursionError) else first_line(error)
+        )
+        raise ValueError(
+            f"{quoted_path(path)} cannot be read as {reader.pattern}: {reason}."
+        ) from None
     if not len(rows):
         return None
     return Log(rows=rows, file=path, framework=rows.framework or PROGRAMS.get(reader.pattern, ""))
@@ -99,7 +115,9 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         ValueError: The path is a pipe, a device or a directory, or the file is too large.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # opening a pipe would wait for a writer
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_LOG_SIZE:
         os.close(descriptor)

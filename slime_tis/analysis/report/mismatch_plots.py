@@ -27,16 +27,25 @@ VARIABLES: dict[str, tuple[str, str]] = {
         "position in the response, tokens",
         "Whether the mismatch grows along the response, for example by an inexact KV cache.",
     ),
-    "length": ("response length, tokens", "Whether longer responses have a larger mismatch per token."),
+    "length": (
+        "response length, tokens",
+        "Whether longer responses have a larger mismatch per token.",
+    ),
     "turn": ("turn", "Whether later turns have a larger mismatch."),
     "worker": ("rollout server", "Whether one server has a larger mismatch than the others."),
     "age": (
         "weight age, optimizer steps",
-        "Whether tokens from older weights have a larger mismatch. Age 0 shows the precision of the engines alone.",
+        (
+            "Whether tokens from older weights have a larger mismatch. Age 0 shows the precision of"
+            " the engines alone."
+        ),
     ),
     "entropy": (
         "entropy of the training distribution, nats",
-        "Whether uncertain tokens have a larger mismatch, which rounding and a different temperature cause.",
+        (
+            "Whether uncertain tokens have a larger mismatch, which rounding and a different"
+            " temperature cause."
+        ),
     ),
 }
 """Label and description of each variable that abs(Δ) is plotted against."""
@@ -60,13 +69,24 @@ class Plot:
 def line(x: Any, y: Any, name: str, color: int = 0, **more: Any) -> dict[str, Any]:
     """A line; `color` is an index into `COLORS`."""
     style = {"color": COLORS[color % len(COLORS)], "width": 1.6}
-    return {"type": "scatter", "mode": "lines", "x": plain(x), "y": plain(y), "name": name, "line": style, **more}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": plain(x),
+        "y": plain(y),
+        "name": name,
+        "line": style,
+        **more,
+    }
 
 
 def axis(title: str, *, log: bool = False) -> dict[str, Any]:
     """An axis with a title; ticks of a logarithmic axis are complete numbers, 0.02 instead of a small 2."""
     title_of = {"text": title, "standoff": 8}  # automargin needs a distance from the ticks
-    return {"title": title_of, **({"type": "log", "tickformat": "~g", "nticks": 3} if log else {"type": "linear"})}
+    return {
+        "title": title_of,
+        **({"type": "log", "tickformat": "~g", "nticks": 3} if log else {"type": "linear"}),
+    }
 
 
 def plain(values: Any) -> list[Any]:
@@ -74,7 +94,9 @@ def plain(values: Any) -> list[Any]:
     if isinstance(values, np.ndarray) or (values and isinstance(values[0], float | np.floating)):
         array = np.asarray(values)
         if array.dtype.kind == "f":
-            return [float(f"{value:.5g}") if np.isfinite(value) else None for value in array.tolist()]
+            return [
+                float(f"{value:.5g}") if np.isfinite(value) else None for value in array.tolist()
+            ]
         return list(array.tolist())
     return [value.item() if isinstance(value, np.generic) else value for value in values]
 
@@ -86,8 +108,14 @@ def plots(table: TokenTable, color: int = 0, name: str = "") -> list[Plot]:
         return []
     log_ratio = table.log_ratio[valid]
     prefix = f"{name}, " if name else ""
-    drawn = [_density(table.policy_log_prob[valid], table.rollout_log_prob[valid]), _tail(log_ratio, color, prefix)]
-    columns: dict[str, Array | None] = {"position": table.position, "length": table.response_length[table.sample]}
+    drawn = [
+        _density(table.policy_log_prob[valid], table.rollout_log_prob[valid]),
+        _tail(log_ratio, color, prefix),
+    ]
+    columns: dict[str, Array | None] = {
+        "position": table.position,
+        "length": table.response_length[table.sample],
+    }
     columns |= {"turn": table.turn, "worker": None, "age": None, "entropy": table.entropy}
     if table.rollout_worker is not None and len(np.unique(table.rollout_worker)) > 1:
         columns["worker"] = table.rollout_worker
@@ -132,7 +160,12 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
     np.maximum.at(largest, index, size)
     order = np.argsort(-np.where(counts >= MIN_COUNT, mean, -1))[:WORST_TOKENS]
     return [
-        {"token": int(ids[i]), "count": int(counts[i]), "mean": float(mean[i]), "max": float(largest[i])}
+        {
+            "token": int(ids[i]),
+            "count": int(counts[i]),
+            "mean": float(mean[i]),
+            "max": float(largest[i]),
+        }
         for i in order
         if counts[i] >= MIN_COUNT
     ]
@@ -141,7 +174,9 @@ def worst_tokens(table: TokenTable) -> list[dict[str, Any]]:
 def _density(train_N: Array, rollout_N: Array) -> Plot:
     low = float(max(np.quantile(np.minimum(train_N, rollout_N), 0.0005), -40.0)) - 1e-3
     edges = np.linspace(low, 0, CELLS + 1)
-    counts, _, _ = np.histogram2d(np.clip(train_N, low, 0), np.clip(rollout_N, low, 0), bins=[edges, edges])
+    counts, _, _ = np.histogram2d(
+        np.clip(train_N, low, 0), np.clip(rollout_N, low, 0), bins=[edges, edges]
+    )
     centers = plain((edges[1:] + edges[:-1]) / 2)
     with np.errstate(divide="ignore"):
         log_counts = np.log10(counts)
@@ -152,10 +187,17 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
         "y": centers,
         "z": [plain(row) for row in log_counts],
         "customdata": counts.astype(int).tolist(),
-        "hovertemplate": "rollout %{x:.2f}<br>training %{y:.2f}<br>%{customdata:,} tokens<extra></extra>",
+        "hovertemplate": (
+            "rollout %{x:.2f}<br>training %{y:.2f}<br>%{customdata:,} tokens<extra></extra>"
+        ),
         "hoverongaps": False,
         "colorscale": "Viridis",
-        "colorbar": {"thickness": 8, "outlinewidth": 0, "tickvals": ticks, "ticktext": [f"{10**t:,}" for t in ticks]},
+        "colorbar": {
+            "thickness": 8,
+            "outlinewidth": 0,
+            "tickvals": ticks,
+            "ticktext": [f"{10**t:,}" for t in ticks],
+        },
         "showlegend": False,
     }
     diagonal = line([low, 0], [low, 0], "equal", 1, hoverinfo="skip")
@@ -163,9 +205,15 @@ def _density(train_N: Array, rollout_N: Array) -> Plot:
     return Plot(
         id="density",
         title="Training and rollout log-probs",
-        says="Tokens on the diagonal have equal log-probs in both engines. The color is the number of tokens.",
+        says=(
+            "Tokens on the diagonal have equal log-probs in both engines. The color is the number"
+            " of tokens."
+        ),
         traces=[heatmap, {**diagonal, "showlegend": False}],
-        layout={"xaxis": axis("log π rollout, nats") | no_grid, "yaxis": axis("log π train, nats") | no_grid},
+        layout={
+            "xaxis": axis("log π rollout, nats") | no_grid,
+            "yaxis": axis("log π train, nats") | no_grid,
+        },
     )
 
 
@@ -181,9 +229,15 @@ def _tail(log_ratio_N: Array, color: int, prefix: str) -> Plot:
     return Plot(
         id="tail",
         title="Tails",
-        says="Share of tokens whose mismatch has at least this size, for each sign. Both axes are logarithmic.",
+        says=(
+            "Share of tokens whose mismatch has at least this size, for each sign. Both axes are"
+            " logarithmic."
+        ),
         traces=traces,
-        layout={"xaxis": axis("abs(Δ), nats", log=True), "yaxis": axis("share of tokens", log=True)},
+        layout={
+            "xaxis": axis("abs(Δ), nats", log=True),
+            "yaxis": axis("share of tokens", log=True),
+        },
     )
 
 
@@ -207,7 +261,10 @@ def _against(key: str, value_N: Array, size_N: Array, color: int, prefix: str) -
     pieces = np.split(size[np.argsort(index, kind="stable")], np.cumsum(counts)[:-1])
     mean = np.array([pieces[i].mean(dtype=np.float64) for i in bins])
     high = np.array([np.quantile(pieces[i], 0.99) for i in bins])
-    more = {"customdata": plain(counts[bins]), "hovertemplate": "%{x:.4g}: %{y:.3g} nats<br>%{customdata} tokens"}
+    more = {
+        "customdata": plain(counts[bins]),
+        "hovertemplate": "%{x:.4g}: %{y:.3g} nats<br>%{customdata} tokens",
+    }
     traces = [
         line(centers[bins], mean, f"{prefix}mean", color, **more) | {"mode": "lines+markers"},
         line(centers[bins], high, f"{prefix}99% quantile", color, opacity=0.6, **more),

@@ -16,13 +16,20 @@ Points = tuple[list[int], list[float], list[float], list[float]]
 """Steps, and the median, lowest and highest value over the runs of a group."""
 PER_RUN_OPTIONS = (
     *("seed", "rollout_seed", "output_dir", "save", "load", "save_hf", "wandb_dir", "wandb_group"),
-    *("dump_details", "save_debug_rollout_data", "save_debug_train_data", "sglang_log_dir", "sglang_weight_dir"),
+    *(
+        "dump_details",
+        "save_debug_rollout_data",
+        "save_debug_train_data",
+        "sglang_log_dir",
+        "sglang_weight_dir",
+    ),
     "tb_experiment_name",
 )
 """Options that differ between runs of one configuration."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 2_000
-"""Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2 stretches."""
+"""Points of a line. A longer line keeps the smallest and the largest point of each of MAX_POINTS/2
+stretches."""
 MAX_WARNINGS = 200
 """Listed warnings of a run, the earliest ones."""
 LOG_PANELS = ("mismatch",)
@@ -37,19 +44,32 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "mismatch",
         "Mismatch per token",
-        "k3 estimates the KL divergence between the engines in nats, χ² the second moment of the weights.",
-        {"*mismatch_k3_kl": "k3", "*mismatch_chi2_token": "χ²", "*train_rollout_logprob_abs_diff": "mean abs(Δ)"},
+        (
+            "k3 estimates the KL divergence between the engines in nats, χ² the second moment of"
+            " the weights."
+        ),
+        {
+            "*mismatch_k3_kl": "k3",
+            "*mismatch_chi2_token": "χ²",
+            "*train_rollout_logprob_abs_diff": "mean abs(Δ)",
+        },
     ),
     (
         "perplexity",
         "Perplexity ratio",
-        "Perplexity of the samples in training divided by perplexity in the rollout engine. 1 means equal.",
+        (
+            "Perplexity of the samples in training divided by perplexity in the rollout engine. 1"
+            " means equal."
+        ),
         {"*mismatch_ppl_ratio": "ratio"},
     ),
     (
         "ess",
         "Effective sample size and weights",
-        "Share of the batch that carries the gradient, and the mean importance weight before and after its bounds.",
+        (
+            "Share of the batch that carries the gradient, and the mean importance weight before"
+            " and after its bounds."
+        ),
         {
             "*mis_eff_sample_size": "effective sample size",
             "*mis_mean_is_weight_before_clip": "mean weight",
@@ -98,7 +118,9 @@ class Group(NamedTuple):
 
 def configuration(source: Source) -> dict[str, Any]:
     """The options of a run, without `PER_RUN_OPTIONS`."""
-    return {str(name): value for name, value in source.options.items() if name not in PER_RUN_OPTIONS}
+    return {
+        str(name): value for name, value in source.options.items() if name not in PER_RUN_OPTIONS
+    }
 
 
 def group_runs(sources: Sequence[Source]) -> list[Group]:
@@ -109,7 +131,12 @@ def group_runs(sources: Sequence[Source]) -> list[Group]:
         key = str(sorted(map(repr, options.items())) or index)
         groups.setdefault(key, (options, []))[1].append(source)
     configs = [options for options, _ in groups.values()]
-    differing = {name for each in configs for name in each if any(each[name] != other.get(name) for other in configs)}
+    differing = {
+        name
+        for each in configs
+        for name in each
+        if any(each[name] != other.get(name) for other in configs)
+    }
     named = []
     for options, members in groups.values():
         text = ", ".join(f"{name}={value}" for name, value in options.items() if name in differing)
@@ -122,29 +149,43 @@ def spread(curves: Sequence[Mapping[int, float]]) -> Points:
     """Steps that all curves have, and at each step the median, the lowest and the highest value."""
     steps = sorted(set.intersection(*map(set, curves)))
     columns = [[curve[step] for curve in curves] for step in steps]
-    return steps, list(map(statistics.median, columns)), list(map(min, columns)), list(map(max, columns))
+    return (
+        steps,
+        list(map(statistics.median, columns)),
+        list(map(min, columns)),
+        list(map(max, columns)),
+    )
 
 
 def plots(groups: Sequence[Group]) -> list[Plot]:
     """One plot for each panel with logged metrics.
 
-    A single group has one color per metric. Several groups have one color each, and one line style per metric. The
-    line of a group is the median of its runs, and a band shows their range.
+    A single group has one color per metric. Several groups have one color each, and one line style
+    per metric. The line of a group is the median of its runs, and a band shows their range.
     """
     drawn = []
     for key, title, says, names in PANELS:
         traces = []
         labels: dict[str, int] = {}
         for index, group in enumerate(groups):
-            curves = [_curves(source.metrics, names, positive=key in LOG_PANELS) for source in group.sources]
+            curves = [
+                _curves(source.metrics, names, positive=key in LOG_PANELS)
+                for source in group.sources
+            ]
             for label in dict.fromkeys(label for curve in curves for label in curve):
                 rank = labels.setdefault(label, len(labels))
                 points = spread([curve[label] for curve in curves if label in curve])
                 if not points[0]:
                     continue
-                name = html.escape(f"{group.name}: {label}") if len(groups) > 1 else html.escape(label)
-                color, dash = (index, DASHES[rank % len(DASHES)]) if len(groups) > 1 else (rank, "solid")
-                traces += _median_and_range(_thinned(points), name, color, dash, with_range=len(curves) > 1)
+                name = (
+                    html.escape(f"{group.name}: {label}") if len(groups) > 1 else html.escape(label)
+                )
+                color, dash = (
+                    (index, DASHES[rank % len(DASHES)]) if len(groups) > 1 else (rank, "solid")
+                )
+                traces += _median_and_range(
+                    _thinned(points), name, color, dash, with_range=len(curves) > 1
+                )
         if not traces:
             continue
         layout: dict[str, Any] = {"xaxis": axis("step"), "yaxis": axis("", log=key in LOG_PANELS)}
@@ -157,7 +198,9 @@ def plots(groups: Sequence[Group]) -> list[Plot]:
     return drawn
 
 
-def _median_and_range(points: Points, name: str, color: int, dash: str, *, with_range: bool) -> list[dict[str, Any]]:
+def _median_and_range(
+    points: Points, name: str, color: int, dash: str, *, with_range: bool
+) -> list[dict[str, Any]]:
     steps, median, low, high = points
     traces = [line(steps, median, name, color)]
     traces[0]["line"]["dash"] = dash
@@ -168,7 +211,11 @@ def _median_and_range(points: Points, name: str, color: int, dash: str, *, with_
     edge = {"mode": "lines", "showlegend": False, "hoverinfo": "skip"}
     lowest, highest = (line(steps, values, name, color, **edge) for values in (low, high))
     lowest["line"]["width"] = highest["line"]["width"] = 0
-    return [lowest, {**highest, "fill": "tonexty", "fillcolor": COLORS[color % len(COLORS)] + "26"}, *traces]
+    return [
+        lowest,
+        {**highest, "fill": "tonexty", "fillcolor": COLORS[color % len(COLORS)] + "26"},
+        *traces,
+    ]
 
 
 def warnings(rows: Rows) -> list[dict[str, Any]]:
@@ -183,8 +230,15 @@ def warnings(rows: Rows) -> list[dict[str, Any]]:
             elif rule in latest:
                 latest[rule]["last"] = row["step"]
             elif len(listed) < MAX_WARNINGS:
-                finding = evaluate(STEP_RULES, {key: row[key] for key in row if row[key] is not None}).get(rule)
-                latest[rule] = {"name": rule, "step": row["step"], "last": row["step"], "message": str(finding or "")}
+                finding = evaluate(
+                    STEP_RULES, {key: row[key] for key in row if row[key] is not None}
+                ).get(rule)
+                latest[rule] = {
+                    "name": rule,
+                    "step": row["step"],
+                    "last": row["step"],
+                    "message": str(finding or ""),
+                }
                 listed.append(latest[rule])
     return listed
 
@@ -201,9 +255,15 @@ def _thinned(points: Points) -> Points:
     if len(median) <= MAX_POINTS:
         return points
     stretches = np.array_split(np.arange(len(median)), MAX_POINTS // 2)
-    kept = {int(index) for part in stretches for index in (part[median[part].argmin()], part[median[part].argmax()])}
+    kept = {
+        int(index)
+        for part in stretches
+        for index in (part[median[part].argmin()], part[median[part].argmax()])
+    }
     order = sorted(kept)
-    low, middle, high = ([column[index] for index in order] for column in (points[2], points[1], points[3]))
+    low, middle, high = (
+        [column[index] for index in order] for column in (points[2], points[1], points[3])
+    )
     return [points[0][index] for index in order], middle, low, high
 
 
@@ -213,9 +273,18 @@ def _curves(rows: Rows, names: Mapping[str, str], *, positive: bool) -> dict[str
     for name, label in names.items():
         keys_of = {label: tuple(name.replace("*", prefix) for prefix in METRIC_PREFIXES)}
         if name.endswith("/"):
-            below = sorted({key for row in rows for key in row if key.startswith(name) and key.count("/") == 1})
+            below = sorted(
+                {key for row in rows for key in row if key.startswith(name) and key.count("/") == 1}
+            )
             keys_of = {f"{label} {key.removeprefix(name)}": (key,) for key in below}
         for text, keys in keys_of.items():
-            values = {row["step"]: float(row[key]) for row in rows for key in keys if row.get(key) is not None}
-            curves[text] = {step: value for step, value in values.items() if value > 0 or not positive}
+            values = {
+                row["step"]: float(row[key])
+                for row in rows
+                for key in keys
+                if row.get(key) is not None
+            }
+            curves[text] = {
+                step: value for step, value in values.items() if value > 0 or not positive
+            }
     return {label: values for label, values in curves.items() if values}

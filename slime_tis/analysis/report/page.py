@@ -25,7 +25,8 @@ from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import quoted_path
 
 MARK, MARK_WITHIN = '<meta name="generator" content="slime-tis report">', 400
-"""Marks a page of this program, which another report may replace; within this number of bytes from the start."""
+"""Marks a page of this program, which another report may replace; within this number of bytes from
+the start."""
 FACTS = {
     "trained_tokens": ("trained tokens", "{:,}"),
     "samples": ("samples", "{:,}"),
@@ -42,9 +43,15 @@ COLUMNS = {
     "ess": ("ESS", "effective sample size of the kept tokens, (Σw)² / (n · Σw²)"),
     "weight_mean": ("mean weight", "mean weight after its bounds"),
     "weight_max": ("largest weight", "largest weight after its bounds"),
-    "cosine": ("cosine", "cosine between the correction's gradient and the exact one; 1 is no bias"),
+    "cosine": (
+        "cosine",
+        "cosine between the correction's gradient and the exact one; 1 is no bias",
+    ),
     "norm_ratio": ("norm ratio", "norm of the correction's gradient divided by the exact one's"),
-    "sequence_cosine": ("cosine, sequences", "cosine against the gradient with exact ratios of sequences"),
+    "sequence_cosine": (
+        "cosine, sequences",
+        "cosine against the gradient with exact ratios of sequences",
+    ),
     "flags": ("flags", None),
 }
 """Title and meaning of the columns of the table in the page; those without a meaning are text."""
@@ -59,9 +66,9 @@ PICTURES = {
 }
 """The plot that shows a cause; the density shows the others."""
 ORDER = (
-    "Rows are ordered by cosine, the closest to the exact gradient first. This order is no recommendation: the tokens "
-    "of a dump cannot show which correction prevents a later collapse. A report on one run has the recommended "
-    "correction in its first section."
+    "Rows are ordered by cosine, the closest to the exact gradient first. This order is no"
+    " recommendation: the tokens of a dump cannot show which correction prevents a later collapse."
+    " A report on one run has the recommended correction in its first section."
 )
 BATCHWISE = "batch normalisation, second-moment trimming, adaptive bounds"
 """Corrections that are applied to each step separately."""
@@ -70,33 +77,56 @@ MIN_PLOTTED = 1e-4
 
 
 def page_data(
-    sources: Sequence[Source], decode: page_samples.Decode | None = None, *, with_samples: bool = True
+    sources: Sequence[Source],
+    decode: page_samples.Decode | None = None,
+    *,
+    with_samples: bool = True,
 ) -> dict[str, Any]:
     """All data of the page as JSON values, except `samples`, which `page_samples.packed` converts."""
     first = sources[0]
     what_if_data = _what_if(first.table)
-    shown = None if first.table is None or not with_samples else page_samples.chosen_samples(first.table)
+    shown = (
+        None
+        if first.table is None or not with_samples
+        else page_samples.chosen_samples(first.table)
+    )
     worst = [] if first.table is None else mismatch_plots.worst_tokens(first.table)
     texts = [""] * len(worst) if decode is None else decode([row["token"] for row in worst])
     omitted = ""
     if first.table is not None and shown is not None and len(shown) < len(first.table):
-        omitted = f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random others."
+        omitted = (
+            f"The page has {len(shown):,} of {len(first.table):,} samples: the worst, and random"
+            " others."
+        )
     has_metrics = any(source.metrics for source in sources)
     results = [diagnose(source.table, source.metrics) for source in sources]
-    diagnoses = [_diagnosis(source, result) for source, result in zip(sources, results, strict=True)]
+    diagnoses = [
+        _diagnosis(source, result) for source, result in zip(sources, results, strict=True)
+    ]
     advice = None
     if len(sources) == 1 and first.table is not None and first.table.valid.any():
         advice = recommendation(measured(first.table, results[0]), study())
-    drawn = [asdict(plot) for plot in (*overview.plots(overview.group_runs(sources)), *_shapes(sources))]
+    drawn = [
+        asdict(plot) for plot in (*overview.plots(overview.group_runs(sources)), *_shapes(sources))
+    ]
     return {
-        "title": f"{len(sources)} runs" if len(sources) > 2 else " and ".join(source.name for source in sources),
+        "title": (
+            f"{len(sources)} runs"
+            if len(sources) > 2
+            else " and ".join(source.name for source in sources)
+        ),
         "subtitle": [_subtitle(source) for source in sources],
         "verdict": _verdict(diagnoses[0]["findings"], drawn) if len(sources) == 1 else None,
         "diagnoses": diagnoses,
         "recommendation": advice,
         "overview": [plot for plot in drawn if plot["id"].startswith("run-")],
         "warnings": [
-            {**warning, "name": warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"}
+            {
+                **warning,
+                "name": (
+                    warning["name"] if len(sources) == 1 else f"{source.name}: {warning['name']}"
+                ),
+            }
             for source in sources
             for warning in overview.warnings(source.metrics)
         ],
@@ -106,8 +136,14 @@ def page_data(
         "samples": None if shown is None else page_samples.payload(shown, decode),
         "what_if": what_if_data,
         "notes": {
-            "overview": "" if has_metrics else "A dump has no metrics. Give the run directory to see them.",
-            "shape": " ".join(dict.fromkeys(_sampled(source) or source.note for source in sources)).strip(),
+            "overview": (
+                "" if has_metrics else "A dump has no metrics. Give the run directory to see them."
+            ),
+            "shape": (
+                " ".join(
+                    dict.fromkeys(_sampled(source) or source.note for source in sources)
+                ).strip()
+            ),
             "samples": first.note or omitted,
             "what_if": first.note or what_if_data["note"],
         },
@@ -135,7 +171,9 @@ def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]
         sentence = "Metrics of the mismatch are not finite or impossible."
     elif finding["cause"] == "unexplained":
         candidates = ", ".join(dict.fromkeys(other["title"] for other in others))
-        sentence = f"The tokens do not show the cause{candidates and f'; candidates: {candidates}'}."
+        sentence = (
+            f"The tokens do not show the cause{candidates and f'; candidates: {candidates}'}."
+        )
     by_id = {plot["id"]: plot for plot in plots}
     picture = by_id.get(PICTURES.get(finding["cause"], "density")) or by_id.get("density")
     return {"sentence": sentence, "plot": picture and {**picture, "id": "verdict"}}
@@ -144,7 +182,8 @@ def _verdict(findings: Sequence[dict[str, Any]], plots: Sequence[dict[str, Any]]
 def _what_if(table: TokenTable | None) -> dict[str, Any]:
     """Rows, columns, plots and a note of the section; empty without tokens."""
     columns = [
-        {"key": key, "title": title, "text": says is None, "says": says} for key, (title, says) in COLUMNS.items()
+        {"key": key, "title": title, "text": says is None, "says": says}
+        for key, (title, says) in COLUMNS.items()
     ]
     empty: dict[str, Any] = {"rows": [], "columns": columns, "plots": [], "note": ""}
     if table is None or not table.valid.any():
@@ -157,11 +196,15 @@ def _what_if(table: TokenTable | None) -> dict[str, Any]:
     plots = [asdict(plot) for plot in _pareto(results)]
     notes = [ORDER if plots else "The dump has no advantages, so gradients cannot be compared."]
     if table.tokens > MAX_TOKENS:
-        notes.append(f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens.")
+        notes.append(
+            f"Computed on a random part of the samples with at most {MAX_TOKENS:,} tokens."
+        )
     used = max(result.steps or 0 for result in results)
     steps = 1 if table.step is None else len(np.unique(table.step))
     if used < steps:
-        notes.append(f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps.")
+        notes.append(
+            f"Whole-batch corrections ({BATCHWISE}) were computed on {used} of {steps:,} steps."
+        )
     return {**empty, "rows": rows, "plots": plots, "note": " ".join(notes)}
 
 
@@ -185,17 +228,33 @@ def _pareto(results: Sequence[WhatIf]) -> list[Plot]:
             for index, bias, loss in points
         ],
         "customdata": [index for index, _, _ in points],
-        "marker": {"size": 9, "color": [COLORS[1] if good else COLORS[0] for good in best], "opacity": 0.8},
+        "marker": {
+            "size": 9,
+            "color": [COLORS[1] if good else COLORS[0] for good in best],
+            "opacity": 0.8,
+        },
         "hovertemplate": "%{text}<extra></extra>",
         "showlegend": False,
     }
-    layout = {"xaxis": axis("lost sample, 1 − kept · ESS", log=True), "yaxis": axis("bias, 1 − cosine", log=True)}
+    layout = {
+        "xaxis": axis("lost sample, 1 − kept · ESS", log=True),
+        "yaxis": axis("bias, 1 − cosine", log=True),
+    }
     says = (
-        "Each point is a correction: the angle between its gradient and the exact one, and the share of the effective "
-        f"sample it loses (both at least {MIN_PLOTTED:g}). No correction beats an orange point in both. Click a point "
-        "for its flags."
+        "Each point is a correction: the angle between its gradient and the exact one, and the"
+        f" share of the effective sample it loses (both at least {MIN_PLOTTED:g}). No correction"
+        " beats an orange point in both. Click a point for its flags."
     )
-    return [Plot(id="pareto", title="Bias against variance", says=says, traces=[trace], layout=layout, wide=True)]
+    return [
+        Plot(
+            id="pareto",
+            title="Bias against variance",
+            says=says,
+            traces=[trace],
+            layout=layout,
+            wide=True,
+        )
+    ]
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
@@ -228,9 +287,14 @@ def check_output(out: Path) -> None:
         with open(out, "rb") as file:
             start = file.read(MARK_WITHIN)
         if MARK.encode() not in start:
-            raise ValueError(f"--out {quoted_path(out)} exists and is not a report; remove it, or give another --out.")
+            raise ValueError(
+                f"--out {quoted_path(out)} exists and is not a report; remove it, or give another"
+                " --out."
+            )
     elif not out.parent.is_dir():
-        raise ValueError(f"--out {quoted_path(out)} is in a directory that does not exist; create it first.")
+        raise ValueError(
+            f"--out {quoted_path(out)} is in a directory that does not exist; create it first."
+        )
 
 
 def _deflated(content: bytes) -> str:
@@ -254,7 +318,9 @@ def _finite(value: Any) -> Any:
 
 def _shapes(sources: Sequence[Source]) -> list[Plot]:
     """Plots of the first table, with the lines of the other tables added; without plots of single points."""
-    tables = [(html.escape(source.name), source.table) for source in sources if source.table is not None]
+    tables = [
+        (html.escape(source.name), source.table) for source in sources if source.table is not None
+    ]
     drawn: dict[str, Plot] = {}
     for index, (name, table) in enumerate(tables):
         for plot in mismatch_plots.plots(table, index, name if len(tables) > 1 else ""):
@@ -267,7 +333,11 @@ def _shapes(sources: Sequence[Source]) -> list[Plot]:
 
 def _facts(table: TokenTable | None) -> list[dict[str, str]]:
     numbers = {} if table is None else mismatch_plots.summary(table)
-    shown = [key for key in FACTS if key in numbers and (numbers[key] or key != "tokens_without_log_prob")]
+    shown = [
+        key
+        for key in FACTS
+        if key in numbers and (numbers[key] or key != "tokens_without_log_prob")
+    ]
     return [{"name": FACTS[key][0], "value": FACTS[key][1].format(numbers[key])} for key in shown]
 
 

@@ -42,12 +42,16 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
             return None
         problem = first_line(error)
         raise ValueError(
-            f"--hf-checkpoint {quoted_path(directory)} has no tokenizer.json that can be read: {problem}."
+            f"--hf-checkpoint {quoted_path(directory)} has no tokenizer.json that can be read:"
+            f" {problem}."
         ) from error
     size = tokenizer.get_vocab_size()
 
     def decode(ids: Sequence[int]) -> list[str]:
-        return [tokenizer.decode([i], skip_special_tokens=False) if 0 <= i < size else f"⟨{i}⟩" for i in ids]
+        return [
+            tokenizer.decode([i], skip_special_tokens=False) if 0 <= i < size else f"⟨{i}⟩"
+            for i in ids
+        ]
 
     return decode
 
@@ -55,7 +59,8 @@ def decoder(table: TokenTable | None, hf_checkpoint: str = "") -> Decode | None:
 def chosen_samples(table: TokenTable, max_tokens: int = MAX_TOKENS) -> TokenTable:
     """The samples to show, sorted by mean abs(Δ).
 
-    For a larger table, half of the tokens belong to the worst samples and their groups, half to random other samples.
+    For a larger table, half of the tokens belong to the worst samples and their groups, half to
+    random other samples.
     """
     order = np.argsort(-mean_size(table), kind="stable")
     if table.tokens <= max_tokens and len(table) <= MAX_SAMPLES:
@@ -81,13 +86,17 @@ def mean_size(table: TokenTable) -> NDArray[np.float64]:
     valid = table.valid
     sample = table.sample[valid]
     count = np.bincount(sample, minlength=len(table))
-    return np.asarray(np.bincount(sample, np.abs(table.log_ratio[valid]), len(table)) / np.maximum(count, 1))
+    return np.asarray(
+        np.bincount(sample, np.abs(table.log_ratio[valid]), len(table)) / np.maximum(count, 1)
+    )
 
 
 def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     """Data of the samples for the page: plain values, and `columns` of arrays with one value per token."""
     size = np.abs(table.log_ratio[table.valid])
-    ids, index = np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
+    ids, index = (
+        np.unique(table.token, return_inverse=True) if table.token is not None else (None, None)
+    )
     texts = None if decode is None or ids is None else decode([int(i) for i in ids])
     columns: dict[str, NDArray[Any]] = {
         "train": table.train_log_prob,
@@ -98,7 +107,16 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
     }
     if table.metadata.get("old_policy") in ("recomputed", "interpolated"):
         columns["old"] = table.old_log_prob
-    for name in ("weight", "bounded_weight", "advantage", "entropy", "weight_version", "turn", "rejected", "vetoed"):
+    for name in (
+        "weight",
+        "bounded_weight",
+        "advantage",
+        "entropy",
+        "weight_version",
+        "turn",
+        "rejected",
+        "vetoed",
+    ):
         if (column := getattr(table, name)) is not None:
             columns[name] = column
     if index is not None:
@@ -124,7 +142,8 @@ def payload(table: TokenTable, decode: Decode | None = None) -> dict[str, Any]:
 def packed(payload: dict[str, Any]) -> bytes:
     """The samples as bytes for samples.js: the length of a JSON text, that text, and little-endian columns.
 
-    `columns` of the JSON has the JavaScript type of each column, its first byte after the JSON, and its length.
+    `columns` of the JSON has the JavaScript type of each column, its first byte after the JSON, and
+    its length.
     """
     types = {"f4": "Float32Array", "i4": "Int32Array", "i2": "Int16Array", "u1": "Uint8Array"}
     layout, parts, start = {}, [], 0
@@ -149,7 +168,10 @@ def _samples(table: TokenTable, decode: Decode | None) -> list[dict[str, Any]]:
     for i in range(len(table)):
         rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
         valid = valid_N[rows]
-        sample: dict[str, Any] = {"mean": float(mean_S[i]), "worst": float(size_N[rows].max(initial=0.0))}
+        sample: dict[str, Any] = {
+            "mean": float(mean_S[i]),
+            "worst": float(size_N[rows].max(initial=0.0)),
+        }
         sample["valid"] = int(valid.sum())
         for name in ("step", "sample_index", "group", "reward", "truncated"):
             if (column := getattr(table, name)) is not None and np.isfinite(column[i]):

@@ -1,6 +1,7 @@
 """`slime-tis recommend`: the correction that the comparison study supports for the mismatch of a run or a dump.
 
-Run or dump → diagnosis and size of the mismatch → column of the study with the same cause and size → its best methods
+Run or dump → diagnosis and size of the mismatch → column of the study with the same cause and size
+→ its best methods
 """
 
 import json
@@ -90,9 +91,17 @@ def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
 
 def study() -> list[Column]:
     """The columns of the comparison study; examples/comparison_study/compare.py writes them."""
-    text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(encoding="utf-8")
+    text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(
+        encoding="utf-8"
+    )
     return [
-        Column(**column | {"sigma": tuple(column["sigma"]), "cells": tuple(Cell(**cell) for cell in column["cells"])})
+        Column(
+            **column
+            | {
+                "sigma": tuple(column["sigma"]),
+                "cells": tuple(Cell(**cell) for cell in column["cells"]),
+            }
+        )
         for column in json.loads(text)
     ]
 
@@ -118,7 +127,8 @@ def is_negligible(mismatch: Mismatch, columns: Sequence[Column]) -> bool:
 def best_cell(column: Column, columns: Sequence[Column]) -> Cell:
     """Standard PPO if it is tied with the best method of a column; else the tied method that loses in fewest columns.
 
-    Of several such methods, the one that is tied in most columns; then the one with the highest accuracy in this one.
+    Of several such methods, the one that is tied in most columns; then the one with the highest
+    accuracy in this one.
     """
 
     def merit(cell: Cell) -> tuple[bool, int, int, float]:
@@ -142,20 +152,23 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
         title, advice = CAUSES[mismatch.cause]
         return f"No correction: fix the cause first. Diagnosis: {title} ({size}). {advice}"
     if is_negligible(mismatch, columns):
-        return f"No correction is needed: the engines differ by {size}, less than in any column of the study."
+        return (
+            f"No correction is needed: the engines differ by {size}, less than in any column of the"
+            " study."
+        )
     column = column_for(mismatch, columns)
     if column is None:
         kind = "stale weights" if mismatch.stale else "precision"
         return (
-            f"The study does not cover this mismatch: {kind}, {size}. `slime-tis what-if` compares corrections on "
-            "these tokens; docs/choosing.md has rules."
+            f"The study does not cover this mismatch: {kind}, {size}. `slime-tis what-if` compares"
+            " corrections on these tokens; docs/choosing.md has rules."
         )
     first = best_cell(column, columns)
     limits = f"{first.seeds} seeds of one small task: examples/comparison_study/README.md"
     if first.method == STANDARD:
         return (
-            f"No correction is needed: {size} is in the study's column {column.name!r}, where standard PPO cannot be "
-            f"told apart from the best method. {limits}"
+            f"No correction is needed: {size} is in the study's column {column.name!r}, where"
+            f" standard PPO cannot be told apart from the best method. {limits}"
         )
     others = [cell.method for cell in column.cells if cell.tied and cell != first]
     low, high = column.sigma
@@ -163,9 +176,11 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
     lines = [
         first.flags,
         f"Mismatch: {size}. Column of the study: {column.name!r} (σ√T {low:.2g} to {high:.2g}).",
-        f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f}, {first.high:.2f}] of on-policy "
-        f"accuracy, standard PPO {column.standard:.2f}. It is among the best methods in {wins} of the {wins + losses} "
-        "columns that have it.",
+        (
+            f"Evidence: {first.method} reaches {first.relative:.2f} [{first.low:.2f},"
+            f" {first.high:.2f}] of on-policy accuracy, standard PPO {column.standard:.2f}. It is"
+            f" among the best methods in {wins} of the {wins + losses} columns that have it."
+        ),
         f"Not told apart from it: {'; '.join(others)}." if others else "",
         limits,
     ]

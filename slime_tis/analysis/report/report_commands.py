@@ -26,12 +26,13 @@ MISMATCH = ("k3", "χ²", "mean abs(Δ)")
 """Metrics that are compared without dumps, by the labels of the overview."""
 
 
-def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = "") -> str:
+def report(
+    paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_checkpoint: str = ""
+) -> str:
     """Writes a report on one or several runs or dumps; returns the text to print.
 
-    Args:
-        paths: Run directories or dumps.
-        out: File to write. Default: report.html in the run directory, DUMP.report.html next to a dump, or
+    Args: paths: Run directories or dumps. out: File to write. Default: report.html in the run
+        directory, DUMP.report.html next to a dump, or
             comparison.html in the working directory.
         as_json: Print the numbers as JSON, and write the page only with `out`.
         hf_checkpoint: Directory of the tokenizer, if the dump names none.
@@ -50,7 +51,9 @@ def report(paths: Sequence[str], *, out: str = "", as_json: bool = False, hf_che
         write_atomically(target, render(data))
     if as_json:
         return json.dumps(_numbers(sources, data), indent=1, allow_nan=False)
-    notes = "".join(f"\n{note}" for note in dict.fromkeys(source.note for source in sources) if note)
+    notes = "".join(
+        f"\n{note}" for note in dict.fromkeys(source.note for source in sources) if note
+    )
     return f"{target} ({target.stat().st_size / 1e6:.1f} MB){notes}"
 
 
@@ -97,11 +100,16 @@ def diagnosis(
         table = source.table.of_worker(server) if server else source.table
         rescored, proof = prove(table, hf_checkpoint, other_checkpoints)
         result = with_proof(result, proof)
-        facts = {"rescored": {**asdict(rescored), "verdict": rescored.verdict}, "proof": asdict(proof)}
+        facts = {
+            "rescored": {**asdict(rescored), "verdict": rescored.verdict},
+            "proof": asdict(proof),
+        }
         note = f"Rescored in fp32{server and f', samples of {server}'}: {rescored}."
         note += "" if proof.causes else f" {proof.sentence}"
     if as_json:
-        text = json.dumps({"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False)
+        text = json.dumps(
+            {"name": source.name, **result.as_json(), **facts}, indent=1, allow_nan=False
+        )
     else:
         text = as_text(result, str(source.path), note)
     if exceeded := _exceeded(limits, result, source):
@@ -122,7 +130,10 @@ def _limits(fail_on: str) -> dict[str, float]:
         except ValueError:
             limits[name] = math.nan
         if name not in MEASURES or not math.isfinite(limits[name]):
-            raise ValueError(f"--fail-on has {part.strip()!r}; give a list of k3=X, abs=X (nats per token) and cause.")
+            raise ValueError(
+                f"--fail-on has {part.strip()!r}; give a list of k3=X, abs=X (nats per token) and"
+                " cause."
+            )
     return limits
 
 
@@ -172,7 +183,10 @@ def _numbers(sources: Sequence[Source], data: dict[str, Any]) -> dict[str, Any]:
             }
             for source in sources
         ],
-        "groups": {group.name: [source.name for source in group.sources] for group in overview.group_runs(sources)},
+        "groups": {
+            group.name: [source.name for source in group.sources]
+            for group in overview.group_runs(sources)
+        },
         "diagnoses": data["diagnoses"],
         "what_if": data["what_if"]["rows"],
     }
@@ -187,14 +201,20 @@ def comparison(before: str, after: str, *, as_json: bool = False) -> str:
         lines += _mismatch(one.table, two.table)
     else:
         metrics = [
-            {key: f"{value:.3g}" for key, value in overview.last_values(source.metrics).items() if key in MISMATCH}
+            {
+                key: f"{value:.3g}"
+                for key, value in overview.last_values(source.metrics).items()
+                if key in MISMATCH
+            }
             for source in sources
         ]
         lines += _changed("last", *metrics)
     first, second = (diagnose(source.table, source.metrics).findings[0] for source in sources)
     causes = [f"{each.title} ({each.confidence:.0%})" for each in (first, second)]
     same = (first.cause, first.detail) == (second.cause, second.detail)
-    lines.append(f"diagnosis: {causes[0]} in both" if same else f"diagnosis: {causes[0]} → {causes[1]}")
+    lines.append(
+        f"diagnosis: {causes[0]} in both" if same else f"diagnosis: {causes[0]} → {causes[1]}"
+    )
     lines += [f"{source.name}: {source.note}" for source in sources if source.note]
     if as_json:
         return json.dumps({"before": before, "after": after, "changes": lines}, indent=1)
@@ -203,7 +223,9 @@ def comparison(before: str, after: str, *, as_json: bool = False) -> str:
 
 def _changed(kind: str, before: Any, after: Any) -> list[str]:
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return [f"{kind} {name}: {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names]
+    return [
+        f"{kind} {name}: {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names
+    ]
 
 
 def _mismatch(before: TokenTable, after: TokenTable) -> list[str]:
@@ -211,11 +233,15 @@ def _mismatch(before: TokenTable, after: TokenTable) -> list[str]:
     if not (before.valid.any() and after.valid.any()):
         return ["no token has log-probs of both engines in both dumps"]
     (a, error_a), (b, error_b) = (
-        mean_of(np.abs(table.log_ratio[table.valid]), table.sample[table.valid]) for table in (before, after)
+        mean_of(np.abs(table.log_ratio[table.valid]), table.sample[table.valid])
+        for table in (before, after)
     )
     error = float(np.hypot(error_a, error_b))
     noise = "" if abs(b - a) > 2 * error else ", within the noise of the samples"
-    lines = [f"mean abs(Δ): {a:.3g} → {b:.3g} nats (difference {b - a:.2g}, standard error {error:.2g}{noise})"]
+    lines = [
+        f"mean abs(Δ): {a:.3g} → {b:.3g} nats (difference {b - a:.2g}, standard error"
+        f" {error:.2g}{noise})"
+    ]
     if not (
         before.token is not None
         and after.token is not None
@@ -230,5 +256,8 @@ def _mismatch(before: TokenTable, after: TokenTable) -> list[str]:
             "the rollout engine": (before.rollout_log_prob, after.rollout_log_prob),
         }
         moved = [f"{name} by {np.abs(x - y)[valid].mean():.3g}" for name, (x, y) in pairs.items()]
-        lines.append(f"both have the same tokens; their log-probs changed in {' and in '.join(moved)} nats on average")
+        lines.append(
+            f"both have the same tokens; their log-probs changed in {' and in '.join(moved)} nats"
+            " on average"
+        )
     return lines

@@ -6,8 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_tis.analysis.diagnosis.metric_rules import MISMATCH_METRICS, OTHER_SERIES, logged_values, series_of
-from slime_tis.analysis.dumps.readers import dump_files, files_of, files_of_run, options_of_run, read
+from slime_tis.analysis.diagnosis.metric_rules import (
+    MISMATCH_METRICS,
+    OTHER_SERIES,
+    logged_values,
+    series_of,
+)
+from slime_tis.analysis.dumps.readers import (
+    dump_files,
+    files_of,
+    files_of_run,
+    options_of_run,
+    read,
+)
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.analysis.logs.peer_metrics import dump_advice
 from slime_tis.analysis.logs.read_log import MAX_LOG_SIZE, Log, names_of_logs, read_log
@@ -51,12 +62,14 @@ class Source:
         if self.table is not None and self.table.valid.any():
             return self.table
         if self.table is not None:
-            raise ValueError(f"{quoted_path(self.path)} has no trained token with log-probs of both engines.")
+            raise ValueError(
+                f"{quoted_path(self.path)} has no trained token with log-probs of both engines."
+            )
         if self.log is None:
             raise ValueError(f"{quoted_path(self.path)}: {self.note}")
         raise ValueError(
-            f"{quoted_path(self.log.file)} is a log of metrics, but this command needs the log-probs of each token. "
-            f"{_how_to_dump(self.log)}"
+            f"{quoted_path(self.log.file)} is a log of metrics, but this command needs the"
+            f" log-probs of each token. {_how_to_dump(self.log)}"
         )
 
 
@@ -85,10 +98,13 @@ def open_source(path: str, part: int = 1) -> Source:
     log = None if has_dumps else read_log(source)
     name = source.name or path
     if log is not None:
-        return Source(name=name, path=source, metrics=log.rows, table=None, note=_note_of_log(log), log=log)
+        return Source(
+            name=name, path=source, metrics=log.rows, table=None, note=_note_of_log(log), log=log
+        )
     if source.is_file() and source.suffix in LOG_SUFFIXES:
         raise ValueError(
-            f"{quoted_path(source)} has no metrics with steps; docs/diagnosis.md lists the logs that are read."
+            f"{quoted_path(source)} has no metrics with steps; docs/diagnosis.md lists the logs"
+            " that are read."
         )
     if source.is_dir() and not has_dumps:
         _refuse(source)
@@ -104,13 +120,16 @@ def _refuse(directory: Path) -> None:
         files_of(directory)
     except ValueError as error:
         raise ValueError(
-            f'{error} It has no log with metrics either (docs/diagnosis.md, "Logs of other trainers").{passed_over}'
+            f'{error} It has no log with metrics either (docs/diagnosis.md, "Logs of other'
+            f' trainers").{passed_over}'
         ) from None
 
 
 def _note_of_dump(table: TokenTable) -> str:
     if table.tokens and (table.weight_version is None or table.step is None):
-        return "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
+        return (
+            "The dump lacks weight_versions or step, so staleness cannot be seen (docs/dumps.md)."
+        )
     return ""
 
 
@@ -122,7 +141,9 @@ def _note_of_log(log: Log) -> str:
     sentences = [f"Read from {quoted_path(log.file)}."]
     sentences += [f"Passed over: {sentence}" for sentence in log.passed_over[:3]]
     if missing:
-        sentences.append(f"This log lacks {', '.join(missing)}, so checks that need them were not made.")
+        sentences.append(
+            f"This log lacks {', '.join(missing)}, so checks that need them were not made."
+        )
     sentences.append(f"Log-probs of tokens show more. {_how_to_dump(log)}")
     return " ".join(sentences)
 
@@ -135,14 +156,17 @@ def _run(directory: Path, limits: dict[str, int]) -> Source:
     note = ""
     if not pattern:
         note = (
-            f"This run wrote no dumps of tokens, so there are its metrics only. {DUMPS_FLAG} PATTERN, "
-            f"for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
+            f"This run wrote no dumps of tokens, so there are its metrics only. {DUMPS_FLAG}"
+            f" PATTERN, for example {DUMPS_FLAG} 'DIR/{{rollout_id}}.parquet', writes them."
         )
     elif files_of_run(directory):
         table = read(directory, **limits)
         note = _note_of_dump(table)
     else:
-        note = f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead of the run."
+        note = (
+            f"The run's dumps {pattern} do not exist any more; give the path of the dumps instead"
+            " of the run."
+        )
     rows = _metrics(directory / METRICS)
     name = directory.resolve().name
     return Source(name=name, path=directory, metrics=rows, table=table, note=note, options=options)
@@ -150,7 +174,10 @@ def _run(directory: Path, limits: dict[str, int]) -> Source:
 
 def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
     if path.stat().st_size > MAX_LOG_SIZE:
-        raise ValueError(f"{quoted_path(path)} has more than {MAX_LOG_SIZE >> 20} MiB; give a dump instead of the run.")
+        raise ValueError(
+            f"{quoted_path(path)} has more than {MAX_LOG_SIZE >> 20} MiB; give a dump instead of"
+            " the run."
+        )
     rows = []
     for number, line in enumerate(metrics_before(path, 2**62), start=1):
         row = json.loads(line)
@@ -158,6 +185,8 @@ def _metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
             value is None or type(value) is float or (type(value) is int and abs(value) < 2**63)
             for value in row.values()
         ):
-            raise ValueError(f"{quoted_path(path)}, line {number}, has a value that is not a number of 64 bits.")
+            raise ValueError(
+                f"{quoted_path(path)}, line {number}, has a value that is not a number of 64 bits."
+            )
         rows.append(row)
     return tuple(rows)

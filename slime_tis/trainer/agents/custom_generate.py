@@ -2,8 +2,9 @@
 
     async def generate(args, sample, sampling_params) -> Sample | list[Sample]
 
-A parameter named `engine` gets the engine of this sample (`generation.TokenEngine`), and `evaluation` whether
-held-out prompts are answered. `slime_client` answers requests of slime's functions with the same engine.
+A parameter named `engine` gets the engine of this sample (`generation.TokenEngine`), and
+`evaluation` whether held-out prompts are answered. `slime_client` answers requests of slime's
+functions with the same engine.
 """
 
 import asyncio
@@ -104,7 +105,9 @@ class GenerateFunction:
 
         return call
 
-    async def _call(self, sample: Sample, engine: RecordedEngine, params: dict[str, Any], evaluation: bool) -> Any:
+    async def _call(
+        self, sample: Sample, engine: RecordedEngine, params: dict[str, Any], evaluation: bool
+    ) -> Any:
         """Returns the function's value; raises NoSample if the function raises or runs out of time."""
         offered = {"engine": engine, "evaluation": evaluation}
         extra = {name: offered[name] for name in accepted(self.function, tuple(offered))}
@@ -121,14 +124,19 @@ class GenerateFunction:
         finally:  # also if the rollout is cancelled
             if not task.done():
                 engine.is_closed = True
-                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody awaits it
+                task.add_done_callback(
+                    lambda ended: ended.cancelled() or ended.exception()
+                )  # nobody awaits it
                 task.cancel()
                 try:
                     await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
                 finally:
                     is_abandoned(task)
         if engine.is_closed:
-            raise NoSample("timeout", f"{describe(self.function)} took more than {self.config.generate_timeout:g} s.")
+            raise NoSample(
+                "timeout",
+                f"{describe(self.function)} took more than {self.config.generate_timeout:g} s.",
+            )
         try:
             return task.result()
         except CustomFunctionError as error:
@@ -143,34 +151,67 @@ class GenerateFunction:
         samples = list(returned) if isinstance(returned, list | tuple) else [returned]
         try:
             if not samples or not all(isinstance(sample, Sample) for sample in samples):
-                raise NoSample("returned", f"returned {quoted(returned)}; return a Sample or a list of them")
+                raise NoSample(
+                    "returned", f"returned {quoted(returned)}; return a Sample or a list of them"
+                )
             fields = [ReturnedSample.model_validate(sample) for sample in samples]
-            aborted = any(_status(sample.status, requests) is SampleStatus.ABORTED for sample in fields)
+            aborted = any(
+                _status(sample.status, requests) is SampleStatus.ABORTED for sample in fields
+            )
             if aborted and (len(samples) > 1 or not samples[0].response_length):
                 # the function starts again
-                return [replace(fresh, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])]
-            return [self._checked(*pair, fresh, requests) for pair in zip(samples, fields, strict=True)]
+                return [
+                    replace(fresh, status=SampleStatus.ABORTED, loss_mask=[], rollout_log_probs=[])
+                ]
+            return [
+                self._checked(*pair, fresh, requests) for pair in zip(samples, fields, strict=True)
+            ]
         except CustomFunctionError:
             raise
         except (Exception, SystemExit) as error:
-            reason, text = "returned", f"gave a sample that cannot be read: {type(error).__name__}: {error}"
+            reason, text = (
+                "returned",
+                f"gave a sample that cannot be read: {type(error).__name__}: {error}",
+            )
             if isinstance(error, NoSample):
                 reason, text = error.args
             elif isinstance(error, ValidationError):
-                (first, *_) = error.errors(include_url=False)
+                first, *_ = error.errors(include_url=False)
                 reason = str(first["loc"][0])
                 text = f"gave {quoted(first['input'])} in {reason}: {first['msg']}"
-            raise NoSample(reason, f"{describe(self.function)} {text} (prompt {fresh.prompt_index}).") from error
+            raise NoSample(
+                reason, f"{describe(self.function)} {text} (prompt {fresh.prompt_index})."
+            ) from error
 
-    def _checked(self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]) -> Sample:
+    def _checked(
+        self, sample: Sample, fields: ReturnedSample, fresh: Sample, requests: Sequence[Sampled]
+    ) -> Sample:
         tokens, length, given = fields.tokens, fields.response_length, fields.rollout_log_probs
-        mask = [1] * length if fields.loss_mask is None else [int(value) for value in fields.loss_mask]
+        mask = (
+            [1] * length if fields.loss_mask is None else [int(value) for value in fields.loss_mask]
+        )
         response, last_id = f"a response_length of {length}", self.vocab_size - 1
         checks = (
-            ("tokens", 0 < length < len(tokens), f"{len(tokens)} tokens with {response}; give prompt and response"),
-            ("tokens", max(tokens) <= last_id, f"the token {max(tokens)}; the vocabulary ends at {last_id}"),
-            ("context", len(tokens) <= self.context_len, f"{len(tokens)} tokens; the context has {self.context_len}"),
-            ("loss_mask", len(mask) == length, f"a loss_mask of {len(mask)} entries for {response}"),
+            (
+                "tokens",
+                0 < length < len(tokens),
+                f"{len(tokens)} tokens with {response}; give prompt and response",
+            ),
+            (
+                "tokens",
+                max(tokens) <= last_id,
+                f"the token {max(tokens)}; the vocabulary ends at {last_id}",
+            ),
+            (
+                "context",
+                len(tokens) <= self.context_len,
+                f"{len(tokens)} tokens; the context has {self.context_len}",
+            ),
+            (
+                "loss_mask",
+                len(mask) == length,
+                f"a loss_mask of {len(mask)} entries for {response}",
+            ),
             (
                 "rollout_log_probs",
                 given is None or len(given) == length,
@@ -184,12 +225,17 @@ class GenerateFunction:
         for index, (value, trained) in enumerate(zip(given or (), mask, strict=False)):
             log_probs[index] = 0.0 if not trained else math.nan if value is None else value
             if not -math.inf < log_probs[index] <= MAX_LOG_PROB:
-                text = f"gave the log-prob {log_probs[index]} for response token {index}, which is trained on"
+                text = (
+                    f"gave the log-prob {log_probs[index]} for response token {index}, which is"
+                    " trained on"
+                )
                 raise NoSample("rollout_log_probs", text)
         # one per token, unlike slime's, which are one text per request, or none
         versions = [int(version) for version in fields.weight_versions if str(version).isdecimal()]
         sets = sample.sampling_mask
-        if sets is not None and (len(sets) != length or int(sets.lengths.sum()) != len(sets.token_ids)):
+        if sets is not None and (
+            len(sets) != length or int(sets.lengths.sum()) != len(sets.token_ids)
+        ):
             sets = None
         result = Sample(
             prompt=_prompt(sample, fresh),
@@ -221,7 +267,8 @@ class GenerateFunction:
     def _response(self, text: str, response_ids: Sequence[int]) -> str:
         """Returns the text of a response; built-in rewards get it without special tokens at its end, as from an engine.
 
-        The engine's answers to slime's functions contain them, since slime's `skip_special_tokens` is off.
+        The engine's answers to slime's functions contain them, since slime's `skip_special_tokens`
+        is off.
         """
         if not text:
             return str(self.tokenizer.decode(response_ids, skip_special_tokens=True))
@@ -235,31 +282,42 @@ class GenerateFunction:
             text = text.removesuffix(ending)
         return text
 
-    def _reward(self, reward: float | dict[Any, Any] | None) -> tuple[float | None, dict[str, float]]:
+    def _reward(
+        self, reward: float | dict[Any, Any] | None
+    ) -> tuple[float | None, dict[str, float]]:
         if reward is None:
             return None, {}
         value, parts = reward, dict[str, float]()
         if isinstance(reward, dict):
-            parts = {str(name): float(part) for name, part in reward.items() if isinstance(part, int | float)}
+            parts = {
+                str(name): float(part)
+                for name, part in reward.items()
+                if isinstance(part, int | float)
+            }
             value = parts.pop(self.args.reward_key or "", math.nan)
         assert isinstance(value, float)
         if not abs(value) <= MAX_REWARD:
             raise NoSample(
                 "reward",
-                f"gave the reward {quoted(reward)}; it must be a finite number of at most {MAX_REWARD:g} in magnitude, "
-                "or a dict with --reward-key",
+                f"gave the reward {quoted(reward)}; it must be a finite number of at most"
+                f" {MAX_REWARD:g} in magnitude, or a dict with --reward-key",
             )
         return value, parts
 
-    def _handle_retokenized(self, sample: Sample, where: Provenance, requests: Sequence[Sampled]) -> None:
+    def _handle_retokenized(
+        self, sample: Sample, where: Provenance, requests: Sequence[Sampled]
+    ) -> None:
         trained = zip(where.request, sample.loss_mask, strict=True)
-        wrong = [index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0]
+        wrong = [
+            index for index, (number, is_trained) in enumerate(trained) if is_trained and number < 0
+        ]
         sample.retokenized = len(wrong)
         if not wrong:
             return
         message = (
-            f"{describe(self.function)} gave {len(wrong)} trained tokens that differ from the sampled tokens, for "
-            f"prompt {sample.prompt_index}: {self._difference(sample, wrong[0], requests)}"
+            f"{describe(self.function)} gave {len(wrong)} trained tokens that differ from the"
+            f" sampled tokens, for prompt {sample.prompt_index}:"
+            f" {self._difference(sample, wrong[0], requests)}"
         )
         if self.config.retokenization == "error":
             raise CustomFunctionError(f"{message} --retokenization keep-mask trains on the others.")
@@ -279,18 +337,28 @@ class GenerateFunction:
         prompt_length = len(sample.tokens) - sample.response_length
         position, expected = first_difference(sample.tokens, requests)
         if position >= len(sample.tokens) or expected is None:
-            # the sampled tokens agree; tokens beyond them, such as tool output, are marked as trained
+            # the sampled tokens agree; tokens beyond them, such as tool output, are marked as
+            # trained
             token = sample.response_ids[first_wrong]
             return (
-                f"no request sampled response token {first_wrong}, {shown(token)}. Append the ids of the engine's "
-                "answer, and other tokens with a loss mask of 0."
+                f"no request sampled response token {first_wrong}, {shown(token)}. Append the ids"
+                " of the engine's answer, and other tokens with a loss mask of 0."
             )
-        place, advice = f"response token {position - prompt_length}", "Append the ids of the engine's answer."
+        place, advice = (
+            f"response token {position - prompt_length}",
+            "Append the ids of the engine's answer.",
+        )
         if position < prompt_length:
             place = f"prompt token {position}"
-            advice = "Send sample.tokens, or tokenize sample.prompt with add_special_tokens=False, and return the same."
+            advice = (
+                "Send sample.tokens, or tokenize sample.prompt with add_special_tokens=False, and"
+                " return the same."
+            )
         given = shown(sample.tokens[position])
-        return f"they differ first at {place}, {given} in the sample and {shown(expected)} in the request. {advice}"
+        return (
+            f"they differ first at {place}, {given} in the sample and {shown(expected)} in the"
+            f" request. {advice}"
+        )
 
 
 def build_generate_function(
@@ -308,8 +376,12 @@ def build_generate_function(
     if path is None:
         return None
     if address is not None:
-        args = Namespace(**{**vars(args), "sglang_router_ip": address[0], "sglang_router_port": address[1]})
-    limits = [limit for limit in (sizes.context_len, config.rollout_max_context_len) if limit is not None]
+        args = Namespace(
+            **{**vars(args), "sglang_router_ip": address[0], "sglang_router_port": address[1]}
+        )
+    limits = [
+        limit for limit in (sizes.context_len, config.rollout_max_context_len) if limit is not None
+    ]
     return GenerateFunction(
         function=load_user_function(option, path),
         args=args,
@@ -342,13 +414,19 @@ def mark_failed_samples(groups: Sequence[Sequence[Sample]]) -> str | None:
     for sample in (sample for rollout in rollouts for sample in rollout):
         if not sample.response_length:
             make_failed(sample, "aborted", "the generate function ended without a response.")
-    messages = [str(rollout[0].metadata["generate_error"]) for rollout in rollouts if rollout[0].failure]
+    messages = [
+        str(rollout[0].metadata["generate_error"]) for rollout in rollouts if rollout[0].failure
+    ]
     if not messages:
         return None
     message, _ = Counter(messages).most_common(1)[0]
     if len(messages) == len(rollouts):
-        raise CustomFunctionError(f"none of the {len(rollouts)} samples of a rollout could be made: {message}")
-    return f"{len(messages)} of {len(rollouts)} samples could not be made and train nothing: {message}"
+        raise CustomFunctionError(
+            f"none of the {len(rollouts)} samples of a rollout could be made: {message}"
+        )
+    return (
+        f"{len(messages)} of {len(rollouts)} samples could not be made and train nothing: {message}"
+    )
 
 
 def retokenized_message(groups: Sequence[Sequence[Sample]]) -> str | None:
@@ -379,8 +457,8 @@ def _check_log_probs(
             if not abs(log_probs[position] - sampled) <= LOG_PROB_TOLERANCE:
                 raise NoSample(
                     "rollout_log_probs",
-                    f"gave the log-prob {log_probs[position]:.4f} for response token {position}, which was sampled "
-                    f"with {sampled:.4f}; log-probs and tokens are out of step",
+                    f"gave the log-prob {log_probs[position]:.4f} for response token {position},"
+                    f" which was sampled with {sampled:.4f}; log-probs and tokens are out of step",
                 )
 
 

@@ -1,6 +1,7 @@
 """Whole rollouts by a user function (--rollout-function-path), called on rank 0.
 
-generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput | list[list[Sample]]
+generate_rollout(args, rollout_id, data_source, evaluation=False) -> RolloutFnTrainOutput |
+list[list[Sample]]
 """
 
 import math
@@ -43,13 +44,18 @@ class PromptSource:
         if not self._dataset.prompts:
             return [[Sample() for _ in range(self._n_samples)] for _ in range(num_samples)]
         return [
-            [Sample(prompt_row=prompt, tokens=list(prompt.token_ids)) for _ in range(self._n_samples)]
+            [
+                Sample(prompt_row=prompt, tokens=list(prompt.token_ids))
+                for _ in range(self._n_samples)
+            ]
             for prompt in self._dataset.next_batch(num_samples)
         ]
 
     def add_samples(self, samples: Groups) -> None:
         """Raises RuntimeError."""
-        raise RuntimeError("prompts of a file are read-only; --data-source-path takes samples back.")
+        raise RuntimeError(
+            "prompts of a file are read-only; --data-source-path takes samples back."
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -66,8 +72,16 @@ class CustomRollout:
 
     def __call__(self, rollout_id: int) -> tuple[Groups, dict[str, float]]:
         """Returns the groups of a rollout and the function's metrics; a collective."""
-        dataset, function, n_samples = self.dataset, self.checks.function, self.config.n_samples_per_prompt
-        source = PromptSource(dataset, n_samples) if isinstance(dataset, PromptDataset) else dataset.source
+        dataset, function, n_samples = (
+            self.dataset,
+            self.checks.function,
+            self.config.n_samples_per_prompt,
+        )
+        source = (
+            PromptSource(dataset, n_samples)
+            if isinstance(dataset, PromptDataset)
+            else dataset.source
+        )
 
         def call() -> tuple[Groups, dict[str, float], dict[str, Any]]:
             with calling(function):
@@ -75,12 +89,14 @@ class CustomRollout:
                 fields = getattr(returned, "samples", returned), getattr(returned, "metrics", None)
                 samples, values = typed_value(OPTION, function, fields)
                 metrics = {
-                    name if name.startswith(PREFIX) else f"{PREFIX}{name}": v for name, v in (values or {}).items()
+                    name if name.startswith(PREFIX) else f"{PREFIX}{name}": v
+                    for name, v in (values or {}).items()
                 }
                 check_metrics(describe(function), metrics)
                 if not all(map(math.isfinite, metrics.values())):
                     raise CustomFunctionError(
-                        f"{describe(function)} returned {metrics} as metrics; return finite numbers."
+                        f"{describe(function)} returned {metrics} as metrics; return finite"
+                        " numbers."
                     )
                 return self._groups(samples), metrics, dataset.state_dict()
 
@@ -93,10 +109,14 @@ class CustomRollout:
         name, size = describe(self.checks.function), self.config.rollout_batch_size
         n_samples = self.config.n_samples_per_prompt
         if len(returned) != size:
-            raise CustomFunctionError(f"{name} returned {len(returned)} groups; return {size} (--rollout-batch-size).")
+            raise CustomFunctionError(
+                f"{name} returned {len(returned)} groups; return {size} (--rollout-batch-size)."
+            )
         groups: Groups = []
         for index, group in enumerate(returned):
-            samples = [one for part in group for one in (part if isinstance(part, list) else [part])]
+            samples = [
+                one for part in group for one in (part if isinstance(part, list) else [part])
+            ]
             rollouts = by_rollout([self._checked(sample) for sample in samples])
             if len(rollouts) != n_samples:
                 raise CustomFunctionError(
@@ -114,7 +134,9 @@ class CustomRollout:
         if not isinstance(sample, Sample):
             raise CustomFunctionError(f"{name} returned {quoted(sample)}; return samples.")
         if sample.rollout_log_probs is None and any(sample.loss_mask or [1]):
-            raise CustomFunctionError(f"{name} returned a sample without rollout_log_probs; give 0.0 for observations.")
+            raise CustomFunctionError(
+                f"{name} returned a sample without rollout_log_probs; give 0.0 for observations."
+            )
         fresh = Sample(prompt=sample.prompt, prompt_row=sample.prompt_row, label=sample.label)
         try:
             (checked,) = self.checks.checked(sample, fresh, ())  # the engine recorded no requests

@@ -1,7 +1,8 @@
 """Proof that trained tokens are sampled tokens.
 
-A response token counts as sampled if the input of one request, and the tokens which that request sampled so far, are
-exactly the tokens before it. Tokens that were decoded and tokenized again differ, and so do all tokens after them.
+A response token counts as sampled if the input of one request, and the tokens which that request
+sampled so far, are exactly the tokens before it. Tokens that were decoded and tokenized again
+differ, and so do all tokens after them.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,9 @@ class Provenance:
     agreeing: int
 
 
-def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]) -> Provenance:
+def provenance(
+    tokens: Sequence[int], response_length: int, requests: Sequence[Sampled]
+) -> Provenance:
     """Finds the request that sampled each response token; of several with the same input, the longest agreement."""
     tokens, first = list(tokens), len(tokens) - response_length
     agreeing = []
@@ -45,7 +48,9 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
         start = len(one.input_ids)
         if tokens[:start] == one.input_ids:
             after, ids = tokens[start:], one.generation.token_ids
-            same = next((i for i, (a, b) in enumerate(zip(after, ids, strict=False)) if a != b), None)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(after, ids, strict=False)) if a != b), None
+            )
             agreeing.append((start + (min(len(after), len(ids)) if same is None else same), number))
     request, place = [-1] * response_length, [0] * response_length
     for end, number in sorted(agreeing):
@@ -60,8 +65,8 @@ def provenance(tokens: Sequence[int], response_length: int, requests: Sequence[S
 def first_difference(tokens: Sequence[int], requests: Sequence[Sampled]) -> tuple[int, int | None]:
     """Returns the first position at which tokens differ from the request that they agree with longest.
 
-    Returns:
-        The position, and the token there of the request's input or answer; None after the end of the answer.
+    Returns: The position, and the token there of the request's input or answer; None after the end
+        of the answer.
     """
     position, token = -1, None
     for one in requests:
@@ -83,9 +88,15 @@ def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sa
         generations[number].log_probs[place] if number >= 0 else given
         for (number, place), given in zip(sources, sample.rollout_log_probs, strict=True)
     ]
-    for name, source in {"weight_versions": "weight_versions", "rollout_workers": "workers"}.items():
+    for name, source in {
+        "weight_versions": "weight_versions",
+        "rollout_workers": "workers",
+    }.items():
         lists = [getattr(generation, source) for generation in generations]
-        values = [lists[number][place] if number >= 0 and lists[number] else None for number, place in sources]
+        values = [
+            lists[number][place] if number >= 0 and lists[number] else None
+            for number, place in sources
+        ]
         last = next((value for value in values if value is not None), None)
         if last is not None:
             setattr(sample, name, [last := last if value is None else value for value in values])
@@ -96,14 +107,20 @@ def copy_engine_records(sample: Sample, found: Provenance, requests: Sequence[Sa
         sample.rollout_routing_weights = _routing(sample, found, requests, "routing_weights")
 
 
-def _sampling_mask(sources: Sequence[tuple[int, int]], generations: Sequence[Generation]) -> SamplingMask:
+def _sampling_mask(
+    sources: Sequence[tuple[int, int]], generations: Sequence[Generation]
+) -> SamplingMask:
     masks = [one.candidates for one in generations]
     starts = list(accumulate(map(len, masks), initial=0))
     rows = [starts[number] + place if number >= 0 else starts[-1] for number, place in sources]
-    return SamplingMask.cat([*masks, SamplingMask.unrecorded(1)]).select(torch.tensor(rows, dtype=torch.int64))
+    return SamplingMask.cat([*masks, SamplingMask.unrecorded(1)]).select(
+        torch.tensor(rows, dtype=torch.int64)
+    )
 
 
-def _routing(sample: Sample, found: Provenance, requests: Sequence[Sampled], name: str) -> Tensor | None:
+def _routing(
+    sample: Sample, found: Provenance, requests: Sequence[Sampled], name: str
+) -> Tensor | None:
     """Returns the rows of the input tokens; each sampled token takes the rows of its request."""
     assert found.longest is not None
     rows: Tensor | None = getattr(requests[found.longest].generation, name)

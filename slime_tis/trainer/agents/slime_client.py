@@ -1,7 +1,8 @@
 """The engine of one sample, and slime's way to it: `post` to the address in `args`, `GenerateState`.
 
-The sample's engine answers requests to the run's address. Therefore slime's functions work with every engine, and their
-tokens can be compared with the sampled tokens. Requests to other addresses are sent.
+The sample's engine answers requests to the run's address. Therefore slime's functions work with
+every engine, and their tokens can be compared with the sampled tokens. Requests to other addresses
+are sent.
 """
 
 import asyncio
@@ -31,20 +32,27 @@ TIMEOUT = 600.0
 MAX_ANSWER_BYTES = 64 << 20
 """Longest answer of another server, such as a tool."""
 CLOSED_PAUSE = 0.5
-"""Seconds before a late request is refused: a function that retries forever must not occupy the loop."""
+"""Seconds before a late request is refused: a function that retries forever must not occupy the
+loop."""
 
 
 class RecordedEngine:
     """The engine of one call: records sampled tokens, and answers slime's `POST /generate`."""
 
-    def __init__(self, engine: TokenEngine, sample: Sample, tokenizer: PreTrainedTokenizerBase, address: str) -> None:
+    def __init__(
+        self, engine: TokenEngine, sample: Sample, tokenizer: PreTrainedTokenizerBase, address: str
+    ) -> None:
         """Begins with the response of an aborted sample; `address` is the host and port of the run."""
         self._engine, self._tokenizer, self.address = engine, tokenizer, address
         self.sampled: list[Sampled] = []
         if sample.response_length:
             earlier = Generation.of(sample)
             self.sampled.append(
-                Sampled(input_ids=list(sample.prompt_ids), generation=earlier, is_trained=sample.loss_mask[:])
+                Sampled(
+                    input_ids=list(sample.prompt_ids),
+                    generation=earlier,
+                    is_trained=sample.loss_mask[:],
+                )
             )
         self.is_closed = False
         """Whether requests are refused because the function ran out of time."""
@@ -61,7 +69,9 @@ class RecordedEngine:
             await asyncio.sleep(CLOSED_PAUSE)
             raise RuntimeError("this sample ran out of time (--generate-timeout).")
         generation = await self._engine.generate(token_ids, sampling_params, session_id=session_id)
-        self.sampled.append(Sampled(input_ids=[int(token) for token in token_ids], generation=generation))
+        self.sampled.append(
+            Sampled(input_ids=[int(token) for token in token_ids], generation=generation)
+        )
         return replace(  # the function may change the lists in place
             generation,
             token_ids=list(generation.token_ids),
@@ -75,10 +85,15 @@ class RecordedEngine:
         ids = payload.get("input_ids")
         if ids is None:
             if not isinstance(payload.get("text"), str):
-                raise ValueError("a request to the engine needs input_ids, a list of token ids, or text.")
+                raise ValueError(
+                    "a request to the engine needs input_ids, a list of token ids, or text."
+                )
             ids = self._tokenizer.encode(payload["text"])
         generation = await self.generate(ids, payload.get("sampling_params"))
-        versions, pairs = generation.weight_versions, zip(generation.log_probs, generation.token_ids, strict=True)
+        versions, pairs = (
+            generation.weight_versions,
+            zip(generation.log_probs, generation.token_ids, strict=True),
+        )
         meta: dict[str, Any] = {
             "finish_reason": {"type": generation.finish_reason},
             "prompt_tokens": len(ids),
@@ -86,7 +101,8 @@ class RecordedEngine:
             "cached_tokens": 0,
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in pairs],
             "weight_versions": [
-                {"version": str(version), "start": place, "end": place + 1} for place, version in enumerate(versions)
+                {"version": str(version), "start": place, "end": place + 1}
+                for place, version in enumerate(versions)
             ],
         }
         if versions:
@@ -100,18 +116,25 @@ current_engine: ContextVar[RecordedEngine | None] = ContextVar("current_engine",
 
 
 async def post(
-    url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None
+    url: str,
+    payload: Mapping[str, Any],
+    max_retries: int = 60,
+    headers: Mapping[str, str] | None = None,
 ) -> Any:
     """Posts JSON and returns the JSON answer; the running call's engine answers requests to the run's address.
 
-    As in slime, the request is repeated after an error, up to `max_retries` times. An answer that is not JSON,
-    compressed or larger than `MAX_ANSWER_BYTES` is an error, too.
+    As in slime, the request is repeated after an error, up to `max_retries` times. An answer that
+    is not JSON, compressed or larger than `MAX_ANSWER_BYTES` is an error, too.
 
     Raises:
         httpx.HTTPError: The last error.
     """
     engine, parts = current_engine.get(), urlsplit(url)
-    if engine is not None and parts.netloc == engine.address and parts.path.rstrip("/") == "/generate":
+    if (
+        engine is not None
+        and parts.netloc == engine.address
+        and parts.path.rstrip("/") == "/generate"
+    ):
         return await engine.post(payload)
     return await _request("POST", url, max_retries, json=payload, headers=headers)
 
@@ -133,7 +156,9 @@ async def _request(method: str, url: str, retries: int, **options: Any) -> Any:
             await asyncio.sleep(1)
 
 
-async def _answer(client: httpx.AsyncClient, method: str, url: str, options: Mapping[str, Any]) -> Any:
+async def _answer(
+    client: httpx.AsyncClient, method: str, url: str, options: Mapping[str, Any]
+) -> Any:
     headers = {**(options.get("headers") or {}), **PLAIN}
     async with client.stream(method, url, **{**options, "headers": headers}) as response:
         response.raise_for_status()
@@ -143,7 +168,9 @@ async def _answer(client: httpx.AsyncClient, method: str, url: str, options: Map
     try:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as error:
-        raise httpx.DecodingError(f"{url} answered with what is not JSON: {first_line(error)}.") from error
+        raise httpx.DecodingError(
+            f"{url} answered with what is not JSON: {first_line(error)}."
+        ) from error
 
 
 class GenerateState:

@@ -13,7 +13,13 @@ from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_directory import read_model_config
 from slime_tis.limits import flag
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.checks import check_arguments, check_correction, check_dump, check_ranks, warnings_of
+from slime_tis.trainer.cli.checks import (
+    check_arguments,
+    check_correction,
+    check_dump,
+    check_ranks,
+    warnings_of,
+)
 from slime_tis.trainer.cli.command_line import (
     CodeConfig,
     Flags,
@@ -26,7 +32,13 @@ from slime_tis.trainer.cli.command_line import (
     unmet_needs,
 )
 from slime_tis.trainer.cli.options import Given, Source
-from slime_tis.trainer.cli.preflight import check_files, check_model, check_outputs, check_resumption, check_weights
+from slime_tis.trainer.cli.preflight import (
+    check_files,
+    check_model,
+    check_outputs,
+    check_resumption,
+    check_weights,
+)
 from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
 from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
 from slime_tis.trainer.options.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
@@ -43,7 +55,9 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
         check_weights(arguments.megatron)
     except OSError as error:
         named = error.filename is not None
-        print(f"{error.strerror}: {quoted_path(error.filename)}." if named else error, file=sys.stderr)
+        print(
+            f"{error.strerror}: {quoted_path(error.filename)}." if named else error, file=sys.stderr
+        )
         raise SystemExit(2) from None
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -54,7 +68,9 @@ def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> 
     return arguments
 
 
-def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "train.py") -> Arguments:
+def configure(
+    argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "train.py"
+) -> Arguments:
     """What parse_args does, with the environment passed in and ValueError instead of an exit."""
     given, restated = _read_command_line(argv, prog)
     options = merge_sources(COMMAND_LINE, given)
@@ -82,8 +98,15 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
     model = check_model(arguments.megatron, arguments.rollout, world_size)
     check_ranks(arguments, world_size)
     _refuse_unknown(restated, model)
-    patterns = {name: getattr(arguments.loop, name) for name in ("save_debug_rollout_data", "save_debug_train_data")}
-    dumps = {flag(name): pattern.format(rollout_id=0, rank=0) for name, pattern in patterns.items() if pattern}
+    patterns = {
+        name: getattr(arguments.loop, name)
+        for name in ("save_debug_rollout_data", "save_debug_train_data")
+    }
+    dumps = {
+        flag(name): pattern.format(rollout_id=0, rank=0)
+        for name, pattern in patterns.items()
+        if pattern
+    }
     check_outputs(arguments.rollout, arguments.megatron, arguments.reporting, dumps)
     check_resumption(arguments.megatron, effective_config(arguments))
     namespace = _slime_names(effective_config(arguments), arguments.correction, arguments.policy)
@@ -93,10 +116,17 @@ def configure(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "t
 def effective_config(arguments: Arguments) -> dict[str, Any]:
     """Returns options with presets, aliases and derived sizes resolved, in the order of the groups."""
     configs = [config for config in vars(arguments).values() if dataclasses.is_dataclass(config)]
-    values = {field.name: getattr(config, field.name) for config in configs for field in dataclasses.fields(config)}
+    values = {
+        field.name: getattr(config, field.name)
+        for config in configs
+        for field in dataclasses.fields(config)
+    }
     values["custom_tis_function_path"] = arguments.custom_tis_function_path
     ordered = [name for name in OPTIONS if name in values]
-    plain = {name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in ordered}
+    plain = {
+        name: list(values[name]) if isinstance(values[name], tuple) else values[name]
+        for name in ordered
+    }
     return plain | dict(arguments.user_options)
 
 
@@ -104,7 +134,9 @@ def options_in_force(arguments: Arguments) -> dict[str, Any]:
     """Returns the options that have an effect; as YAML for --custom-config-path they give the same arguments."""
     values = effective_config(arguments)
     every = {name: option.default for name, option in OPTIONS.items()} | values
-    return {name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, every)}
+    return {
+        name: value for name, value in values.items() if not unmet_needs(COMMAND_LINE, name, every)
+    }
 
 
 def describe(arguments: Arguments) -> str:
@@ -112,24 +144,36 @@ def describe(arguments: Arguments) -> str:
     values = effective_config(arguments)
     lines = []
     for title, options in COMMAND_LINE.groups.items():
-        changed = [one.name for one in options if one.name in values and values[one.name] != one.default]
+        changed = [
+            one.name for one in options if one.name in values and values[one.name] != one.default
+        ]
         shown = [_as_flag(name, values[name]) for name in changed]
         if title == "parallelism and precision" and arguments.megatron.precision == "fp32":
             shown.append("--no-bf16 (trains in float32)")
         if shown:
             lines.append(f"{title}: {' '.join(shown)}")
     if arguments.user_options:
-        lines.append("user functions: " + ", ".join(f"{key} {value}" for key, value in arguments.user_options.items()))
+        lines.append(
+            "user functions: "
+            + ", ".join(f"{key} {value}" for key, value in arguments.user_options.items())
+        )
     return "\n".join(lines)
 
 
 def user_options(given: Mapping[str, Given]) -> dict[str, Any]:
     """Returns the options of user functions; refuses them without a user function."""
     unknown = {name: entry for name, entry in given.items() if name not in OPTIONS}
-    named = (given[name].value for name, one in OPTIONS.items() if one.metavar == "FUNCTION" and name in given)
+    named = (
+        given[name].value
+        for name, one in OPTIONS.items()
+        if one.metavar == "FUNCTION" and name in given
+    )
     if unknown and all(value is None for value in named):
         label = next(iter(unknown.values())).label
-        raise ValueError(f"{label} is not an option, and no user function is given that could read it; remove it.")
+        raise ValueError(
+            f"{label} is not an option, and no user function is given that could read it;"
+            " remove it."
+        )
     return {name: entry.value for name, entry in unknown.items()}
 
 
@@ -146,8 +190,10 @@ def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
         COMMAND_LINE,
         prog=prog,
         usage=f"{prog} --hf-checkpoint DIR --prompt-data FILE [options]",
-        description="Trains a language model by reinforcement learning on Megatron-core, with the mismatch "
-        "between rollout and training log-probs measured and corrected.",
+        description=(
+            "Trains a language model by reinforcement learning on Megatron-core, with the mismatch "
+            "between rollout and training log-probs measured and corrected."
+        ),
     )
 
 
@@ -170,11 +216,14 @@ def _read_command_line(argv: Sequence[str], prog: str) -> tuple[Flags, list[Flag
     flags = read_flags(COMMAND_LINE, known, overrides)
     if server_args and flags.given.keys().isdisjoint(("sglang_launch", "custom_config_path")):
         raise ValueError(
-            f"{quoted('--sglang-' + server_args[0][2:])[1:-1]} is a flag of servers; add --sglang-launch N."
+            f"{quoted('--sglang-' + server_args[0][2:])[1:-1]} is a flag of servers; add"
+            " --sglang-launch N."
         )
     if server_args:
         label, source = flag("sglang_server_args"), Source.COMMAND_LINE
-        flags.given["sglang_server_args"] = Given(value=tuple(server_args), label=label, source=source)
+        flags.given["sglang_server_args"] = Given(
+            value=tuple(server_args), label=label, source=source
+        )
     return flags, unknown
 
 
@@ -201,11 +250,18 @@ def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
         raise ValueError(f"{total}, more than {MOST_SAMPLES}; lower one of the two.")
     steps, size = loop.num_steps_per_rollout, loop.global_batch_size
     if size is not None and (samples % size or (steps is not None and size * steps != samples)):
-        raise ValueError(f"--global-batch-size is {size} and --num-steps-per-rollout {steps or 'unset'} but {total}.")
+        raise ValueError(
+            f"--global-batch-size is {size} and --num-steps-per-rollout {steps or 'unset'} but"
+            f" {total}."
+        )
     if steps is not None and samples % steps:
-        raise ValueError(f"--num-steps-per-rollout is {steps} but {total}; choose a divisor of {samples}.")
+        raise ValueError(
+            f"--num-steps-per-rollout is {steps} but {total}; choose a divisor of {samples}."
+        )
     steps = steps or samples // (size or samples)
-    return dataclasses.replace(loop, num_steps_per_rollout=steps, global_batch_size=samples // steps)
+    return dataclasses.replace(
+        loop, num_steps_per_rollout=steps, global_batch_size=samples // steps
+    )
 
 
 def read_layout(argv: Sequence[str]) -> MegatronConfig:
@@ -216,13 +272,36 @@ def read_layout(argv: Sequence[str]) -> MegatronConfig:
         if option.default is not dataclasses.MISSING or name == "hf_checkpoint"
     }
     flags, _ = _read_command_line(argv, "slime-tis plan")
-    return build(MegatronConfig, merge_sources(dataclasses.replace(COMMAND_LINE, options=needed), flags))
+    return build(
+        MegatronConfig, merge_sources(dataclasses.replace(COMMAND_LINE, options=needed), flags)
+    )
 
 
 WHAT_IF_LOSS_OPTIONS = (
-    *("policy_loss", "eps_clip", "eps_clip_high", "eps_clip_c", "sapo_tau_pos", "sapo_tau_neg", "dro_beta"),
-    *("cov_ratio", "clip_cov_lower_bound", "clip_cov_upper_bound", "kl_cov_coef", "experimental_cppo_budget"),
-    *("rollout_pull_coef", "staleness_decay", "use_opsm", "opsm_policy", "opsm_delta", "calculate_per_token_loss"),
+    *(
+        "policy_loss",
+        "eps_clip",
+        "eps_clip_high",
+        "eps_clip_c",
+        "sapo_tau_pos",
+        "sapo_tau_neg",
+        "dro_beta",
+    ),
+    *(
+        "cov_ratio",
+        "clip_cov_lower_bound",
+        "clip_cov_upper_bound",
+        "kl_cov_coef",
+        "experimental_cppo_budget",
+    ),
+    *(
+        "rollout_pull_coef",
+        "staleness_decay",
+        "use_opsm",
+        "opsm_policy",
+        "opsm_delta",
+        "calculate_per_token_loss",
+    ),
 )
 """Options of the loss that a dump has the data for."""
 
@@ -232,17 +311,25 @@ def read_correction(
 ) -> tuple[RolloutCorrectionConfig, PolicyConfig, str | None, argparse.Namespace]:
     """Returns the options of `slime-tis what-if`.
 
-    Returns:
-        The correction, the run's policy options with the given ones, the custom TIS function or None, and its options.
+    Returns: The correction, the run's policy options with the given ones, the custom TIS function
+        or None, and its options.
     """
-    optional = {name: option for name, option in OPTIONS.items() if option.default is not dataclasses.MISSING}
+    optional = {
+        name: option
+        for name, option in OPTIONS.items()
+        if option.default is not dataclasses.MISSING
+    }
     line = dataclasses.replace(COMMAND_LINE, options=optional)
     flags = read_flags(COMMAND_LINE, *split_words(build_parser("slime-tis what-if"), argv))
     for name in flags.given:
         if OPTIONS[name].group != "rollout correction" and name not in WHAT_IF_LOSS_OPTIONS:
             raise ValueError(f"{flag(name)} is not a flag of a correction; remove it.")
     values = merge_sources(line, flags)
-    given = {name: values[name].value for name in flags.given if name in PolicyConfig.__dataclass_fields__}
+    given = {
+        name: values[name].value
+        for name in flags.given
+        if name in PolicyConfig.__dataclass_fields__
+    }
     policy = dataclasses.replace(policy, **given)
     correction = build(RolloutCorrectionConfig, values)
     path = build(CodeConfig, values).custom_tis_function_path
@@ -258,7 +345,9 @@ def _slime_names(
     """Returns options under their names and slime's, with the bounds that the built-in correction derives."""
     lowest = correction.tis_lower_bound
     lower, upper = correction.is_bounds
-    if lower < upper:  # not so where an upper bound below 1 has no lower one, as in mode truncate it may
+    if (
+        lower < upper
+    ):  # not so where an upper bound below 1 has no lower one, as in mode truncate it may
         values["tis_lower_bound"] = lower
     if not correction.adaptive:
         values["rs_lower_bound"], values["rs_upper_bound"] = correction.rs_bounds

@@ -19,9 +19,14 @@ def check_arguments(arguments: Arguments) -> None:
     _check_routing_record(arguments)
     rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
     precision = arguments.megatron.precision
-    if rounding != "nearest" and precision != "fp32" and rollout.rollout_precision not in ("fp8", "int8", "int4"):
+    if (
+        rounding != "nearest"
+        and precision != "fp32"
+        and rollout.rollout_precision not in ("fp8", "int8", "int4")
+    ):
         raise ValueError(
-            f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights' own type."
+            f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights'"
+            " own type."
         )
 
 
@@ -34,29 +39,49 @@ def check_correction(arguments: Arguments) -> None:
             "add --use-tis, --use-rs or --get-mismatch-metrics."
         )
     if correction.policy_loss == "reinforce" and not correction.use_rollout_logprobs:
-        raise ValueError("--policy-loss reinforce has no old policy to recompute; add --use-rollout-logprobs.")
-    steps = arguments.loop.num_steps_per_rollout
-    on_policy = steps == 1 and not correction.use_rollout_logprobs and correction.old_logprobs == "recompute"
-    if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
-        raise ValueError("--opsm-policy old has no effect with one optimizer step; raise --num-steps-per-rollout.")
-    if correction.divergence_mask is not None and correction.divergence_mask_anchor == "old" and on_policy:
         raise ValueError(
-            "--divergence-mask-anchor old has no effect with one optimizer step; raise --num-steps-per-rollout."
+            "--policy-loss reinforce has no old policy to recompute; add --use-rollout-logprobs."
+        )
+    steps = arguments.loop.num_steps_per_rollout
+    on_policy = (
+        steps == 1
+        and not correction.use_rollout_logprobs
+        and correction.old_logprobs == "recompute"
+    )
+    if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
+        raise ValueError(
+            "--opsm-policy old has no effect with one optimizer step; raise"
+            " --num-steps-per-rollout."
+        )
+    if (
+        correction.divergence_mask is not None
+        and correction.divergence_mask_anchor == "old"
+        and on_policy
+    ):
+        raise ValueError(
+            "--divergence-mask-anchor old has no effect with one optimizer step; raise"
+            " --num-steps-per-rollout."
         )
     if arguments.policy.has_token_baseline:
         _check_token_baseline(arguments)
     if arguments.policy.reject_before_advantage and correction.needs_advantages:
         raise ValueError(
-            "--reject-before-advantage has no advantages yet; drop it, or what needs them: --tis-upper-bound-negative, "
-            "--tis-lower-bound-negative, --divergence-mask without --divergence-mask-direction both."
+            "--reject-before-advantage has no advantages yet; drop it, or what needs them:"
+            " --tis-upper-bound-negative, --tis-lower-bound-negative, --divergence-mask without"
+            " --divergence-mask-direction both."
         )
     rollout, loop = arguments.rollout, arguments.loop
     stale = (rollout.rollout_lookahead, rollout.partial_rollout, rollout.rollout_function_path)
-    is_fresh = steps == 1 and rollout.update_weights_interval == 1 and not any((*stale, loop.load_debug_rollout_data))
+    is_fresh = (
+        steps == 1
+        and rollout.update_weights_interval == 1
+        and not any((*stale, loop.load_debug_rollout_data))
+    )
     if arguments.policy.staleness_decay < 1 and is_fresh:
         raise ValueError(
-            "--staleness-decay has no effect, because the trained weights sample all tokens; add "
-            "--num-steps-per-rollout, --update-weights-interval, --rollout-lookahead or --partial-rollout, or drop it."
+            "--staleness-decay has no effect, because the trained weights sample all tokens; add"
+            " --num-steps-per-rollout, --update-weights-interval, --rollout-lookahead or"
+            " --partial-rollout, or drop it."
         )
     group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
@@ -76,16 +101,23 @@ def _check_token_baseline(arguments: Arguments) -> None:
         "--custom-reward-post-process-path": arguments.rollout.custom_reward_post_process_path,
         "--save-debug-train-data": arguments.loop.save_debug_train_data,
         "--old-logprobs interpolate": correction.old_logprobs == "interpolate",
-        "--use-tis and bounds or masks by the sign of the advantage": correction.use_tis
-        and correction.needs_advantages,
+        "--use-tis and bounds or masks by the sign of the advantage": (
+            correction.use_tis and correction.needs_advantages
+        ),
     }
     for name, is_set in wrong.items():
         if is_set:
-            raise ValueError(f"--advantage-estimator optimal_token_baseline does not work with {name}; remove one.")
+            raise ValueError(
+                f"--advantage-estimator optimal_token_baseline does not work with {name}; remove"
+                " one."
+            )
 
 
 REPLACED = {
-    "custom_reward_post_process_path": ("disable_grpo_std_normalization", "reject_before_advantage"),
+    "custom_reward_post_process_path": (
+        "disable_grpo_std_normalization",
+        "reject_before_advantage",
+    ),
     "custom_advantage_function_path": ("normalize_advantages", "use_opsm", "save_debug_train_data"),
     "rollout_function_path": (
         "custom_generate_function_path",
@@ -114,13 +146,26 @@ REPLACED = {
 def _check_hooks(arguments: Arguments) -> None:
     """Refuses options that a user function leaves without effect."""
     configs = (arguments.policy, arguments.rollout, arguments.loop, arguments)
-    values = {name: getattr(config, name) for config in configs for name in OPTIONS if hasattr(config, name)}
+    values = {
+        name: getattr(config, name)
+        for config in configs
+        for name in OPTIONS
+        if hasattr(config, name)
+    }
     for function, options in REPLACED.items():
         for name in options:
             if values[function] and values[name] != OPTIONS[name].default:
-                raise ValueError(f"{flag(name)} has no effect with {flag(function)}; remove one of them.")
-    if arguments.policy.loss_type == "custom_loss" and arguments.policy.custom_loss_function_path is None:
-        raise ValueError("--loss-type is custom_loss but --custom-loss-function-path is unset; add your function.")
+                raise ValueError(
+                    f"{flag(name)} has no effect with {flag(function)}; remove one of them."
+                )
+    if (
+        arguments.policy.loss_type == "custom_loss"
+        and arguments.policy.custom_loss_function_path is None
+    ):
+        raise ValueError(
+            "--loss-type is custom_loss but --custom-loss-function-path is unset; add your"
+            " function."
+        )
 
 
 def _check_rewards(arguments: Arguments) -> None:
@@ -128,27 +173,41 @@ def _check_rewards(arguments: Arguments) -> None:
     rollout = arguments.rollout
     if rollout.rm_type is not None or rollout.custom_rm_path is not None:
         return
-    # loaded samples have rewards, and so may samples of user functions; the engine's held-out answers have none
-    has_rewards = arguments.loop.load_debug_rollout_data is not None or rollout.rollout_function_path is not None
-    if rollout.custom_generate_function_path is None and (rollout.eval_prompt_data or not has_rewards):
-        raise ValueError("--rm-type is unset and so is --custom-rm-path; add one of them to score responses.")
+    # loaded samples have rewards, and so may samples of user functions; the engine's held-out
+    # answers have none
+    has_rewards = (
+        arguments.loop.load_debug_rollout_data is not None
+        or rollout.rollout_function_path is not None
+    )
+    if rollout.custom_generate_function_path is None and (
+        rollout.eval_prompt_data or not has_rewards
+    ):
+        raise ValueError(
+            "--rm-type is unset and so is --custom-rm-path; add one of them to score responses."
+        )
 
 
 def _check_routing_record(arguments: Arguments) -> None:
     """Refuses --use-routing-replay without a pass to record, or with a measurement that it would disturb."""
-    steps, correction, rollout = arguments.loop.num_steps_per_rollout, arguments.correction, arguments.rollout
+    steps, correction, rollout = (
+        arguments.loop.num_steps_per_rollout,
+        arguments.correction,
+        arguments.rollout,
+    )
     assert steps is not None
     if not arguments.megatron.use_routing_replay:
         return
     if rollout.measure_routing_mismatch is not None and not rollout.use_rollout_routing_replay:
         raise ValueError(
-            "--measure-routing-mismatch compares training with and without the rollout engine's experts, but "
-            "--use-routing-replay trains with others; add --use-rollout-routing-replay, or remove one of the two."
+            "--measure-routing-mismatch compares training with and without the rollout engine's"
+            " experts, but --use-routing-replay trains with others; add"
+            " --use-rollout-routing-replay, or remove one of the two."
         )
     if not needs_old_log_probs(correction, steps, arguments.policy):
         raise ValueError(
-            "--use-routing-replay is on but there is no pass for old log-probs to record (--use-rollout-logprobs, or "
-            "one optimizer step per rollout); use --use-rollout-routing-replay, which needs no such pass."
+            "--use-routing-replay is on but there is no pass for old log-probs to record"
+            " (--use-rollout-logprobs, or one optimizer step per rollout); use"
+            " --use-rollout-routing-replay, which needs no such pass."
         )
 
 
@@ -164,52 +223,80 @@ def check_ranks(arguments: Arguments, world_size: int) -> None:
     micro = megatron.micro_batch_size
     if micro is not None and (size // data_parallel) % micro:
         raise ValueError(
-            f"--micro-batch-size is {micro} but a rank has {size // data_parallel} samples in a step; "
-            f"choose a divisor of {size // data_parallel}."
+            f"--micro-batch-size is {micro} but a rank has {size // data_parallel} samples in a"
+            f" step; choose a divisor of {size // data_parallel}."
         )
 
 
 def check_dump(arguments: Arguments) -> None:
     """Checks that the first file of samples exists; a resumed run begins with a later file."""
-    rollout, pattern, load = arguments.rollout, arguments.loop.load_debug_rollout_data, arguments.megatron.load
+    rollout, pattern, load = (
+        arguments.rollout,
+        arguments.loop.load_debug_rollout_data,
+        arguments.megatron.load,
+    )
     if rollout.allow_truncation_bias and rollout.rollout_engine == "local" and pattern is None:
-        raise ValueError("--allow-truncation-bias has no effect with --rollout-engine local, which records token sets.")
+        raise ValueError(
+            "--allow-truncation-bias has no effect with --rollout-engine local, which records token"
+            " sets."
+        )
     if pattern is None or (load is not None and Path(load).is_dir()):
         return
     first = pattern.format(rollout_id=0)
     if not Path(first).is_file():
-        raise ValueError(f"--load-debug-rollout-data is {quoted(pattern)} but there is no file {quoted(first)}.")
+        raise ValueError(
+            f"--load-debug-rollout-data is {quoted(pattern)} but there is no file {quoted(first)}."
+        )
 
 
 def warnings_of(arguments: Arguments) -> Iterator[str]:
     """Yields warnings about options that are accepted but probably not intended."""
     correction = arguments.correction
-    reads_lower_bound = correction.mode.has_lower_bound or (correction.use_rs and correction.rs_upper_bound is None)
+    reads_lower_bound = correction.mode.has_lower_bound or (
+        correction.use_rs and correction.rs_upper_bound is None
+    )
     if correction.use_tis and not reads_lower_bound and correction.tis_lower_bound:
         yield (
-            f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode {correction.tis_mode} has no lower "
-            "bound; choose clip or mask for both."
+            f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode"
+            f" {correction.tis_mode} has no lower bound; choose clip or mask for both."
         )
     for criterion in filter(_rejects_any_precision, correction.rejections):
         yield (
-            f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the mean log-ratio are "
-            "within ±1 %, which already rejects 25 % of healthy sequences of 26 tokens in bf16 and 94 % in fp8 "
-            "(docs/choosing.md); use --use-rs --rs-level geometric --rs-z-score 3 instead of the bounds."
+            f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the"
+            " mean log-ratio are within ±1 %, which already rejects 25 % of healthy sequences of"
+            " 26 tokens in bf16 and 94 % in fp8 (docs/choosing.md); use --use-rs --rs-level"
+            " geometric --rs-z-score 3 instead of the bounds."
         )
     if correction.get_mismatch_metrics and correction.corrects:
-        acting = [flag(name) for name in CORRECTION_SWITCHES if getattr(correction, name) not in (False, None)]
-        yield f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure alone."
+        acting = [
+            flag(name)
+            for name in CORRECTION_SWITCHES
+            if getattr(correction, name) not in (False, None)
+        ]
+        yield (
+            f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure"
+            " alone."
+        )
     loop, warm_up = arguments.loop, arguments.megatron.lr_warmup_iters
-    steps = (loop.num_rollout or 0) * (loop.num_steps_per_rollout or 0)  # 0 where num_epoch bounds the run
+    steps = (loop.num_rollout or 0) * (
+        loop.num_steps_per_rollout or 0
+    )  # 0 where num_epoch bounds the run
     if steps and warm_up >= steps:
-        yield f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never reaches --lr."
+        yield (
+            f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never"
+            " reaches --lr."
+        )
     yield from _about_idle_options(arguments)
 
 
 def _about_idle_options(arguments: Arguments) -> Iterator[str]:
     """Warns about sampling functions if samples are loaded, idle clip ranges, and stale samples without correction."""
     rollout = arguments.rollout
-    names = ["dynamic_sampling_filter_path", "rollout_sample_filter_path", "rollout_all_samples_process_path"]
+    names = [
+        "dynamic_sampling_filter_path",
+        "rollout_sample_filter_path",
+        "rollout_all_samples_process_path",
+    ]
     if not rollout.eval_prompt_data:
         names.append("custom_generate_function_path")
     unused = " and ".join(map(flag, _changed(rollout, *names)))
@@ -219,14 +306,16 @@ def _about_idle_options(arguments: Arguments) -> Iterator[str]:
     names = _changed(policy, "eps_clip", "eps_clip_high", "eps_clip_c")
     if steps is not None and names and clip_is_inactive(arguments.correction, steps):
         yield (
-            f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in names)}, but with one optimizer "
-            "step per rollout all ratios are 1; raise --num-steps-per-rollout, or add --use-rollout-logprobs."
+            f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in names)}, but"
+            " with one optimizer step per rollout all ratios are 1; raise --num-steps-per-rollout,"
+            " or add --use-rollout-logprobs."
         )
     names = _changed(rollout, "rollout_lookahead", "update_weights_interval")
     if names and not (corrects_staleness(arguments.correction) or policy.stays_close_to_rollouts):
         yield (
-            f"{' and '.join(f'{flag(name)} is {getattr(rollout, name)}' for name in names)}, so samples come from "
-            "older weights, and nothing corrects that; add --use-opsm, --use-tis or --use-rollout-logprobs."
+            f"{' and '.join(f'{flag(name)} is {getattr(rollout, name)}' for name in names)}, so"
+            " samples come from older weights, and nothing corrects that; add --use-opsm,"
+            " --use-tis or --use-rollout-logprobs."
         )
 
 
@@ -237,4 +326,6 @@ def _changed(config: object, *names: str) -> list[str]:
 def _rejects_any_precision(criterion: Criterion) -> bool:
     """Whether fixed bounds on the geometric mean ratio are tighter than 1 %: bf16 alone differs by more."""
     by_mean = criterion.aggregation == "mean" and criterion.lower is not None
-    return by_mean and (criterion.upper < 1.01 - 1e-9 or (criterion.lower or 0.0) > 1 / (1.01 - 1e-9))
+    return by_mean and (
+        criterion.upper < 1.01 - 1e-9 or (criterion.lower or 0.0) > 1 / (1.01 - 1e-9)
+    )

@@ -1,6 +1,7 @@
 """A command line whose flags are the fields of configs; a field's docstring is its help.
 
-Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) > defaults.
+Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) >
+    defaults.
 """
 
 import argparse
@@ -17,7 +18,15 @@ from slime_tis import limits
 from slime_tis.correction.config import PRESETS, preset_values
 from slime_tis.errors import quoted
 from slime_tis.limits import flag
-from slime_tis.trainer.cli.options import CORRECTION, Given, Option, Source, nearest, read_given, split_overrides
+from slime_tis.trainer.cli.options import (
+    CORRECTION,
+    Given,
+    Option,
+    Source,
+    nearest,
+    read_given,
+    split_overrides,
+)
 from slime_tis.trainer.options.words import Flag, flags_of
 
 correction_option = partial(limits.option, group="rollout correction")
@@ -55,7 +64,9 @@ class CommandLine:
         """Every flag with its option, and whether it turns the option off."""
         names = {**{name: name for name in self.options}, **self.aliases}
         found = {flag(name): (self.options[option], False) for name, option in names.items()}
-        switches = [name for name, option in names.items() if self.options[option].type.kind is bool]
+        switches = [
+            name for name, option in names.items() if self.options[option].type.kind is bool
+        ]
         return found | {flag(f"no_{name}"): (self.options[names[name]], True) for name in switches}
 
     @property
@@ -114,14 +125,19 @@ class _HelpFormatter(argparse.HelpFormatter):
         return ", ".join(action.option_strings) + values
 
 
-def make_parser(line: CommandLine, *, prog: str, usage: str, description: str) -> argparse.ArgumentParser:
+def make_parser(
+    line: CommandLine, *, prog: str, usage: str, description: str
+) -> argparse.ArgumentParser:
     """The --help of a command line, in titled groups of flags."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
         description=description,
-        epilog="Every switch has a --no- form, and the value none takes an option back to its default, so that the "
-        f"command line can undo what YAML or a preset says. Presets: {', '.join(PRESETS)}.",
+        epilog=(
+            "Every switch has a --no- form, and the value none takes an option back to its"
+            " default, so that the command line can undo what YAML or a preset says. Presets:"
+            f" {', '.join(PRESETS)}."
+        ),
         formatter_class=_HelpFormatter,
     )
     for title, options in line.groups.items():
@@ -158,7 +174,9 @@ def _metavar(option: Option) -> str:
     return option.metavar or ("X" if option.type.kind in (float, str) else "N")
 
 
-def split_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[Flag], dict[str, str]]:
+def split_words(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[list[Flag], dict[str, str]]:
     """Returns flags with their words, and Hydra overrides of verl's options; --help prints the help and exits."""
     if not {"-h", "--help"}.isdisjoint(argv):
         parser.print_help()
@@ -177,8 +195,12 @@ def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str,
             strays += [one.name] if one.name else one.values
             continue
         option, is_off = spellings[one.name]
-        if not is_off and first.setdefault(option.name, one.name) != one.name:  # the precedence would be arbitrary
-            raise ValueError(f"{first[option.name]} and {one.name} are one option; remove one of the two.")
+        if (
+            not is_off and first.setdefault(option.name, one.name) != one.name
+        ):  # the precedence would be arbitrary
+            raise ValueError(
+                f"{first[option.name]} and {one.name} are one option; remove one of the two."
+            )
         if option.name == "custom_config_path" and option.name in texts:
             raise ValueError("--custom-config-path is given twice; merge the two files into one.")
         if is_off and "=" in one.word:
@@ -193,7 +215,8 @@ def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str,
     if strays:
         raise ValueError("\n".join(_not_a_flag(line, word) for word in strays))
     given = {
-        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE) for name, text in texts.items()
+        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
+        for name, text in texts.items()
     }
     return Flags(given=given, overrides=dict(overrides))
 
@@ -202,7 +225,10 @@ def _not_a_flag(line: CommandLine, word: str) -> str:
     shown = quoted(word)[1:-1] or "An empty word"
     if "=" in word and "." in word.split("=")[0] and not word.startswith("-"):
         return f"{shown} is an override of Hydra; only {CORRECTION}.KEY=VALUE is read. Use a flag."
-    return f"{shown} is not a flag; {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
+    return (
+        f"{shown} is not a flag;"
+        f" {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
+    )
 
 
 def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
@@ -211,7 +237,10 @@ def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
     _turn_on_weights(given)
     for option in line.options.values():
         if option.default is MISSING and option.name not in given:
-            raise ValueError(f"{flag(option.name)} is unset but required; add {flag(option.name)} {_metavar(option)}.")
+            raise ValueError(
+                f"{flag(option.name)} is unset but required; add {flag(option.name)}"
+                f" {_metavar(option)}."
+            )
     return _with_effect(line, given)
 
 
@@ -233,7 +262,9 @@ def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
 def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     """Returns the values of YAML, overridden by the command line."""
     path = flags.given.get("custom_config_path")
-    in_yaml = {name: option for name, option in line.options.items() if name != "custom_config_path"}
+    in_yaml = {
+        name: option for name, option in line.options.items() if name != "custom_config_path"
+    }
     file = None if path is None or path.unset else Path(path.value)
     given: dict[str, Given] = {}
     if file is not None or flags.overrides:
@@ -243,7 +274,9 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     for name, one in flags.given.items():
         other = given.get(name)
         if other is not None and other.source == Source.COMMAND_LINE and other.value != one.value:
-            raise ValueError(f"{one.label} and {other.label} are one option; remove one of the two.")
+            raise ValueError(
+                f"{one.label} and {other.label} are one option; remove one of the two."
+            )
     return {**given, **flags.given}
 
 
@@ -253,10 +286,17 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
     if preset is None or preset.unset:
         return dict(given)
     if preset.value not in PRESETS:
-        raise ValueError(f"--rollout-correction-preset is {quoted(preset.value)}; {nearest(preset.value, PRESETS)}")
+        raise ValueError(
+            f"--rollout-correction-preset is {quoted(preset.value)};"
+            f" {nearest(preset.value, PRESETS)}"
+        )
     chosen = {
-        name: read_given(f"{name} of the preset {preset.value}", line.options[name], str(value), Source.PRESET)
-        for name, value in preset_values(preset.value, {name: one.value for name, one in given.items()}).items()
+        name: read_given(
+            f"{name} of the preset {preset.value}", line.options[name], str(value), Source.PRESET
+        )
+        for name, value in preset_values(
+            preset.value, {name: one.value for name, one in given.items()}
+        ).items()
     }
     return {**chosen, **given}
 
@@ -264,7 +304,8 @@ def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Giv
 def _turn_on_weights(given: dict[str, Given]) -> None:
     """Sets use_tis if --use-rollout-correction is on; refuses an option that says otherwise."""
     switch, preset, weights = (
-        given.get(name) for name in ("use_rollout_correction", "rollout_correction_preset", "use_tis")
+        given.get(name)
+        for name in ("use_rollout_correction", "rollout_correction_preset", "use_tis")
     )
     if switch is None or not switch.value:
         return
@@ -306,7 +347,9 @@ def _turned_off(switch: Given | None, one: Given) -> bool:
     """Returns whether an option was overridden, or turned off by the same source, as in a template."""
     if switch is None:
         return False
-    return switch.source > one.source or (switch.source == one.source and switch.value in (False, None))
+    return switch.source > one.source or (
+        switch.source == one.source and switch.value in (False, None)
+    )
 
 
 def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list[Need]:

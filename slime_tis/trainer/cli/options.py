@@ -85,7 +85,9 @@ def declare_options(configs: Sequence[type]) -> dict[str, Option]:
         types, docs = field_types(config), field_docs(config)
         for field in dataclasses.fields(config):
             kind, text = types[field.name], docs[field.name]
-            options[field.name] = Option(name=field.name, type=kind, default=field.default, help=text, **field.metadata)
+            options[field.name] = Option(
+                name=field.name, type=kind, default=field.default, help=text, **field.metadata
+            )
     return options
 
 
@@ -143,7 +145,9 @@ def similar(word: str, known: Iterable[str]) -> str | None:
     """Returns the known word that is most similar to a misspelled or cut one, or None."""
     word, known = word[:MAX_COMPARED], list(known)
     longer = [name for name in known if len(word) > 5 and name.startswith(word)]
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY) or longer), None)
+    return next(
+        iter(difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY) or longer), None
+    )
 
 
 class _UnfitText(ValueError):
@@ -154,7 +158,9 @@ def _read_kind(kind: FieldType, value: Any) -> Any:
     if isinstance(value, dict) and kind.is_list:
         value = [part for pair in value.items() for part in pair]
     texts = value if kind.is_list and not isinstance(value, str) else [value]
-    if not all(isinstance(text, str) and (not kind.choices or text in kind.choices) for text in texts):
+    if not all(
+        isinstance(text, str) and (not kind.choices or text in kind.choices) for text in texts
+    ):
         raise ValueError(value)
     items = tuple(text if kind.choices else READERS[kind.item](text) for text in texts)
     return items if kind.is_list else items[0]
@@ -183,4 +189,9 @@ def _read_text(text: str) -> str:
     return text
 
 
-READERS: dict[Any, Callable[[str], Any]] = {bool: read_switch, int: _read_int, float: _read_float, str: _read_text}
+READERS: dict[Any, Callable[[str], Any]] = {
+    bool: read_switch,
+    int: _read_int,
+    float: _read_float,
+    str: _read_text,
+}

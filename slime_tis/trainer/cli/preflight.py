@@ -27,13 +27,23 @@ from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.reporting.run_directory import OWN_NAMES, foreign_file
 from slime_tis.trainer.storage import exports
-from slime_tis.trainer.storage.checkpoint_files import Damaged, check_options, checkpoints, read_state
+from slime_tis.trainer.storage.checkpoint_files import (
+    Damaged,
+    check_options,
+    checkpoints,
+    read_state,
+)
 from slime_tis.trainer.storage.directories import LOCK, held, same_path, unwritable
 
 TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes of config.json that tensor-parallel ranks divide."""
 EXPERT_OPTIONS = (
-    *("expert_model_parallel_size", "expert_tensor_parallel_size", "use_rollout_routing_replay", "use_routing_replay"),
+    *(
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "use_rollout_routing_replay",
+        "use_routing_replay",
+    ),
     *("measure_routing_mismatch", "rollout_router_bits"),
 )
 
@@ -43,15 +53,23 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
     for flag, file in _prompt_files(rollout):
         if not file.is_file():
             raise ValueError(
-                f"{flag} is {quoted_path(str(file))} but there is no such file; give a JSONL or parquet file."
+                f"{flag} is {quoted_path(str(file))} but there is no such file; give a JSONL or"
+                " parquet file."
             )
         if file.stat().st_size == 0:
-            raise ValueError(f"{flag} is {quoted_path(str(file))} but the file is empty; give one prompt per row.")
+            raise ValueError(
+                f"{flag} is {quoted_path(str(file))} but the file is empty; give one prompt per"
+                " row."
+            )
         if file.suffix != ".parquet":
             next(json_lines(file), None)  # a compressed file ends the run before anything is built
-    resumes_own = None not in (megatron.load, megatron.save) and same_path(str(megatron.load), str(megatron.save))
+    resumes_own = None not in (megatron.load, megatron.save) and same_path(
+        str(megatron.load), str(megatron.save)
+    )
     if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
-        raise ValueError(f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load.")
+        raise ValueError(
+            f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load."
+        )
 
 
 def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
@@ -61,7 +79,9 @@ def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
     return [(flag, split_row_slice(path)[0]) for flag, path in files]
 
 
-def check_model(megatron: MegatronConfig, rollout: RolloutConfig, world_size: int) -> dict[str, Any]:
+def check_model(
+    megatron: MegatronConfig, rollout: RolloutConfig, world_size: int
+) -> dict[str, Any]:
     """Returns config.json, if the model divides over the ranks and fits the lengths of the options."""
     if megatron.ref_load is not None:
         read_model_config(megatron.ref_load, "--ref-load")
@@ -91,16 +111,38 @@ def layout_problems(
         world_size: Number of ranks.
     """
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    sizes = [("--tensor-model-parallel-size", tensor, part, model.get(part, tensor)) for part in TENSOR_PARTS]
-    sizes.append(("--pipeline-model-parallel-size", pipeline, "num_hidden_layers", model.get("num_hidden_layers", 0)))
+    sizes = [
+        ("--tensor-model-parallel-size", tensor, part, model.get(part, tensor))
+        for part in TENSOR_PARTS
+    ]
+    sizes.append(
+        (
+            "--pipeline-model-parallel-size",
+            pipeline,
+            "num_hidden_layers",
+            model.get("num_hidden_layers", 0),
+        )
+    )
     if moe is not None:
         expert_tensor = megatron.expert_tensor_parallel_size or tensor
         sizes += [
-            ("--expert-model-parallel-size", megatron.expert_model_parallel_size, "number of experts", moe.num_experts),
-            ("--expert-tensor-parallel-size", expert_tensor, "moe_intermediate_size", moe.intermediate_size),
+            (
+                "--expert-model-parallel-size",
+                megatron.expert_model_parallel_size,
+                "number of experts",
+                moe.num_experts,
+            ),
+            (
+                "--expert-tensor-parallel-size",
+                expert_tensor,
+                "moe_intermediate_size",
+                moe.intermediate_size,
+            ),
         ]
         shared = moe.shared_intermediate_size or tensor
-        sizes.append(("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared))
+        sizes.append(
+            ("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared)
+        )
     for flag, size, part, value in sizes:
         if value % size:
             yield f"{flag} is {size} but the model's {part} is {value}; choose a divisor of it."
@@ -109,23 +151,30 @@ def layout_problems(
         yield f"--recompute-num-layers is {chunk} but must divide the {of_stage} layers of a stage."
     if world_size % megatron.model_parallel_size:
         yield (
-            f"the world size is {world_size} but --tensor-model-parallel-size × --pipeline-model-parallel-size × "
-            f"--context-parallel-size is {megatron.model_parallel_size}; start a multiple of that with torchrun "
-            "--nproc-per-node."
+            f"the world size is {world_size} but --tensor-model-parallel-size ×"
+            " --pipeline-model-parallel-size × --context-parallel-size is"
+            f" {megatron.model_parallel_size}; start a multiple of that with torchrun"
+            " --nproc-per-node."
         )
     if moe is None:
         return
     if tensor > 1 and not megatron.sequence_parallel:
-        yield "--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts; add it."
+        yield (
+            "--tensor-model-parallel-size needs --sequence-parallel for mixtures of experts;"
+            " add it."
+        )
     if world_size % megatron.expert_parallel_size:
         yield (
-            f"the world size is {world_size} but --expert-model-parallel-size × --expert-tensor-parallel-size (unset: "
-            "--tensor-model-parallel-size) × --pipeline-model-parallel-size is "
-            f"{megatron.expert_parallel_size}; start a multiple of that, or lower one of them."
+            f"the world size is {world_size} but --expert-model-parallel-size ×"
+            " --expert-tensor-parallel-size (unset: --tensor-model-parallel-size) ×"
+            f" --pipeline-model-parallel-size is {megatron.expert_parallel_size}; start a multiple"
+            " of that, or lower one of them."
         )
 
 
-def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, moe: MoeSizes) -> None:
+def _check_experts(
+    megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, moe: MoeSizes
+) -> None:
     """Checks that prompts are not shared, and that the rollout engine samples from the same model."""
     directory = megatron.hf_checkpoint
     if megatron.share_prompts:
@@ -133,41 +182,66 @@ def _check_experts(megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, mo
     if rollout.rollout_engine == "sglang":  # 0.5.23 samples from another model without an error
         use = "use --rollout-engine local, or another checkpoint"
         if hf.tie_word_embeddings:
-            raise ValueError(f"{quoted_path(directory)} ties embeddings, which SGLang ignores with experts; {use}.")
+            raise ValueError(
+                f"{quoted_path(directory)} ties embeddings, which SGLang ignores with experts;"
+                f" {use}."
+            )
         if hasattr(hf, "decoder_sparse_step") and len(moe.layers) < hf.num_hidden_layers:
-            raise ValueError(f"{quoted_path(directory)} has dense layers, which SGLang reads as sparse; {use}.")
+            raise ValueError(
+                f"{quoted_path(directory)} has dense layers, which SGLang reads as sparse; {use}."
+            )
 
 
 def _refuse_expert_options(megatron: MegatronConfig, rollout: RolloutConfig) -> None:
     """Refuses options of experts for a dense model."""
     values = {**vars(megatron), **vars(rollout)}
     for name in EXPERT_OPTIONS:
-        if values[name] not in (None, False) and (values[name] != 1 or not name.startswith("expert")):
-            raise ValueError(f"{limits.flag(name)} is given but the model has no experts; remove it.")
+        if values[name] not in (None, False) and (
+            values[name] != 1 or not name.startswith("expert")
+        ):
+            raise ValueError(
+                f"{limits.flag(name)} is given but the model has no experts; remove it."
+            )
 
 
 def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> None:
     """Checks that prompts and responses fit into the model's context, and stop ids into its vocabulary."""
     limit, whose = rollout.rollout_max_context_len, "the model's context"
     if isinstance(context, int) and (limit or 0) > context:
-        raise ValueError(f"--rollout-max-context-len is {limit} but {whose} has {context} tokens; choose at most that.")
+        raise ValueError(
+            f"--rollout-max-context-len is {limit} but {whose} has {context} tokens; choose at most"
+            " that."
+        )
     for flag, length, most, holder in (
         ("--rollout-max-response-len", rollout.rollout_max_response_len, context, whose),
         ("--eval-max-response-len", rollout.eval_max_response_len, context, whose),
         ("--rollout-max-prompt-len", rollout.rollout_max_prompt_len, context, whose),
-        ("--rollout-max-prompt-len", rollout.rollout_max_prompt_len, limit, "--rollout-max-context-len"),
+        (
+            "--rollout-max-prompt-len",
+            rollout.rollout_max_prompt_len,
+            limit,
+            "--rollout-max-context-len",
+        ),
     ):
         if isinstance(most, int) and (length or 0) >= most:
-            raise ValueError(f"{flag} is {length} but {holder}, of prompt and response, is {most} tokens; lower it.")
+            raise ValueError(
+                f"{flag} is {length} but {holder}, of prompt and response, is {most} tokens;"
+                " lower it."
+            )
     stop_id = max(rollout.rollout_stop_token_ids or (0,))
     if isinstance(vocabulary, int) and stop_id >= vocabulary:
-        raise ValueError(f"--rollout-stop-token-ids has {stop_id} but the model's vocabulary has {vocabulary} tokens.")
+        raise ValueError(
+            f"--rollout-stop-token-ids has {stop_id} but the model's vocabulary has {vocabulary}"
+            " tokens."
+        )
 
 
 def prompt_sizes(megatron: MegatronConfig, rollout: RolloutConfig) -> ModelSizes:
     """What prompts must fit into: the model's vocabulary, and its context or a shorter one that is asked for."""
     sizes = model_sizes(read_model_config(megatron.hf_checkpoint))
-    contexts = [one for one in (sizes.context_len, rollout.rollout_max_context_len) if one is not None]
+    contexts = [
+        one for one in (sizes.context_len, rollout.rollout_max_context_len) if one is not None
+    ]
     return dataclasses.replace(sizes, context_len=min(contexts, default=None))
 
 
@@ -179,24 +253,34 @@ def check_weights(megatron: MegatronConfig) -> None:
 
 
 def check_outputs(
-    rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig, dumps: Mapping[str, str]
+    rollout: RolloutConfig,
+    megatron: MegatronConfig,
+    reporting: ReportingConfig,
+    dumps: Mapping[str, str],
 ) -> None:
     """Refuses output paths that cannot be written, hold other files, or would replace an input of the run.
 
     `dumps` has the first file of each kind of dump, by flag.
     """
-    outputs = {"--output-dir": reporting.output_dir, "--save": megatron.save, "--save-hf": megatron.save_hf}
+    outputs = {
+        "--output-dir": reporting.output_dir,
+        "--save": megatron.save,
+        "--save-hf": megatron.save_hf,
+    }
     for flag, directory in outputs.items():
         problem = None if directory is None else unwritable(directory)
         if problem is not None:
-            raise ValueError(f"{flag} is {quoted_path(directory)} but {problem}; give a directory that can be written.")
+            raise ValueError(
+                f"{flag} is {quoted_path(directory)} but {problem}; give a directory that can be"
+                " written."
+            )
     for flag, file in dumps.items():
         _check_dump(flag, Path(file), Path(reporting.output_dir), megatron.save_hf)
     foreign = foreign_file(Path(reporting.output_dir))
     if foreign is not None:
         raise ValueError(
-            f"--output-dir is {quoted_path(reporting.output_dir)} but its {foreign} is of no run of this program; give "
-            "another directory."
+            f"--output-dir is {quoted_path(reporting.output_dir)} but its {foreign} is of no run of"
+            " this program; give another directory."
         )
     _check_save(megatron)
     if megatron.save_hf is not None:
@@ -217,7 +301,9 @@ def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def held_outputs(megatron: MegatronConfig, reporting: ReportingConfig, *, main: bool) -> Iterator[None]:
+def held_outputs(
+    megatron: MegatronConfig, reporting: ReportingConfig, *, main: bool
+) -> Iterator[None]:
     """Locks the run's output directories, for all ranks by the `main` process; refuses a directory or port in use."""
     locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
     if megatron.save is not None:
@@ -237,7 +323,9 @@ def _check_port(port: int | None) -> None:
         with nullcontext() if port is None else socket.create_server(("127.0.0.1", port)):
             pass
     except OSError as error:
-        raise ValueError(f"--prometheus-port is {port}, which is not available: {error.strerror}.") from None
+        raise ValueError(
+            f"--prometheus-port is {port}, which is not available: {error.strerror}."
+        ) from None
 
 
 def _is_inside(inner: Path, outer: Path) -> bool:
@@ -266,7 +354,9 @@ def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) ->
         except (ValueError, OSError) as error:
             problem = first_line(error)
     if problem is not None:
-        raise ValueError(f"{flag} would write {quoted_path(file)} but {problem}; give another file.")
+        raise ValueError(
+            f"{flag} would write {quoted_path(file)} but {problem}; give another file."
+        )
 
 
 def _check_save(megatron: MegatronConfig) -> None:
@@ -277,12 +367,14 @@ def _check_save(megatron: MegatronConfig) -> None:
     found = checkpoints(save)
     if found:
         raise ValueError(
-            f"--save is {quoted_path(save)} but another run's checkpoints are there, up to {found[-1].name}; "
-            f"continue from them with --load {save}, or give another --save."
+            f"--save is {quoted_path(save)} but another run's checkpoints are there, up to"
+            f" {found[-1].name}; continue from them with --load {save}, or give another --save."
         )
 
 
-def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig) -> None:
+def _check_export(
+    save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig
+) -> None:
     """Refuses an export over or around other files of the run; it may lie in the run and the working directory."""
     target, output_dir = Path(save_hf).resolve(), Path(reporting.output_dir)
     used = [
@@ -292,7 +384,10 @@ def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig
         ("--load", megatron.load),
         *((flag, str(file)) for flag, file in _prompt_files(rollout)),
         ("--output-dir", reporting.output_dir),
-        *(("--output-dir (a name that the run itself uses)", str(output_dir / name)) for name in sorted(OWN_NAMES)),
+        *(
+            ("--output-dir (a name that the run itself uses)", str(output_dir / name))
+            for name in sorted(OWN_NAMES)
+        ),
         ("the working directory", os.getcwd()),
     ]
     for flag, path in used:
@@ -302,12 +397,14 @@ def _check_export(save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig
             relation = "the same as"
         elif _is_inside(Path(path), target):
             relation = "above"
-        elif flag not in ("--output-dir", "the working directory") and _is_inside(target, Path(path)):
+        elif flag not in ("--output-dir", "the working directory") and _is_inside(
+            target, Path(path)
+        ):
             relation = "inside"
         else:
             continue
         raise ValueError(
-            f"--save-hf is {quoted_path(save_hf)}, which is {relation} {flag} {quoted_path(path)}; an export replaces "
-            "its whole directory, so give it a separate one."
+            f"--save-hf is {quoted_path(save_hf)}, which is {relation} {flag} {quoted_path(path)};"
+            " an export replaces its whole directory, so give it a separate one."
         )
     exports.check_target(target, f"--save-hf is {quoted_path(save_hf)}", "export")

@@ -76,7 +76,8 @@ _DECLARED = {
 OPTIONS = dict(sorted(_DECLARED.items(), key=lambda item: TITLES.index(item[1].group)))
 
 ALIASES = {**CORRECTION_ALIASES, "save_retain_count": "save_retain"}
-"""Old names of options and the name each one has now; both are read on the command line and in YAML."""
+"""Old names of options and the name each one has now; both are read on the command line and in
+YAML."""
 
 COMMAND_LINE = CommandLine(options=OPTIONS, aliases=ALIASES)
 

@@ -99,7 +99,8 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--no-offload-train": (),
     "--no-offload-rollout": (),
 }
-"""Flags that repeat what this program always does, with the values that do; () where they are switches."""
+"""Flags that repeat what this program always does, with the values that do; () where they are
+switches."""
 
 RENAMED: Mapping[str, Renamed] = {
     "--sglang-server-concurrency": Renamed("--sglang-concurrency"),
@@ -111,22 +112,31 @@ RENAMED: Mapping[str, Renamed] = {
         lambda text: text if "://" in text else f"http://{text}",
         note="with http:// before each address",
     ),
-    "--update-weight-buffer-size": Renamed("--sglang-bucket-mb", _mebibytes, note="in MiB, not bytes"),
+    "--update-weight-buffer-size": Renamed(
+        "--sglang-bucket-mb", _mebibytes, note="in MiB, not bytes"
+    ),
     "--update-weight-transport": Renamed(
-        "--sglang-weight-sync", lambda text: {"nccl": "distributed"}.get(text, text), note="nccl is distributed there"
+        "--sglang-weight-sync",
+        lambda text: {"nccl": "distributed"}.get(text, text),
+        note="nccl is distributed there",
     ),
     "--update-weight-disk-dir": Renamed("--sglang-weight-dir"),
-    "--check-weight-update-equal": Renamed("--check-weight-sync", note="which compares the engines' log-probs"),
+    "--check-weight-update-equal": Renamed(
+        "--check-weight-sync", note="which compares the engines' log-probs"
+    ),
 }
-"""Flags whose name here is another. Names that are read here too are aliases, and no entries of this table."""
+"""Flags whose name here is another. Names that are read here too are aliases, and no entries of
+this table."""
 
 CONFIG = "the model follows the checkpoint's config.json; remove the flag"
 REMOVE = "this program has no counterpart; remove it, or use slime"
-NO_CRITIC = "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
+NO_CRITIC = (
+    "there is no critic; use --advantage-estimator grpo, rloo or reinforce_plus_plus_baseline"
+)
 NO_FINE_TUNING = "there is no supervised fine-tuning; use slime"
 LAYERS = (
-    "the model has layers that this program lacks; use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE or GLM-4.5 "
-    "checkpoint"
+    "the model has layers that this program lacks; use a Llama, Qwen2, Qwen3, Qwen2-MoE, Qwen3-MoE"
+    " or GLM-4.5 checkpoint"
 )
 ALL_WEIGHTS = "this program trains all weights, which is another experiment; use slime"
 
@@ -165,32 +175,40 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
     "--freeze-params-name-list --only-train-params-name-list --freeze-indexer": ALL_WEIGHTS,
     "--use-opd --opd-*": "there is no on-policy distillation; use slime",
     "--fp8-*": (
-        "training is in bf16, fp16 or fp32, which is another experiment; use --bf16, and for servers options such as "
-        "--sglang-quantization fp8"
+        "training is in bf16, fp16 or fp32, which is another experiment; use --bf16, and for"
+        " servers options such as --sglang-quantization fp8"
     ),
     "--use-stateless-adam --reset-optimizer-states --muon-*": (
         "the optimizer is Adam, whose state lasts for the run; remove it, or use slime"
     ),
     "--ref-update-interval": "the reference policy stays as it is; remove it, or use slime",
     "--disable-compute-advantages-and-returns": (
-        "advantages are always computed; use --custom-loss-function-path with your function, or slime for supervised "
-        "fine-tuning"
+        "advantages are always computed; use --custom-loss-function-path with your function, or"
+        " slime for supervised fine-tuning"
     ),
     "--custom-megatron-* --custom-model-provider-path": (
-        "no function is called inside the training engine; use slime, or change weights and masks with "
-        "--custom-tis-function-path, and the loss with --custom-loss-function-path"
+        "no function is called inside the training engine; use slime, or change weights and masks"
+        " with --custom-tis-function-path, and the loss with --custom-loss-function-path"
     ),
-    "--rollout-data-postprocess-path --custom-convert-samples-to-train-data-path --rollout-sample-hook-path": (
-        "no function is called on the converted batch; change samples with --rollout-sample-filter-path or "
-        "--rollout-all-samples-process-path, and rewards with --custom-reward-post-process-path"
+    (
+        "--rollout-data-postprocess-path --custom-convert-samples-to-train-data-path "
+        "--rollout-sample-hook-path"
+    ): (
+        "no function is called on the converted batch; change samples with"
+        " --rollout-sample-filter-path or --rollout-all-samples-process-path, and rewards with"
+        " --custom-reward-post-process-path"
     ),
     "--multimodal-keys": "prompts are text; use slime for images",
-    "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
-    "--mscale --mscale-all-dim --use-gated-attention --attention-output-gate --no-position-embedding "
-    "--rotary-interleaved --apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm "
-    "--qwen-gdn-backend": LAYERS,
+    (
+        "--multi-latent-attention --kv-lora-rank --q-lora-rank --qk-head-dim "
+        "--qk-pos-emb-head-dim --v-head-dim --mscale --mscale-all-dim --use-gated-attention "
+        "--attention-output-gate --no-position-embedding --rotary-interleaved "
+        "--apply-layernorm-1p --post-self-attn-layernorm --post-mlp-layernorm "
+        "--qwen-gdn-backend"
+    ): (LAYERS),
 }
-"""Flags that train something else than this program can, separated by blanks, and what to do; port refuses them."""
+"""Flags that train something else than this program can, separated by blanks, and what to do; port
+refuses them."""
 
 FIXED_EXPERIMENT = (
     "--optimizer",
@@ -207,21 +225,30 @@ ADVICE: Mapping[str, str] = {
     "--actor-num-nodes --actor-num-gpus-per-node --num-gpus-per-node": (
         "torchrun starts the ranks; use torchrun --nnodes NODES --nproc-per-node GPUS train.py"
     ),
-    "--rollout-num-gpus": "use --rollout-engine sglang --sglang-launch SERVERS --sglang-tp-size GPUS_PER_SERVER",
-    "--colocate --offload --offload-train --offload-rollout --release-train": (
-        "training and SGLang do not share GPUs; set --sglang-base-gpu-id, or use --rollout-engine local"
+    "--rollout-num-gpus": (
+        "use --rollout-engine sglang --sglang-launch SERVERS --sglang-tp-size GPUS_PER_SERVER"
     ),
-    "--prefill-num-servers": "start servers of several kinds yourself, and name them with --sglang-url",
+    "--colocate --offload --offload-train --offload-rollout --release-train": (
+        "training and SGLang do not share GPUs; set --sglang-base-gpu-id, or use --rollout-engine"
+        " local"
+    ),
+    "--prefill-num-servers": (
+        "start servers of several kinds yourself, and name them with --sglang-url"
+    ),
     "--spec --megatron-config-path --model-name --moe-*": CONFIG,
     "--megatron-to-hf-mode --padded-vocab-size --ref-ckpt-step": (
         "weights are read from safetensors and written to them, without conversion; remove it"
     ),
-    "--attention-backend --no-rope-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
-    "--no-bias-swiglu-fusion --make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
-    "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp --balance-data --balance-by-flops "
-    "--recompute-loss-function --distributed-backend": "train.py chooses kernels, padding and buffers; remove it",
+    (
+        "--attention-backend --no-rope-fusion --no-masked-softmax-fusion "
+        "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
+        "--make-vocab-size-divisible-by --seq-length --data-pad-size-multiplier "
+        "--enable-experimental --no-check-for-nan-in-loss-and-grad --allgather-cp "
+        "--balance-data --balance-by-flops --recompute-loss-function --distributed-backend"
+    ): ("train.py chooses kernels, padding and buffers; remove it"),
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers": (
-        "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the layers"
+        "pipeline stages have equal sizes; choose a --pipeline-model-parallel-size that divides the"
+        " layers"
     ),
     "--train-env-vars": "set the environment variables of torchrun's processes yourself",
     "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer": (
@@ -230,25 +257,37 @@ ADVICE: Mapping[str, str] = {
     "--lr-warmup-fraction": "use optimizer steps: --lr-warmup-iters N and --lr-decay-iters N",
     "--log-probs-max-tokens-per-gpu": "use --max-tokens-per-gpu and --log-probs-chunk-size",
     "--eval-function-path": "use --eval-prompt-data NAME PATH with --custom-generate-function-path",
-    "--custom-update-weight-post-write-path": "no function is called after a weight update; remove it, or use slime",
-    "--group-rm": "name the reward function's second parameter samples: it then gets all samples of a prompt",
+    "--custom-update-weight-post-write-path": (
+        "no function is called after a weight update; remove it, or use slime"
+    ),
+    "--group-rm": (
+        "name the reward function's second parameter samples: it then gets all samples of a prompt"
+    ),
     "--eval-config": "use --eval-prompt-data NAME FILE and the --eval- flags that --help lists",
     "--rollout-stop": "use --rollout-stop-token-ids",
-    "--loss-mask-type": ("the tokenizer's chat template renders prompts; render others into the prompt file"),
+    "--loss-mask-type": (
+        "the tokenizer's chat template renders prompts; render others into the prompt file"
+    ),
     "--critic-* --num-critic-only-steps --value-clip": NO_CRITIC,
     "--enable-mtp-training --mtp-* --profile-* --ci-*": REMOVE,
-    "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir "
-    "--update-weight-disk-keep-files": "see --sglang-recovery-timeout and --sglang-weight-sync",
+    (
+        "--rollout-health-check-* --update-weight-delta-* --update-weight-local-checkpoint-dir "
+        "--update-weight-disk-keep-files"
+    ): ("see --sglang-recovery-timeout and --sglang-weight-sync"),
     "--debug-train-only": "use --load-debug-rollout-data alone",
-    "--deterministic-mode": "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed",
+    "--deterministic-mode": (
+        "runs in fp32 on a CPU are bitwise repeatable; set --seed and --rollout-seed"
+    ),
     "--wandb-key --wandb-host --wandb-team --wandb-run-id --disable-wandb-random-suffix": (
         "use WANDB_API_KEY, WANDB_BASE_URL, WANDB_ENTITY or WANDB_RUN_ID"
     ),
     "--async-save --no-save-optim --no-load-optim --no-load-rng --finetune --ckpt-*": (
-        "a checkpoint has weights, optimizer and data; to start from weights alone use --hf-checkpoint"
+        "a checkpoint has weights, optimizer and data; to start from weights alone use"
+        " --hf-checkpoint"
     ),
 }
-"""Flags without a counterpart, separated by blanks, and the advice; a name that ends in * is a prefix."""
+"""Flags without a counterpart, separated by blanks, and the advice; a name that ends in * is a
+prefix."""
 
 SLIME_ONLY = (
     "--eval-max-context-len",
@@ -279,7 +318,8 @@ SLIME_ONLY = (
     "--use-rollout-entropy",
     "--wandb-always-use-train-step",
 )
-"""The other flags of slime 624b824a (slime/utils/arguments.py), which have no counterpart and need no advice."""
+"""The other flags of slime 624b824a (slime/utils/arguments.py), which have no counterpart and need
+no advice."""
 
 
 def advice_for(flag: str) -> str | None:
@@ -323,16 +363,25 @@ def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
     facts["rope_scaling_factor"] = rope.get("factor")
     facts |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     facts.setdefault("partial_rotary_factor", 1.0)
-    facts |= {"normalization": "RMSNorm", "position_embedding_type": "rope", "grouped_query_attention": True}
+    facts |= {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "grouped_query_attention": True,
+    }
     architectures = facts.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         return facts
     fields = {"qk_norm": family.qk_norm, "attention_bias": family.qkv_bias}
-    facts |= {fact: facts.get(field) if isinstance(field, str) else field for fact, field in fields.items()}
+    facts |= {
+        fact: facts.get(field) if isinstance(field, str) else field
+        for fact, field in fields.items()
+    }
     if family.moe:
-        counts = (facts.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        counts = (
+            facts.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
         facts["num_experts"] = next(filter(None, counts), None)
         facts["router_score_function"] = "sigmoid" if family.sigmoid_router else "softmax"
         facts["expert_bias"] = family.sigmoid_router
@@ -348,21 +397,31 @@ def is_checked(name: str) -> bool:
     return name in RESTATED or name in FIXED
 
 
-def refusal(unknown: Sequence[Flag], known: Collection[str], model: Mapping[str, Any] | None = None) -> str:
+def refusal(
+    unknown: Sequence[Flag], known: Collection[str], model: Mapping[str, Any] | None = None
+) -> str:
     """Returns one message about all refused flags, or an empty text; `known` are the flags of this program."""
     messages = sorted(filter(None, (_judge(flag, known, model) for flag in unknown[:MAX_FLAGS])))
     if len(messages) < 2:
         return "".join(text for _, text in messages)
     count = f"more than {MAX_FLAGS}" if len(unknown) > MAX_FLAGS else str(len(messages))
-    lines = [f"{count} flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):"]
+    lines = [
+        f"{count} flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):"
+    ]
     return "\n".join([*lines, *(f"  {text}" for _, text in messages)])
 
 
-def _judge(flag: Flag, known: Collection[str], model: Mapping[str, Any] | None) -> tuple[int, str] | None:
+def _judge(
+    flag: Flag, known: Collection[str], model: Mapping[str, Any] | None
+) -> tuple[int, str] | None:
     """Returns the rank of a refusal's group and its text, or None for an accepted flag."""
     if is_checked(flag.name):
         difference = disagreement(flag, model)
-        return (0, f"{difference}; remove {'it' if flag.name in FIXED else 'the flag'}.") if difference else None
+        return (
+            (0, f"{difference}; remove {'it' if flag.name in FIXED else 'the flag'}.")
+            if difference
+            else None
+        )
     if flag.name in RENAMED:
         new = RENAMED[flag.name]
         return 1, f"{flag.name} is {new.name} here{', ' * bool(new.note)}{new.note}."
@@ -373,7 +432,13 @@ def _judge(flag: Flag, known: Collection[str], model: Mapping[str, Any] | None) 
     if advice is not None:
         return 2, f"{flag.name} is not supported: {advice}."
     if flag.name.startswith("--sglang-") and similar(flag.name, known) is None:
-        return 2, f"{flag.name} is a flag of SGLang servers; add --rollout-engine sglang --sglang-launch N."
+        return (
+            2,
+            (
+                f"{flag.name} is a flag of SGLang servers; add --rollout-engine sglang"
+                " --sglang-launch N."
+            ),
+        )
     return 3, f"{quoted(flag.name)[1:-1]} is not a flag; {nearest(flag.name, known)}"
 
 
@@ -383,7 +448,9 @@ def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
     The text is a clause without a full stop.
     """
     shown = repr(" ".join(flag.values)[:80]) if flag.values else "without a value"
-    is_on = SWITCHES.get(flag.values[0].lower()) if len(flag.values) == 1 else not flag.values or None
+    is_on = (
+        SWITCHES.get(flag.values[0].lower()) if len(flag.values) == 1 else not flag.values or None
+    )
     if flag.name in FIXED:
         allowed = FIXED[flag.name]
         if any(_is_same(flag.values, value) for value in allowed) or (not allowed and is_on):
@@ -394,7 +461,9 @@ def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
     if restated.switch is None:
         agrees = len(flag.values) == 1 and (expected is None or _is_same(flag.values, expected))
     else:
-        agrees = is_on is not None and (not is_on or expected is None or expected in restated.switch)
+        agrees = is_on is not None and (
+            not is_on or expected is None or expected in restated.switch
+        )
         shown = "set" if is_on else shown
     if agrees:
         return ""

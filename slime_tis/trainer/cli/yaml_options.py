@@ -10,7 +10,14 @@ from typing import Any
 import yaml
 
 from slime_tis.errors import quoted
-from slime_tis.integrations.verl_config import ACTOR_NAMES, LOSS_MODE, NAMES, SWITCHES, translate, translate_actor
+from slime_tis.integrations.verl_config import (
+    ACTOR_NAMES,
+    LOSS_MODE,
+    NAMES,
+    SWITCHES,
+    translate,
+    translate_actor,
+)
 from slime_tis.trainer.cli.options import (
     BLOCKS,
     CORRECTION,
@@ -36,7 +43,10 @@ LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
 def read_yaml(
-    path: Path | None, overrides: Mapping[str, str], options: Mapping[str, Option], aliases: Mapping[str, str]
+    path: Path | None,
+    overrides: Mapping[str, str],
+    options: Mapping[str, Option],
+    aliases: Mapping[str, str],
 ) -> dict[str, Given]:
     """Reads the options of a YAML file, user functions' included, with Hydra overrides over its verl blocks.
 
@@ -46,7 +56,10 @@ def read_yaml(
     place = "" if path is None else f" in {_shown(path)}"
     blocks = {name: value for name, value in document.items() if name in BLOCKS}
     verl = from_verl(blocks, overrides, place)
-    values = {name: read_given(entry.label, options[name], entry.value, entry.source) for name, entry in verl.items()}
+    values = {
+        name: read_given(entry.label, options[name], entry.value, entry.source)
+        for name, entry in verl.items()
+    }
     for key in [key for key in document if key not in BLOCKS]:
         name = aliases.get(key.replace("-", "_"), key.replace("-", "_"))
         label = quoted(key)[1:-1] + place
@@ -55,8 +68,12 @@ def read_yaml(
             continue
         given = read_given(label, options[name], document[key], Source.YAML)
         other = values.get(name)
-        if other is not None and (name not in verl or (other.source == Source.YAML and other.value != given.value)):
-            raise ValueError(f"{label} gives {name} a second time, besides {other.label}; remove one of the two.")
+        if other is not None and (
+            name not in verl or (other.source == Source.YAML and other.value != given.value)
+        ):
+            raise ValueError(
+                f"{label} gives {name} a second time, besides {other.label}; remove one of the two."
+            )
         values.setdefault(name, given)
     return values
 
@@ -65,15 +82,24 @@ def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) 
     """Returns an option of a user function in its YAML type; refuses misspelled options and values without JSON."""
     match = similar(key, known)
     assert path is not None  # overrides set options of verl's blocks only
-    document = yaml.load(path.read_text(encoding="utf-8"), _UserLoader)  # a safe loader; _read_document checked it
-    if match is not None or key == "custom_config_path" or not key.isidentifier() or key not in document:
+    document = yaml.load(
+        path.read_text(encoding="utf-8"), _UserLoader
+    )  # a safe loader; _read_document checked it
+    if (
+        match is not None
+        or key == "custom_config_path"
+        or not key.isidentifier()
+        or key not in document
+    ):
         hint = "--help lists the options." if match is None else f"did you mean {match}?"
         raise ValueError(f"{label} is not an option; {hint}")
     value = document[key]
     try:
         json.dumps(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{label} is a {type(value).__name__}; give a number, text, a list or a mapping.") from None
+        raise ValueError(
+            f"{label} is a {type(value).__name__}; give a number, text, a list or a mapping."
+        ) from None
     return Given(value=value, label=label, source=Source.YAML)
 
 
@@ -83,14 +109,20 @@ def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{label} but there is no such file; give a YAML file.")
     if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{label} but it has {path.stat().st_size} bytes; at most {MAX_BYTES} are read.")
+        raise ValueError(
+            f"{label} but it has {path.stat().st_size} bytes; at most {MAX_BYTES} are read."
+        )
     try:
         text = path.read_text(encoding="utf-8")
         depth = 0
         for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
-                refused = f"an alias or more than {MAX_DEPTH} levels are not read; write the values out"
+                refused = (
+                    f"an alias or more than {MAX_DEPTH} levels are not read; write the values out"
+                )
                 raise ValueError(f"{_shown(path)}, {_line(event)}: {refused}.")
         root = yaml.compose(text, yaml.BaseLoader)
         document = None if root is None else _plain(root, _shown(path))
@@ -114,8 +146,8 @@ def _plain(node: Any, file: str) -> Any:
             raise ValueError(f"{file}, {_line(key)}: a key must be a word; write `key: value`.")
         if key.value in lines:
             raise ValueError(
-                f"{file}, {_line(key)}: {quoted(key.value)} is given a second time, after {lines[key.value]}; "
-                "remove one of the two."
+                f"{file}, {_line(key)}: {quoted(key.value)} is given a second time, after"
+                f" {lines[key.value]}; remove one of the two."
             )
         lines[key.value] = _line(key)
     return {key.value: _plain(value, file) for key, value in node.value}
@@ -130,7 +162,9 @@ class _UserLoader(yaml.SafeLoader):
 
 
 _UserLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -138,14 +172,19 @@ def _line(marked: Any) -> str:
     return f"line {marked.start_mark.line + 1}"
 
 
-def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], where: str) -> dict[str, Given]:
+def from_verl(
+    blocks: Mapping[str, Any], overrides: Mapping[str, str], where: str
+) -> dict[str, Given]:
     """Returns this program's options of verl's blocks, not yet read; overrides replace what the blocks say."""
     entries = {
         key: Given(value=value, label=quoted(key)[1:-1] + where, source=Source.YAML)
         for name, block in blocks.items()
         for key, value in _leaves(name, block).items()
     }
-    entries |= {key: Given(value=text, label=key, source=Source.COMMAND_LINE) for key, text in overrides.items()}
+    entries |= {
+        key: Given(value=text, label=key, source=Source.COMMAND_LINE)
+        for key, text in overrides.items()
+    }
     block, actor = {}, {}
     for key, entry in entries.items():
         parent, _, name = key.rpartition(".")
@@ -155,8 +194,9 @@ def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], where: st
             actor[key.removeprefix(f"{ACTOR}.")] = entry
         elif not is_unset(entry.value) and not (key == LOG_PROBS and _switch(entry)):
             raise ValueError(
-                f"{entry.label} is {quoted(entry.value)} but is not read; of verl's options {CORRECTION}.*, "
-                f"{LOG_PROBS}=True and {ACTOR}.NAME with {', '.join((LOSS_MODE, *ACTOR_NAMES))} are."
+                f"{entry.label} is {quoted(entry.value)} but is not read; of verl's options"
+                f" {CORRECTION}.*, {LOG_PROBS}=True and {ACTOR}.NAME with"
+                f" {', '.join((LOSS_MODE, *ACTOR_NAMES))} are."
             )
     options = translate_actor(
         {key: None if is_unset(entry.value) else entry.value for key, entry in actor.items()},
@@ -165,7 +205,10 @@ def from_verl(blocks: Mapping[str, Any], overrides: Mapping[str, str], where: st
     losses = {name: replace(actor[key], value=str(value)) for name, (value, key) in options.items()}
     correction = _correction(block)
     if "policy_loss" in correction and "policy_loss" in losses:
-        raise ValueError(f"{correction['policy_loss'].label} replaces {losses['policy_loss'].label}; drop one of them.")
+        raise ValueError(
+            f"{correction['policy_loss'].label} replaces {losses['policy_loss'].label}; drop one of"
+            " them."
+        )
     return losses | correction
 
 
@@ -173,7 +216,9 @@ def _leaves(key: str, value: Any) -> dict[str, Any]:
     """The values of nested mappings by their dotted keys."""
     if not isinstance(value, dict):
         return {key: value}
-    return {leaf: part for name in value for leaf, part in _leaves(f"{key}.{name}", value[name]).items()}
+    return {
+        leaf: part for name in value for leaf, part in _leaves(f"{key}.{name}", value[name]).items()
+    }
 
 
 def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
@@ -183,7 +228,9 @@ def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
         if key not in NAMES:
             raise ValueError(f"{entry.label} is not an option; {nearest(key, NAMES)}")
         is_switch = key in SWITCHES
-        values[key] = None if is_unset(entry.value) else _switch(entry) if is_switch else entry.value
+        values[key] = (
+            None if is_unset(entry.value) else _switch(entry) if is_switch else entry.value
+        )
     try:
         options = translate(values, lambda key: block[key].label)
     except TypeError as error:  # a list where verl has a number
@@ -198,4 +245,6 @@ def _switch(entry: Given) -> bool:
     try:
         return read_switch(entry.value if isinstance(entry.value, str) else "")
     except ValueError:
-        raise ValueError(f"{entry.label} is {quoted(entry.value)} but must be true or false.") from None
+        raise ValueError(
+            f"{entry.label} is {quoted(entry.value)} but must be true or false."
+        ) from None

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 OPTION = "data_source_path"
 TAKEN, PENDING, SAVED = "taken", "pending", "saved"
-"""Keys of a state: number of earlier prompts, later prompts, and the rollout after which the source saved."""
+"""Keys of a state: number of earlier prompts, later prompts, and the rollout after which the source
+saved."""
 
 
 class DataSource:
@@ -31,8 +32,8 @@ class DataSource:
 class CustomDataSource:
     """The prompts of a user's class, identical on every rank.
 
-    The user's object may be ahead of training. Therefore a checkpoint stores prompts that were handed out after its
-    state; a resumed run begins with them.
+    The user's object may be ahead of training. Therefore a checkpoint stores prompts that were
+    handed out after its state; a resumed run begins with them.
     """
 
     prompts: tuple[Prompt, ...] = ()
@@ -61,7 +62,9 @@ class CustomDataSource:
             with calling(self.source.__len__):
                 if len(self.source) > 0:
                     return len(self.source)
-            raise CustomFunctionError(f"{describe(self.source.__len__)} returned 0; return the number of prompts.")
+            raise CustomFunctionError(
+                f"{describe(self.source.__len__)} returned 0; return the number of prompts."
+            )
 
         return on_rank_zero(length)
 
@@ -94,11 +97,13 @@ class CustomDataSource:
         """Restores a checkpoint; raises ValueError if its run read prompts from a file. A collective."""
         if PENDING not in state:
             raise ValueError(
-                "the checkpoint is of a run without --data-source-path; remove --data-source-path, or start a new run "
-                "with another --save."
+                "the checkpoint is of a run without --data-source-path; remove --data-source-path,"
+                " or start a new run with another --save."
             )
         self._taken = int(state[TAKEN])
-        self._again = [Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in state[PENDING]]
+        self._again = [
+            Prompt(**{**row, "token_ids": tuple(row["token_ids"])}) for row in state[PENDING]
+        ]
         on_rank_zero(lambda: call(self.source.load, state[SAVED]))
 
     def _since(self, state: Mapping[str, Any]) -> list[Prompt]:
@@ -111,7 +116,8 @@ class CustomDataSource:
             groups = typed_value(OPTION, function, function(size))
             if len(groups) != size:
                 raise CustomFunctionError(
-                    f"{describe(function)} returned {len(groups)} groups for num_samples={size}; return {size}."
+                    f"{describe(function)} returned {len(groups)} groups for num_samples={size};"
+                    f" return {size}."
                 )
             prompts = [
                 self._prompt(group, first + index, f"{describe(function)} returned group {index}")
@@ -124,7 +130,11 @@ class CustomDataSource:
     def _warn_about_bos(self, groups: list[list[Any]], prompts: list[Prompt]) -> None:
         contents = [group[0].prompt for group in groups]
         for is_rendered in (False, True):
-            chosen = [index for index, content in enumerate(contents) if isinstance(content, list) == is_rendered]
+            chosen = [
+                index
+                for index, content in enumerate(contents)
+                if isinstance(content, list) == is_rendered
+            ]
             warnings = bos_warnings(
                 [prompts[index] for index in chosen],
                 [contents[index] for index in chosen],
@@ -137,16 +147,24 @@ class CustomDataSource:
 
     def _prompt(self, group: list[Any], index: int, place: str) -> Prompt:
         count = self._config.n_samples_per_prompt
-        wrong = [sample for sample in group if not isinstance(sample, Sample) or sample.response_length]
-        if len(group) != count or wrong or any(sample.prompt != group[0].prompt for sample in group):
+        wrong = [
+            sample for sample in group if not isinstance(sample, Sample) or sample.response_length
+        ]
+        if (
+            len(group) != count
+            or wrong
+            or any(sample.prompt != group[0].prompt for sample in group)
+        ):
             raise CustomFunctionError(
-                f"{place}, {quoted(group)}; a group has {count} samples (--n-samples-per-prompt) of slime.utils.types, "
-                "with one prompt and without responses."
+                f"{place}, {quoted(group)}; a group has {count} samples (--n-samples-per-prompt) of"
+                " slime.utils.types, with one prompt and without responses."
             )
         sample: Sample = group[0]
         try:
             tools = (sample.metadata or {}).get("tools")  # where slime's data sources put them
-            text = rendered(sample.prompt, place, self._tokenizer, tools, self._config.chat_template_options)
+            text = rendered(
+                sample.prompt, place, self._tokenizer, tools, self._config.chat_template_options
+            )
             ids = sample.tokens or token_ids_of([text], self._tokenizer)[0]
             prompt = Prompt(
                 index=index,
@@ -157,7 +175,10 @@ class CustomDataSource:
             )
             longest = self._config.rollout_max_prompt_len
             if longest is not None and len(prompt.token_ids) > longest:
-                raise ValueError(f"{place} of {len(prompt.token_ids)} tokens; --rollout-max-prompt-len is {longest}.")
+                raise ValueError(
+                    f"{place} of {len(prompt.token_ids)} tokens; --rollout-max-prompt-len is"
+                    f" {longest}."
+                )
             check_fits(prompt, place, self._sizes)
         except ValueError as error:
             raise CustomFunctionError(str(error)) from None

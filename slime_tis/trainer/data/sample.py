@@ -25,14 +25,15 @@ NUMBER_TYPES = {
     "weight_versions": "q",
     "rollout_workers": "i",
 }
-"""Fields of `Sample` with a number for each token, and their types as type codes of the module `array`."""
+"""Fields of `Sample` with a number for each token, and their types as type codes of the module
+`array`."""
 
 
 class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
     """A list of numbers of one type: `Numbers("d", [0.5])`, with a type code of the module `array`.
 
-    It takes 1 to 8 bytes per number; a list takes 8, and 24 to 28 for the object. Samples hold their numbers in this
-    form between user functions, which get lists (`Sample.expand`).
+    It takes 1 to 8 bytes per number; a list takes 8, and 24 to 28 for the object. Samples hold
+    their numbers in this form between user functions, which get lists (`Sample.expand`).
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -40,7 +41,9 @@ class Numbers(array):  # type: ignore[type-arg]  # Python 3.11 has no array[Any]
         return Numbers(self.typecode, found) if isinstance(index, slice) else found
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(index, array(self.typecode, value) if isinstance(index, slice) else value)
+        super().__setitem__(
+            index, array(self.typecode, value) if isinstance(index, slice) else value
+        )
 
     def __add__(self, other: Any) -> Any:
         is_same = isinstance(other, Numbers) and other.typecode == self.typecode
@@ -78,7 +81,8 @@ Floats: TypeAlias = list[float] | Numbers
 class SamplingMask:
     """The tokens that truncated sampling (top-p, top-k) could draw at each position, in compressed sparse rows (CSR).
 
-    Position i has the set token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0 means the whole
+    Position i has the set token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0
+    means the whole
     vocabulary: nothing was cut, no set was recorded, or the token is not the policy's.
 
     Shapes: suffix _M one value per token of the sets, one position after another.
@@ -95,7 +99,9 @@ class SamplingMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SamplingMask):
             return NotImplemented
-        return torch.equal(self.token_ids, other.token_ids) and torch.equal(self.lengths, other.lengths)
+        return torch.equal(self.token_ids, other.token_ids) and torch.equal(
+            self.lengths, other.lengths
+        )
 
     __hash__ = None  # type: ignore[assignment]  # tensors compare by value and can be changed
 
@@ -104,7 +110,8 @@ class SamplingMask:
         """The mask of sets given as lists of token ids, an empty one for a position without a recorded set."""
         ids = [token for allowed in sets for token in allowed]
         return cls(
-            torch.tensor(ids, dtype=torch.int32), torch.tensor([len(allowed) for allowed in sets], dtype=torch.int32)
+            torch.tensor(ids, dtype=torch.int32),
+            torch.tensor([len(allowed) for allowed in sets], dtype=torch.int32),
         )
 
     @classmethod
@@ -117,7 +124,10 @@ class SamplingMask:
         """The positions of several masks, one after another."""
         if not masks:
             return cls.unrecorded(0)
-        return cls(torch.cat([mask.token_ids for mask in masks]), torch.cat([mask.lengths for mask in masks]))
+        return cls(
+            torch.cat([mask.token_ids for mask in masks]),
+            torch.cat([mask.lengths for mask in masks]),
+        )
 
     def sets(self) -> list[list[int]]:
         """The token ids of each position."""
@@ -133,14 +143,19 @@ class SamplingMask:
         starts = self.lengths.cumsum(0) - self.lengths
         lengths = self.lengths[positions]
         shift = starts[positions] - (lengths.cumsum(0) - lengths)
-        index_M = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(lengths)
+        index_M = torch.arange(int(lengths.sum()), device=lengths.device) + shift.repeat_interleave(
+            lengths
+        )
         return SamplingMask(self.token_ids[index_M], lengths)
 
     def split(self, positions: Sequence[int]) -> list[SamplingMask]:
         """Splits the mask by numbers of positions, into separate memory: a pickled view contains the whole tensor."""
         lengths = self.lengths.split(list(positions))
         token_ids = self.token_ids.split([int(part.sum()) for part in lengths])
-        return [SamplingMask(ids.clone(), part.clone()) for ids, part in zip(token_ids, lengths, strict=True)]
+        return [
+            SamplingMask(ids.clone(), part.clone())
+            for ids, part in zip(token_ids, lengths, strict=True)
+        ]
 
     def contains(self, token_ids: Tensor) -> Tensor:
         """Whether each position's set has the token given for it, bool [positions]; True where no set was recorded."""
@@ -156,7 +171,9 @@ class SamplingMask:
 
     def to(self, device: torch.device | str) -> SamplingMask:
         """The same sets on another device."""
-        return SamplingMask(self.token_ids.to(device, non_blocking=True), self.lengths.to(device, non_blocking=True))
+        return SamplingMask(
+            self.token_ids.to(device, non_blocking=True), self.lengths.to(device, non_blocking=True)
+        )
 
 
 class SampleStatus(Enum):
@@ -189,22 +206,24 @@ class Prompt:
     """The expected answer, in the JSON type of the prompt file."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Anything else that the row hands to the reward: its other columns, and its mapping of metadata."""
+    """Anything else that the row hands to the reward: its other columns, and its mapping of
+    metadata."""
 
 
 @dataclass
 class Sample:
     """One response to a prompt. Engines and generate functions fill it, rewards score it, and training reads it.
 
-    It has the fields of slime's Sample and is mutable like it, because functions written for slime construct, read and
-    write samples. The last `response_length` tokens are the response.
+    It has the fields of slime's Sample and is mutable like it, because functions written for slime
+    construct, read and write samples. The last `response_length` tokens are the response.
     """
 
     group_index: int | None = None
     """Index of the prompt in the batch; the samples of one prompt share it."""
     index: int | None = None
     rollout_id: int | None = None
-    """Samples of one call of a generate function share it and count as one rollout; None for a single sample."""
+    """Samples of one call of a generate function share it and count as one rollout; None for a
+    single sample."""
     prompt: str | list[dict[str, Any]] = ""
     """The answered text or messages; unset means the text of `prompt_row`."""
     tokens: Ints = field(default_factory=list)
@@ -213,16 +232,18 @@ class Sample:
     response_length: int = 0
     """Tokens of the response, including the end-of-sequence token and observations of tools."""
     label: Any = None
-    """The expected answer, in the JSON type of the prompt file; None takes the label of the prompt's row."""
+    """The expected answer, in the JSON type of the prompt file; None takes the label of the
+    prompt's row."""
     reward: float | None = None
     loss_mask: Ints = None  # type: ignore[assignment]  # slime's functions ask whether it is None
-    """1 for each response token that is trained on, 0 for tool output; None before there is a response."""
+    """1 for each response token that is trained on, 0 for tool output; None before there is a
+    response."""
     weight_versions: Ints = field(default_factory=list)
-    """For each response token the version of the weights that sampled it, in optimizer steps; an observation has the
-    version of the token before it."""
+    """For each response token the version of the weights that sampled it, in optimizer steps; an
+    observation has the version of the token before it."""
     rollout_log_probs: Floats = None  # type: ignore[assignment]  # as of loss_mask
-    """Log-prob of each response token in the distribution that it was sampled from; NaN if missing, any number where
-    the loss mask is 0. None before there is a response."""
+    """Log-prob of each response token in the distribution that it was sampled from; NaN if missing,
+    any number where the loss mask is 0. None before there is a response."""
     remove_sample: bool = False
     """Whether to train on none of the sample's tokens; its reward stays in its group's baseline."""
     status: SampleStatus = SampleStatus.PENDING
@@ -236,22 +257,28 @@ class Sample:
     non_generation_time: float = 0.0
     """Seconds that a generate function spent on anything but sampling."""
     sampling_mask: SamplingMask | None = None
-    """The candidate tokens at each response token under top-p or top-k; None if nothing was cut or recorded."""
+    """The candidate tokens at each response token under top-p or top-k; None if nothing was cut or
+    recorded."""
     rollout_routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose for every token but
-    the last, in their order; None if not recorded. Between sampling and training, only rank 0 has them."""
+    """uint8 or int16 [tokens - 1, sparse layers, k]: the experts that the engine's routers chose
+    for every token but the last, in their order; None if not recorded. Between sampling and
+    training, only rank 0 has them."""
     rollout_routing_weights: Tensor | None = field(default=None, compare=False)
     """float32 of the same shape: the combine weight of each expert."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The numbers of a reward that is a dict; the score is the one that --reward-key names."""
     prompt_row: Prompt | None = None
-    """The answered row of a prompt file, also if a function changes `prompt`; None without a row."""
+    """The answered row of a prompt file, also if a function changes `prompt`; None without a
+    row."""
     failure: str | None = None
-    """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None if it gave one."""
+    """Why a call of a generate function gave no sample (raised, timeout, tokens, …); None if it
+    gave one."""
     retokenized: int = 0
-    """Trained tokens of a generate function that differ from the tokens that the engine sampled there."""
+    """Trained tokens of a generate function that differ from the tokens that the engine sampled
+    there."""
     rollout_workers: Ints = field(default_factory=list, compare=False)
-    """For each response token the index in `RolloutEngine.workers` of the server that sampled it; -1 if unknown."""
+    """For each response token the index in `RolloutEngine.workers` of the server that sampled it;
+    -1 if unknown."""
 
     Status: ClassVar = SampleStatus
 
@@ -301,7 +328,11 @@ class Sample:
     @property
     def prompt_text(self) -> str:
         """The prompt as one text."""
-        return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, ensure_ascii=False)
+        return (
+            self.prompt
+            if isinstance(self.prompt, str)
+            else json.dumps(self.prompt, ensure_ascii=False)
+        )
 
     @property
     def effective_response_length(self) -> int:
@@ -316,7 +347,11 @@ class Sample:
     @property
     def trained_versions(self) -> list[int]:
         """Versions of the weights that sampled the tokens that are trained on."""
-        return [version for version, trained in zip(self.weight_versions, self.loss_mask, strict=True) if trained]
+        return [
+            version
+            for version, trained in zip(self.weight_versions, self.loss_mask, strict=True)
+            if trained
+        ]
 
     @property
     def worker_of_each(self) -> Ints:
@@ -331,7 +366,11 @@ class Sample:
 
     @rollout_top_p_token_ids.setter
     def rollout_top_p_token_ids(self, token_ids: Sequence[int] | Tensor | None) -> None:
-        lengths = SamplingMask.unrecorded(0).lengths if self.sampling_mask is None else self.sampling_mask.lengths
+        lengths = (
+            SamplingMask.unrecorded(0).lengths
+            if self.sampling_mask is None
+            else self.sampling_mask.lengths
+        )
         self.sampling_mask = None if token_ids is None else SamplingMask(_int32(token_ids), lengths)
 
     @property
@@ -343,7 +382,11 @@ class Sample:
 
     @rollout_top_p_token_offsets.setter
     def rollout_top_p_token_offsets(self, offsets: Sequence[int] | Tensor | None) -> None:
-        ids = SamplingMask.unrecorded(0).token_ids if self.sampling_mask is None else self.sampling_mask.token_ids
+        ids = (
+            SamplingMask.unrecorded(0).token_ids
+            if self.sampling_mask is None
+            else self.sampling_mask.token_ids
+        )
         self.sampling_mask = None if offsets is None else SamplingMask(ids, _int32(offsets).diff())
 
     def get_reward_value(self, args: Any) -> float | None:
@@ -367,9 +410,13 @@ class Sample:
         ids, meta = _listed(tokens, int), meta_info or {}
         values = None if log_probs is None else _listed(log_probs, float)
         if trainable and ids and values is None:
-            raise ValueError("tokens that are trained on need the log-probs that they were sampled with.")
+            raise ValueError(
+                "tokens that are trained on need the log-probs that they were sampled with."
+            )
         if not trainable and values:
-            raise ValueError("tokens with trainable=False are not the policy's, and have no log-probs.")
+            raise ValueError(
+                "tokens with trainable=False are not the policy's, and have no log-probs."
+            )
         values = [0.0] * len(ids) if values is None else values
         before = self.response_length
         mask = [1] * before if self.loss_mask is None else self.loss_mask
@@ -380,12 +427,23 @@ class Sample:
         self.response_length += len(ids)
         self.loss_mask = [*mask, *[int(trainable)] * len(ids)]
         self.rollout_log_probs = [*earlier, *values]
-        if len(self.weight_versions) == before:  # else the program knows what its own engine sampled
-            self.weight_versions = [*self.weight_versions, *_versions(meta, len(ids), self.weight_versions)]
+        if (
+            len(self.weight_versions) == before
+        ):  # else the program knows what its own engine sampled
+            self.weight_versions = [
+                *self.weight_versions,
+                *_versions(meta, len(ids), self.weight_versions),
+            ]
         sets = meta.get("output_token_sampling_mask")
         if sets is not None or self.sampling_mask is not None:
-            known = SamplingMask.unrecorded(before) if self.sampling_mask is None else self.sampling_mask
-            added = SamplingMask.unrecorded(len(ids)) if sets is None else SamplingMask.from_sets(sets)
+            known = (
+                SamplingMask.unrecorded(before)
+                if self.sampling_mask is None
+                else self.sampling_mask
+            )
+            added = (
+                SamplingMask.unrecorded(len(ids)) if sets is None else SamplingMask.from_sets(sets)
+            )
             self.sampling_mask = SamplingMask.cat([known, added])
         self.response += text or ""
         if update_terminal_info and "finish_reason" in meta:
@@ -396,7 +454,11 @@ def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
     """Groups adjacent samples that are segments of one rollout."""
     rollouts: list[list[Sample]] = []
     for sample in samples:
-        if rollouts and sample.rollout_id is not None and rollouts[-1][0].rollout_id == sample.rollout_id:
+        if (
+            rollouts
+            and sample.rollout_id is not None
+            and rollouts[-1][0].rollout_id == sample.rollout_id
+        ):
             rollouts[-1].append(sample)
         else:
             rollouts.append([sample])
@@ -406,7 +468,10 @@ def by_rollout(samples: Iterable[Sample]) -> list[list[Sample]]:
 def _listed(values: Any, kind: type[T]) -> list[T]:
     if values is None:
         return []
-    return [kind(value) for value in (values.flatten().tolist() if isinstance(values, Tensor) else values)]
+    return [
+        kind(value)
+        for value in (values.flatten().tolist() if isinstance(values, Tensor) else values)
+    ]
 
 
 def _int32(values: Sequence[int] | Tensor) -> Tensor:
@@ -421,7 +486,9 @@ def _versions(meta: Mapping[str, Any], count: int, before: Sequence[int]) -> lis
 
     spans = meta.get("weight_versions")
     if spans:
-        return [number(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        return [
+            number(span["version"]) for span in spans for _ in range(span["start"], span["end"])
+        ]
     name = meta.get("weight_version", before[-1] if before else None)
     return [] if name is None else [number(name)] * count
 
@@ -455,12 +522,19 @@ class Sampling:
         return self.return_routed_experts or self.return_routing_weights
 
 
-def check_room(prompt: Prompt, sampling: Sampling, context_len: int | None, longest_prompt: int | None = None) -> None:
+def check_room(
+    prompt: Prompt, sampling: Sampling, context_len: int | None, longest_prompt: int | None = None
+) -> None:
     """Raises ValueError if a prompt leaves no tokens for a response."""
     length = len(prompt.token_ids)
     if length == 0:
-        raise ValueError(f"prompt {prompt.index} has no tokens; a response needs at least one to follow.")
-    context = min((limit for limit in (sampling.max_context_len, context_len) if limit is not None), default=math.inf)
+        raise ValueError(
+            f"prompt {prompt.index} has no tokens; a response needs at least one to follow."
+        )
+    context = min(
+        (limit for limit in (sampling.max_context_len, context_len) if limit is not None),
+        default=math.inf,
+    )
     if length >= context:
         bound = f"which leaves no tokens for a response in a context of {context}"
     elif longest_prompt is not None and length > longest_prompt:
@@ -468,5 +542,6 @@ def check_room(prompt: Prompt, sampling: Sampling, context_len: int | None, long
     else:
         return
     raise ValueError(
-        f"prompt {prompt.index} has {length} tokens, {bound}; --rollout-max-prompt-len skips such prompts."
+        f"prompt {prompt.index} has {length} tokens, {bound}; --rollout-max-prompt-len skips such"
+        " prompts."
     )

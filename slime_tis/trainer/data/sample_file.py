@@ -17,7 +17,14 @@ from slime_tis.atomic_files import FOREIGN, atomic_file, json_lines
 from slime_tis.errors import first_line, quoted, quoted_path
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
-from slime_tis.trainer.data.sample import NUMBER_TYPES, Prompt, Sample, SampleStatus, SamplingMask, by_rollout
+from slime_tis.trainer.data.sample import (
+    NUMBER_TYPES,
+    Prompt,
+    Sample,
+    SampleStatus,
+    SamplingMask,
+    by_rollout,
+)
 from slime_tis.trainer.data.user_values import json_object
 
 TENSORS = {"rollout_routed_experts": ("uint8", "int16"), "rollout_routing_weights": ("float32",)}
@@ -57,7 +64,9 @@ def load_batches(path: Path, count: int, sizes: ModelSizes) -> list[list[list[Sa
             groups = batches[row["batch"]]
             sample = from_dict(row["sample"]).compact()
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{place} is not a sample of a rollout in flight: {first_line(error)}") from error
+            raise ValueError(
+                f"{place} is not a sample of a rollout in flight: {first_line(error)}"
+            ) from error
         _check_fits(sample, place, sizes)
         groups.setdefault(row["group"], []).append(sample)
     return [list(groups.values()) for groups in batches]
@@ -77,11 +86,15 @@ def check_replaceable(path: Path) -> None:
     raise ValueError(FOREIGN)
 
 
-def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSizes | None = None) -> list[list[Sample]]:
+def load_samples(
+    path: str | Path, prompts: int, n_samples: int, sizes: ModelSizes | None = None
+) -> list[list[Sample]]:
     """Reads the groups of a rollout."""
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it.")
+        raise ValueError(
+            f"the rollout data {str(path)!r} does not exist; --save-debug-rollout-data writes it."
+        )
     groups: dict[int | None, list[Sample]] = {}
     for place, row in json_lines(path):
         try:
@@ -94,8 +107,9 @@ def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSiz
     counts = sorted({len(by_rollout(group)) for group in groups.values()})
     if len(groups) != prompts or counts != [n_samples]:
         raise ValueError(
-            f"the rollout data {str(path)!r} has {len(groups)} prompts with {counts} samples each, but "
-            f"--rollout-batch-size is {prompts} and --n-samples-per-prompt {n_samples}; set them to what it holds."
+            f"the rollout data {str(path)!r} has {len(groups)} prompts with {counts} samples each,"
+            f" but --rollout-batch-size is {prompts} and --n-samples-per-prompt {n_samples}; set"
+            " them to what it holds."
         )
     return list(groups.values())
 
@@ -103,27 +117,37 @@ def load_samples(path: str | Path, prompts: int, n_samples: int, sizes: ModelSiz
 def _check_fits(sample: Sample, place: str, sizes: ModelSizes) -> None:
     reward = sample.reward
     if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= MAX_REWARD):
-        raise ValueError(f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g}.")
+        raise ValueError(
+            f"{place} has the reward {quoted(reward)}; give a number of at most {MAX_REWARD:g}."
+        )
     vocab_size, context_len = sizes.vocab_size or math.inf, sizes.context_len or math.inf
-    outside = [token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size]
+    outside = [
+        token for token in sample.tokens if type(token) is not int or not 0 <= token < vocab_size
+    ]
     if outside:
         raise ValueError(
-            f"{place} has token {quoted(outside[0])}, but the model's token ids end at {vocab_size - 1}; {WRONG_MODEL}"
+            f"{place} has token {quoted(outside[0])}, but the model's token ids end at"
+            f" {vocab_size - 1}; {WRONG_MODEL}"
         )
     if len(sample.tokens) > context_len:
         raise ValueError(
-            f"{place} has {len(sample.tokens)} tokens, but the model's context has {context_len}; {WRONG_MODEL}"
+            f"{place} has {len(sample.tokens)} tokens, but the model's context has {context_len};"
+            f" {WRONG_MODEL}"
         )
 
 
 def to_dict(sample: Sample) -> dict[str, Any]:
     """The sample as JSON values, without metadata and tokens that its prompt's row has too."""
     row = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
-    row |= {name: list(getattr(sample, name) or []) for name in NUMBER_TYPES}  # some are None before a response
+    row |= {
+        name: list(getattr(sample, name) or []) for name in NUMBER_TYPES
+    }  # some are None before a response
     row["status"] = sample.status.value
     row |= {name: encoded(getattr(sample, name)) for name in TENSORS}
     if sample.sampling_mask is not None:
-        row["sampling_mask"] = {name: encoded(part) for name, part in vars(sample.sampling_mask).items()}
+        row["sampling_mask"] = {
+            name: encoded(part) for name, part in vars(sample.sampling_mask).items()
+        }
     row["metadata"] = json_object(sample.metadata, "its metadata")
     if sample.train_metadata is not None:
         row["train_metadata"] = json_object(sample.train_metadata, "its train_metadata")
@@ -134,7 +158,8 @@ def to_dict(sample: Sample) -> dict[str, Any]:
         if sample.metadata == sample.prompt_row.metadata:
             row["metadata"] = {}
     row["rollout_log_probs"] = [
-        value if value is not None and math.isfinite(value) else None for value in row["rollout_log_probs"]
+        value if value is not None and math.isfinite(value) else None
+        for value in row["rollout_log_probs"]
     ]
     return row
 
@@ -147,7 +172,9 @@ def from_dict(row: dict[str, Any]) -> Sample:
             | {
                 "prompt_row": _prompt_row(row),
                 "status": SampleStatus(row["status"]),
-                "rollout_log_probs": [math.nan if value is None else value for value in row["rollout_log_probs"]],
+                "rollout_log_probs": [
+                    math.nan if value is None else value for value in row["rollout_log_probs"]
+                ],
                 "sampling_mask": _sampling_mask(row.get("sampling_mask")),
                 **{name: decoded(row.get(name), name, dtypes) for name, dtypes in TENSORS.items()},
             }
@@ -170,14 +197,19 @@ def _prompt_row(row: dict[str, Any]) -> Prompt | None:
 
 def _check_lengths(sample: Sample) -> None:
     lengths = {"response_length": sample.response_length}
-    lengths |= {name: len(getattr(sample, name)) for name in ("rollout_log_probs", "loss_mask", "weight_versions")}
+    lengths |= {
+        name: len(getattr(sample, name))
+        for name in ("rollout_log_probs", "loss_mask", "weight_versions")
+    }
     if sample.sampling_mask is not None:
         lengths["sampling_mask"] = len(sample.sampling_mask)
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise ValueError(f"lists of different lengths: {listed}")
     if not 0 <= sample.response_length <= len(sample.tokens):
-        raise ValueError(f"a response_length of {sample.response_length} but {len(sample.tokens)} tokens")
+        raise ValueError(
+            f"a response_length of {sample.response_length} but {len(sample.tokens)} tokens"
+        )
 
 
 def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
@@ -185,7 +217,11 @@ def encoded(tensor: Tensor | None) -> dict[str, Any] | None:
     if tensor is None:
         return None
     data = tensor.contiguous().cpu().numpy()
-    return {"dtype": data.dtype.name, "shape": list(data.shape), "base64": base64.b64encode(data.tobytes()).decode()}
+    return {
+        "dtype": data.dtype.name,
+        "shape": list(data.shape),
+        "base64": base64.b64encode(data.tobytes()).decode(),
+    }
 
 
 def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
@@ -193,8 +229,12 @@ def decoded(row: Any, name: str, dtypes: Sequence[str]) -> Tensor | None:
     if row is None:
         return None
     if row["dtype"] not in dtypes:
-        raise ValueError(f"the dtype of {name} is {row['dtype']!r:.40} but must be {' or '.join(dtypes)}")
-    values = np.frombuffer(base64.b64decode(row["base64"], validate=True), np.dtype(row["dtype"]).newbyteorder("<"))
+        raise ValueError(
+            f"the dtype of {name} is {row['dtype']!r:.40} but must be {' or '.join(dtypes)}"
+        )
+    values = np.frombuffer(
+        base64.b64decode(row["base64"], validate=True), np.dtype(row["dtype"]).newbyteorder("<")
+    )
     return torch.from_numpy(values.astype(row["dtype"]).reshape(row["shape"]))
 
 
@@ -204,6 +244,12 @@ def _sampling_mask(row: Any) -> SamplingMask | None:
     token_ids, lengths = (decoded(row[name], name, ["int32"]) for name in ("token_ids", "lengths"))
     if token_ids is None or lengths is None or token_ids.dim() != 1 or lengths.dim() != 1:
         raise ValueError("a sampling_mask without two lists of numbers, token_ids and lengths")
-    if bool((lengths < 0).any()) or int(lengths.sum()) != len(token_ids) or bool((token_ids < 0).any()):
-        raise ValueError("a sampling_mask with negative numbers, or with lengths that do not add up")
+    if (
+        bool((lengths < 0).any())
+        or int(lengths.sum()) != len(token_ids)
+        or bool((token_ids < 0).any())
+    ):
+        raise ValueError(
+            "a sampling_mask with negative numbers, or with lengths that do not add up"
+        )
     return SamplingMask(token_ids, lengths)

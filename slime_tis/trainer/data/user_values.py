@@ -42,9 +42,14 @@ def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
     try:
         return _adapter(option).validate_python(value)
     except ValidationError as error:
-        (first, *_) = error.errors(include_url=False)
-        place, returns = "".join(f"{step}: " for step in first["loc"]), USER_FUNCTIONS[option].returns
-        name = returns.__name__ if isinstance(returns, type) else str(returns).replace("typing.", "")
+        first, *_ = error.errors(include_url=False)
+        place, returns = (
+            "".join(f"{step}: " for step in first["loc"]),
+            USER_FUNCTIONS[option].returns,
+        )
+        name = (
+            returns.__name__ if isinstance(returns, type) else str(returns).replace("typing.", "")
+        )
         raise CustomFunctionError(
             f"{describe(function)} returned {quoted(value)}; {place}{first['msg']}. Return {name}."
         ) from None
@@ -52,11 +57,14 @@ def typed_value(option: str, function: Callable[..., Any], value: Any) -> Any:
 
 @cache
 def _adapter(option: str) -> TypeAdapter[Any]:
-    return TypeAdapter(USER_FUNCTIONS[option].returns, config=ConfigDict(arbitrary_types_allowed=True))
+    return TypeAdapter(
+        USER_FUNCTIONS[option].returns, config=ConfigDict(arbitrary_types_allowed=True)
+    )
 
 
 SampleSnapshot = tuple[tuple[Any, ...], list[int]]
-"""Fields of a sample that a user function may not change, and its loss mask, before the function gets it."""
+"""Fields of a sample that a user function may not change, and its loss mask, before the function
+gets it."""
 
 
 def handed_out(sample: Sample) -> SampleSnapshot:
@@ -84,8 +92,9 @@ class SampleEdits:
         is_mask = isinstance(mask, list) and len(mask) == len(old_mask) and set(mask) <= {0, 1}
         if not is_mask or not isinstance(sample.metadata, dict) or _fixed(sample) != fixed:
             raise CustomFunctionError(
-                f"{function} changed a sample of prompt {sample.prompt_index}; it may set metadata (a dict), loss_mask "
-                "(0 or 1 for each response token) and remove_sample, nothing else."
+                f"{function} changed a sample of prompt {sample.prompt_index}; it may set metadata"
+                " (a dict), loss_mask (0 or 1 for each response token) and remove_sample, nothing"
+                " else."
             )
         metadata = json_object(sample.metadata, "its metadata")
         new_mask = [int(value) for value in mask]
@@ -111,5 +120,11 @@ def _fixed(sample: Sample) -> tuple[Any, ...]:
         list(sample.tokens),
         list(sample.rollout_log_probs),
         list(sample.weight_versions),
-        (sample.group_index, sample.index, sample.rollout_id, sample.response_length, sample.status),
+        (
+            sample.group_index,
+            sample.index,
+            sample.rollout_id,
+            sample.response_length,
+            sample.status,
+        ),
     )

@@ -9,7 +9,10 @@ from slime_tis.trainer.options.sglang import SGLangConfig
 
 
 def build_engine(
-    config: RolloutConfig, sglang: SGLangConfig, tokenizer: PreTrainedTokenizerBase, host: EngineHost
+    config: RolloutConfig,
+    sglang: SGLangConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    host: EngineHost,
 ) -> RolloutEngine:
     """Builds the engine that `--rollout-engine` names."""
     if config.rollout_engine == "sglang":

@@ -44,7 +44,9 @@ class BackgroundTasks:
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels tasks other than this one and waits for their end; abandons tasks that do not end."""
-    every = {task for task in tasks if task not in _abandoned and task is not asyncio.current_task()}
+    every = {
+        task for task in tasks if task not in _abandoned and task is not asyncio.current_task()
+    }
     for _ in range(CANCEL_ATTEMPTS):
         pending = [task for task in every if not task.done()]
         if not pending:
@@ -52,14 +54,17 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=CANCEL_INTERVAL)
-    await asyncio.gather(*(task for task in every if not is_abandoned(task)), return_exceptions=True)
+    await asyncio.gather(
+        *(task for task in every if not is_abandoned(task)), return_exceptions=True
+    )
 
 
 def is_abandoned(task: asyncio.Task[Any]) -> bool:
     """Abandons a task that should have ended; returns whether it had to.
 
-    Nothing waits for an abandoned task, and it is never deallocated. Deallocation raises GeneratorExit in its
-    coroutine, and a retry loop with a bare `except` would swallow that forever, also when the interpreter exits.
+    Nothing waits for an abandoned task, and it is never deallocated. Deallocation raises
+    GeneratorExit in its coroutine, and a retry loop with a bare `except` would swallow that
+    forever, also when the interpreter exits.
     """
     if not task.done() and task not in _abandoned:
         _abandoned.add(task)
@@ -163,7 +168,9 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
         _run_until_done(loop, loop.create_task(cancel_and_wait(asyncio.all_tasks(loop))))
 
 
-async def results_of(works: Iterable[Coroutine[Any, Any, Result]], check: Callable[[], None]) -> list[Result]:
+async def results_of(
+    works: Iterable[Coroutine[Any, Any, Result]], check: Callable[[], None]
+) -> list[Result]:
     """Returns the results of concurrent coroutines; raises the first exception, and those of `check` every second."""
     results = asyncio.gather(*works)
     try:
@@ -175,7 +182,9 @@ async def results_of(works: Iterable[Coroutine[Any, Any, Result]], check: Callab
         results.cancel()
 
 
-CANCELLED = "a user's function cancelled tasks that it did not create; let it cancel its own tasks only."
+CANCELLED = (
+    "a user's function cancelled tasks that it did not create; let it cancel its own tasks only."
+)
 _of_thread = threading.local()
 
 

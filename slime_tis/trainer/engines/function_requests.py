@@ -44,14 +44,17 @@ class Generation:
     weight_versions: Ints
     """Version of the weights that sampled each token."""
     workers: Ints = field(default_factory=list, compare=False)
-    """For each token the index of the server that sampled it, as in `Sample.rollout_workers`; empty if unknown."""
+    """For each token the index of the server that sampled it, as in `Sample.rollout_workers`; empty
+    if unknown."""
     finish_reason: FinishReason
-    """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort: the rollout has
-    enough groups; the function should return its partial sample and is called again in the next rollout."""
+    """stop: a stop token or stop string; length: `max_new_tokens` or the end of the context; abort:
+    the rollout has enough groups; the function should return its partial sample and is called again
+    in the next rollout."""
     text: str
     """Text of the tokens, without special tokens and the stop unless the request keeps them."""
     routed_experts: Tensor | None = field(default=None, compare=False)
-    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token fed, as in `Sample`."""
+    """uint8 or int16 [input + sampled tokens - 1, sparse layers, k]: the experts of each token fed,
+    as in `Sample`."""
     routing_weights: Tensor | None = field(default=None, compare=False)
     """float32 of the same shape: the combine weight of each expert."""
     sampling_mask: SamplingMask | None = None
@@ -75,21 +78,28 @@ class Generation:
     @property
     def candidates(self) -> SamplingMask:
         """`sampling_mask`; an unrecorded one if it is None."""
-        return SamplingMask.unrecorded(len(self.token_ids)) if self.sampling_mask is None else self.sampling_mask
+        return (
+            SamplingMask.unrecorded(len(self.token_ids))
+            if self.sampling_mask is None
+            else self.sampling_mask
+        )
 
 
 class TokenEngine(Protocol):
     """A rollout engine as seen by the function that makes one sample."""
 
     async def generate(
-        self, token_ids: Sequence[int], sampling_params: RequestParams = None, *, session_id: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling_params: RequestParams = None,
+        *,
+        session_id: str | None = None,
     ) -> Generation:
         """Samples the continuation of some tokens; any number of coroutines may await this concurrently.
 
-        Args:
-            token_ids: The input, at least one token.
-            sampling_params: The fields of `SamplingParams`.
-            session_id: One of several concurrent conversations within the sample, whose key/value cache is reused.
+        Args: token_ids: The input, at least one token. sampling_params: The fields of
+            `SamplingParams`. session_id: One of several concurrent conversations within the sample,
+            whose key/value cache is reused.
         """
 
 
@@ -132,17 +142,21 @@ def request_options(params: RequestParams, sampling: Sampling) -> RequestOptions
     try:
         values = SamplingParams.model_validate(dict(params or {})).model_dump(exclude_none=True)
     except ValidationError as error:
-        (first, *_) = error.errors(include_url=False)
-        raise ValueError(f"sampling_params has {first['loc'][0]} {quoted(first['input'])}: {first['msg']}.") from None
+        first, *_ = error.errors(include_url=False)
+        raise ValueError(
+            f"sampling_params has {first['loc'][0]} {quoted(first['input'])}: {first['msg']}."
+        ) from None
     for name in DISTRIBUTION:
         default = getattr(sampling, name)
         if sampling.for_training and values.get(name, default) != default:
             raise ValueError(
-                f"sampling_params has {name} {values[name]:g}, but the run samples with {default:g}, and training "
-                "computes that distribution; remove the parameter."
+                f"sampling_params has {name} {values[name]:g}, but the run samples with"
+                f" {default:g}, and training computes that distribution; remove the parameter."
             )
     stop = values.pop("stop", ())
-    changed = {name: values.pop(name) for name in (*DISTRIBUTION, "stop_token_ids") if name in values}
+    changed = {
+        name: values.pop(name) for name in (*DISTRIBUTION, "stop_token_ids") if name in values
+    }
     changed["max_response_len"] = values.pop("max_new_tokens", sampling.max_response_len)
     stops = dict.fromkeys((stop,) if isinstance(stop, str) else stop)
     return RequestOptions(sampling=replace(sampling, **changed), stop=tuple(stops), **values)
@@ -174,8 +188,8 @@ class SampleKey(NamedTuple):
 class SampleEngine:
     """The `TokenEngine` of one call of a rollout function.
 
-    The random numbers of a request depend only on the sample's key, the input, and the number of earlier requests of
-    this sample with the same input.
+    The random numbers of a request depend only on the sample's key, the input, and the number of
+    earlier requests of this sample with the same input.
     """
 
     answer: Callable[[Request], Awaitable[Generation]]
@@ -188,7 +202,11 @@ class SampleEngine:
     _asked: Counter[bytes] = field(default_factory=Counter)
 
     async def generate(
-        self, token_ids: Sequence[int], sampling_params: RequestParams = None, *, session_id: str | None = None
+        self,
+        token_ids: Sequence[int],
+        sampling_params: RequestParams = None,
+        *,
+        session_id: str | None = None,
     ) -> Generation:
         """See `TokenEngine`."""
         options = request_options(sampling_params, self.sampling)
@@ -198,8 +216,8 @@ class SampleEngine:
         if self.vocab_size is not None and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(
-                f"token_ids has {wrong}, but the model's vocabulary ends at {self.vocab_size - 1}; use the tokenizer "
-                "of --hf-checkpoint."
+                f"token_ids has {wrong}, but the model's vocabulary ends at {self.vocab_size - 1};"
+                " use the tokenizer of --hf-checkpoint."
             )
         numbers = np.asarray([*self.key, *ids], dtype="<i8")
         digest = hashlib.blake2b(numbers.tobytes(), digest_size=32).digest()
@@ -236,12 +254,18 @@ class StopStrings:
 
     def first(self, token_ids: Sequence[int]) -> int | None:
         """Number of tokens up to the first text; None if the response has none."""
-        return next((end for end in range(1, len(token_ids) + 1) if self.found(token_ids[:end])), None)
+        return next(
+            (end for end in range(1, len(token_ids) + 1) if self.found(token_ids[:end])), None
+        )
 
     def _can_complete(self, token: int) -> bool:
         if token not in self._may_complete:
             text = self._tokenizer.decode([token])
-            ends = self._always or "\ufffd" in text or any(last in text for last in self._last_characters)
+            ends = (
+                self._always
+                or "\ufffd" in text
+                or any(last in text for last in self._last_characters)
+            )
             self._may_complete[token] = ends
         return self._may_complete[token]
 
@@ -267,7 +291,10 @@ def sample_of(prompt: Prompt, response: Generation, group_index: int = 0, index:
 
 
 def response_text(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], options: RequestOptions, finish_reason: FinishReason
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    options: RequestOptions,
+    finish_reason: FinishReason,
 ) -> str:
     """Returns the text of a response, without its stop unless the request sets `no_stop_trim`."""
 

@@ -9,7 +9,13 @@ from itertools import count
 from slime_tis.errors import CustomFunctionError
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.engines.event_loops import CANCELLED, cancel_and_wait
-from slime_tis.trainer.engines.function_requests import Generation, Request, RolloutFunction, SampleEngine, SampleKey
+from slime_tis.trainer.engines.function_requests import (
+    Generation,
+    Request,
+    RolloutFunction,
+    SampleEngine,
+    SampleKey,
+)
 from slime_tis.trainer.rank_collectives import map_over_ranks
 
 
@@ -29,7 +35,11 @@ class FunctionCall:
         """Returns the function's input: the aborted sample if it is alone in its rollout, else a fresh sample."""
         fresh = Sample(prompt_row=self.prompt, tokens=list(self.prompt.token_ids))
         sample = self.samples[0] if len(self.samples) == 1 else fresh
-        sample.group_index, sample.index, sample.rollout_id = self.group_index, self.number, self.number
+        sample.group_index, sample.index, sample.rollout_id = (
+            self.group_index,
+            self.number,
+            self.number,
+        )
         return sample
 
 
@@ -49,7 +59,12 @@ def resumed_groups(
                     prompt=prompt,
                     group_index=group_index,
                     number=next(numbers),
-                    key=SampleKey(seed=seed, prompt_index=prompt.index, occurrence=seen[prompt.index], sample=index),
+                    key=SampleKey(
+                        seed=seed,
+                        prompt_index=prompt.index,
+                        occurrence=seen[prompt.index],
+                        sample=index,
+                    ),
                     samples=samples,
                     complete=bool(samples) and not is_unfinished(samples),
                 )
@@ -128,11 +143,15 @@ class FunctionBatch:
         self._failure = self._failure or error
         self._changed.set()
 
-    async def _call(self, call: FunctionCall, group: Sequence[FunctionCall], gate: asyncio.Semaphore) -> None:
+    async def _call(
+        self, call: FunctionCall, group: Sequence[FunctionCall], gate: asyncio.Semaphore
+    ) -> None:
         async with gate:
             if self._stopping or self._failure is not None:
                 return
-            engine = SampleEngine(self.answer, self.sampling, call.key, call.number, self.vocab_size)
+            engine = SampleEngine(
+                self.answer, self.sampling, call.key, call.number, self.vocab_size
+            )
             try:
                 samples = await self.function(call.first_sample(), engine)
                 call.complete = not (self._stopping and is_unfinished(samples))
@@ -150,7 +169,8 @@ class FunctionBatch:
 
 
 def calls_over_ranks(
-    make: Callable[[Sequence[Sequence[FunctionCall]]], None], groups: Sequence[Sequence[FunctionCall]]
+    make: Callable[[Sequence[Sequence[FunctionCall]]], None],
+    groups: Sequence[Sequence[FunctionCall]],
 ) -> list[list[Sample]]:
     """Returns the samples of all groups; each rank makes its share. A collective."""
 

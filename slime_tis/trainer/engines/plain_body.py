@@ -9,8 +9,8 @@ PLAIN = {"Accept-Encoding": "identity"}
 async def read_plain(response: httpx.Response, max_bytes: int) -> bytes:
     """Returns the body of a streamed answer, or its first bytes if it has more than `max_bytes`.
 
-    A compressed answer is not read: less than a kilobyte can contain gigabytes, and httpx decompresses it before
-    anybody can count the bytes.
+    A compressed answer is not read: less than a kilobyte can contain gigabytes, and httpx
+    decompresses it before anybody can count the bytes.
 
     Args:
         response: From `client.stream` with the headers `PLAIN`.
@@ -21,7 +21,9 @@ async def read_plain(response: httpx.Response, max_bytes: int) -> bytes:
     """
     encoding = response.headers.get("Content-Encoding", "").strip().lower()
     if encoding not in ("", "identity"):
-        raise httpx.DecodingError("the answer is compressed, but the request accepts no compression")
+        raise httpx.DecodingError(
+            "the answer is compressed, but the request accepts no compression"
+        )
     body = bytearray()
     async for part in response.aiter_raw():
         body += part

@@ -67,21 +67,24 @@ class RolloutFuture(Protocol):
 class RolloutEngine(Protocol):
     """Samples responses with its own copy of the policy's weights.
 
-    Every method is a collective: in a torch.distributed job all ranks call it with the same arguments.
+    Every method is a collective: in a torch.distributed job all ranks call it with the same
+    arguments.
     """
 
     weight_version: int
     """Version of the weights in use; 0 is the checkpoint."""
 
     workers: tuple[str, ...]
-    """Names of the servers, to which `Sample.rollout_workers` refers; empty behind a router, which does not name them.
+    """Names of the servers, to which `Sample.rollout_workers` refers; empty behind a router, which
+    does not name them.
     """
 
     max_context_len: int | None
     """Longest text, in tokens; None if unknown."""
 
     can_checkpoint_weights: bool
-    """Whether weights older than the policy's are saved and restored; else a resumed run begins with the policy's."""
+    """Whether weights older than the policy's are saved and restored; else a resumed run begins
+    with the policy's."""
 
     @property
     def http_address(self) -> tuple[str, int] | None:
@@ -99,18 +102,22 @@ class RolloutEngine(Protocol):
     ) -> RolloutFuture:
         """Starts sampling `sampling.n_samples` responses to each prompt with the current weights.
 
-        With a `function`, the engine calls it for each response, at most `concurrency` calls at a time. The function
-        receives a sample with the prompt's tokens and a `TokenEngine`, and returns the samples of one rollout, which
-        share a `rollout_id`. An in-process engine samples immediately, each rank for its share of the prompts. A remote
-        engine samples, and calls the function on rank 0, while the caller trains; tokens sampled after a weight update
-        carry the new version.
+        With a `function`, the engine calls it for each response, at most `concurrency` calls at a
+        time. The function receives a sample with the prompt's tokens and a `TokenEngine`, and
+        returns the samples of one rollout, which share a `rollout_id`. An in-process engine samples
+        immediately, each rank for its share of the prompts. A remote engine samples, and calls the
+        function on rank 0, while the caller trains; tokens sampled after a weight update carry the
+        new version.
 
-        With `num_groups` the rollout is the first `num_groups` groups to complete; requests of the others return with
-        the finish reason abort. These groups become `unfinished`. The next call with `num_groups` resumes their aborted
-        samples; a rollout starts again if it has several samples or the function returned none in time.
+        With `num_groups` the rollout is the first `num_groups` groups to complete; requests of the
+        others return with the finish reason abort. These groups become `unfinished`. The next call
+        with `num_groups` resumes their aborted samples; a rollout starts again if it has several
+        samples or the function returned none in time.
         """
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    ) -> list[list[Sample]]:
         """`submit` and its result, in the prompts' order."""
 
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -125,7 +132,9 @@ class RolloutEngine(Protocol):
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by copy of the weights."""
 
-    def top_log_probs(self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[dict[int, float]]:
+    def top_log_probs(
+        self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
+    ) -> list[dict[int, float]]:
         """The likeliest next tokens of each text, and their log-probs before top-p and top-k; empty on failure."""
 
     def unfinished(self) -> list[list[Sample]]:

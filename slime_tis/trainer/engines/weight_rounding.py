@@ -1,8 +1,8 @@
 """Rounds weights to the precision of a rollout engine: to the nearest number, or at random.
 
-An optimizer step of 1e-6 is far below the distance of neighbouring bfloat16 numbers, 2.4e-4 at a weight of 0.05.
-Rounded to nearest, a weight changes only after many steps have added up. With stochastic rounding, the rollout engine's
-weights follow the trained weights on average.
+An optimizer step of 1e-6 is far below the distance of neighbouring bfloat16 numbers, 2.4e-4 at a
+weight of 0.05. Rounded to nearest, a weight changes only after many steps have added up. With
+stochastic rounding, the rollout engine's weights follow the trained weights on average.
 """
 
 import hashlib
@@ -21,7 +21,11 @@ Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
 
 COARSENESS: list[Precision] = ["fp32", "fp16", "bf16", "int8", "fp8", "int4"]
 """Precisions by their effect on log-probs, smallest first."""
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 """Tensor dtypes of precisions; fp8, int8 and int4 weights are emulated in float32."""
 FP8_MAX = 448.0
 FLOATS = {"fp16": (10, -14), "bf16": (7, -126), "fp8": (3, -6)}
@@ -29,7 +33,8 @@ FLOATS = {"fp16": (10, -14), "bf16": (7, -126), "fp8": (3, -6)}
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895314e38, "fp8": FP8_MAX, "int8": 127.0, "int4": 7.0}
 """Largest number of each format, before a scale."""
 CHANCES = 2**16
-"""Number of distinct random values of stochastic rounding: float32 has 16 more bits than bfloat16."""
+"""Number of distinct random values of stochastic rounding: float32 has 16 more bits than
+bfloat16."""
 
 
 def coarser(first: Precision, second: Precision) -> Precision:
@@ -44,8 +49,8 @@ def round_fp8(weight_OI: Tensor) -> Tensor:
 
     Serving engines use a scale per output channel too. Activations are not rounded.
 
-    Source of the format: "FP8 Formats for Deep Learning", Micikevicius et al. (https://arxiv.org/abs/2209.05433),
-    table 1.
+    Source of the format: "FP8 Formats for Deep Learning", Micikevicius et al.
+    (https://arxiv.org/abs/2209.05433), table 1.
     """
     weight_OI = weight_OI.float()
     scale_O1 = row_scale(weight_OI, FP8_MAX)
@@ -58,8 +63,9 @@ def round_bits(weight_OI: Tensor, bits: int) -> Tensor:
 
       n = 2^(bits−1) − 1,   s_o = max_i |w_oi| / n,   w'_oi = s_o · round(w_oi / s_o)
 
-    Symmetric around 0: −2^(bits−1) is not used. Halves are rounded to even. Source: "Quantizing deep convolutional
-    networks for efficient inference", Krishnamoorthi (https://arxiv.org/abs/1806.08342), section 2.2.
+    Symmetric around 0: −2^(bits−1) is not used. Halves are rounded to even. Source: "Quantizing
+    deep convolutional networks for efficient inference", Krishnamoorthi
+    (https://arxiv.org/abs/1806.08342), section 2.2.
     """
     weight_OI = weight_OI.float()
     largest = 2.0 ** (bits - 1) - 1
@@ -78,7 +84,9 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
     """max |w| / largest of each row; the smallest normal number for rows of (almost) zeros."""
-    return (weight_OI.abs().amax(-1, keepdim=True) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight_OI.abs().amax(-1, keepdim=True) / largest).clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
 
 
 def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
@@ -93,9 +101,9 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
 
       w' = sgn(w) · s · h · ⌊|w| / (s·h) + u⌋,   u uniform in [0, 1),   E[w'] = w
 
-    with the scale s of the row (else 1) and the distance h of neighbouring numbers at |w|/s. A representable number
-    stays unchanged. Source: "Deep Learning with Limited Numerical Precision", Gupta et al.
-    (https://arxiv.org/abs/1502.02551), section 3.
+    with the scale s of the row (else 1) and the distance h of neighbouring numbers at |w|/s. A
+    representable number stays unchanged. Source: "Deep Learning with Limited Numerical Precision",
+    Gupta et al. (https://arxiv.org/abs/1502.02551), section 3.
     """
     weight = weight.float()
     if precision == "fp32":
@@ -103,12 +111,16 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
     largest = LARGEST[precision]
     scale = row_scale(weight, largest) if precision in ROUNDINGS else None
     scaled = weight.abs()
-    if scale is not None:  # division may make the largest number of a row smaller, and change its scale
+    if (
+        scale is not None
+    ):  # division may make the largest number of a row smaller, and change its scale
         scaled = scaled / scale
         scaled = torch.where(scaled > largest * (1 - 1e-6), largest, scaled)
     step = spacing(scaled, precision)
     chance = torch.empty_like(scaled, dtype=torch.int32).random_(CHANCES, generator=generator)
-    rounded = (scaled / step).add_(chance.float().div_(CHANCES)).floor_().mul_(step).clamp_max_(largest)
+    rounded = (
+        (scaled / step).add_(chance.float().div_(CHANCES)).floor_().mul_(step).clamp_max_(largest)
+    )
     return torch.copysign(rounded if scale is None else rounded.mul_(scale), weight)
 
 
@@ -133,10 +145,16 @@ class WeightRounder:
         if self.rounding == "nearest" or not rounds(weight.dtype, precision):
             return weight
         digest = hashlib.sha256(f"{self.seed} {name} {version}".encode()).digest()
-        generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return round_stochastic(weight, precision, generator).to(DTYPES.get(precision, torch.float32))
+        generator = torch.Generator(weight.device).manual_seed(
+            int.from_bytes(digest[:8], "big") >> 1
+        )
+        return round_stochastic(weight, precision, generator).to(
+            DTYPES.get(precision, torch.float32)
+        )
 
 
 def rounds(dtype: torch.dtype, precision: Precision) -> bool:
     """Whether an engine of this precision rounds weights of this dtype."""
-    return precision in ROUNDINGS or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]
+    return (
+        precision in ROUNDINGS or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]
+    )

@@ -1,7 +1,8 @@
 """Rounds the weights sent to the rollout engine and measures how much of an update arrives.
 
     source(weights, version)  →  round each tensor as --weight-update-rounding says  →  rollout engine
-                                   ↘ a fixed sample of rows: trained and sent values, now and at the update before
+                                   ↘ a fixed sample of rows: trained and sent values, now and at the
+                                   update before
 
 With changes Δw of the trained weights and Δr of the engine's weights since the previous update:
 
@@ -20,15 +21,23 @@ from torch import Tensor
 from slime_tis.errors import first_line
 from slime_tis.torch_files import load_tensors
 from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
-from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder, coarser, round_nearest, rounds
+from slime_tis.trainer.engines.weight_rounding import (
+    Precision,
+    WeightRounder,
+    coarser,
+    round_nearest,
+    rounds,
+)
 from slime_tis.trainer.storage.checkpoint_files import UPDATE_SAMPLES
 
 MIN_ROW_STRIDE = 61
 """Every 61st row is sampled; an odd stride does not align with the pattern of heads."""
 MAX_SAMPLED_ELEMENTS = 65_536
-"""Sampled elements per tensor, unless a single row has more; smaller tensors are checked completely."""
+"""Sampled elements per tensor, unless a single row has more; smaller tensors are checked
+completely."""
 BLOCKS = 32
-"""Blocks of rows and of columns with known changes; a shard of up to `BLOCKS` / 2 ranks contains one."""
+"""Blocks of rows and of columns with known changes; a shard of up to `BLOCKS` / 2 ranks contains
+one."""
 EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -48,7 +57,11 @@ class WeightUpdates:
     """Rounds and measures the weights on their way to the rollout engine."""
 
     def __init__(
-        self, rounder: WeightRounder, precision_of: Callable[[str], Precision | None], *, samples_all: bool
+        self,
+        rounder: WeightRounder,
+        precision_of: Callable[[str], Precision | None],
+        *,
+        samples_all: bool,
     ) -> None:
         """`precision_of` an unknown tensor is None; `samples_all` also samples unrounded tensors, for `sent_rows`."""
         self.rounder = rounder
@@ -128,7 +141,9 @@ class WeightUpdates:
     def moved(self) -> bool:
         """Whether the update changed any sampled row in the engine's precision."""
         pairs = ((self._earlier.get(name), now) for name, now in self.sampled.items())
-        return any(before is not None and not torch.equal(before.sent, now.sent) for before, now in pairs)
+        return any(
+            before is not None and not torch.equal(before.sent, now.sent) for before, now in pairs
+        )
 
     def sent_rows(self) -> dict[str, SentRows]:
         """The rows that the engine must contain after an update; a tied output layer has the embedding's rows."""
@@ -137,7 +152,9 @@ class WeightUpdates:
 
     def save_samples(self, directory: Path) -> None:
         """Writes the last version's samples into an unfinished checkpoint, for the metrics of the next update."""
-        torch.save({name: vars(rows) for name, rows in self.sampled.items()}, directory / UPDATE_SAMPLES)
+        torch.save(
+            {name: vars(rows) for name, rows in self.sampled.items()}, directory / UPDATE_SAMPLES
+        )
 
     def load_samples(self, directory: Path, version: int) -> None:
         """Restores the samples of this version; without the file the next update has no metrics.

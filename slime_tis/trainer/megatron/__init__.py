@@ -5,4 +5,6 @@ import warnings
 from slime_tis.trainer.megatron import cpu_support
 
 cpu_support.install()
-warnings.filterwarnings("ignore", module=r"megatron\.")  # without CUDA it warns about every missing library
+warnings.filterwarnings(
+    "ignore", module=r"megatron\."
+)  # without CUDA it warns about every missing library

@@ -56,8 +56,9 @@ class HfConfig(Protocol):
 class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """A GPTModel that returns hidden states, or logits, only after the tokens of `PackedSequences.response_rows`.
 
-    Under sequence parallelism a rank's slice of the tokens has any number of these rows. Therefore the hidden states
-    are gathered here, and the gradient of the rows is summed over the tensor-parallel ranks.
+    Under sequence parallelism a rank's slice of the tokens has any number of these rows. Therefore
+    the hidden states are gathered here, and the gradient of the rows is summed over the
+    tensor-parallel ranks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,22 +66,30 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         if self.post_process and self.config.sequence_parallel:
             self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
 
-    def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **kwargs: Any
+    ) -> Tensor:
         """Hidden states [L, 1, h] or logits [1, L, V] of the rows on the last pipeline stage; elsewhere [T, 1, h]."""
         if self.post_process:
             if self.config.sequence_parallel:
-                hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+                hidden_states = gather_from_sequence_parallel_region(
+                    hidden_states, tensor_parallel_output_grad=False
+                )
             if packed_seq_params.response_rows is not None:
                 hidden_states = hidden_states.index_select(0, packed_seq_params.response_rows)
             if not packed_seq_params.gives_logits:
                 return hidden_states
-        output: Tensor = super()._postprocess(hidden_states, packed_seq_params=packed_seq_params, **kwargs)
+        output: Tensor = super()._postprocess(
+            hidden_states, packed_seq_params=packed_seq_params, **kwargs
+        )
         return output
 
     def output_weight(self) -> Tensor:
         """The output layer's weight on this rank, on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
-        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        )
         return weight
 
 
@@ -103,12 +112,16 @@ def read_hf_config(directory: str | Path) -> HfConfig:
     unsupported = {
         "hidden_act": hf.hidden_act not in ("silu", "swish"),
         "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
-        "attention_bias": FAMILIES[name].qkv_bias is False and bool(getattr(hf, "attention_bias", False)),
+        "attention_bias": (
+            FAMILIES[name].qkv_bias is False and bool(getattr(hf, "attention_bias", False))
+        ),
         "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
     }
     for field, bad in unsupported.items():
         if bad:
-            raise ValueError(f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}")
+            raise ValueError(
+                f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}"
+            )
     return hf
 
 
@@ -119,12 +132,21 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     transformer = transformer_config(hf, config, parallel)
     engine = uses_transformer_engine(hf, parallel)
     if not engine and config.transformer_impl == "transformer_engine":
-        raise ValueError("--transformer-impl transformer_engine supports dense models only; remove the flag.")
+        raise ValueError(
+            "--transformer-impl transformer_engine supports dense models only; remove the flag."
+        )
     inverse_frequency, scaling = rotary_frequencies(hf, family)
     if engine and scaling != 1.0:
-        raise ValueError(f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers only")
+        raise ValueError(
+            f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers"
+            " only"
+        )
     norms = transformer.qk_layernorm
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=norms) if engine else _torch_spec(transformer)
+    spec = (
+        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=norms)
+        if engine
+        else _torch_spec(transformer)
+    )
     module = ResponseModel(
         transformer,
         spec,
@@ -143,15 +165,21 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     if parallel.expert_tensor_size != parallel.tensor_size:
         separate_expert_gradients(module)
     if engine:
-        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.device, copy=True)  # no longer a buffer
+        module.rotary_pos_emb.inv_freq = inverse_frequency.to(
+            parallel.device, copy=True
+        )  # no longer a buffer
         return Model(module, transformer, hf, None)
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 
 
-def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel) -> TransformerConfig:
+def transformer_config(
+    hf: HfConfig, config: MegatronConfig, parallel: Parallel
+) -> TransformerConfig:
     """megatron-core's configuration of a Hugging Face model under the parallel layout."""
     family = FAMILIES[hf.architectures[0]]
-    names = {field.name for field in fields(TransformerConfig)} & {field.name for field in fields(config)}
+    names = {field.name for field in fields(TransformerConfig)} & {
+        field.name for field in fields(config)
+    }
     dtype = DTYPES[config.precision]
     on_cpu = parallel.device.type == "cpu"
     return TransformerConfig(
@@ -172,14 +200,18 @@ def transformer_config(hf: HfConfig, config: MegatronConfig, parallel: Parallel)
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        **{name: getattr(config, name) for name in names - {"transformer_impl"}},  # precision, layout, recomputation
+        **{
+            name: getattr(config, name) for name in names - {"transformer_impl"}
+        },  # precision, layout, recomputation
         # Sums over tokens or sequences are divided once, by their number in the global batch.
         calculate_per_token_loss=True,
         variable_seq_lengths=parallel.pipeline_size > 1,
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
         **_moe_options(hf),
         use_cpu_initialization=on_cpu,
-        use_te_activation_func=not uses_transformer_engine(hf, parallel),  # the spec's, here TorchSwiGLU
+        use_te_activation_func=not uses_transformer_engine(
+            hf, parallel
+        ),  # the spec's, here TorchSwiGLU
         apply_rope_fusion=uses_transformer_engine(hf, parallel),
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
@@ -202,10 +234,19 @@ def _moe_options(hf: Any) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
     }
-    if not family.sigmoid_router:  # a softmax over all experts, or over the chosen ones, whose weights then sum to 1
-        return options | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not hf.norm_topk_prob}
+    if (
+        not family.sigmoid_router
+    ):  # a softmax over all experts, or over the chosen ones, whose weights then sum to 1
+        return options | {
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+        }
     # "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.1.2
-    groups = {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group} if hf.n_group > 1 else {}
+    groups = (
+        {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
+        if hf.n_group > 1
+        else {}
+    )
     return (
         options
         | groups
@@ -229,7 +270,9 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
     try:
         rotary = getattr(importlib.import_module(module), name)(config=hf)
     except Exception as error:  # a missing factor, say
-        raise ValueError(f"the checkpoint's rotary settings are invalid: {first_line(error)}.") from error
+        raise ValueError(
+            f"the checkpoint's rotary settings are invalid: {first_line(error)}."
+        ) from error
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
 
 
@@ -240,8 +283,14 @@ def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
 
 def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     dense, first = _torch_layer_spec(config, None), get_transformer_layer_offset(config)
-    sparse = dense if config.num_moe_experts is None else _torch_layer_spec(config, config.num_moe_experts)
-    pattern = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
+    sparse = (
+        dense
+        if config.num_moe_experts is None
+        else _torch_layer_spec(config, config.num_moe_experts)
+    )
+    pattern = (
+        config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
+    )
     here = pattern[first : first + get_num_layers_to_build(config)]
     layers = [sparse if is_sparse else dense for is_sparse in here]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)

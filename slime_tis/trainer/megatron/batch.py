@@ -26,9 +26,11 @@ class TrainingBatch:
     responses: ResponseTokens
     """The response tokens that this context-parallel rank owns."""
     sampling_masks: list[SamplingMask] | None = None
-    """The tokens that could be sampled at each of these, one mask per response; None for all tokens."""
+    """The tokens that could be sampled at each of these, one mask per response; None for all
+    tokens."""
     routed_experts: Sequence[Tensor | None] | None = None
-    """Experts to replay in each sequence, [tokens - 1, sparse layers, k]; None: the routers choose."""
+    """Experts to replay in each sequence, [tokens - 1, sparse layers, k]; None: the routers
+    choose."""
     routing_weights: Sequence[Tensor | None] | None = None
     """Their weights to replay, float32 of the same shape."""
 
@@ -61,7 +63,7 @@ class TrainingBatch:
         return replace(self, responses=self.responses.with_advantages(per_sample))
 
 
-def make_batch(
+def make_batch(  # noqa: PLR0913
     tokens: Sequence[Sequence[int]],
     loss_masks: Sequence[Sequence[int]],
     rollout_log_probs: Sequence[Sequence[float]],
@@ -75,8 +77,9 @@ def make_batch(
 ) -> TrainingBatch:
     """Builds a batch from whole sequences; of the responses, this context-parallel rank's slices.
 
-    Log-probs are NaN if the engine gave none, weight versions are in optimizer steps. Each sample may be a segment of
-    the rollout with its number in `rollouts`. `sampling_masks` is empty if sampling is not truncated.
+    Log-probs are NaN if the engine gave none, weight versions are in optimizer steps. Each sample
+    may be a segment of the rollout with its number in `rollouts`. `sampling_masks` is empty if
+    sampling is not truncated.
     """
     totals = [len(ids) for ids in tokens]
     lengths = [len(mask) for mask in loss_masks]
@@ -92,11 +95,15 @@ def make_batch(
     }
     for name, rows in named.items():
         if (row_lengths := [len(row) for row in rows]) != lengths:
-            raise ValueError(f"{name} has {row_lengths} response tokens per sample but loss_masks has {lengths}.")
+            raise ValueError(
+                f"{name} has {row_lengths} response tokens per sample but loss_masks has {lengths}."
+            )
     slices = response_slices(totals, lengths, context_rank, context_size)
 
     def flat(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)]))
+        return torch.from_numpy(
+            np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)])
+        )
 
     loss_mask_N = flat(loss_masks, np.float32)
     local_masks = None
@@ -132,7 +139,9 @@ def shard(items: Sequence[T], rank: int, size: int, together: int = 1) -> list[T
 def unshard(shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
     """All items in their order, from the equally long shards of the data-parallel ranks."""
     starts = range(0, len(shards[0]), together)
-    return [item for start in starts for of_rank in shards for item in of_rank[start : start + together]]
+    return [
+        item for start in starts for of_rank in shards for item in of_rank[start : start + together]
+    ]
 
 
 def assign_together(groups: Sequence[Hashable], size: int) -> int:

@@ -1,10 +1,11 @@
 """Reads megatron-core's distributed checkpoints without running code that somebody put into them.
 
-torch's `FileSystemReader` loads `.metadata` with an unrestricted unpickler, and torch's planner loads objects in
-`.distcp` files likewise. A pickle may call any function. Here, a class in `.metadata` only becomes a record of data,
-from which torch's classes are made anew with checked fields, and objects are loaded with `weights_only=True`.
-`dist_checkpointing.load` takes the two strategies. The names that begin with `_` are private in torch 2.13 and
-megatron-core 0.16.1: check them after an upgrade.
+torch's `FileSystemReader` loads `.metadata` with an unrestricted unpickler, and torch's planner
+loads objects in `.distcp` files likewise. A pickle may call any function. Here, a class in
+`.metadata` only becomes a record of data, from which torch's classes are made anew with checked
+fields, and objects are loaded with `weights_only=True`. `dist_checkpointing.load` takes the two
+strategies. The names that begin with `_` are private in torch 2.13 and megatron-core 0.16.1: check
+them after an upgrade.
 """
 
 import io
@@ -52,7 +53,8 @@ RECORDS = {
     ("torch.distributed.checkpoint.planner", "WriteItemType"),
     ("torch.serialization", "_get_layout"),
 }
-"""Classes and functions in `.metadata` that are read as records; none of them is imported or called."""
+"""Classes and functions in `.metadata` that are read as records; none of them is imported or
+called."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -82,7 +84,8 @@ class SafeShardedStrategy(torch_strategy.TorchDistLoadShardedStrategy):  # type:
         reader = CheckpointReader(checkpoint_dir)
         reader.read_metadata()  # here an error is raised as it is; torch would wrap it into its own
         original = torch_strategy._get_filesystem_reader
-        # megatron-core has no parameter for the reader: its strategy calls this function of its module.
+        # megatron-core has no parameter for the reader: its strategy calls this function of its
+        # module.
         torch_strategy._get_filesystem_reader = lambda directory, cache_metadata=False: reader
         try:
             return super().load(sharded_state_dict, checkpoint_dir)
@@ -105,7 +108,9 @@ class CheckpointReader(FileSystemReader):
         super().__init__(path)
         self._metadata: Metadata | None = None
 
-    def read_metadata(self) -> Metadata:  # not of one rank: then torch would fall back to other files
+    def read_metadata(
+        self,
+    ) -> Metadata:  # not of one rank: then torch would fall back to other files
         """Returns the content of `.metadata`; raises UnsafeFile if it is not what torch writes."""
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path) / METADATA)
@@ -121,7 +126,9 @@ class CheckpointReader(FileSystemReader):
             try:
                 super().read_data(replace(plan, items=items), safe_planner)
             except pickle.UnpicklingError:  # its message recommends weights_only=False
-                raise UnsafeFile(f"{Path(self.path) / file} was not loaded: {NOT_TENSORS}") from None
+                raise UnsafeFile(
+                    f"{Path(self.path) / file} was not loaded: {NOT_TENSORS}"
+                ) from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -147,7 +154,9 @@ class _SafePlanner:
 
         The planner loads what it gets with `weights_only=False`.
         """
-        content = load_tensors(value, where=Path(self._reader.path) / self._reader.file_of(read_item))
+        content = load_tensors(
+            value, where=Path(self._reader.path) / self._reader.file_of(read_item)
+        )
         checked = io.BytesIO()
         torch.save(content, checked)
         checked.seek(0)
@@ -157,8 +166,8 @@ class _SafePlanner:
 def check_extra_state(state: dict[str, Any], checkpoint: Path) -> None:
     """Raises UnsafeFile if a model's state has pickled state of layers.
 
-    transformer-engine unpickles `_extra_state` without restriction. It is empty unless a model trains in FP8, which
-    this program does not.
+    transformer-engine unpickles `_extra_state` without restriction. It is empty unless a model
+    trains in FP8, which this program does not.
     """
     for name, value in state.items():
         if not EXTRA_STATE.fullmatch(name) or value is None:
@@ -170,7 +179,8 @@ def check_extra_state(state: dict[str, Any], checkpoint: Path) -> None:
             size = len(value.getbuffer())
         if size:
             raise UnsafeFile(
-                f"{checkpoint} has a state of FP8 training in {name}, which is a pickle and could run code"
+                f"{checkpoint} has a state of FP8 training in {name}, which is a pickle and could"
+                " run code"
             )
 
 
@@ -213,9 +223,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(path: Path) -> Metadata:
     """Returns the metadata of a checkpoint, made of checked plain data.
 
-    Raises:
-        UnsafeFile: The file names a class or function that torch's metadata does not contain, or has another form.
-        OSError: The file cannot be read.
+    Raises: UnsafeFile: The file names a class or function that torch's metadata does not contain,
+        or has another form. OSError: The file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -227,7 +236,10 @@ def read_metadata(path: Path) -> Metadata:
         problem = f"it {error}, which is not part of torch's metadata of a checkpoint"
         raise UnsafeFile(f"{path} was not loaded: {problem}") from None
     except Exception as error:  # unpickling damaged bytes may raise anything
-        problem = f"it is not torch's metadata of a checkpoint ({type(error).__name__}: {first_line(error)})"
+        problem = (
+            f"it is not torch's metadata of a checkpoint ({type(error).__name__}:"
+            f" {first_line(error)})"
+        )
         raise UnsafeFile(f"{path} was not loaded: {problem}") from None
 
 
@@ -240,7 +252,8 @@ def _metadata(record: Any) -> Metadata:
             for name, entry in _checked(fields["state_dict_metadata"], dict).items()
         },
         storage_data={
-            _index(index): _storage_info(entry) for index, entry in _checked(fields["storage_data"], dict).items()
+            _index(index): _storage_info(entry)
+            for index, entry in _checked(fields["storage_data"], dict).items()
         },
         storage_meta=StorageMeta(),
     )
@@ -254,9 +267,13 @@ def _storage_metadata(record: Any) -> TensorStorageMetadata | BytesStorageMetada
     chunks = []
     for chunk in _checked(fields["chunks"], list):
         sizes = _fields(chunk, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(offsets=_size(sizes["offsets"]), sizes=_size(sizes["sizes"])))
+        chunks.append(
+            ChunkStorageMetadata(offsets=_size(sizes["offsets"]), sizes=_size(sizes["sizes"]))
+        )
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=_checked(dtype, torch.dtype)), size=_size(fields["size"]), chunks=chunks
+        properties=TensorProperties(dtype=_checked(dtype, torch.dtype)),
+        size=_size(fields["size"]),
+        chunks=chunks,
     )
 
 
@@ -279,7 +296,9 @@ def _storage_info(record: Any) -> _StorageInfo:
     if fields.get("transform_descriptors"):
         raise UnsafeFile("refers to a transformation of its files")
     return _StorageInfo(
-        relative_path=path, offset=_checked(fields["offset"], int), length=_checked(fields["length"], int)
+        relative_path=path,
+        offset=_checked(fields["offset"], int),
+        length=_checked(fields["length"], int),
     )
 
 

@@ -27,23 +27,30 @@ REPLACEMENTS = (
     (r"(?<!def )\b_[gs]et_cuda_rng_state" + CALL, "None"),
     (r"\bpin_memory=True\b", "pin_memory=False"),
     (r"(?<!\btorch)\.cuda" + CALL, ""),  # tensor.cuda(...)
-    # gloo gathers and scatters tensors of one size only. The ranks that share the matrices of an expert have
-    # different numbers of its tokens, unless they also share the sequence.
+    # gloo gathers and scatters tensors of one size only. The ranks that share the matrices of an
+    # expert have different numbers of its tokens, unless they also share the sequence.
     (
         r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
-        "torch.distributed.all_to_all_single(output, torch.cat([input_] * world_size), output_split_sizes, "
-        "[len(input_)] * world_size, group=group)",
+        (
+            "torch.distributed.all_to_all_single(output, torch.cat([input_] * world_size),"
+            " output_split_sizes, [len(input_)] * world_size, group=group)"
+        ),
     ),
     (
         r"torch\.distributed\.reduce_scatter\(output, input_tensor_list, group=group\)",
-        "received = torch.cat([output] * world_size); torch.distributed.all_to_all_single(received, "
-        "input_.contiguous(), [len(output)] * world_size, input_split_sizes, group=group); "
-        "torch.sum(received.unflatten(0, (world_size, -1)), 0, out=output)",
+        (
+            "received = torch.cat([output] * world_size);"
+            " torch.distributed.all_to_all_single(received, input_.contiguous(), [len(output)] *"
+            " world_size, input_split_sizes, group=group); torch.sum(received.unflatten(0,"
+            " (world_size, -1)), 0, out=output)"
+        ),
     ),
     (
-        # Copies the numbers of tokens per rank to the host, on a separate stream. On a CPU they are already on the
-        # host, but all_to_all_single only takes lists or arrays.
-        r"(?s)(def _maybe_dtoh_and_synchronize" + CALL + r"[^:]*:\n).*?(        return tokens_per_expert\n)",
+        # Copies the numbers of tokens per rank to the host, on a separate stream. On a CPU they are
+        # already on the host, but all_to_all_single only takes lists or arrays.
+        r"(?s)(def _maybe_dtoh_and_synchronize"
+        + CALL
+        + r"[^:]*:\n).*?(        return tokens_per_expert\n)",
         r"""\1        if not self.drop_and_pad and point == self.cuda_dtoh_point:
             for name in ('input_splits', 'output_splits', 'output_splits_tp'):
                 splits = getattr(self, name)
@@ -59,7 +66,9 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules and not _has_cuda():
-        raise RuntimeError("megatron.core is already imported: import slime_tis.trainer.megatron before it")
+        raise RuntimeError(
+            "megatron.core is already imported: import slime_tis.trainer.megatron before it"
+        )
     sys.meta_path.insert(0, _Finder())
 
 
@@ -87,7 +96,11 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if not _has_cuda() and spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        if (
+            not _has_cuda()
+            and spec is not None
+            and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        ):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 

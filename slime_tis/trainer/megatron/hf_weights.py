@@ -1,7 +1,7 @@
 """Weights of Hugging Face checkpoints and of megatron-core: tensor-, pipeline- and expert-parallel shards, both ways.
 
-Every Megatron weight consists of one or more Hugging Face tensors. `RULES` lists them, and `LAYOUTS` defines how each
-kind is split over the tensor-parallel ranks and joined.
+Every Megatron weight consists of one or more Hugging Face tensors. `RULES` lists them, and
+`LAYOUTS` defines how each kind is split over the tensor-parallel ranks and joined.
 """
 
 import re
@@ -56,17 +56,24 @@ def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
     return [torch.cat(gates, -2), torch.cat(ups, -2)]
 
 
-# "rows" and "gated" count dimensions from the last one, because experts are joined in a stack [experts, out, in].
+# "rows" and "gated" count dimensions from the last one, because experts are joined in a stack
+# [experts, out, in].
 LAYOUTS = {
     "replicated": Layout(lambda t, rank, size, hf: t[0], lambda shards, hf: [shards[0]]),
-    "rows": Layout(lambda t, rank, size, hf: t[0].chunk(size, -1)[rank], lambda shards, hf: [torch.cat(shards, -1)]),
+    "rows": Layout(
+        lambda t, rank, size, hf: t[0].chunk(size, -1)[rank],
+        lambda shards, hf: [torch.cat(shards, -1)],
+    ),
     "vocab": Layout(_split_vocab, lambda shards, hf: [torch.cat(shards)[: hf.vocab_size]]),
     "qkv": Layout(_split_qkv, _join_qkv),
-    "gated": Layout(lambda t, rank, size, hf: torch.cat([part.chunk(size, -2)[rank] for part in t], -2), _join_gated),
+    "gated": Layout(
+        lambda t, rank, size, hf: torch.cat([part.chunk(size, -2)[rank] for part in t], -2),
+        _join_gated,
+    ),
 }
 
-# Megatron name (within its layer) → layout, Hugging Face names. transformer-engine fuses a norm into the following
-# linear layer, hence two names for the same weight.
+# Megatron name (within its layer) → layout, Hugging Face names. transformer-engine fuses a norm
+# into the following linear layer, hence two names for the same weight.
 LAYER_RULES: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("replicated", "input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": ("replicated", "input_layernorm.weight"),
@@ -86,7 +93,11 @@ for _mlp, _source in (
     ("mlp.shared_experts", "{shared_expert}"),
     ("mlp.experts.local_experts.*", "mlp.experts.{expert}"),
 ):
-    LAYER_RULES[f"{_mlp}.linear_fc1.weight"] = ("gated", f"{_source}.gate_proj.weight", f"{_source}.up_proj.weight")
+    LAYER_RULES[f"{_mlp}.linear_fc1.weight"] = (
+        "gated",
+        f"{_source}.gate_proj.weight",
+        f"{_source}.up_proj.weight",
+    )
     LAYER_RULES[f"{_mlp}.linear_fc2.weight"] = ("rows", f"{_source}.down_proj.weight")
 RULES: dict[str, tuple[str, ...]] = {
     "embedding.word_embeddings.weight": ("vocab", "model.embed_tokens.weight"),
@@ -96,10 +107,13 @@ RULES: dict[str, tuple[str, ...]] = {
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 """The index of a routed expert on its rank, in the name of its weight."""
 GATHERED_BYTES = 2**30
-"""Weights of routed experts that one collective gathers; it gathers at least one expert of each rank."""
+"""Weights of routed experts that one collective gathers; it gathers at least one expert of each
+rank."""
 
 
-def rule(name: str, hf: HfConfig, first_layer: int, first_expert: int = 0) -> tuple[Layout, list[str]]:
+def rule(
+    name: str, hf: HfConfig, first_layer: int, first_expert: int = 0
+) -> tuple[Layout, list[str]]:
     """The layout and the Hugging Face tensors of a Megatron weight, named as on a rank with this layer and expert."""
     if name in RULES:
         layout, *sources = RULES[name]
@@ -133,9 +147,13 @@ class HfTensors:
             with safe_open(str(path), "pt") as file:
                 tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: the tensor {name} cannot be read ({first_line(error)}).") from None
+            raise ValueError(
+                f"{path}: the tensor {name} cannot be read ({first_line(error)})."
+            ) from None
         if not tensor.isfinite().all():
-            raise ValueError(f"{path}: the tensor {name} holds NaN or infinity; the checkpoint is damaged.")
+            raise ValueError(
+                f"{path}: the tensor {name} holds NaN or infinity; the checkpoint is damaged."
+            )
         return tensor
 
 
@@ -153,7 +171,10 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
             rank, size = parallel.expert_tensor_rank, parallel.expert_tensor_size
         shard = layout.split([tensors[source] for source in sources], rank, size, hf)
         if shard.shape != parameter.shape:
-            raise ValueError(f"{directory}: {sources} give {tuple(shard.shape)} for {name} {tuple(parameter.shape)}")
+            raise ValueError(
+                f"{directory}: {sources} give {tuple(shard.shape)} for {name}"
+                f" {tuple(parameter.shape)}"
+            )
         with torch.no_grad():
             parameter.copy_(shard)
 
@@ -164,10 +185,16 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
-        for names in parallel.broadcast_from_stage(_gathering_order(weights, parallel) if mine else [], stage):
+        for names in parallel.broadcast_from_stage(
+            _gathering_order(weights, parallel) if mine else [], stage
+        ):
             if names == ["output_layer.weight"] and model.hf_config.tie_word_embeddings:
                 continue
-            whole = _whole([weights[name].detach() for name in names], names[0], model, parallel) if mine else None
+            whole = (
+                _whole([weights[name].detach() for name in names], names[0], model, parallel)
+                if mine
+                else None
+            )
             if parallel.pipeline_size > 1:
                 whole = _broadcast_tensors(whole, stage, parallel)
             assert whole is not None
@@ -176,7 +203,9 @@ def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Te
 
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
     """The weights on this rank: parameters, and the biases of routers, which are not trained."""
-    biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias"))
+    biases = (
+        (name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias")
+    )
     return dict([*module.named_parameters(), *biases])
 
 
@@ -219,9 +248,15 @@ def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) ->
     """The Hugging Face tensors [weights, …] of this rank's shards: one weight, or one for each expert of all ranks."""
     layout, _ = rule(name, model.hf_config, 0)
     if EXPERT.search(name) is None:
-        gathered = shards if layout is LAYOUTS["replicated"] else _all_gather(shards[0], parallel.tensor_group)
+        gathered = (
+            shards
+            if layout is LAYOUTS["replicated"]
+            else _all_gather(shards[0], parallel.tensor_group)
+        )
         return [tensor[None] for tensor in layout.join(gathered, model.hf_config)]
-    stacked = layout.join(_all_gather(torch.stack(shards), parallel.expert_tensor_group), model.hf_config)
+    stacked = layout.join(
+        _all_gather(torch.stack(shards), parallel.expert_tensor_group), model.hf_config
+    )
     return [torch.cat(_all_gather(tensor, parallel.expert_group)) for tensor in stacked]
 
 
@@ -241,15 +276,21 @@ def _first_expert(model: Model, parallel: Parallel, owner: int) -> int:
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     if group.size() == 1:
         return [tensor]
-    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    gathered = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(gathered, tensor.contiguous(), group=group)
     return gathered
 
 
-def _broadcast_tensors(tensors: list[Tensor] | None, stage: int, parallel: Parallel) -> list[Tensor]:
+def _broadcast_tensors(
+    tensors: list[Tensor] | None, stage: int, parallel: Parallel
+) -> list[Tensor]:
     described = parallel.broadcast_from_stage([(t.shape, t.dtype) for t in tensors or []], stage)
     device = parallel.device
-    tensors = tensors or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
+    tensors = tensors or [
+        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described
+    ]
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:
         dist.broadcast(tensor, group=parallel.pipeline_group, group_src=stage)

@@ -1,8 +1,9 @@
 """Layers in plain torch, as megatron-core spec modules, for machines without transformer-engine.
 
-RMSNorm and SwiGLU save little for the backward pass. megatron-core's torch RMSNorm refuses sequence parallelism, and
-torch's also saves the normalized input on a CPU. megatron-core's MLP saves the input of SwiGLU, silu(gate), a copy of
-the other factor and the product: five times the inner size. Here only the input is saved, twice the inner size.
+RMSNorm and SwiGLU save little for the backward pass. megatron-core's torch RMSNorm refuses sequence
+parallelism, and torch's also saves the normalized input on a CPU. megatron-core's MLP saves the
+input of SwiGLU, silu(gate), a copy of the other factor and the product: five times the inner size.
+Here only the input is saved, twice the inner size.
 """
 
 from collections.abc import Callable
@@ -28,19 +29,30 @@ R = TypeVar("R")
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Rotary embedding and causal attention over packed sequences, by `scaled_dot_product_attention`.
 
-    megatron-core's local attention supports neither packed sequences nor context parallelism, and its rotary embedding
-    splits and joins the packed tokens per sequence, layer and tensor. Here angles are computed once per micro-batch.
+    megatron-core's local attention supports neither packed sequences nor context parallelism, and
+    its rotary embedding splits and joins the packed tokens per sequence, layer and tensor. Here
+    angles are computed once per micro-batch.
     """
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.context_group = pg_collection.cp
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedSequences, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSequences,
+        **__: Any,
     ) -> Tensor:
         """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
         layout = packed_seq_params
@@ -48,7 +60,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
         if self.context_group.size() > 1:
             keys_and_values = torch.stack([key, value], 1)
-            key, value = gather_from_sequence_parallel_region(keys_and_values, group=self.context_group).unbind(1)
+            key, value = gather_from_sequence_parallel_region(
+                keys_and_values, group=self.context_group
+            ).unbind(1)
         repeats = query.shape[1] // key.shape[1]
         outputs = [
             F.scaled_dot_product_attention(
@@ -102,7 +116,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class TorchRMSNorm(torch.nn.Module):
     """x / sqrt(mean(x²) + ε) · weight; megatron-core reduces its gradient under sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
@@ -146,7 +162,9 @@ class _RMSNorm(torch.autograd.Function):
 class TorchMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
     """megatron-core's MLP without biases, which recomputes the second layer's input in the backward pass."""
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
         """[..., hidden size] → the same, and no bias."""
         assert per_token_scale is None  # experts use megatron-core's MLP
         x, _bias = self.linear_fc1(hidden_states)
@@ -186,14 +204,21 @@ class _SwiGLU(torch.autograd.Function):
         of_x = torch.empty_like(x)
         of_gate, of_up = of_x.chunk(2, -1)
         torch.mul(grad, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(torch.mul(grad, up, out=of_gate), gate, grad_input=of_gate)
+        torch.ops.aten.silu_backward.grad_input(
+            torch.mul(grad, up, out=of_gate), gate, grad_input=of_gate
+        )
         return of_x
 
 
-def with_recomputed_input(layer: Callable[[Tensor], R], function: Callable[[Tensor], Tensor], x: Tensor) -> R:
+def with_recomputed_input(
+    layer: Callable[[Tensor], R], function: Callable[[Tensor], Tensor], x: Tensor
+) -> R:
     """layer(function(x)), where the layer saves x instead of its input; `function` must be deterministic."""
     inputs = function(x)
-    shape, address = inputs.shape, inputs.data_ptr()  # autograd keeps `pack`, which must not refer to the tensor
+    shape, address = (
+        inputs.shape,
+        inputs.data_ptr(),
+    )  # autograd keeps `pack`, which must not refer to the tensor
     saved = x.detach()
 
     def pack(tensor: Tensor) -> Tensor | _Recomputed:
@@ -239,8 +264,9 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 def release_probabilities(module: nn.Module) -> None:
     """Makes megatron-core's dispatchers release the probabilities of a micro-batch after their layer has run.
 
-    The graph of the probabilities refers to the parameters, whose data-parallel hooks refer to the model: a cycle
-    through C++ that Python's garbage collector does not see, so that the model would never be freed.
+    The graph of the probabilities refers to the parameters, whose data-parallel hooks refer to the
+    model: a cycle through C++ that Python's garbage collector does not see, so that the model would
+    never be freed.
     """
 
     def release(layer: Any, args: Any, output: Any) -> None:
@@ -254,9 +280,11 @@ def release_probabilities(module: nn.Module) -> None:
 def separate_expert_gradients(module: nn.Module) -> None:
     """Makes megatron-core sum the gradients of routed experts over the ranks that hold the same shard of an expert.
 
-    megatron-core 0.16.1 does so only for weights with the mark `allreduce = False`, and it sets that mark only if the
-    expert-parallel size is above 1 (`megatron/core/tensor_parallel/layers.py`). Without the mark, gradients are summed
-    over the data- and context-parallel ranks. These are other ranks if the expert-tensor size differs from the tensor
+    megatron-core 0.16.1 does so only for weights with the mark `allreduce = False`, and it sets
+    that mark only if the expert-parallel size is above 1
+    (`megatron/core/tensor_parallel/layers.py`). Without the mark, gradients are summed over the
+    data- and context-parallel ranks. These are other ranks if the expert-tensor size differs from
+    the tensor
     size: experts then miss tokens, or the gradients of different shards are added.
     """
     for child in module.modules():

@@ -1,10 +1,11 @@
 """Log-probs and entropies of tokens, from vocabulary-parallel logits or from hidden states.
 
-From logits, the memory is that of one softmax. From hidden states, it is that of one tile of logits.
+From logits, the memory is that of one softmax. From hidden states, it is that of one tile of
+logits.
 
 Shapes: suffix _L is the rows, that is response tokens; V this tensor-parallel rank's part of the
-vocabulary; _LI the hidden states that predict the rows; _OI this rank's rows of the output layer; _R the
-rows of a chunk and _RV a tile of its logits, in a block of the vocabulary.
+vocabulary; _LI the hidden states that predict the rows; _OI this rank's rows of the output layer;
+_R the rows of a chunk and _RV a tile of its logits, in a block of the vocabulary.
 """
 
 from argparse import Namespace
@@ -37,7 +38,8 @@ class TokenDistribution:
 
     temperature: float = 1.0
     sampling_mask: SamplingMask | None = None
-    """Each row's set of tokens. A row without a set has the whole vocabulary; None if every row has."""
+    """Each row's set of tokens. A row without a set has the whole vocabulary; None if every row
+    has."""
     group: ProcessGroup | None = None
     """Tensor-parallel group over which the vocabulary is split."""
     vocab_start: int = 0
@@ -74,10 +76,12 @@ def vocab_parallel_log_probs(
 
     The third value is Σ_{v∈S} π_v² if the distribution `sums_squares`.
 
-    S is the whole vocabulary, or the set of tokens that could be sampled, which is constant under differentiation
-    ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1, "Keep Sampling Mask").
+    S is the whole vocabulary, or the set of tokens that could be sampled, which is constant under
+    differentiation ("DeepSeek-V3.2", DeepSeek-AI (https://arxiv.org/abs/2512.02556), section 3.1,
+    "Keep Sampling Mask").
 
-    One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear layer does not need.
+    One [L, V] tensor is saved for the backward pass. It overwrites fp32 logits, which a linear
+    layer does not need.
     """
     function: Any = _VocabParallelLogProbs  # torch does not type `apply`
     outputs: tuple[Tensor, ...] = function.apply(logits_LV, target_L, distribution)
@@ -86,7 +90,9 @@ def vocab_parallel_log_probs(
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits_LV: Tensor, target_L: Tensor, distribution: TokenDistribution
+    ) -> tuple[Tensor, ...]:
         z_LV = logits_LV.detach().to(precision(logits_LV))
         z_LV = distribution.scale_(z_LV, distribution.vocab_start)
         column_L = target_L - distribution.vocab_start
@@ -107,9 +113,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         z_LV, column_L, max_rise_L, log_normalizer_L, entropy_L = ctx.saved_tensors
-        gradient = LogitGradient.of(ctx.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L)
+        gradient = LogitGradient.of(
+            ctx.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L
+        )
         z_LV.sub_(max_rise_L.unsqueeze(1))
         for rows in row_chunks(len(z_LV), ctx.distribution.chunk_size):
             gradient.overwrite_(z_LV[rows], column_L[rows], rows)
@@ -141,7 +151,12 @@ class LogitSums:
 
     @classmethod
     def of_(
-        cls, z_LV: Tensor, column_L: Tensor, distribution: TokenDistribution, *, has_minus_infinity: bool
+        cls,
+        z_LV: Tensor,
+        column_L: Tensor,
+        distribution: TokenDistribution,
+        *,
+        has_minus_infinity: bool,
     ) -> "LogitSums":
         """Sums over z, which is overwritten by z − m; `column_L` is each target's column, possibly out of range."""
         max_L = z_LV.amax(1).clamp_min_(torch.finfo(z_LV.dtype).min)
@@ -160,7 +175,9 @@ class LogitSums:
     @classmethod
     def cat(cls, chunks: Sequence["LogitSums"]) -> "LogitSums":
         """The sums of the rows of all chunks."""
-        return cls(*(torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(cls)))
+        return cls(
+            *(torch.cat([getattr(chunk, field.name) for chunk in chunks]) for field in fields(cls))
+        )
 
     def merge(self, other: "LogitSums") -> "LogitSums":
         """Sums over the logits of both."""
@@ -178,7 +195,9 @@ class LogitSums:
         all_reduce(sums, group=group)
         return LogitSums(max_L, *sums)
 
-    def outputs(self, ctx: Any, distribution: TokenDistribution) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def outputs(
+        self, ctx: Any, distribution: TokenDistribution
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Computes the outputs of an autograd function from sums over all columns.
 
         Returns:
@@ -265,31 +284,31 @@ def fused_linear_log_probs(
 ) -> tuple[Tensor, ...]:
     """Log-prob of every target under softmax(hidden · weightᵀ / temperature), and that distribution's entropy.
 
-    Values and gradients equal `vocab_parallel_log_probs` of the logits, up to the order of sums. Only one tile of
-    logits exists at a time, rows × a block of the vocabulary. The forward pass takes from it each row's maximum m,
-    Σ e^{z−m}, Σ e^{z−m}(z−m) and the target's z; tiles merge as the tensor-parallel ranks do. The backward pass
-    computes the tiles again, except the last one, which is saved. Rows whose gradient is zero, such as rejected tokens,
-    are skipped.
+    Values and gradients equal `vocab_parallel_log_probs` of the logits, up to the order of sums.
+    Only one tile of logits exists at a time, rows × a block of the vocabulary. The forward pass
+    takes from it each row's maximum m, Σ e^{z−m}, Σ e^{z−m}(z−m) and the target's z; tiles merge as
+    the tensor-parallel ranks do. The backward pass computes the tiles again, except the last one,
+    which is saved. Rows whose gradient is zero, such as rejected tokens, are skipped.
 
-    As in "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al. (https://arxiv.org/abs/2411.09009),
-    section 4, with exact gradients and the entropy.
+    As in "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al.
+    (https://arxiv.org/abs/2411.09009), section 4, with exact gradients and the entropy.
 
-    Args:
-        hidden_LI: hidden states, the same on all tensor-parallel ranks; logits have the precision of the weight.
-        weight_OI: this rank's rows of the output layer.
-        target_L: int64, ids in the whole vocabulary.
-        distribution: temperature, sampling sets and split of the vocabulary.
-        weight_grad_OI: float32; the backward pass adds the weight's gradient to this tensor, megatron-core's
+    Args: hidden_LI: hidden states, the same on all tensor-parallel ranks; logits have the precision
+        of the weight. weight_OI: this rank's rows of the output layer. target_L: int64, ids in the
+        whole vocabulary. distribution: temperature, sampling sets and split of the vocabulary.
+        weight_grad_OI: float32; the backward pass adds the weight's gradient to this tensor,
+        megatron-core's
             `main_grad`. Returned to autograd, it would be another tensor of that size.
 
-    Returns:
-        (log_prob_L, entropy_L), at least float32, differentiable, and Σ_v π_v² if the distribution `sums_squares`. The
-        hidden states' gradient is summed over the group.
+    Returns: (log_prob_L, entropy_L), at least float32, differentiable, and Σ_v π_v² if the
+        distribution `sums_squares`. The hidden states' gradient is summed over the group.
     """
     tile_bytes = GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES
     plan = _Plan.of(len(hidden_LI), len(weight_OI), distribution, tile_bytes // 4)
     function: Any = _FusedLinearLogProbs  # torch does not type `apply`
-    outputs: tuple[Tensor, ...] = function.apply(hidden_LI, weight_OI, target_L, plan, weight_grad_OI)
+    outputs: tuple[Tensor, ...] = function.apply(
+        hidden_LI, weight_OI, target_L, plan, weight_grad_OI
+    )
     return outputs
 
 
@@ -369,7 +388,12 @@ class _Chunk:
 class _FusedLinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_LI: Tensor, weight_OI: Tensor, target_L: Tensor, plan: _Plan, weight_grad_OI: Tensor
+        ctx: Any,
+        hidden_LI: Tensor,
+        weight_OI: Tensor,
+        target_L: Tensor,
+        plan: _Plan,
+        weight_grad_OI: Tensor,
     ) -> tuple[Tensor, ...]:
         chunks = plan.chunks(hidden_LI, weight_OI, target_L)
         chunk_sums = []
@@ -377,7 +401,8 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         for chunk in chunks:
             sums, tile = chunk.sums(plan.blocks)
             chunk_sums.append(sums)
-            # the backward pass starts with the tile that is still in memory, if there is only one chunk
+            # the backward pass starts with the tile that is still in memory, if there is only one
+            # chunk
             last_tile = tile if len(chunks) == 1 else ()
             del tile
         sums = LogitSums.cat(chunk_sums).over_ranks(plan.distribution.group)
@@ -385,15 +410,21 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         _, entropy_L, *_ = outputs
         ctx.plan = plan
         ctx.weight_grad_OI = weight_grad_OI
-        ctx.save_for_backward(weight_OI, log_normalizer_L, entropy_L, hidden_LI, target_L, sums.max, *last_tile)
+        ctx.save_for_backward(
+            weight_OI, log_normalizer_L, entropy_L, hidden_LI, target_L, sums.max, *last_tile
+        )
         return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_prob_L: Tensor, grad_entropy_L: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         weight_OI, log_normalizer_L, entropy_L, hidden_LI, *saved = ctx.saved_tensors
-        gradient = LogitGradient.of(plan.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L)
+        gradient = LogitGradient.of(
+            plan.distribution, grad_log_prob_L, grad_entropy_L, log_normalizer_L, entropy_L
+        )
         # rejected and masked tokens have no gradient: their logits are not computed again
         rows = ((grad_log_prob_L != 0) | (grad_entropy_L != 0)).nonzero().squeeze(1)
         inputs_LI = hidden_LI
@@ -457,15 +488,17 @@ def precision(values: Tensor) -> torch.dtype:
 def leave_out_(logits_LV: Tensor, sampling_mask: SamplingMask, start: int) -> None:
     """Overwrites logits of the tokens from `start` on by −inf outside each row's set; rows without a set stay.
 
-    The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory of the sets' size:
-    no [L, V] mask is made. NaN and +inf outside a set become NaN, so that broken weights still show.
+    The logits of the sets are taken out, the rows lowered to −inf, and the sets put back, in memory
+    of the sets' size: no [L, V] mask is made. NaN and +inf outside a set become NaN, so that broken
+    weights still show.
     """
     width = logits_LV.shape[1]
     column_M = sampling_mask.token_ids.long() - start
     is_here_M, column_M1 = columns(column_M, width)
     index_M = sampling_mask.position_of_token() * width + column_M1.squeeze(1)
     flat = logits_LV.view(-1)
-    # A token of another rank becomes −inf at an index that may be another token's: the larger one is right.
+    # A token of another rank becomes −inf at an index that may be another token's: the larger one
+    # is right.
     logit_M = torch.where(is_here_M, flat[index_M], -torch.inf)
     logits_LV.add_(torch.where(sampling_mask.lengths > 0, -torch.inf, 0.0).unsqueeze(1))
     flat.scatter_reduce_(0, index_M, logit_M, "amax")

@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 BUDGET_SHARE = 0.5
-"""Share of the free memory that a micro-batch may take: the rest is for caches, buckets and fragmentation."""
+"""Share of the free memory that a micro-batch may take: the rest is for caches, buckets and
+fragmentation."""
 CGROUP = Path("/sys/fs/cgroup")
 MIN_TRIMMED_BYTES = 256 * 2**20
 """Less freed memory stays in the heap, which saves the time to allocate it again."""
@@ -29,8 +30,8 @@ class TokenBudget:
 
     def __str__(self) -> str:
         return (
-            f"at most {self.tokens} tokens on a rank ({self.reason}); "
-            "--micro-batch-size N, or --use-dynamic-batch-size --max-tokens-per-gpu N, sets another size"
+            f"at most {self.tokens} tokens on a rank ({self.reason}); --micro-batch-size N, or"
+            " --use-dynamic-batch-size --max-tokens-per-gpu N, sets another size"
         )
 
     @classmethod
@@ -52,8 +53,12 @@ def free_memory(device: torch.device, processes: int) -> int:
 
 def _free_in_container() -> int:
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        limit, used = (
+            (CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
+        statistics = dict(
+            line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()
+        )
     except OSError:
         return NO_LIMIT
     if limit == "max":
@@ -64,10 +69,11 @@ def _free_in_container() -> int:
 def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> int:
     """Bytes per token of a micro-batch at the peak of a training step: activations, and logits.
 
-    * The layers save for autograd what `_saved_values` counts. With pipeline parallelism the first stage
-      holds one micro-batch per stage, hence all layers' activations.
-    * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32. The output layer has
-      them for all tokens, also under sequence parallelism. Their logits exist in small tiles.
+    * The layers save for autograd what `_saved_values` counts. With pipeline parallelism the first
+      stage holds one micro-batch per stage, hence all layers' activations.
+    * Log-probs need the last hidden state, a copy in fp32 and its gradient in fp32. The output
+      layer has them for all tokens, also under sequence parallelism. Their logits exist in small
+      tiles.
     * Requested logits are one saved fp32 tensor, one that the loss gets, and two temporaries.
     * Every token is counted as a response token.
 
@@ -89,9 +95,9 @@ def bytes_per_token(config: TransformerConfig, logits: int, chunk_size: int) -> 
 def _saved_values(config: TransformerConfig) -> float:
     """Values per token that the layers of all micro-batches in flight keep for the backward pass.
 
-    With full recomputation, a layer (`block`), or a group of layers (`uniform`), keeps its input. One
-    layer or group at a time is computed again, and then keeps everything. A block is the first layers of
-    a stage, which are computed again when the layers after them are finished.
+    With full recomputation, a layer (`block`), or a group of layers (`uniform`), keeps its input.
+    One layer or group at a time is computed again, and then keeps everything. A block is the first
+    layers of a stage, which are computed again when the layers after them are finished.
     """
     layers: int = config.num_layers
     per_layer = _values_of_a_layer(config)
@@ -111,10 +117,10 @@ def _values_of_a_layer(config: TransformerConfig) -> float:
     """Values per token that one layer saves for autograd.
 
     * Inputs and outputs of both norms: 4 hidden vectors.
-    * Queries, keys and values repeated for them, and the output of the attention twice: 5 vectors of all
-      queries. Keys and values: 2 vectors of all groups.
-    * With norms of queries and keys, whose inputs are views of queries, keys and values as they leave
-      their layer: these too.
+    * Queries, keys and values repeated for them, and the output of the attention twice: 5 vectors
+      of all queries. Keys and values: 2 vectors of all groups.
+    * With norms of queries and keys, whose inputs are views of queries, keys and values as they
+      leave their layer: these too.
     * Gate and up of the MLP: 2 inner vectors, 4 for an expert, 5 with transformer-engine.
     """
     tensor: int = config.tensor_model_parallel_size
@@ -140,7 +146,9 @@ def _hidden_values(config: TransformerConfig) -> float:
     return hidden / tensor if config.sequence_parallel else hidden
 
 
-def trim_before_gradient(token_bytes: int, _module: torch.nn.Module, _inputs: Any, output: Tensor) -> None:
+def trim_before_gradient(
+    token_bytes: int, _module: torch.nn.Module, _inputs: Any, output: Tensor
+) -> None:
     """Forward hook of the embedding: trims the heap before the gradient of its weight is allocated."""
     if output.requires_grad:
         output.register_hook(lambda grad: trim_heap(grad.device, token_bytes * len(grad)))
@@ -149,8 +157,8 @@ def trim_before_gradient(token_bytes: int, _module: torch.nn.Module, _inputs: An
 def trim_heap(device: torch.device, freed: int) -> None:
     """Returns about `freed` bytes to the system, if glibc manages them and they are worth the time.
 
-    glibc keeps freed blocks of less than 32 MiB, which rarely fit the next micro-batch, whose tensors have other sizes:
-    resident memory was 1.5 times the used memory.
+    glibc keeps freed blocks of less than 32 MiB, which rarely fit the next micro-batch, whose
+    tensors have other sizes: resident memory was 1.5 times the used memory.
     """
     libc = _glibc() if device.type == "cpu" and freed > MIN_TRIMMED_BYTES else None
     if libc is not None:

@@ -1,7 +1,7 @@
 """Micro-batches of limited numbers of tokens, and the tree of the segments that their sequences share.
 
-In a causal model, hidden states depend only on earlier tokens, so equal beginnings have equal hidden
-states. Each shared segment is computed once and counts once.
+In a causal model, hidden states depend only on earlier tokens, so equal beginnings have equal
+hidden states. Each shared segment is computed once and counts once.
 
 Rollouts whose sequences share a beginning are a family. A family stays together if it fits.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 Rollout = list[int]  # the indices of its sequences
 MIN_SHARED = 8
-"""Tokens of the shortest shared segment, except for complete prompts. Each level of the tree costs one
-more attention call per layer."""
+"""Tokens of the shortest shared segment, except for complete prompts. Each level of the tree costs
+one more attention call per layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class PrefixTree:
         """Returns a tree of sequences that share nothing: one segment each."""
         totals = tuple(total_lengths)
         segments = [
-            Segment(sequence=sequence, start=0, length=total, parent=-1) for sequence, total in enumerate(totals)
+            Segment(sequence=sequence, start=0, length=total, parent=-1)
+            for sequence, total in enumerate(totals)
         ]
         paths = [(sequence,) for sequence in range(len(totals))]
         return cls(
@@ -60,7 +61,9 @@ class PrefixTree:
         )
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]) -> "PrefixTree":
+    def of(
+        cls, tokens: Sequence[Sequence[int] | Tensor], response_lengths: Sequence[int]
+    ) -> "PrefixTree":
         """Returns a tree that shares beginnings that are complete prompts or long enough.
 
         Args:
@@ -136,7 +139,11 @@ def _grow(
         # sorted sequences: what the first and the last have in common, all have in common
         end = len(ids[first]) if is_leaf else _common(ids[first], ids[sequences[-1]])
         is_long = end - start >= MIN_SHARED
-        if is_leaf or is_long or (start == 0 and _holds_prompts(ids, response_lengths, sequences, end)):
+        if (
+            is_leaf
+            or is_long
+            or (start == 0 and _holds_prompts(ids, response_lengths, sequences, end))
+        ):
             segments.append(Segment(sequence=first, start=start, length=end - start, parent=parent))
             start = end
             parent = len(segments) - 1
@@ -182,9 +189,9 @@ def token_budget_partitions(
 ) -> list[list[list[int]]]:
     """Plans micro-batches of at most `max_tokens` for every data-parallel rank.
 
-    First-fit decreasing of families on each rank. A family over the budget is divided into rollouts.
-    All ranks get the same number of micro-batches: if a rank needs fewer, its fullest are split. A
-    rollout over the budget is the only one in its micro-batch.
+    First-fit decreasing of families on each rank. A family over the budget is divided into
+    rollouts. All ranks get the same number of micro-batches: if a rank needs fewer, its fullest are
+    split. A rollout over the budget is the only one in its micro-batch.
 
     Args:
         trees: The sequences of each rank.
@@ -287,7 +294,9 @@ def _families(tree: PrefixTree, numbers: Sequence[int]) -> list[list[Rollout]]:
     return sorted(families.values(), key=min)
 
 
-def _first_fit_decreasing(tree: PrefixTree, numbers: Sequence[int], max_tokens: int) -> list[_Planned]:
+def _first_fit_decreasing(
+    tree: PrefixTree, numbers: Sequence[int], max_tokens: int
+) -> list[_Planned]:
     """Puts each family, largest first, into the first micro-batch with enough space."""
     loads = [(load_of(tree, list(chain(*family))), family) for family in _families(tree, numbers)]
     loads.sort(key=lambda pair: pair[0], reverse=True)

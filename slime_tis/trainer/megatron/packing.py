@@ -1,8 +1,10 @@
 """Packs sequences into one row: context-parallel slices, next-token targets, attention indices.
 
-The row consists of segments. A segment is a sequence, or, with shared prompts, a node of a prefix tree.
+The row consists of segments. A segment is a sequence, or, with shared prompts, a node of a prefix
+tree.
 
-Shapes: suffix _T is the packed tokens of this context-parallel rank, _L the response tokens that they
+Shapes: suffix _T is the packed tokens of this context-parallel rank, _L the response tokens that
+    they
 predict, _S the sequences of the micro-batch, _J its segments. If there is a filler, it is the last
 sequence and the last segment.
 """
@@ -46,7 +48,9 @@ class AttentionRows:
 
     def gather(self, x: Tensor, index: Tensor | None) -> Tensor:
         """Packed [tokens, heads, d] → padded batch [rows, heads, length, d]."""
-        rows: Tensor = (x if index is None else x.index_select(0, index)).unflatten(0, (self.count, -1))
+        rows: Tensor = (x if index is None else x.index_select(0, index)).unflatten(
+            0, (self.count, -1)
+        )
         return rows.transpose(1, 2)
 
 
@@ -80,16 +84,19 @@ class MicroBatch:
     input_ids: Tensor
     position_ids: Tensor
     target_L: Tensor
-    """This rank's response tokens, which the logits after `packed_seq_params.response_rows` predict."""
+    """This rank's response tokens, which the logits after `packed_seq_params.response_rows`
+    predict."""
     packed_seq_params: PackedSequences
     sequences: Sequence[Tensor]
     """Prompt and response of each sample, int64, on the host."""
     is_fed_T: Tensor
-    """bool: tokens that are followed by another token of their sequence; False for padding and filler."""
+    """bool: tokens that are followed by another token of their sequence; False for padding and
+    filler."""
     sampling_mask: SamplingMask | None = None
     """The tokens that could be sampled at each of the L targets; None for all."""
     routed_experts: Tensor | None = None
-    """int16 [T, sparse layers, k] to replay, -1 for tokens without a record; None if there is no record."""
+    """int16 [T, sparse layers, k] to replay, -1 for tokens without a record; None if there is no
+    record."""
     routing_weights: Tensor | None = None
     """Their float32 weights, NaN for tokens without a record."""
     has_gradient: bool = True
@@ -186,9 +193,10 @@ def pack(
 
     With `share_prompts`, shared beginnings are packed once (see `PrefixTree`).
 
-    With context parallelism every sequence is cut into 2·size chunks of ceil(total / 2·size) tokens,
-    and rank r holds chunks r and 2·size−1−r, so that all ranks have equal work in causal attention.
-    A filler sequence, which is not trained on, makes the row divisible by the tensor-parallel size.
+    With context parallelism every sequence is cut into 2·size chunks of ceil(total / 2·size)
+    tokens, and rank r holds chunks r and 2·size−1−r, so that all ranks have equal work in causal
+    attention. A filler sequence, which is not trained on, makes the row divisible by the
+    tensor-parallel size.
 
     Args:
         batch: The samples of the micro-batch.
@@ -278,7 +286,9 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
 
 
-def _recorded(rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, *, missing: Tensor) -> Tensor | None:
+def _recorded(
+    rows_S: Sequence[Tensor | None] | None, row: _Row, is_fed_T: Tensor, *, missing: Tensor
+) -> Tensor | None:
     """Reads the rollout engine's records, one row for each token except the last of a sequence.
 
     Returns:
@@ -351,7 +361,9 @@ def _layout(row: _Row, tree: PrefixTree, filler: int) -> PackedSequences:
     mask = None
     if size > 1:
         key_index, mask = _gathered_keys(row)
-    padded = AttentionRows(count=len(row.local_J), query_index=query_index, key_index=key_index, mask=mask)
+    padded = AttentionRows(
+        count=len(row.local_J), query_index=query_index, key_index=key_index, mask=mask
+    )
     layout.rows = (padded,)
     layout.token_index = row.segment_T * longest + row.offset_T
     return layout
@@ -419,8 +431,8 @@ def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
 def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
     """Finds each segment's keys among the tokens gathered from all context-parallel ranks.
 
-    Returns:
-        Index [rows·Lk] into the gathered tokens, rank by rank, and the causal mask [rows, 1, Lq, Lk].
+    Returns: Index [rows·Lk] into the gathered tokens, rank by rank, and the causal mask [rows, 1,
+        Lq, Lk].
     """
     size = row.split.context_size
     chunk = row.chunk_J[:, None]

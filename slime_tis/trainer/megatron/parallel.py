@@ -138,15 +138,22 @@ def trains_with_transformer_engine(config: MegatronConfig, *, has_gpu: bool) -> 
         return False
     if not has_gpu:
         problem = "transformer-engine needs a GPU"
-    elif config.precision == "fp32":  # the unfused backend takes it, but pads and refuses context parallelism
-        problem = "transformer-engine's flash and fused attention do not support float32; add --bf16 or --fp16"
+    elif (
+        config.precision == "fp32"
+    ):  # the unfused backend takes it, but pads and refuses context parallelism
+        problem = (
+            "transformer-engine's flash and fused attention do not support float32; add --bf16 or"
+            " --fp16"
+        )
     else:
         try:
             importlib.import_module("transformer_engine.pytorch")
         except (ImportError, OSError, RuntimeError) as error:  # also a build for another CUDA
             problem = f"transformer_engine.pytorch does not import: {first_line(error)}"
     if problem and config.transformer_impl is not None:
-        raise ValueError(f"--transformer-impl transformer_engine: {problem}, or use --transformer-impl local.")
+        raise ValueError(
+            f"--transformer-impl transformer_engine: {problem}, or use --transformer-impl local."
+        )
     return not problem
 
 
@@ -162,7 +169,9 @@ def initialize(config: MegatronConfig) -> Parallel:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _start_process_group(
-            "nccl" if has_gpu else "gloo", environment, timedelta(minutes=config.distributed_timeout_minutes)
+            "nccl" if has_gpu else "gloo",
+            environment,
+            timedelta(minutes=config.distributed_timeout_minutes),
         )
     mpu.initialize_model_parallel(
         config.tensor_model_parallel_size,
@@ -187,7 +196,11 @@ def initialize(config: MegatronConfig) -> Parallel:
     }
     fields: dict[str, Any] = {}
     for name, group in groups.items():
-        fields |= {f"{name}_rank": group.rank(), f"{name}_size": group.size(), f"{name}_group": group}
+        fields |= {
+            f"{name}_rank": group.rank(),
+            f"{name}_size": group.size(),
+            f"{name}_group": group,
+        }
     return Parallel(
         device=device,
         transformer_engine=transformer_engine,
@@ -201,17 +214,24 @@ def _start_process_group(backend: str, environment: Environment, timeout: timede
     if not environment.launched:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    wanted, present = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    wanted, present = (
+        os.environ.get("GLOO_SOCKET_IFNAME"),
+        [name for _, name in socket.if_nameindex()],
+    )
     if backend == "gloo" and wanted and not {*wanted.split(",")} <= {*present}:
-        raise ValueError(f"GLOO_SOCKET_IFNAME is {wanted!r}, but this host's interfaces are {', '.join(present)}.")
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME is {wanted!r}, but this host's interfaces are"
+            f" {', '.join(present)}."
+        )
     try:
         dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch has a dozen error types here
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"rank {environment.rank} of {environment.world_size} did not connect to the other ranks at {address}: "
-            f"{reason[:200]}; check that MASTER_ADDR and MASTER_PORT are equal on all ranks and that the port is free."
+            f"rank {environment.rank} of {environment.world_size} did not connect to the other"
+            f" ranks at {address}: {reason[:200]}; check that MASTER_ADDR and MASTER_PORT are equal"
+            " on all ranks and that the port is free."
         ) from error
 
 
@@ -220,16 +240,23 @@ def connect_store() -> dist.Store | None:
     if dist.get_world_size() == 1:
         return None
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart of the ranks
+    attempt = os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    )  # the store outlives a restart of the ranks
     return dist.PrefixStore(f"slime_tis/{attempt}", store)
 
 
 def lost_contact(error: BaseException | None) -> bool:
     """Whether an error, or its cause, comes from a collective whose other ranks have ended."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

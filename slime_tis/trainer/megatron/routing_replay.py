@@ -5,16 +5,20 @@
     y_t = Σ_{i ∈ I_t} g_i E_i(x_t)
 
 The weights g are the current router's, so that the gradient reaches router and hidden states.
-`--routing-replay-weights` replaces their value by the rollout engine's weights g̃, straight through:
+`--routing-replay-weights` replaces their value by the rollout engine's weights g̃, straight
+through:
 
     g_i := g̃_i + (g_i − stopgrad(g_i))
 
-Sources: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", Ma et al.
-(https://arxiv.org/abs/2510.11370), eq. 5 and 6 (R3); "Group Sequence Policy Optimization", Zheng et al.
-(https://arxiv.org/abs/2507.18071), section 5.3 (R2); the straight-through estimator: "Estimating or Propagating
-Gradients Through Stochastic Neurons", Bengio et al. (https://arxiv.org/abs/1308.3432).
+Sources: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", Ma et
+    al.
+(https://arxiv.org/abs/2510.11370), eq. 5 and 6 (R3); "Group Sequence Policy Optimization", Zheng et
+al. (https://arxiv.org/abs/2507.18071), section 5.3 (R2); the straight-through estimator:
+"Estimating or Propagating Gradients Through Stochastic Neurons", Bengio et al.
+(https://arxiv.org/abs/1308.3432).
 
-Shapes: suffix _T the tokens of a micro-batch that this rank's routers see, _TK with k experts each, _TE with all of
+Shapes: suffix _T the tokens of a micro-batch that this rank's routers see, _TK with k experts each,
+    _TE with all of
 them.
 """
 
@@ -42,24 +46,29 @@ class MicroBatchRouting:
     """The routing of one micro-batch in this rank's sparse layers."""
 
     experts: Tensor | None
-    """int16 [T, layers, k] to replay, -1 for tokens whose routers choose; None: routers choose for all."""
+    """int16 [T, layers, k] to replay, -1 for tokens whose routers choose; None: routers choose for
+    all."""
     weights: Tensor | None
-    """float32 [T, layers, k] weights of these experts, NaN for tokens with the router's weights; None: for all."""
+    """float32 [T, layers, k] weights of these experts, NaN for tokens with the router's weights;
+    None: for all."""
     is_fed_T: Tensor
     """bool: tokens that are followed by another token of their sequence."""
     is_recorded_T: Tensor
     """bool: of these, tokens with a record in `experts`."""
     differs_T: Tensor
-    """bool, set by the layers: tokens for which a router would have chosen another set than `experts`."""
+    """bool, set by the layers: tokens for which a router would have chosen another set than
+    `experts`."""
     taken: Tensor | None
-    """int16 [T, layers, k], set by the layers: the experts of every token; None if they are not recorded."""
+    """int16 [T, layers, k], set by the layers: the experts of every token; None if they are not
+    recorded."""
 
 
 class LayerReplay:
     """The routing of one layer: the attribute `router_replay` of megatron-core's router.
 
-    With recomputed activations a layer runs twice: without gradient in the forward pass and with it in the backward
-    pass, in the same order of micro-batches. megatron-core's class does not support every recomputation.
+    With recomputed activations a layer runs twice: without gradient in the forward pass and with it
+    in the backward pass, in the same order of micro-batches. megatron-core's class does not support
+    every recomputation.
     """
 
     def __init__(self, routing: "RoutingReplay", index: int) -> None:
@@ -78,7 +87,9 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Scores [T, k] and experts [T, k] of every token, given scores [T, experts] and the router's choice."""
         recomputes = torch.is_grad_enabled() and bool(self.to_recompute)
-        self._current = current = self.to_recompute.popleft() if recomputes else self._routing.current
+        self._current = current = (
+            self.to_recompute.popleft() if recomputes else self._routing.current
+        )
         if self._routing.trains and not torch.is_grad_enabled():
             self.to_recompute.append(current)
         values, chosen = compute_topk(scores, topk, num_groups, group_topk)
@@ -90,26 +101,40 @@ class LayerReplay:
             self._note(current, taken, chosen, recorded)
         return (values, chosen) if current.experts is None else (scores.gather(1, taken), taken)
 
-    def combine(self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    def combine(
+        self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """A forward hook of the router: replaces its weights by replayed ones, straight through."""
         current = self._current
-        if current is None or current.weights is None or current.experts is None or not self._routing.replays:
+        if (
+            current is None
+            or current.weights is None
+            or current.experts is None
+            or not self._routing.replays
+        ):
             return None
         router_TE, routing_map = output
-        weights_TK, experts_TK = current.weights[:, self._index].to(router_TE), current.experts[:, self._index].long()
+        weights_TK, experts_TK = (
+            current.weights[:, self._index].to(router_TE),
+            current.experts[:, self._index].long(),
+        )
         replayed_TE = torch.zeros_like(router_TE).scatter(1, experts_TK.clamp_min(0), weights_TK)
         value_TE = torch.where(weights_TK[:, :1].isnan(), router_TE.detach(), replayed_TE)
         return value_TE + (router_TE - router_TE.detach()), routing_map
 
     @torch.no_grad()
-    def _note(self, current: MicroBatchRouting, taken: Tensor, chosen: Tensor, recorded: Tensor) -> None:
+    def _note(
+        self, current: MicroBatchRouting, taken: Tensor, chosen: Tensor, recorded: Tensor
+    ) -> None:
         if current.taken is not None:
             current.taken[:, self._index] = taken
         counts = self._routing.counts
         fed_TK = current.is_fed_T[:, None].expand_as(taken)
         counts[self._index].scatter_add_(0, taken.flatten(), fed_TK.flatten().to(counts))
         if current.experts is not None:
-            differs_T = current.is_recorded_T & (recorded.sort(-1).values != chosen.sort(-1).values).any(-1)
+            differs_T = current.is_recorded_T & (
+                recorded.sort(-1).values != chosen.sort(-1).values
+            ).any(-1)
             counts[self._index, -2] += current.is_recorded_T.sum()
             counts[self._index, -1] += differs_T.sum()
             current.differs_T.logical_or_(differs_T)
@@ -119,21 +144,32 @@ class RoutingReplay:
     """Replays, records and counts the routing of this rank's sparse layers; a dense model has none."""
 
     def __init__(
-        self, module: nn.Module, sizes: MoeSizes | None, parallel: Parallel, *, sequence_parallel: bool
+        self,
+        module: nn.Module,
+        sizes: MoeSizes | None,
+        parallel: Parallel,
+        *,
+        sequence_parallel: bool,
     ) -> None:
         self.current: MicroBatchRouting | None = None
         self.trains, self.replays = False, True
         self.counts = torch.zeros(0)
-        """float64 [layers, experts + 2] of a pass: tokens of each expert, tokens with recorded experts, and tokens
-        with recorded experts for which the router chooses another set."""
-        self.sizes, self._parallel, self._splits = sizes, parallel, sequence_parallel and parallel.tensor_size > 1
+        """float64 [layers, experts + 2] of a pass: tokens of each expert, tokens with recorded
+        experts, and tokens with recorded experts for which the router chooses another set."""
+        self.sizes, self._parallel, self._splits = (
+            sizes,
+            parallel,
+            sequence_parallel and parallel.tensor_size > 1,
+        )
         self._record: RoutingRecord | None = None
         self._source: Sequence[Tensor] | None = None
         self._compared: list[tuple[Tensor, Tensor]] = []
         routers = [child for child in module.modules() if isinstance(child, MoeRouter)]
         self._layers = [LayerReplay(self, index) for index in range(len(routers))]
         self._layer_indices = (
-            [] if sizes is None else [sizes.layers.index(router.layer_number - 1) for router in routers]
+            []
+            if sizes is None
+            else [sizes.layers.index(router.layer_number - 1) for router in routers]
         )
         for router, layer in zip(routers, self._layers, strict=True):
             router.router_replay = layer
@@ -170,7 +206,11 @@ class RoutingReplay:
         else:
             experts = self._of_layers(micro.routed_experts, rows)
             recorded = micro.routed_experts
-            is_recorded_T = torch.zeros_like(is_fed_T) if recorded is None else is_fed_T & (recorded[rows, 0, 0] >= 0)
+            is_recorded_T = (
+                torch.zeros_like(is_fed_T)
+                if recorded is None
+                else is_fed_T & (recorded[rows, 0, 0] >= 0)
+            )
         taken = None
         if self._record is not None:
             shape = (len(is_fed_T), len(self._layers), self.sizes.top_k)
@@ -197,17 +237,24 @@ class RoutingReplay:
         if self.sizes is None:
             return {}
         parallel, counts = self._parallel, self.counts
-        layers = torch.zeros(len(self.sizes.layers), self.sizes.num_experts + 2, dtype=torch.float64)
+        layers = torch.zeros(
+            len(self.sizes.layers), self.sizes.num_experts + 2, dtype=torch.float64
+        )
         in_any_layer = torch.zeros(2, dtype=torch.float64)
         recorded_T, differs_T = self._in_any_layer()
-        if self._splits or parallel.tensor_rank == 0:  # else all tensor-parallel ranks see the same tokens
+        if (
+            self._splits or parallel.tensor_rank == 0
+        ):  # else all tensor-parallel ranks see the same tokens
             layers[self._layer_indices] = counts.cpu()
             if parallel.is_last_stage:
                 in_any_layer = torch.stack([recorded_T.sum(), differs_T.sum()]).double().cpu()
         summed = torch.cat([layers.flatten(), in_any_layer]).to(parallel.device)
         if parallel.size > 1:
             dist.all_reduce(summed)
-        layers, (any_recorded, any_differs) = summed[:-2].view_as(layers).cpu(), summed[-2:].tolist()
+        layers, (any_recorded, any_differs) = (
+            summed[:-2].view_as(layers).cpu(),
+            summed[-2:].tolist(),
+        )
         metrics = {}
         load, (recorded, differing) = layers[:, :-2], layers[:, -2:].T
         if bool((load.sum(1) > 0).all()):
@@ -215,7 +262,9 @@ class RoutingReplay:
             metrics = {"expert_load_max": float(share.max()), "expert_load_min": float(share.min())}
         if any_recorded:
             metrics["routing_difference"] = any_differs / any_recorded
-            for layer, of_layer in zip(self.sizes.layers, (differing / recorded).tolist(), strict=True):
+            for layer, of_layer in zip(
+                self.sizes.layers, (differing / recorded).tolist(), strict=True
+            ):
                 metrics[f"routing_difference/layer_{layer}"] = of_layer
         return metrics
 
@@ -233,7 +282,8 @@ class RoutingReplay:
 
 
 FIELDS = ("rollout_routed_experts", "rollout_routing_weights")
-"""Fields of samples that only rank 0 has at first: they are ten times as large as the rest of a sample."""
+"""Fields of samples that only rank 0 has at first: they are ten times as large as the rest of a
+sample."""
 
 
 def drop_routing(groups: Sequence[Sequence[Sample]]) -> None:
@@ -249,8 +299,16 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
     """
     if parallel.size == 1:
         return
-    values = [[(sample, name, getattr(sample, name)) for sample in share for name in FIELDS] for share in shares]
-    box = [[[None if value is None else (value.shape, value.dtype) for *_, value in share] for share in values]]
+    values = [
+        [(sample, name, getattr(sample, name)) for sample in share for name in FIELDS]
+        for share in shares
+    ]
+    box = [
+        [
+            [None if value is None else (value.shape, value.dtype) for *_, value in share]
+            for share in values
+        ]
+    ]
     dist.broadcast_object_list(box, src=0)
     for data_rank, (share, descriptions) in enumerate(zip(values, box[0], strict=True)):
         for (sample, name, value), description in zip(share, descriptions, strict=True):
@@ -258,7 +316,9 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
                 if description is not None:
                     _pass_on(parallel, data_rank, value.contiguous().flatten().view(torch.uint8))
             elif parallel.data_rank == data_rank:
-                setattr(sample, name, None if description is None else _received(parallel, *description))
+                setattr(
+                    sample, name, None if description is None else _received(parallel, *description)
+                )
 
 
 def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -269,8 +329,9 @@ def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tens
 def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
     """Sends bytes from rank 0 to the first rank of a data-parallel rank, and from there to its other ranks.
 
-    Megatron's groups have no common group of a data-parallel rank: the bytes go through its context-parallel,
-    tensor-parallel and pipeline-parallel groups. They are bytes because NCCL has no int16.
+    Megatron's groups have no common group of a data-parallel rank: the bytes go through its
+    context-parallel, tensor-parallel and pipeline-parallel groups. They are bytes because NCCL has
+    no int16.
     """
     if not data.numel():
         return data

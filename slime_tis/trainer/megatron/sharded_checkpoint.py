@@ -1,9 +1,9 @@
 """Training checkpoints and exports: complete or absent, their files checked before they are loaded.
 
-A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random state, and the
-trainer's state; `slime_tis.trainer.storage.checkpoint_files` has the names of its files. All functions except
-`remove_older` are collectives. The second half works around megatron-core 0.16.1 and uses its private names: check it
-after an upgrade.
+A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random
+state, and the trainer's state; `slime_tis.trainer.storage.checkpoint_files` has the names of its
+files. All functions except `remove_older` are collectives. The second half works around
+megatron-core 0.16.1 and uses its private names: check it after an upgrade.
 """
 
 import json
@@ -25,7 +25,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from slime_tis.torch_files import UnsafeFile
-from slime_tis.trainer.megatron.checkpoint_reader import SafeCommonStrategy, SafeShardedStrategy, check_extra_state
+from slime_tis.trainer.megatron.checkpoint_reader import (
+    SafeCommonStrategy,
+    SafeShardedStrategy,
+    check_extra_state,
+)
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.rank_collectives import on_every_rank
 from slime_tis.trainer.storage import checkpoint_files as files
@@ -33,7 +37,8 @@ from slime_tis.trainer.storage import exports
 from slime_tis.trainer.storage.hf_writer import SHARD_BYTES, write_hf_checkpoint
 
 SET_BY_STATE = ("params", "step", "lr", "weight_decay")
-"""Entries of an optimizer's parameter groups that are not options: parameters, and values that the scheduler sets."""
+"""Entries of an optimizer's parameter groups that are not options: parameters, and values that the
+scheduler sets."""
 
 
 class CheckpointError(RuntimeError):
@@ -52,8 +57,8 @@ def save(
 ) -> None:
     """Writes the checkpoint `directory/iter_STEP`, and removes all but the run's `retain` newest checkpoints.
 
-    `before_it_counts` is called when all files are written, before the checkpoint gets the name under which a run
-    resumes it.
+    `before_it_counts` is called when all files are written, before the checkpoint gets the name
+    under which a run resumes it.
     """
     final = files.checkpoint_path(directory, step)
     path = final.with_name(f".{final.name}.unfinished")
@@ -64,7 +69,9 @@ def save(
 
     def write_state() -> None:
         write_extra(path)
-        (path / files.TRAINER_STATE).write_text(json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8")
+        (path / files.TRAINER_STATE).write_text(
+            json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8"
+        )
 
     try:
         with engine.timer("save"), _naming_the_checkpoint(final):
@@ -72,7 +79,9 @@ def save(
             _save_sharded(_sharded_state(engine, is_loading=False), path)
             on_main(write_state)
             names = files.files_of(path)
-            assert all(files.OWN_FILE.fullmatch(name) for name in names), names  # others would never be removed
+            assert all(files.OWN_FILE.fullmatch(name) for name in names), (
+                names
+            )  # others would never be removed
             shares = on_every_rank(lambda: files.checksums(path, _share(names)))
             sums = {name: value for share in shares for name, value in share.items()}
             on_main(lambda: files.write_manifest(path, sums))
@@ -93,24 +102,26 @@ def _naming_the_checkpoint(final: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact, "
-            "free space (or fix the path) and resume with --load"
+            f"could not write checkpoint {final}: {_reason(error)}; earlier checkpoints are intact,"
+            " free space (or fix the path) and resume with --load"
         ) from error
 
 
 def latest_complete_checkpoint(directory: str | Path) -> tuple[Path, list[str]] | None:
     """The newest undamaged checkpoint under `directory`, and the newer damaged ones; None without checkpoints."""
-    (candidates, *_) = on_every_rank(lambda: files.checkpoints(directory))
+    candidates, *_ = on_every_rank(lambda: files.checkpoints(directory))
     damaged: list[str] = []
     for checkpoint in reversed(candidates):
-        damages = [damage for damage in on_every_rank(partial(_damage, checkpoint)) if damage is not None]
+        damages = [
+            damage for damage in on_every_rank(partial(_damage, checkpoint)) if damage is not None
+        ]
         if not damages:
             return checkpoint, damaged
         damaged.append(f"{checkpoint.name}: {damages[0]}")
     if damaged:
         raise CheckpointError(
-            f"no checkpoint under {directory} is complete ({'; '.join(damaged)}); restore one, or start from the "
-            "beginning without --load and with another --save"
+            f"no checkpoint under {directory} is complete ({'; '.join(damaged)}); restore one, or"
+            " start from the beginning without --load and with another --save"
         )
     return None
 
@@ -131,12 +142,18 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
             )
             check_extra_state(state["model"], checkpoint)
             engine.model.module.load_state_dict(state["model"])
-            optimizer = state["optimizer"]  # megatron-core does not save the step count, but expects it
-            optimizer.get("optimizer", optimizer).get("state", {}).setdefault("common_step", torch.tensor(0.0))
+            optimizer = state[
+                "optimizer"
+            ]  # megatron-core does not save the step count, but expects it
+            optimizer.get("optimizer", optimizer).get("state", {}).setdefault(
+                "common_step", torch.tensor(0.0)
+            )
             engine.optimizer.load_state_dict(optimizer)
             _separate_adam_steps(engine.optimizer)
         for group, current in zip(engine.optimizer.param_groups, options, strict=True):
-            group.update(current)  # megatron-core restores the saved learning rates, betas and epsilon
+            group.update(
+                current
+            )  # megatron-core restores the saved learning rates, betas and epsilon
         engine.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random_state"])
     except (Exception, CheckpointException) as error:
@@ -144,7 +161,9 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         advice = "restore it from a copy that you trust, or start without --load"
         if not isinstance(cause, UnsafeFile):
             advice = "was it saved with another model or layout?"
-        raise CheckpointError(f"could not load checkpoint {checkpoint}: {_reason(cause)}; {advice}") from error
+        raise CheckpointError(
+            f"could not load checkpoint {checkpoint}: {_reason(cause)}; {advice}"
+        ) from error
 
 
 def remove_older(newest: Path, run: str, retain: int) -> None:
@@ -215,7 +234,9 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     _make_adam_state(engine.optimizer)
     return {
         "model": model,
-        "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+        "optimizer": engine.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=metadata
+        ),
         "scheduler": engine.scheduler.state_dict(),
         "random_state": torch.get_rng_state(),
     }
@@ -223,7 +244,8 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
 
 def _save_sharded(state: dict[str, Any], directory: Path) -> None:
     """Saves a state in this process: `dist_checkpointing.save` forks, and waits forever if a child is killed."""
-    # Without this queue, megatron-core starts a manager process, which imports the program's main module again.
+    # Without this queue, megatron-core starts a manager process, which imports the program's main
+    # module again.
     filesystem_async._results_queue = queue.Queue()
     request = dist_checkpointing.save(state, str(directory), async_sharded_save=True)
     assert request is not None
@@ -233,7 +255,9 @@ def _save_sharded(state: dict[str, Any], directory: Path) -> None:
     request.execute_sync()
 
 
-def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]") -> None:
+def _write_buckets(
+    transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]"
+) -> None:
     written: queue.Queue[tuple[int, Any]] = queue.Queue()
     for number, bucket in enumerate(buckets):
         under_way: queue.Queue[int] = queue.Queue()
@@ -242,7 +266,9 @@ def _write_buckets(transforms: list[Any], rank: int, buckets: list[Any], results
             transforms, number, bucket, written, under_way, use_fsync=True
         )
     outcomes = dict(written.get() for _ in buckets)
-    failure = next((outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None)
+    failure = next(
+        (outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None
+    )
     results.put(outcomes if failure is None else _os_error(failure))
 
 
@@ -264,10 +290,14 @@ def torch_adams(optimizer: Any) -> Iterator[Any]:
 def _make_adam_state(optimizer: Any) -> None:
     """Gives torch's Adam its initial state, which megatron-core expects when it saves and loads."""
     for part in torch_adams(optimizer):
-        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in part.optimizer.param_groups for parameter in group["params"]
+        ):
             state = part.optimizer.state[parameter]
             if not state:
-                moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+                moments = {
+                    moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")
+                }
                 state.update(step=torch.tensor(0.0), **moments)
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = MethodType(_copy_saved_state, part)

@@ -9,7 +9,11 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -24,8 +28,17 @@ from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
 from slime_tis.trainer.megatron.batch import TrainingBatch
-from slime_tis.trainer.megatron.hf_weights import copied_weights, load_hf_weights, named_hf_tensors, replaced_weights
-from slime_tis.trainer.megatron.log_probs import TokenDistribution, fused_linear_log_probs, vocab_parallel_log_probs
+from slime_tis.trainer.megatron.hf_weights import (
+    copied_weights,
+    load_hf_weights,
+    named_hf_tensors,
+    replaced_weights,
+)
+from slime_tis.trainer.megatron.log_probs import (
+    TokenDistribution,
+    fused_linear_log_probs,
+    vocab_parallel_log_probs,
+)
 from slime_tis.trainer.megatron.memory import (
     TokenBudget,
     bytes_per_token,
@@ -43,7 +56,8 @@ Loss = Callable[[LossInputs], LossOutputs]
 MIN_LOSS_SCALE = 1.0
 """A gradient that is not finite at this scale is not an overflow."""
 OnLogProbs = Callable[..., Any]
-"""Called on the last pipeline stage with a micro-batch and its tokens' log-probs, entropies and, if asked, Σ π² [L]."""
+"""Called on the last pipeline stage with a micro-batch and its tokens' log-probs, entropies and, if
+asked, Σ π² [L]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +67,12 @@ class StepResult:
     sums: StepSums | None
     """Of this rank's micro-batches; None except on the last pipeline stage."""
     grad_norm: float
-    """Before clipping, on every rank. If gradient or loss are not finite, it is not finite and no step was made."""
+    """Before clipping, on every rank. If gradient or loss are not finite, it is not finite and no
+    step was made."""
     learning_rate: float
     loss_denominator: int
-    """Tokens or sequences of the global batch that the loss was divided by; 0 means that no step was made."""
+    """Tokens or sequences of the global batch that the loss was divided by; 0 means that no step
+    was made."""
     loss_scale: float | None = None
     """Of this step, under --fp16."""
     overflowed: bool = False
@@ -71,7 +87,7 @@ class StepResult:
 class TrainingEngine:
     """A policy in Megatron-core: log-probs, training steps, and its weights under Hugging Face names."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: MegatronConfig,
         parallel: Parallel,
@@ -89,7 +105,10 @@ class TrainingEngine:
         self.timer, self.check_interrupts = timer, check_interrupts
         self.model = build_model(config.hf_checkpoint, config, parallel)
         self.routing = RoutingReplay(
-            self.model.module, moe_sizes(self.model.hf_config), parallel, sequence_parallel=config.sequence_parallel
+            self.model.module,
+            moe_sizes(self.model.hf_config),
+            parallel,
+            sequence_parallel=config.sequence_parallel,
         )
         self.reference = self._load_weights(keep_reference)
         module = self.model.module
@@ -102,13 +121,17 @@ class TrainingEngine:
         logits = self.model.hf_config.vocab_size if gives_logits else 0
         self._token_bytes = bytes_per_token(self.model.config, logits, config.log_probs_chunk_size)
         if parallel.is_first_stage:
-            self.model.module.embedding.register_forward_hook(partial(trim_before_gradient, self._token_bytes))
+            self.model.module.embedding.register_forward_hook(
+                partial(trim_before_gradient, self._token_bytes)
+            )
         self.loss_denominator = torch.zeros([], dtype=torch.int)
         self.poison = torch.zeros([], device=parallel.device)
         """NaN if a loss was not finite, else 0; added to the gradient."""
         self.contributing = torch.zeros([], dtype=torch.float64, device=parallel.device)
         """Sum of `LossOutputs.contributing` over the micro-batches of this rank."""
-        self.no_shared_prompts = why_not_shared(config.share_prompts, parallel, self.model.hf_config)
+        self.no_shared_prompts = why_not_shared(
+            config.share_prompts, parallel, self.model.hf_config
+        )
         self.token_budget = self._token_budget()
         """None if micro-batches have a fixed number of samples."""
         self._skips = self._sums_squares = False
@@ -142,7 +165,9 @@ class TrainingEngine:
             return torch.full(shape, math.nan, device=self.parallel.device)
         order = [sample for samples in partition for sample in samples]
         per_sample = torch.cat(outputs).split([lengths[sample] for sample in order])
-        return torch.cat([values for _, values in sorted(zip(order, per_sample, strict=True), key=itemgetter(0))])
+        return torch.cat(
+            [values for _, values in sorted(zip(order, per_sample, strict=True), key=itemgetter(0))]
+        )
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
@@ -153,10 +178,14 @@ class TrainingEngine:
         finally:
             self.temperature = previous
 
-    def reference_log_probs(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Tensor:
+    def reference_log_probs(
+        self, batch: TrainingBatch, partition: Sequence[Sequence[int]]
+    ) -> Tensor:
         """`log_probs` of the reference policy, without routing replay."""
         if self.reference is None:
-            raise ValueError("the engine has no reference policy: build the engine with keep_reference=True")
+            raise ValueError(
+                "the engine has no reference policy: build the engine with keep_reference=True"
+            )
         with replaced_weights(self.model.module, self.reference):
             return self.log_probs(batch.with_routing(None, None), partition)
 
@@ -172,12 +201,13 @@ class TrainingEngine:
     ) -> StepResult:
         """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
 
-        The weights stay if the whole global batch is rejected: a step on a zero gradient would still move them by
-        momentum and weight decay. They also stay if the gradient is not finite.
+        The weights stay if the whole global batch is rejected: a step on a zero gradient would
+        still move them by momentum and weight decay. They also stay if the gradient is not finite.
 
-        `scales_with_advantages`: each token's loss is a multiple of its advantage, so that the backward pass of a
-        micro-batch without advantages may be skipped. `source`: see `RoutingReplay.begin`. `rate_scale`: gives the
-        factor of the learning rate from this rank's sums; every rank calls it.
+        `scales_with_advantages`: each token's loss is a multiple of its advantage, so that the
+        backward pass of a micro-batch without advantages may be skipped. `source`: see
+        `RoutingReplay.begin`. `rate_scale`: gives the factor of the learning rate from this rank's
+        sums; every rank calls it.
         """
         self._skips = scales_with_advantages and self.skips_backward
         self.ddp.zero_grad_buffer()
@@ -218,9 +248,8 @@ class TrainingEngine:
     ) -> tuple[list[list[int]], float | None]:
         """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank.
 
-        Returns:
-            The samples of each micro-batch.
-            Tokens of the largest micro-batch of all ranks, divided by the token budget; None without a budget.
+        Returns: The samples of each micro-batch. Tokens of the largest micro-batch of all ranks,
+            divided by the token budget; None without a budget.
         """
         rank = self.parallel.data_rank
         if self.token_budget is None:
@@ -230,13 +259,19 @@ class TrainingEngine:
                 partition.setdefault(rollout // self.config.micro_batch_size, []).append(sample)
             return list(partition.values()), None
         trees = [
-            PrefixTree.of(tokens, responses) if self.shares_prompts else PrefixTree.apart(map(len, tokens), responses)
+            (
+                PrefixTree.of(tokens, responses)
+                if self.shares_prompts
+                else PrefixTree.apart(map(len, tokens), responses)
+            )
             for tokens, responses in zip(tokens_of_ranks, responses_of_ranks, strict=True)
         ]
         budget = self.token_budget.tokens * self.parallel.context_size
         partitions = token_budget_partitions(trees, budget, rollouts_of_ranks)
         largest = max(
-            load_of(tree, samples) for tree, partition in zip(trees, partitions, strict=True) for samples in partition
+            load_of(tree, samples)
+            for tree, partition in zip(trees, partitions, strict=True)
+            for samples in partition
         )
         return partitions[rank], largest / budget
 
@@ -244,7 +279,10 @@ class TrainingEngine:
     def skips_backward(self) -> bool:
         """Whether backward passes do not communicate with ranks that have other tokens, so that a rank may skip one."""
         parallel = self.parallel
-        return parallel.context_size == parallel.pipeline_size == 1 and moe_sizes(self.model.hf_config) is None
+        return (
+            parallel.context_size == parallel.pipeline_size == 1
+            and moe_sizes(self.model.hf_config) is None
+        )
 
     @property
     def shares_prompts(self) -> bool:
@@ -253,7 +291,11 @@ class TrainingEngine:
 
     def keep_token_budget(self, tokens: int | None) -> None:
         """Keeps the budget of the resumed run, unless options set the budget or `tokens` is None."""
-        if tokens is not None and self.token_budget is not None and self.token_budget.reason is not None:
+        if (
+            tokens is not None
+            and self.token_budget is not None
+            and self.token_budget.reason is not None
+        ):
             self.token_budget = TokenBudget(tokens=tokens, reason="as before this run was resumed")
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -267,7 +309,9 @@ class TrainingEngine:
             load_hf_weights(self.model, config.ref_load, self.parallel)
             reference = copied_weights(self.model.module)
         load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
-        return copied_weights(self.model.module) if keep_reference and reference is None else reference
+        return (
+            copied_weights(self.model.module) if keep_reference and reference is None else reference
+        )
 
     def _token_budget(self) -> TokenBudget | None:
         config, parallel = self.config, self.parallel
@@ -277,8 +321,12 @@ class TrainingEngine:
         if config.micro_batch_size is not None:
             return None
         weights = list(self.model.module.parameters())
-        moments = 8 * sum(weight.numel() for weight in weights)  # Adam allocates them in its first step
-        gradient = max(weight.nbytes for weight in weights)  # autograd's, before it is added to main_grad
+        moments = 8 * sum(
+            weight.numel() for weight in weights
+        )  # Adam allocates them in its first step
+        gradient = max(
+            weight.nbytes for weight in weights
+        )  # autograd's, before it is added to main_grad
         free = free_memory(parallel.device, parallel.local_size) - moments - gradient
         return TokenBudget.that_fits(max(-parallel.largest(-free), 0), self._token_bytes)
 
@@ -306,7 +354,9 @@ class TrainingEngine:
         self.routing.end()
         return outputs
 
-    def _packed(self, batch: TrainingBatch, partition: Sequence[Sequence[int]]) -> Iterator[MicroBatch]:
+    def _packed(
+        self, batch: TrainingBatch, partition: Sequence[Sequence[int]]
+    ) -> Iterator[MicroBatch]:
         for samples in partition:
             self.check_interrupts()
             yield self._pack(batch.select(samples))
@@ -344,16 +394,27 @@ class TrainingEngine:
             trim_heap(output.device, self._token_bytes * micro.input_ids.numel())
 
         def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
-            with clock(), torch.set_grad_enabled(differentiates):  # megatron-core differentiates outputs with gradient
+            with (
+                clock(),
+                torch.set_grad_enabled(differentiates),
+            ):  # megatron-core differentiates outputs with gradient
                 if not micro.packed_seq_params.gives_logits:
                     return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
-                output.detach()[..., self._distribution(micro).width(output.shape[-1]) :] = -torch.inf
-                return on_log_probs(replace(micro, logits=output.clone()), *self._from_logits(output[0], micro))
+                output.detach()[
+                    ..., self._distribution(micro).width(output.shape[-1]) :
+                ] = -torch.inf
+                return on_log_probs(
+                    replace(micro, logits=output.clone()), *self._from_logits(output[0], micro)
+                )
 
         return output, last_stage
 
     def _distribution(self, micro: MicroBatch) -> TokenDistribution:
-        vocab_size, rank, size = self.model.hf_config.vocab_size, self.parallel.tensor_rank, self.parallel.tensor_size
+        vocab_size, rank, size = (
+            self.model.hf_config.vocab_size,
+            self.parallel.tensor_rank,
+            self.parallel.tensor_size,
+        )
         return TokenDistribution(
             temperature=self.temperature,
             sampling_mask=micro.sampling_mask,
@@ -368,7 +429,9 @@ class TrainingEngine:
     def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         weight_OI = self.model.module.output_weight()
         main_grad_OI: Tensor = weight_OI.main_grad  # type: ignore[attr-defined]  # megatron-core's
-        return fused_linear_log_probs(hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI)
+        return fused_linear_log_probs(
+            hidden_LI, weight_OI, micro.target_L, self._distribution(micro), main_grad_OI
+        )
 
     def _from_logits(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         return vocab_parallel_log_probs(logits, micro.target_L, self._distribution(micro))
@@ -409,14 +472,17 @@ class TrainingEngine:
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
         """megatron-core's gradient reduction, which divides by the global batch's denominator; stores the denominator.
 
-        A loss that is not finite poisons the gradient: all ranks learn of it from the gradient's norm.
+        A loss that is not finite poisons the gradient: all ranks learn of it from the gradient's
+        norm.
         """
         next(self.model.module.parameters()).main_grad.view(-1)[:1].add_(self.poison)
         finalize_model_grads(model, num_tokens, **kwargs)
         self.loss_denominator = num_tokens
 
 
-def wrap(module: torch.nn.Module, transformer: TransformerConfig, config: MegatronConfig) -> DistributedDataParallel:
+def wrap(
+    module: torch.nn.Module, transformer: TransformerConfig, config: MegatronConfig
+) -> DistributedDataParallel:
     """The model with megatron-core's gradient buffers."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -426,7 +492,9 @@ def wrap(module: torch.nn.Module, transformer: TransformerConfig, config: Megatr
 
 
 def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:
-    names = {field.name for field in fields(OptimizerConfig)} & {field.name for field in fields(config)}
+    names = {field.name for field in fields(OptimizerConfig)} & {
+        field.name for field in fields(config)
+    }
     options = OptimizerConfig(
         optimizer="adam",
         min_loss_scale=MIN_LOSS_SCALE,

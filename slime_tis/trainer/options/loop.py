@@ -39,7 +39,8 @@ class LoopConfig:
     save_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
     """File for samples; {rollout_id} becomes a number."""
     save_debug_train_data: str | None = debug_option(None, metavar="FILE")
-    """File for the trained tokens, parquet or slime's .pt; {rollout_id} and {rank} become numbers."""
+    """File for the trained tokens, parquet or slime's .pt; {rollout_id} and {rank} become
+    numbers."""
     dump_details: str | None = debug_option(None, metavar="DIR")
     """Directory for both kinds of files, if their flags are unset."""
     load_debug_rollout_data: str | None = debug_option(None, metavar="FILE")
@@ -49,7 +50,9 @@ class LoopConfig:
         check_fields(self)
         saved, trained = self.save_debug_rollout_data, self.save_debug_train_data
         if self.num_rollout is None and self.num_epoch is None:
-            raise ValueError("--num-rollout is unset and so is --num-epoch; add one of them to bound the run.")
+            raise ValueError(
+                "--num-rollout is unset and so is --num-epoch; add one of them to bound the run."
+            )
         if self.num_rollout is not None and self.num_epoch is not None:
             raise ValueError("--num-rollout and --num-epoch are both given; remove one of the two.")
         for name, pattern, fields in (
@@ -59,14 +62,25 @@ class LoopConfig:
             _check_pattern(name, pattern, fields)
             first, second = ((pattern or "").format(rollout_id=number, rank=0) for number in (0, 1))
             if pattern is not None and self.num_rollout != 1 and first == second:
-                raise ValueError(f"{name} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}} into it.")
+                raise ValueError(
+                    f"{name} is {quoted(pattern)}, one file for all rollouts; put {{rollout_id}}"
+                    " into it."
+                )
         if trained is not None and trained == saved:
-            raise ValueError(f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(trained)}.")
+            raise ValueError(
+                f"--save-debug-train-data and --save-debug-rollout-data are both {quoted(trained)}."
+            )
         loaded = self.load_debug_rollout_data
         _check_pattern("--load-debug-rollout-data", loaded, ("rollout_id",))
-        for name, pattern in (("--load-debug-rollout-data", loaded), ("--save-debug-train-data", trained)):
+        for name, pattern in (
+            ("--load-debug-rollout-data", loaded),
+            ("--save-debug-train-data", trained),
+        ):
             if self.debug_rollout_only and pattern is not None:
-                raise ValueError(f"{name} has no effect with --debug-rollout-only, which does not train; remove one.")
+                raise ValueError(
+                    f"{name} has no effect with --debug-rollout-only, which does not train; remove"
+                    " one."
+                )
 
     def with_dump_patterns(self) -> "LoopConfig":
         """Returns the options with the files of dump_details."""
@@ -77,22 +91,33 @@ class LoopConfig:
         if self.load_debug_rollout_data is None:  # samples that are loaded are not saved again
             patterns["save_debug_rollout_data"] = f"{directory}/rollout_data/{{rollout_id}}.jsonl"
         if not self.debug_rollout_only:
-            patterns["save_debug_train_data"] = f"{directory}/train_data/{{rollout_id}}_{{rank}}.parquet"
-        given: dict[str, Any] = {name: getattr(self, name) or pattern for name, pattern in patterns.items()}
+            patterns["save_debug_train_data"] = (
+                f"{directory}/train_data/{{rollout_id}}_{{rank}}.parquet"
+            )
+        given: dict[str, Any] = {
+            name: getattr(self, name) or pattern for name, pattern in patterns.items()
+        }
         if not given.items() & patterns.items():
-            raise ValueError("--dump-details has no effect: the files of all dumps are given; remove it.")
+            raise ValueError(
+                "--dump-details has no effect: the files of all dumps are given; remove it."
+            )
         return dataclasses.replace(self, **given)
 
 
 def _check_pattern(label: str, pattern: str | None, names: tuple[str, ...]) -> None:
     """Refuses a file name with fields other than {NAME}."""
     try:
-        fields = [field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None]
+        fields = [
+            field[1:] for field in string.Formatter().parse(pattern or "") if field[1] is not None
+        ]
     except ValueError:
         fields = [("unbalanced braces", "", None)]
     if any(field not in [(name, "", None) for name in names] for field in fields):
         allowed = " and ".join(f"{{{name}}}" for name in names)
-        raise ValueError(f"{label} is {quoted(pattern)} but may have no field besides {allowed}; double other braces.")
+        raise ValueError(
+            f"{label} is {quoted(pattern)} but may have no field besides {allowed}; double other"
+            " braces."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +128,13 @@ class ReportingConfig:
     """Run directory."""
     use_tensorboard: bool = reporting_option(False)
     """Write TensorBoard events to the run directory."""
-    tb_project_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
+    tb_project_name: str | None = reporting_option(
+        None, metavar="NAME", needs=("--use-tensorboard",)
+    )
     """Sub-directory that groups runs."""
-    tb_experiment_name: str | None = reporting_option(None, metavar="NAME", needs=("--use-tensorboard",))
+    tb_experiment_name: str | None = reporting_option(
+        None, metavar="NAME", needs=("--use-tensorboard",)
+    )
     """Sub-directory that names the run."""
     use_wandb: bool = reporting_option(False)
     """Log to Weights & Biases with the key in WANDB_API_KEY."""
@@ -113,7 +142,9 @@ class ReportingConfig:
     """Project; unset: slime_tis."""
     wandb_group: str | None = reporting_option(None, metavar="NAME", needs=("--use-wandb",))
     """Group of the run."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = reporting_option(None, needs=("--use-wandb",))
+    wandb_mode: Literal["online", "offline", "disabled"] | None = reporting_option(
+        None, needs=("--use-wandb",)
+    )
     """Mode; unset: from the environment."""
     wandb_dir: str | None = reporting_option(None, metavar="DIR", needs=("--use-wandb",))
     """Directory of its files; unset: the run directory."""
@@ -128,9 +159,16 @@ class ReportingConfig:
             path = PurePath(getattr(self, name) or "")
             if path.is_absolute() or ".." in path.parts:
                 raise ValueError(
-                    f"{flag(name)} is {str(path)!r}, which leads out of the run directory; give a plain name."
+                    f"{flag(name)} is {str(path)!r}, which leads out of the run directory; give a"
+                    " plain name."
                 )
-        packages = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "prometheus_port": "prometheus_client"}
+        packages = {
+            "use_tensorboard": "tensorboard",
+            "use_wandb": "wandb",
+            "prometheus_port": "prometheus_client",
+        }
         for name, package in packages.items():
             if getattr(self, name) and importlib.util.find_spec(package) is None:
-                raise ValueError(f"{flag(name)} is on but {package} is not installed; run pip install {package}.")
+                raise ValueError(
+                    f"{flag(name)} is on but {package} is not installed; run pip install {package}."
+                )

@@ -26,14 +26,19 @@ class MegatronConfig:
     ref_load: str | None = data_option(None, metavar="DIR", needs=("--use-kl-loss",))
     """Hugging Face directory of the reference policy; unset: hf_checkpoint."""
     load: str | None = checkpoint_option(None, metavar="DIR")
-    """Directory whose latest complete checkpoint is resumed; an empty directory starts a new run."""
+    """Directory whose latest complete checkpoint is resumed; an empty directory starts a new
+    run."""
     save: str | None = checkpoint_option(None, metavar="DIR")
     """Directory for checkpoints, empty or equal to load; unset: none."""
-    save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = checkpoint_option(None, needs=("--save",))
+    save_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = checkpoint_option(
+        None, needs=("--save",)
+    )
     """Rollouts between two checkpoints; unset: only at the end."""
     save_hf: str | None = checkpoint_option(None, metavar="DIR")
     """Directory for the policy in Hugging Face format: absent, empty or an earlier export."""
-    save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(2, needs=("--save",))
+    save_retain: Annotated[int, Limits(ge=1, le=1_000_000)] = checkpoint_option(
+        2, needs=("--save",)
+    )
     """Newest checkpoints of the run to keep."""
     tensor_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that divide every layer's matrices."""
@@ -43,18 +48,23 @@ class MegatronConfig:
     """Ranks that hold zigzag slices of every sequence."""
     expert_model_parallel_size: Annotated[int, Limits(ge=1, le=4_096)] = parallel_option(1)
     """Ranks that divide the experts of a layer."""
-    expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = parallel_option(None)
+    expert_tensor_parallel_size: Annotated[int | None, Limits(ge=1, le=4_096)] = parallel_option(
+        None
+    )
     """Ranks that divide the matrices of an expert; unset: tensor_model_parallel_size."""
     transformer_impl: Literal["transformer_engine", "local"] | None = parallel_option(None)
-    """Layers; unset: transformer-engine on a GPU, if it imports and trains this model in bf16 or fp16, else torch's."""
+    """Layers; unset: transformer-engine on a GPU, if it imports and trains this model in bf16 or
+    fp16, else torch's."""
     sequence_parallel: bool = parallel_option(False)
     """Shard other activations along the sequence over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = parallel_option(False)
     """Shard optimizer state over the data-parallel ranks."""
     distributed_timeout_minutes: Annotated[float, Limits(gt=0, le=100_000)] = parallel_option(30.0)
-    """Longest wait of a rank for the other ranks, except for SGLang; then every rank ends with a message."""
+    """Longest wait of a rank for the other ranks, except for SGLang; then every rank ends with a
+    message."""
     micro_batch_size: Annotated[int | None, Limits(ge=1, le=1_000_000)] = loop_option(None)
-    """Samples in one forward pass of a rank; unset: as many tokens as half of the free memory holds."""
+    """Samples in one forward pass of a rank; unset: as many tokens as half of the free memory
+    holds."""
     use_dynamic_batch_size: bool = loop_option(False)
     """Pack samples into micro-batches of max_tokens_per_gpu tokens."""
     max_tokens_per_gpu: Annotated[int | None, Limits(ge=1, le=100_000_000)] = loop_option(
@@ -62,7 +72,8 @@ class MegatronConfig:
     )
     """Tokens of one packed micro-batch on one rank."""
     share_prompts: bool | None = loop_option(None)
-    """Compute a group's common prompt once; unset: on a CPU without experts and context parallelism."""
+    """Compute a group's common prompt once; unset: on a CPU without experts and context
+    parallelism."""
     use_routing_replay: bool = routing_option(False)
     """Replay the experts of the old-log-prob pass in training (R2)."""
     log_probs_chunk_size: Annotated[int, Limits(ge=1, le=100_000_000, also=(-1,))] = loop_option(-1)
@@ -82,7 +93,8 @@ class MegatronConfig:
     )
     """Optimizer steps until min_lr; unset: the whole run."""
     ess_lr_scaling: Literal["off", "sqrt", "linear"] = optimizer_option("off")
-    """Multiply each step's learning rate by effective_sequence_share (linear) or its root (sqrt)."""
+    """Multiply each step's learning rate by effective_sequence_share (linear) or its root
+    (sqrt)."""
     weight_decay: Annotated[float, Limits(ge=0, le=100)] = optimizer_option(0.01)
     """Decoupled weight decay per unit of learning rate; biases and norms are exempt."""
     adam_beta1: Annotated[float, Limits(ge=0, lt=1)] = optimizer_option(0.9)
@@ -98,8 +110,11 @@ class MegatronConfig:
     bf16: bool = parallel_option(False)
     """Train in bfloat16 with float32 master weights."""
     fp16: bool = parallel_option(False)
-    """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the step."""
-    initial_loss_scale: Annotated[float, Limits(ge=1, le=2**32)] = parallel_option(2.0**12, needs=("--fp16",))
+    """Train in float16 with float32 master weights and a dynamic loss scale; an overflow skips the
+    step."""
+    initial_loss_scale: Annotated[float, Limits(ge=1, le=2**32)] = parallel_option(
+        2.0**12, needs=("--fp16",)
+    )
     """First loss scale; two overflows halve it, 1,000 steps without one double it."""
     recompute_granularity: Literal["full", "selective"] | None = parallel_option(None)
     """Recomputation in the backward pass: full layers or attention; unset: none."""
@@ -126,22 +141,44 @@ class MegatronConfig:
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 exclude each other; remove one.")
         if self.min_lr > self.lr:
-            raise ValueError(f"--min-lr is {self.min_lr} but must not exceed --lr, which is {self.lr}.")
+            raise ValueError(
+                f"--min-lr is {self.min_lr} but must not exceed --lr, which is {self.lr}."
+            )
         if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:
-            raise ValueError("--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token budget.")
+            raise ValueError(
+                "--use-dynamic-batch-size is on but --max-tokens-per-gpu is unset; add a token"
+                " budget."
+            )
         if self.micro_batch_size is not None and self.use_dynamic_batch_size:
-            raise ValueError("--micro-batch-size and --use-dynamic-batch-size are both given; remove one of the two.")
-        if self.recompute_granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
-            raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers.")
+            raise ValueError(
+                "--micro-batch-size and --use-dynamic-batch-size are both given; remove one of the"
+                " two."
+            )
+        if self.recompute_granularity == "full" and None in (
+            self.recompute_method,
+            self.recompute_num_layers,
+        ):
+            raise ValueError(
+                "--recompute-granularity full needs --recompute-method and --recompute-num-layers."
+            )
         if self.share_prompts and self.context_parallel_size > 1:
-            raise ValueError("--share-prompts does not work with --context-parallel-size; remove one of the two.")
+            raise ValueError(
+                "--share-prompts does not work with --context-parallel-size; remove one of the two."
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError("--sequence-parallel is on but --tensor-model-parallel-size is 1; raise it, or remove it.")
+            raise ValueError(
+                "--sequence-parallel is on but --tensor-model-parallel-size is 1; raise it, or"
+                " remove it."
+            )
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that together hold one replica of the model: tensor × pipeline × context."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     @property
     def expert_parallel_size(self) -> int:
@@ -170,7 +207,9 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         if text is None:
             raise ValueError(f"RANK is {rank} but {name} is unset; {LAUNCH}.")
         if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
-            raise ValueError(f"{name} is {text[:80]!r} but must be an integer from {low} to {high}; {LAUNCH}.")
+            raise ValueError(
+                f"{name} is {text[:80]!r} but must be an integer from {low} to {high}; {LAUNCH}."
+            )
         return int(text)
 
     launched = "RANK" in environ

@@ -37,7 +37,14 @@ RM_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 """Built-in rewards by name, and the keys of their dictionaries; () for a number."""
 
-TEMPLATE_ARGUMENTS = ("conversation", "tools", "tokenize", "add_generation_prompt", "return_tensors", "return_dict")
+TEMPLATE_ARGUMENTS = (
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "return_tensors",
+    "return_dict",
+)
 """Arguments of `apply_chat_template` that --apply-chat-template-kwargs may not set."""
 
 REMOTE = "remote_rm"
@@ -54,7 +61,8 @@ class RolloutConfig:
     rollout_precision: Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"] = rollout_option(
         "fp32", needs=("--rollout-engine=local",)
     )
-    """Precision of the local engine's weights; for servers use --sglang-dtype or --sglang-quantization."""
+    """Precision of the local engine's weights; for servers use --sglang-dtype or
+    --sglang-quantization."""
     rollout_router_bits: Annotated[int | None, Limits(ge=2, le=16)] = rollout_option(
         None, needs=("--rollout-engine=local",)
     )
@@ -63,7 +71,9 @@ class RolloutConfig:
     """Replay the rollout engine's experts in all training passes (R3)."""
     routing_replay_weights: bool = routing_option(False, needs=("--use-rollout-routing-replay",))
     """Also replay combine weights; the gradient is the training router's."""
-    measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = routing_option(None)
+    measure_routing_mismatch: Annotated[int | None, Limits(ge=1, le=1_000_000)] = routing_option(
+        None
+    )
     """Optimizer steps between measurements of the mismatch with and without replay; unset: none."""
     weight_update_rounding: Rounding = rollout_option(
         "nearest",
@@ -99,7 +109,8 @@ class RolloutConfig:
     retokenization: Literal["reject", "keep-mask", "error"] = rollout_option(
         "reject", needs=("--custom-generate-function-path",)
     )
-    """If tokens differ from the sampled ones: mask the sample, mask these tokens, or end the run."""
+    """If tokens differ from the sampled ones: mask the sample, mask these tokens, or end the
+    run."""
     dynamic_sampling_max_batches: Annotated[int, Limits(ge=1, le=1_000_000)] = rollout_option(
         30, needs=("--dynamic-sampling-filter-path",)
     )
@@ -117,13 +128,15 @@ class RolloutConfig:
     custom_eval_rollout_log_function_path: str | None = evaluation_option(None, metavar="FUNCTION")
     """User function that gets held-out answers; true replaces the metrics eval/…."""
     check_engines: Literal["warn", "stop", "off"] = rollout_option("warn")
-    """Before the first step, compare both engines on a few answers; if they disagree, search for the cause."""
+    """Before the first step, compare both engines on a few answers; if they disagree, search for
+    the cause."""
     check_weight_sync: bool = rollout_option(False)
     """After each weight update, compare the engines' tensors and log-probs of a probe prompt."""
     weight_sync_bound: Annotated[float | None, Limits(gt=0, le=1_000)] = rollout_option(
         None, needs=("--check-weight-sync",)
     )
-    """Largest mean absolute difference of the probe's log-probs; unset: from the engines' precision."""
+    """Largest mean absolute difference of the probe's log-probs; unset: from the engines'
+    precision."""
     rollout_function_path: str | None = rollout_option(None, metavar="FUNCTION")
     """User function that makes whole rollouts; the engine still answers held-out prompts."""
     disable_rollout_global_dataset: bool = rollout_option(False, needs=("--rollout-function-path",))
@@ -141,7 +154,8 @@ class RolloutConfig:
     tool_key: str | None = data_option("tools", metavar="KEY", needs=("--apply-chat-template",))
     """Key of the tools for the chat template: a list, or JSON text."""
     apply_chat_template: bool = data_option(False)
-    """Render prompts with the tokenizer's chat template; texts are tokenized without special tokens."""
+    """Render prompts with the tokenizer's chat template; texts are tokenized without special
+    tokens."""
     apply_chat_template_kwargs: str | None = data_option(
         None, metavar="JSON", needs=("--apply-chat-template",), suffices=("--data-source-path",)
     )
@@ -152,11 +166,17 @@ class RolloutConfig:
     """Responses per prompt, which form a group."""
     rollout_max_response_len: Annotated[int, Limits(ge=1, le=10_000_000)] = rollout_option()
     """Longest response, in tokens."""
-    rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = rollout_option(None)
+    rollout_max_prompt_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = rollout_option(
+        None
+    )
     """Longest prompt, in tokens; longer ones are dropped. Unset: the context's limit."""
-    rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = rollout_option(None)
+    rollout_max_context_len: Annotated[int | None, Limits(ge=2, le=10_000_000)] = rollout_option(
+        None
+    )
     """Longest prompt with response, in tokens; unset: the model's limit."""
-    rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = sampling_option(1.0)
+    rollout_temperature: Annotated[float, Limits(ge=0.01, le=100, hint=GREEDY)] = sampling_option(
+        1.0
+    )
     """Sampling temperature."""
     rollout_top_p: Annotated[float, Limits(gt=0, le=1)] = sampling_option(1.0)
     """Nucleus probability; 1 keeps all tokens."""
@@ -168,15 +188,18 @@ class RolloutConfig:
     """Shuffle the prompts every epoch."""
     rollout_seed: Annotated[int, Limits(ge=0, le=2**31 - 1)] = sampling_option(42)
     """Seed of sampling and shuffling; servers need --enable-deterministic-inference."""
-    rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = sampling_option(
-        None, metavar="ID"
+    rollout_stop_token_ids: Annotated[tuple[int, ...] | None, Limits(ge=0, le=2**31 - 1)] = (
+        sampling_option(None, metavar="ID")
     )
     """Token ids that end a response, besides the end of sequence."""
     rm_type: str | None = reward_option(None, metavar="NAME")
-    """Built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, or boxed_NAME."""
+    """Built-in reward: exact_match, math, deepscaler, dapo, f1, gpqa, random, remote_rm, or
+    boxed_NAME."""
     rm_url: str | None = reward_option(None, metavar="URL")
     """URL of the reward server of remote_rm."""
-    rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = reward_option(120.0, needs=("--rm-url",))
+    rm_timeout: Annotated[float, Limits(ge=0.1, le=86_400)] = reward_option(
+        120.0, needs=("--rm-url",)
+    )
     """Longest wait for an answer of the reward server, in seconds."""
     rm_max_retries: Annotated[int, Limits(ge=0, le=1_000)] = reward_option(10, needs=("--rm-url",))
     """Retries of a failed request."""
@@ -192,7 +215,9 @@ class RolloutConfig:
     """reward_key of held-out prompts; unset: reward_key or reward_weights."""
     eval_interval: Annotated[int | None, Limits(ge=1, le=1_000_000)] = evaluation_option(None)
     """Rollouts between two evaluations; unset: before and after training only."""
-    eval_prompt_data: tuple[str, ...] | None = evaluation_option(None, metavar="[NAME] PATH", needs=())
+    eval_prompt_data: tuple[str, ...] | None = evaluation_option(
+        None, metavar="[NAME] PATH", needs=()
+    )
     """Held-out prompts as NAME PATH pairs; a single PATH is named accuracy."""
     n_samples_per_eval_prompt: Annotated[int, Limits(ge=1, le=4_096)] = evaluation_option(1)
     """Responses sampled per held-out prompt."""
@@ -200,25 +225,34 @@ class RolloutConfig:
     """Temperature of evaluation; 0 is greedy."""
     eval_top_p: Annotated[float, Limits(gt=0, le=1)] = evaluation_option(1.0)
     """Nucleus probability of evaluation."""
-    eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = evaluation_option(None)
+    eval_max_response_len: Annotated[int | None, Limits(ge=1, le=10_000_000)] = evaluation_option(
+        None
+    )
     """Longest held-out response, in tokens; unset: rollout_max_response_len."""
     eval_input_key: str | None = evaluation_option(None, metavar="KEY")
     """input_key of held-out rows; unset: input_key."""
     eval_label_key: str | None = evaluation_option(None, metavar="KEY")
     """label_key of held-out rows; unset: label_key."""
-    eval_tool_key: str | None = evaluation_option(None, metavar="KEY", needs=("--apply-chat-template",))
+    eval_tool_key: str | None = evaluation_option(
+        None, metavar="KEY", needs=("--apply-chat-template",)
+    )
     """tool_key of held-out rows; unset: tool_key."""
     eval_engine: Literal["local", "rollout"] | None = evaluation_option(None)
-    """Engine for held-out prompts: an unrounded copy in the training process, or the rollout engine."""
+    """Engine for held-out prompts: an unrounded copy in the training process, or the rollout
+    engine."""
     skip_eval_before_train: bool = evaluation_option(False)
     """Skip the evaluation before the first step."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.allow_truncation_bias and not self.truncates_sampling:
-            raise ValueError("--allow-truncation-bias has no effect without --rollout-top-p or --rollout-top-k.")
+            raise ValueError(
+                "--allow-truncation-bias has no effect without --rollout-top-p or --rollout-top-k."
+            )
         if self.routing_replay_weights and self.rollout_engine == "sglang":
-            raise ValueError("--routing-replay-weights needs --rollout-engine local: SGLang returns no weights.")
+            raise ValueError(
+                "--routing-replay-weights needs --rollout-engine local: SGLang returns no weights."
+            )
         if self.prompt_data is None and self.needs_prompt_data:
             raise ValueError("--prompt-data is unset but required; add --prompt-data FILE.")
         _ = self.chat_template_options
@@ -240,7 +274,9 @@ class RolloutConfig:
     @property
     def evaluates_locally(self) -> bool:
         """Whether held-out prompts are answered by a model in the training process."""
-        return (self.eval_engine or ("local" if self.rollout_engine == "local" else "rollout")) == "local"
+        return (
+            self.eval_engine or ("local" if self.rollout_engine == "local" else "rollout")
+        ) == "local"
 
     @property
     def truncates_sampling(self) -> bool:
@@ -262,7 +298,10 @@ class RolloutConfig:
 
 
 def _check_reward(config: RolloutConfig) -> None:
-    name, weights = config.rm_type, parse_weights(config.reward_weights) if config.reward_weights else {}
+    name, weights = (
+        config.rm_type,
+        (parse_weights(config.reward_weights) if config.reward_weights else {}),
+    )
     if name is not None and config.custom_rm_path is not None:
         raise ValueError("--rm-type and --custom-rm-path are both given; remove one of the two.")
     if weights and config.reward_key is not None:
@@ -275,7 +314,9 @@ def _check_reward(config: RolloutConfig) -> None:
     if base_name(name) != REMOTE:
         _check_reward_keys(config, name, [*weights])
     elif config.rm_url is None:
-        raise ValueError(f"--rm-type is {name} but --rm-url is unset; add the URL of the reward server.")
+        raise ValueError(
+            f"--rm-type is {name} but --rm-url is unset; add the URL of the reward server."
+        )
 
 
 def _check_reward_keys(config: RolloutConfig, name: str, weighted: list[str]) -> None:
@@ -291,37 +332,57 @@ def _check_reward_keys(config: RolloutConfig, name: str, weighted: list[str]) ->
 
 def _check_evaluation(config: RolloutConfig) -> None:
     if config.eval_top_p != 1 and config.eval_temperature == 0:
-        raise ValueError("--eval-top-p has no effect with --eval-temperature 0; remove it, or raise the temperature.")
+        raise ValueError(
+            "--eval-top-p has no effect with --eval-temperature 0; remove it, or raise the"
+            " temperature."
+        )
     count = len(config.eval_prompt_data or ())
     if count > 1 and count % 2 == 1:
-        raise ValueError(f"--eval-prompt-data has {count} values, but needs one PATH or NAME PATH pairs.")
+        raise ValueError(
+            f"--eval-prompt-data has {count} values, but needs one PATH or NAME PATH pairs."
+        )
     names = [name for name, _ in config.eval_prompt_sets]
     if len(set(names)) < len(names):
-        raise ValueError(f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]}; give each name once.")
+        raise ValueError(
+            f"--eval-prompt-data names {quoted(', '.join(names))[1:-1]}; give each name once."
+        )
 
 
 def _check_partial_rollout(config: RolloutConfig) -> None:
     size, batch = config.over_sampling_batch_size, config.rollout_batch_size
     if size is not None and size < batch:
-        raise ValueError(f"--over-sampling-batch-size is {size} but --rollout-batch-size is {batch}; raise it.")
+        raise ValueError(
+            f"--over-sampling-batch-size is {size} but --rollout-batch-size is {batch}; raise it."
+        )
     if not config.partial_rollout:
         if config.buffer_filter_path is not None:
-            raise ValueError("--buffer-filter-path has no effect without --partial-rollout; add that, or remove it.")
+            raise ValueError(
+                "--buffer-filter-path has no effect without --partial-rollout; add that, or"
+                " remove it."
+            )
         return
     if config.rollout_engine != "sglang":
-        raise ValueError("--partial-rollout needs --rollout-engine sglang: the local engine decodes whole batches.")
+        raise ValueError(
+            "--partial-rollout needs --rollout-engine sglang: the local engine decodes whole"
+            " batches."
+        )
     if size is None or size == batch:
-        raise ValueError(f"--over-sampling-batch-size is {size}; with --partial-rollout make it more than {batch}.")
+        raise ValueError(
+            f"--over-sampling-batch-size is {size}; with --partial-rollout make it more than"
+            f" {batch}."
+        )
     if config.rollout_lookahead:
-        raise ValueError("--rollout-lookahead and --partial-rollout are both given; remove one of them.")
+        raise ValueError(
+            "--rollout-lookahead and --partial-rollout are both given; remove one of them."
+        )
 
 
 def check_rm_type(source: str, name: str) -> None:
     """Refuses an unknown reward, with or without `boxed_`; the message begins with `source`."""
     if base_name(name) not in RM_TYPES:
         raise ValueError(
-            f"{source} is {quoted(name)} but must be one of {', '.join(RM_TYPES)}, each also as {BOXED}NAME; "
-            "for another reward write a function for --custom-rm-path."
+            f"{source} is {quoted(name)} but must be one of {', '.join(RM_TYPES)}, each also as"
+            f" {BOXED}NAME; for another reward write a function for --custom-rm-path."
         )
 
 
@@ -343,7 +404,10 @@ def parse_template_options(text: str) -> dict[str, Any]:
         )
     for name in options:
         if name in TEMPLATE_ARGUMENTS:
-            raise ValueError(f"--apply-chat-template-kwargs sets {name!r}, which this program sets itself; remove it.")
+            raise ValueError(
+                f"--apply-chat-template-kwargs sets {name!r}, which this program sets itself;"
+                " remove it."
+            )
     return options
 
 
@@ -358,8 +422,8 @@ def parse_weights(text: str) -> dict[str, float]:
             weight = math.nan
         if not name or not equals or not math.isfinite(weight) or name in weights:
             raise ValueError(
-                f"--reward-weights is {quoted(text)} but must be KEY=WEIGHT,KEY=WEIGHT with finite weights and "
-                "different keys."
+                f"--reward-weights is {quoted(text)} but must be KEY=WEIGHT,KEY=WEIGHT with finite"
+                " weights and different keys."
             )
         weights[name] = weight
     return weights

@@ -20,7 +20,9 @@ MAX_HOST = 253
 PREFIX = "--sglang-"
 OWN_FLAGS = {
     "api-key": "put the key into the environment variable that --sglang-api-key-env names",
-    "admin-api-key": "put the key into the environment variable that --sglang-admin-api-key-env names",
+    "admin-api-key": (
+        "put the key into the environment variable that --sglang-admin-api-key-env names"
+    ),
     "model-path": "servers get the --hf-checkpoint",
     "host": "servers listen on this machine alone",
     "port": "choose the first of the ports with --sglang-base-port",
@@ -57,11 +59,15 @@ class SGLangConfig:
     """Port of the router."""
     sglang_launch: Annotated[int | None, Limits(ge=1, le=1_024)] = sglang_option(None)
     """Number of servers to start on this machine and stop at the end."""
-    sglang_server_args: tuple[str, ...] | None = sglang_option(None, metavar="WORD", needs=("--sglang-launch",))
+    sglang_server_args: tuple[str, ...] | None = sglang_option(
+        None, metavar="WORD", needs=("--sglang-launch",)
+    )
     """Flags of launched servers; other flags --sglang-NAME are passed to them as --NAME."""
     sglang_python: str | None = sglang_option(None, metavar="PYTHON", needs=("--sglang-launch",))
     """Python interpreter of the environment that has sglang; unset: this program's."""
-    sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = sglang_option(30000, needs=("--sglang-launch",))
+    sglang_base_port: Annotated[int, Limits(ge=1, le=65_535)] = sglang_option(
+        30000, needs=("--sglang-launch",)
+    )
     """First port of launched servers; ports in use are skipped."""
     sglang_log_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-launch",))
     """Directory for the output of launched servers; unset: output_dir."""
@@ -76,8 +82,11 @@ class SGLangConfig:
     sglang_recovery_timeout: Annotated[float, Limits(gt=0, le=1_000_000)] = sglang_option(120.0)
     """Longest wait without any server, in seconds; then the run saves and stops."""
     sglang_weight_sync: WeightTransport = sglang_option("distributed")
-    """Transport of weights: broadcast over NCCL (gloo without GPUs), or safetensors on a shared disk."""
-    sglang_weight_dir: str | None = sglang_option(None, metavar="DIR", needs=("--sglang-weight-sync=disk",))
+    """Transport of weights: broadcast over NCCL (gloo without GPUs), or safetensors on a shared
+    disk."""
+    sglang_weight_dir: str | None = sglang_option(
+        None, metavar="DIR", needs=("--sglang-weight-sync=disk",)
+    )
     """Directory for weights, shared with the servers; unset: `sglang_weights` in output_dir."""
     sglang_sync_address: str | None = sglang_option(
         None, metavar="ADDRESS", needs=("--sglang-weight-sync=distributed",)
@@ -95,14 +104,15 @@ class SGLangConfig:
         _check_sources(self)
         if self.sglang_sync_address in ("", "0.0.0.0", "::"):
             raise ValueError(
-                f"--sglang-sync-address is {quoted(self.sglang_sync_address)} but must be an address that servers "
-                "reach."
+                f"--sglang-sync-address is {quoted(self.sglang_sync_address)} but must be an"
+                " address that servers reach."
             )
         check_server_args(self.sglang_server_args or ())
         for name in ("sglang_api_key_env", "sglang_admin_api_key_env"):
             if not getattr(self, name).isidentifier():  # maybe the key itself: it is not repeated
                 raise ValueError(
-                    f"{flag(name)} must be the name of an environment variable, such as SGLANG_API_KEY, not the key."
+                    f"{flag(name)} must be the name of an environment variable, such as"
+                    " SGLANG_API_KEY, not the key."
                 )
 
     @property
@@ -136,20 +146,28 @@ class SGLangConfig:
         """Refuses a configuration that names no server."""
         if not _sources(self):
             raise ValueError(
-                "--rollout-engine is sglang but no server is named; add --sglang-url URL, --sglang-router-ip with "
-                "--sglang-router-port, or --sglang-launch N."
+                "--rollout-engine is sglang but no server is named; add --sglang-url URL,"
+                " --sglang-router-ip with --sglang-router-port, or --sglang-launch N."
             )
 
 
 def normalized_url(url: str, flag: str = "--sglang-url") -> str:
     """Returns a URL without trailing slash and with the host in lower case; refuses credentials and queries."""
     parts = split_url(url)
-    if parts is None or not url.isprintable() or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{flag} is {quoted(shown_url(url))} but must be http://HOST:PORT or https://HOST:PORT.")
+    if (
+        parts is None
+        or not url.isprintable()
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+    ):
+        raise ValueError(
+            f"{flag} is {quoted(shown_url(url))} but must be http://HOST:PORT or https://HOST:PORT."
+        )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ValueError(
-            f"{flag} for {parts.hostname} holds a user name, password or query, which logs and config.yaml would show; "
-            "put a secret into an environment variable, for --sglang-api-key-env or a --custom-rm-path function."
+            f"{flag} for {parts.hostname} holds a user name, password or query, which logs and"
+            " config.yaml would show; put a secret into an environment variable, for"
+            " --sglang-api-key-env or a --custom-rm-path function."
         )
     port = "" if parts.port is None else f":{parts.port}"
     return f"{parts.scheme}://{bracketed(parts.hostname)}{port}{parts.path.rstrip('/')}"
@@ -196,7 +214,9 @@ def _check_sources(config: SGLangConfig) -> None:
     urls = config.server_urls
     for url in urls:
         if urls.count(url) > 1:
-            raise ValueError(f"--sglang-url names {url} {urls.count(url)} times; name each server once.")
+            raise ValueError(
+                f"--sglang-url names {url} {urls.count(url)} times; name each server once."
+            )
         if len(urlsplit(url).hostname or "") > MAX_HOST:
             raise ValueError(f"--sglang-url has a host name with more than {MAX_HOST} characters.")
     named = " and ".join(f"{source} is {value}" for source, value in _sources(config).items())
@@ -204,12 +224,16 @@ def _check_sources(config: SGLangConfig) -> None:
         raise ValueError(f"{named}; servers come from one source; keep one of them.")
     ip, port = config.sglang_router_ip, config.sglang_router_port
     if (ip is None) != (port is None):
-        raise ValueError(f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither.")
+        raise ValueError(
+            f"--sglang-router-ip is {ip} and --sglang-router-port {port}; give both or neither."
+        )
     if ip is None:
         return
     is_host = split_url(f"http://{bracketed(ip)}") == SplitResult("http", bracketed(ip), "", "", "")
     if not is_host or len(ip) > MAX_HOST or any(character.isspace() for character in ip):
-        raise ValueError(f"--sglang-router-ip is {quoted(shown_url(ip))} but must be an address or a host name.")
+        raise ValueError(
+            f"--sglang-router-ip is {quoted(shown_url(ip))} but must be an address or a host name."
+        )
 
 
 def check_server_args(args: Sequence[str]) -> None:
@@ -217,25 +241,39 @@ def check_server_args(args: Sequence[str]) -> None:
     beginning, *flags = flags_of(args)
     if beginning.values:
         raise ValueError(
-            f"--sglang-server-args begins with {quoted(args[0])} but must begin with a flag, such as --tp-size."
+            f"--sglang-server-args begins with {quoted(args[0])} but must begin with a flag, such"
+            " as --tp-size."
         )
     for one in flags:
-        _check_secret(f"--sglang-server-args has {one.name}", one.name[2:].replace("_", "-").lower(), one.values)
+        _check_secret(
+            f"--sglang-server-args has {one.name}",
+            one.name[2:].replace("_", "-").lower(),
+            one.values,
+        )
         for own, instead in OWN_FLAGS.items():
             if own.startswith(one.name[2:]) and len(one.name) > 3:
-                raise ValueError(f"--sglang-server-args has {one.name}, which the run sets itself; {instead}.")
+                raise ValueError(
+                    f"--sglang-server-args has {one.name}, which the run sets itself; {instead}."
+                )
 
 
 def _check_secret(given: str, name: str, values: Sequence[str]) -> None:
     """Refuses a secret as the value of a server's flag, and an unset environment variable; never shows the value."""
     if SECRET_FLAG.fullmatch(name) and name not in OWN_FLAGS:
         raise ValueError(
-            f"{given}, but a secret would be seen in the list of processes, in config.yaml and in reports; put it into "
-            f"an environment variable and name that: --sglang-{name}{VARIABLE} VARIABLE."
+            f"{given}, but a secret would be seen in the list of processes, in config.yaml and in"
+            " reports; put it into an environment variable and name that:"
+            f" --sglang-{name}{VARIABLE} VARIABLE."
         )
     if name.endswith(VARIABLE) and SECRET_FLAG.fullmatch(name.removesuffix(VARIABLE)):
         variable = "".join(values[:1])
         if not variable.isidentifier():
-            raise ValueError(f"{given}, but what follows is not the name of an environment variable; give its name.")
+            raise ValueError(
+                f"{given}, but what follows is not the name of an environment variable; give its"
+                " name."
+            )
         if not os.environ.get(variable):
-            raise ValueError(f"{given}, but the environment variable {variable} is not set; set it to the secret.")
+            raise ValueError(
+                f"{given}, but the environment variable {variable} is not set; set it to the"
+                " secret."
+            )

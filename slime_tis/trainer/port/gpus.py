@@ -46,8 +46,9 @@ class Placement:
 def place(given: Mapping[str, Flag]) -> Placement:
     """Returns ranks that hold complete replicas and divide a step's samples, and servers on the GPUs that are left.
 
-    With --colocate half of each node's GPUs train, if the layout fits them, and else all of them. `--sglang-launch`
-    starts servers on the first machine only, so that with several nodes they have to be started by hand.
+    With --colocate half of each node's GPUs train, if the layout fits them, and else all of them.
+    `--sglang-launch` starts servers on the first machine only, so that with several nodes they have
+    to be started by hand.
     """
     nodes = count(given, "--actor-num-nodes", 1)
     trained = min(count(given, "--actor-num-gpus-per-node", GPUS_PER_NODE), MAX_GPUS)
@@ -61,7 +62,9 @@ def place(given: Mapping[str, Flag]) -> Placement:
     candidates = halves if is_shared and halves else fitting
     ranks = candidates[0] if candidates else trained
 
-    stages = max(count(given, "--sglang-pp-size", 1), count(given, "--sglang-pipeline-parallel-size", 1))
+    stages = max(
+        count(given, "--sglang-pp-size", 1), count(given, "--sglang-pipeline-parallel-size", 1)
+    )
     per_server = count(given, "--rollout-num-gpus-per-engine", 1)
     left = machine - ranks
     wanted = left if is_shared else count(given, "--rollout-num-gpus", per_server)

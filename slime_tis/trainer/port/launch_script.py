@@ -36,7 +36,8 @@ ARITHMETIC = {
 PROGRAMS = ("train.py", "train_async.py")
 
 OPEN, CLOSE, BREAK, QUOTE = "\ue000", "\ue001", "\ue002", "\ue003"
-"""Marks in expanded text: OPEN SOURCE CLOSE is an unknown value, BREAK divides words, QUOTE begins quoted text."""
+"""Marks in expanded text: OPEN SOURCE CLOSE is an unknown value, BREAK divides words, QUOTE begins
+quoted text."""
 
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 UNBRACED = re.compile(rf"\\.|'[^']*'|\$({NAME})", re.DOTALL)
@@ -95,7 +96,9 @@ class LaunchScript:
     def _follow(self, node: Node, conditional: bool = False) -> None:
         if node.type == "variable_assignment":
             self._assign(node, conditional)
-        elif node.type == "command" or (node.type == "redirected_statement" and node.children[0].type == "command"):
+        elif node.type == "command" or (
+            node.type == "redirected_statement" and node.children[0].type == "command"
+        ):
             self._run(node, conditional)
         elif node.type not in ("string", "command_substitution"):
             for child in node.named_children:
@@ -104,8 +107,14 @@ class LaunchScript:
     def _run(self, node: Node, conditional: bool) -> None:
         """Reads a sourced file, or keeps the words after train.py."""
         command = node if node.type == "command" else node.children[0]
-        assignments = [child for child in command.named_children if child.type == "variable_assignment"]
-        words = [child for child in command.named_children if child.type not in ("variable_assignment", "comment")]
+        assignments = [
+            child for child in command.named_children if child.type == "variable_assignment"
+        ]
+        words = [
+            child
+            for child in command.named_children
+            if child.type not in ("variable_assignment", "comment")
+        ]
         for redirect in node.named_children:  # may take later words for destinations
             words += redirect.children_by_field_name("destination")[1:]
         is_source = bool(words) and words[0].text in (b"source", b".")
@@ -128,7 +137,9 @@ class LaunchScript:
         for index, word in enumerate(words):
             if name := _program(word):
                 if self.program:
-                    self.notes["the script runs training more than once; this is the last command"] = None
+                    self.notes[
+                        "the script runs training more than once; this is the last command"
+                    ] = None
                 self.notes |= met
                 self.program, self.words = name, []
                 for each in words[index + 1 :]:
@@ -148,13 +159,24 @@ class LaunchScript:
     def _assign(self, node: Node, conditional: bool) -> None:
         name, value = _text(node.child_by_field_name("name")), node.child_by_field_name("value")
         self.met = set()
-        append, is_array = node.children[1].type == "+=", value is not None and value.type == "array"
-        words = self._words(value.named_children) if value and is_array else [self._value(value) if value else ""]
+        append, is_array = (
+            node.children[1].type == "+=",
+            value is not None and value.type == "array",
+        )
+        words = (
+            self._words(value.named_children)
+            if value and is_array
+            else [self._value(value) if value else ""]
+        )
         known = self.variables.get(name)
         if conditional:
-            if known is not None and (OPEN in "".join(words) or not (append or OPEN in "".join(known))):
+            if known is not None and (
+                OPEN in "".join(words) or not (append or OPEN in "".join(known))
+            ):
                 return
-            self.met.add(f"{name} is set under a condition; {legible(' '.join(words))[:80]!r} is taken")
+            self.met.add(
+                f"{name} is set under a condition; {legible(' '.join(words))[:80]!r} is taken"
+            )
         if append and known is not None:
             words = [*known, *words] if is_array else ["".join(known + words)]
             self.met |= self.uncertain[name]
@@ -183,7 +205,9 @@ class LaunchScript:
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that bash makes of nodes; none for an unquoted variable that is empty."""
-        words = BREAK.join(self._expand(node) for node in nodes if node.type != "comment").split(BREAK)
+        words = BREAK.join(self._expand(node) for node in nodes if node.type != "comment").split(
+            BREAK
+        )
         return [word.replace(QUOTE, "") for word in words if word]
 
     def _value(self, node: Node) -> str:
@@ -198,7 +222,9 @@ class LaunchScript:
             return BREAK.join(WORD.findall(value)) if split else value
         if node.type == "string":
             if WHOLE_ARRAY.fullmatch(text):
-                return BREAK.join(QUOTE + value for value in self._substitute(node.named_children[0]))
+                return BREAK.join(
+                    QUOTE + value for value in self._substitute(node.named_children[0])
+                )
             return QUOTE + "".join(self._between_quotes(node))
         if node.type in ("raw_string", "ansi_c_string"):
             return QUOTE + text.removeprefix("$")[1:-1]
@@ -232,7 +258,9 @@ class LaunchScript:
                 values = values if index else values[:1]
                 self.expanded += sum(map(len, values)) + len(values)
                 if self.expanded > MAX_EXPANDED_CHARACTERS:
-                    raise ValueError(f"its variables expand to more than {MAX_EXPANDED_CHARACTERS} characters.")
+                    raise ValueError(
+                        f"its variables expand to more than {MAX_EXPANDED_CHARACTERS} characters."
+                    )
                 return values
         if node.type == "arithmetic_expansion":
             number = self._number(text)
@@ -276,7 +304,10 @@ def read_launch(path: str | Path) -> LaunchScript:
     """Returns a script with its last command that runs train.py or train_async.py."""
     path = Path(path)
     if path.suffix == ".py":
-        raise ValueError(f"{str(path)!r} is a Python program; write `python train.py FLAGS` into a file for port.")
+        raise ValueError(
+            f"{str(path)!r} is a Python program; write `python train.py FLAGS` into a file for"
+            " port."
+        )
     script = LaunchScript(path.parent.absolute(), files={path.resolve()})
     try:
         script.read(_text_of(path))
@@ -284,7 +315,9 @@ def read_launch(path: str | Path) -> LaunchScript:
         raise ValueError(f"{str(path)!r} nests its commands too deeply to be read.") from None
     if not script.program:
         broken = "".join(f" ({note})" for note in script.notes if note.startswith("line "))
-        raise ValueError(f"{str(path)!r} has no command that runs train.py{broken}; give a slime launch script.")
+        raise ValueError(
+            f"{str(path)!r} has no command that runs train.py{broken}; give a slime launch script."
+        )
     return script
 
 
@@ -301,9 +334,13 @@ def legible(word: str) -> str:
 
 def _text_of(path: Path) -> str:
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} cannot be read: it is not a file; give a slime launch script.")
+        raise ValueError(
+            f"{str(path)!r} cannot be read: it is not a file; give a slime launch script."
+        )
     if path.stat().st_size > MAX_SCRIPT_BYTES:
-        raise ValueError(f"{str(path)!r} is too large; a script has at most {MAX_SCRIPT_BYTES} bytes.")
+        raise ValueError(
+            f"{str(path)!r} is too large; a script has at most {MAX_SCRIPT_BYTES} bytes."
+        )
     text = path.read_text(encoding="utf-8", errors="replace")
     if "\ufffd" in text:
         raise ValueError(f"{str(path)!r} is not text in UTF-8; give a slime launch script.")

@@ -19,7 +19,8 @@ Words = Mapping[str, tuple[str, ...]]
 
 OPTION_OF = {flag: option for flag, (option, _) in COMMAND_LINE.spellings.items()}
 NO_EFFECT = re.compile(
-    r"(?s)(--[a-z0-9-]+) (?:is .* but has no effect|is on but --tensor-model-parallel-size is 1|has no effect with --)"
+    r"(?s)(--[a-z0-9-]+) (?:is .* but has no effect|is on but --tensor-model-parallel-size is 1|has"
+    r" no effect with --)"
 )
 """Refusals of flags that change nothing."""
 MISSING_PACKAGE = re.compile(r"(--[a-z0-9-]+) is on but \w+ is not installed")
@@ -77,8 +78,9 @@ class Verdict:
 def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory: float) -> Verdict:
     """Checks a command as train.py does, and its memory as `slime-tis plan` does.
 
-    train.py ends at the first refusal. Here the flag that a refusal names first is taken away, and the rest is checked
-    again; later refusals that name such a flag are left out, because they may be consequences.
+    train.py ends at the first refusal. Here the flag that a refusal names first is taken away, and
+    the rest is checked again; later refusals that name such a flag are left out, because they may
+    be consequences.
 
     Args:
         flags: The command, with marks of `launch_script` for unknown values.
@@ -96,15 +98,18 @@ def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory:
             verdict.memory.append("not checked, because train.py refuses the layout.")
         elif not is_known:
             verdict.memory.append(
-                "not checked, because neither config.json nor the script gives the model's sizes; run slime-tis plan "
-                f"--world-size {ranks} with these flags where the checkpoint is."
+                "not checked, because neither config.json nor the script gives the model's sizes;"
+                f" run slime-tis plan --world-size {ranks} with these flags where the"
+                " checkpoint is."
             )
         else:
             verdict.memory += _memory_problems(arguments.megatron, arguments, ranks, gpu_memory)
     return verdict
 
 
-def _configured(words: dict[str, tuple[str, ...]], required: Words, ranks: int, verdict: Verdict) -> Arguments | None:
+def _configured(
+    words: dict[str, tuple[str, ...]], required: Words, ranks: int, verdict: Verdict
+) -> Arguments | None:
     """Returns the configuration once nothing is refused; notes refusals and flags without effect on the way."""
     environment = {
         "RANK": "0",
@@ -143,7 +148,11 @@ def _remove_first(named: Sequence[str], words: dict[str, tuple[str, ...]]) -> st
     """Removes the spellings of the first flag of a message that the command has; returns the flag."""
     for name in named:
         option = OPTION_OF.get(name)
-        spellings = [word for word in words if word == name or (option is not None and OPTION_OF.get(word) is option)]
+        spellings = [
+            word
+            for word in words
+            if word == name or (option is not None and OPTION_OF.get(word) is option)
+        ]
         for spelling in spellings:
             del words[spelling]
         if spellings:
@@ -162,7 +171,9 @@ def _add_required(message: str, words: dict[str, tuple[str, ...]], required: Wor
 
 def _make_stand_ins(flags: Words, folder: Path, model: Mapping[str, Any] | None) -> Words:
     """Makes a checkpoint's config.json and a file of prompts; returns them as values of their flags."""
-    has_experts = any(name.startswith("--expert-") and values != ("1",) for name, values in flags.items())
+    has_experts = any(
+        name.startswith("--expert-") and values != ("1",) for name, values in flags.items()
+    )
     unknown = STAND_IN_MODEL | (STAND_IN_EXPERTS if has_experts else {})
     checkpoint = folder / "model"
     checkpoint.mkdir()
@@ -172,7 +183,9 @@ def _make_stand_ins(flags: Words, folder: Path, model: Mapping[str, Any] | None)
     return {"--hf-checkpoint": (str(checkpoint),), "--prompt-data": (str(prompts),)}
 
 
-def _with_stand_ins(flags: Words, folder: Path, required: Words, verdict: Verdict) -> dict[str, tuple[str, ...]]:
+def _with_stand_ins(  # noqa: C901
+    flags: Words, folder: Path, required: Words, verdict: Verdict
+) -> dict[str, tuple[str, ...]]:
     """Returns the command with files of a temporary directory in place of missing inputs and of all outputs."""
     (checkpoint,) = required["--hf-checkpoint"]
     (prompts,) = required["--prompt-data"]
@@ -232,7 +245,9 @@ def _is_real_model(words: Words, folder: str) -> bool:
     return (directory / "config.json").is_file() and not directory.is_relative_to(folder)
 
 
-def _memory_problems(megatron: MegatronConfig, arguments: Arguments, ranks: int, gpu_memory: float) -> list[str]:
+def _memory_problems(
+    megatron: MegatronConfig, arguments: Arguments, ranks: int, gpu_memory: float
+) -> list[str]:
     """Returns what does not fit into the memory of a GPU, as `slime-tis plan` computes it."""
     try:
         from slime_tis.trainer.memory_plan import GIB, USABLE, census
@@ -254,8 +269,9 @@ def _memory_problems(megatron: MegatronConfig, arguments: Arguments, ranks: int,
         tokens = stage.tokens(USABLE * gpu_memory * GIB)
         if tokens < needed:
             problems.append(
-                f"pipeline stage {index} does not fit: weights, gradients and optimizer state take "
-                f"{stage.fixed / GIB:.1f} GiB of a GPU with {gpu_memory:g} GiB, which leaves room for {tokens} tokens, "
-                f"but {flag}; lower it, use more ranks or recomputation, or compare with slime-tis plan."
+                f"pipeline stage {index} does not fit: weights, gradients and optimizer state take"
+                f" {stage.fixed / GIB:.1f} GiB of a GPU with {gpu_memory:g} GiB, which leaves room"
+                f" for {tokens} tokens, but {flag}; lower it, use more ranks or recomputation, or"
+                " compare with slime-tis plan."
             )
     return problems

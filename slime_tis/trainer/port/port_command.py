@@ -1,7 +1,8 @@
 """`slime-tis port run.sh` prints a slime launch script as a command line of `train.py`, with comments.
 
-The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is executed. A script
-that trains something else than this program can is refused, and a command that train.py would refuse is a comment.
+The comments list what was changed, renamed, added and dropped, and why. Nothing of the script is
+executed. A script that trains something else than this program can is refused, and a command that
+train.py would refuse is a comment.
 """
 
 import os
@@ -29,7 +30,14 @@ from slime_tis.trainer.cli.slime_flags import (
 )
 from slime_tis.trainer.options.words import Flag, flags_of
 from slime_tis.trainer.port.gpus import GPUS_PER_NODE, PLACEMENT, Placement, count, place
-from slime_tis.trainer.port.launch_script import CLOSE, OPEN, UNSET_VARIABLE, LaunchScript, legible, read_launch
+from slime_tis.trainer.port.launch_script import (
+    CLOSE,
+    OPEN,
+    UNSET_VARIABLE,
+    LaunchScript,
+    legible,
+    read_launch,
+)
 from slime_tis.trainer.port.plan_check import OPTION_OF, REQUIRED, check
 from slime_tis.trainer.port.published_models import model_from_script, name_problem
 
@@ -42,7 +50,9 @@ MOST_MEMORY = 1e6
 PATHS = ("--hf-checkpoint", "--prompt-data")
 """Paths that train.py requires."""
 DROPPED = {
-    "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": "--rollout-engine sglang generates",
+    "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout": (
+        "--rollout-engine sglang generates"
+    ),
     "--ref-load": "it takes a Hugging Face directory, by default --hf-checkpoint",
     "--load": "slime's checkpoints are not read; give weights with --hf-checkpoint",
 }
@@ -121,12 +131,14 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         path: The script.
         gpu_memory: Memory of a GPU for the check whether the layout fits, GiB.
 
-    Raises:
-        ValueError: The script cannot be read, or trains something else than this program can, or the memory is no
+    Raises: ValueError: The script cannot be read, or trains something else than this program can,
+        or the memory is no
             size.
     """
     if not 0 < gpu_memory <= MOST_MEMORY:
-        raise ValueError(f"--gpu-memory is {gpu_memory:g}; it must be above 0 and at most {MOST_MEMORY:g}.")
+        raise ValueError(
+            f"--gpu-memory is {gpu_memory:g}; it must be above 0 and at most {MOST_MEMORY:g}."
+        )
     launch = read_launch(path)
     ported = Ported(script=Path(path).name, python_path=launch.python_path)
     ported.notes[TODO] += [f"{note}." for note in launch.notes]
@@ -138,7 +150,9 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
     if model is None and "--spec" in given:
         ported.other_experiments.setdefault(LAYERS, []).append(_shown(given["--spec"]))
     if ported.other_experiments:
-        reasons = "".join(f"\n  {', '.join(flags)}: {why}." for why, flags in ported.other_experiments.items())
+        reasons = "".join(
+            f"\n  {', '.join(flags)}: {why}." for why, flags in ported.other_experiments.items()
+        )
         raise ValueError(f"{str(path)!r} is an experiment that train.py cannot run:{reasons}")
     _assign_gpus(given, ported)
     _add_defaults(ported)
@@ -162,10 +176,14 @@ def _replace_values(launch: LaunchScript, ported: Ported) -> dict[str, Flag]:
         ported.notes[CHANGED].append(f"{_shown(flag)} becomes {new}.")
     estimator = given.get("--advantage-estimator")
     is_baseline = estimator is not None and estimator.values == ("reinforce_plus_plus_baseline",)
-    if is_baseline and "--normalize-advantages" not in given:  # this program's estimator always divides by a deviation
+    if (
+        is_baseline and "--normalize-advantages" not in given
+    ):  # this program's estimator always divides by a deviation
         new = "--advantage-estimator grpo --disable-grpo-std-normalization"
         given |= {flag.name: flag for flag in flags_of(new.split())[1:]}
-        ported.notes[CHANGED].append(f"reinforce_plus_plus_baseline without --normalize-advantages becomes {new}.")
+        ported.notes[CHANGED].append(
+            f"reinforce_plus_plus_baseline without --normalize-advantages becomes {new}."
+        )
     return given
 
 
@@ -176,7 +194,9 @@ def _model_on_this_machine(directory: str) -> dict[str, Any] | None:
         return None
 
 
-def _port_flag(flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None, ported: Ported) -> None:
+def _port_flag(
+    flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None, ported: Ported
+) -> None:
     """Keeps, changes or drops a flag, and adds the comment."""
     name, value, shown = flag.name, " ".join(flag.values), _shown(flag)
     experiment = experiment_of(name) or OTHER_VALUES.get(name, {}).get(value)
@@ -191,15 +211,23 @@ def _port_flag(flag: Flag, given: dict[str, Flag], model: dict[str, Any] | None,
     elif not UNSET_VARIABLE.sub("", value).isprintable() and name in (*PATHS, *REQUIRED):
         variable = name.removeprefix("--").replace("-", "_").upper()
         ported.flags[name] = (f"{OPEN}${{{variable}}}{CLOSE}",)
-        ported.notes[TODO].append(f"{shown}: the value is known when the script runs; set {variable} to it.")
+        ported.notes[TODO].append(
+            f"{shown}: the value is known when the script runs; set {variable} to it."
+        )
     elif not UNSET_VARIABLE.sub("", value).isprintable():
-        ported.notes[TODO].append(f"{shown}: the value is known when the script runs; add the flag with its value.")
+        ported.notes[TODO].append(
+            f"{shown}: the value is known when the script runs; add the flag with its value."
+        )
     elif name in RENAMED:
         new = RENAMED[name]
         ported.flags[new.name] = tuple(map(new.convert, flag.values))
-        ported.notes[CHANGED].append(f"{shown} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}.")
+        ported.notes[CHANGED].append(
+            f"{shown} is {' '.join([new.name, *map(legible, ported.flags[new.name])])}."
+        )
     elif name not in FLAGS and not SERVER_FLAG.fullmatch(name):
-        ported.notes[TODO].append(f"{shown} is dropped: neither train.py nor slime is known to have this flag.")
+        ported.notes[TODO].append(
+            f"{shown} is dropped: neither train.py nor slime is known to have this flag."
+        )
     else:
         _keep_or_drop(flag, given, ported)
 
@@ -211,7 +239,9 @@ def _port_checked(flag: Flag, model: dict[str, Any] | None, ported: Ported) -> N
     if not difference:
         ported.notes[RESTATES].append(_shown(flag))
     elif flag.name in FIXED_EXPERIMENT:
-        ported.other_experiments.setdefault(f"{difference}, which is another experiment", []).append(_shown(flag))
+        ported.other_experiments.setdefault(
+            f"{difference}, which is another experiment", []
+        ).append(_shown(flag))
     elif flag.name in FIXED:
         ported.notes[CHANGED].append(f"{difference}.")
     else:
@@ -225,17 +255,25 @@ def _keep_or_drop(flag: Flag, given: dict[str, Flag], ported: Ported) -> None:
     saved = " ".join(given["--save"].values).rstrip("/") if "--save" in given else None
     if name == "--load" and value.rstrip("/") == saved:
         ported.flags["--load"] = given["--save"].values
-        ported.notes[CHANGED].append(f"{shown} resumes from this program's checkpoints; slime's are not read.")
-    elif reason and not (name == "--ref-load" and os.path.isfile(os.path.join(value, "config.json"))):
+        ported.notes[CHANGED].append(
+            f"{shown} resumes from this program's checkpoints; slime's are not read."
+        )
+    elif reason and not (
+        name == "--ref-load" and os.path.isfile(os.path.join(value, "config.json"))
+    ):
         ported.notes[CHANGED].append(f"{shown} is dropped: {reason}.")
     elif name == "--micro-batch-size" and "--use-dynamic-batch-size" in given:
         ported.notes[NO_OPS].append(f"{shown} has no effect with --use-dynamic-batch-size.")
     elif name == "--num-rollout" and count({name: flag}, name, 1) > MOST_ROLLOUTS:
         ported.flags[name] = (str(MOST_ROLLOUTS),)
-        ported.notes[CHANGED].append(f"{shown} becomes {name} {MOST_ROLLOUTS}, the most that train.py takes.")
+        ported.notes[CHANGED].append(
+            f"{shown} becomes {name} {MOST_ROLLOUTS}, the most that train.py takes."
+        )
     else:
         if OPEN in value:
-            ported.notes[TODO].append(f"{shown}: the script does not set the variable; set it, or write the value.")
+            ported.notes[TODO].append(
+                f"{shown}: the script does not set the variable; set it, or write the value."
+            )
         ported.flags[name] = flag.values
 
 
@@ -268,7 +306,9 @@ def _assign_gpus(given: dict[str, Flag], ported: Ported) -> None:
         text += ". Training and SGLang do not share GPUs"
     ported.notes[CHANGED].append(f"{text}.")
     if placement.nodes > 1:
-        ported.notes[TODO].append("start torchrun on every node, with --rdzv-endpoint, as examples/clusters does.")
+        ported.notes[TODO].append(
+            "start torchrun on every node, with --rdzv-endpoint, as examples/clusters does."
+        )
 
 
 def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> None:
@@ -282,7 +322,8 @@ def _serve_elsewhere(placement: Placement, is_named: bool, ported: Ported) -> No
     if words or not is_named:
         shown = " ".join(["--tp-size", str(placement.tensor_parallel), *words])
         ported.notes[TODO].append(
-            f"start servers on other GPUs, with {shown}; --sglang-url names them. Beside the ranks they do not fit."
+            f"start servers on other GPUs, with {shown}; --sglang-url names them. Beside the ranks"
+            " they do not fit."
         )
 
 
@@ -306,11 +347,17 @@ def _add_defaults(ported: Ported) -> None:
 
 
 def _check(
-    given: dict[str, Flag], directory: str, model: dict[str, Any] | None, gpu_memory: float, ported: Ported
+    given: dict[str, Flag],
+    directory: str,
+    model: dict[str, Any] | None,
+    gpu_memory: float,
+    ported: Ported,
 ) -> None:
     """Drops flags without effect, and notes what train.py and the plan say about the others."""
     assert ported.placement is not None
-    is_missing = model is None and not os.path.isfile(os.path.join(legible(directory), "config.json"))
+    is_missing = model is None and not os.path.isfile(
+        os.path.join(legible(directory), "config.json")
+    )
     problem = name_problem(legible(directory)) if is_missing else None
     if problem is not None:
         ported.notes[REFUSED].append(f"{problem}.")
@@ -335,7 +382,11 @@ def _quoted(word: str) -> str:
     if OPEN not in word:
         return shlex.quote(word)
     escaped = [re.sub(r'([\\"$`])', r"\\\1", part) for part in UNSET_VARIABLE.split(word)]
-    return '"' + "".join(f"${{{part}}}" if index % 2 else part for index, part in enumerate(escaped)) + '"'
+    return (
+        '"'
+        + "".join(f"${{{part}}}" if index % 2 else part for index, part in enumerate(escaped))
+        + '"'
+    )
 
 
 def _comment(text: str) -> list[str]:

@@ -12,41 +12,75 @@ _QWEN3 = "--vocab-size 151936 --kv-channels 128 --qk-layernorm"
 _UNTIED = "--untie-embeddings-and-output-weights"
 _ROUTED = "--num-experts 128 --moe-router-topk 8"
 PUBLISHED: Mapping[str, str] = {
-    "qwen2.5-0.5b": "--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
-    "--num-query-groups 2 --vocab-size 151936 --add-qkv-bias",
-    "qwen2.5-1.5b": "--num-layers 28 --hidden-size 1536 --ffn-hidden-size 8960 --num-attention-heads 12 "
-    "--num-query-groups 2 --vocab-size 151936 --add-qkv-bias",
-    "qwen2.5-3b": "--num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --num-attention-heads 16 "
-    "--num-query-groups 2 --vocab-size 151936 --add-qkv-bias",
-    "qwen2.5-7b": "--num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 --num-attention-heads 28 "
-    f"--num-query-groups 4 --vocab-size 152064 --add-qkv-bias {_UNTIED}",
-    "qwen2.5-32b": "--num-layers 64 --hidden-size 5120 --ffn-hidden-size 27648 --num-attention-heads 40 "
-    f"--num-query-groups 8 --vocab-size 152064 --add-qkv-bias {_UNTIED}",
-    "qwen3-0.6b": "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
-    f"--num-query-groups 8 {_QWEN3}",
-    "qwen3-1.7b": "--num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 "
-    f"--num-query-groups 8 {_QWEN3}",
-    "qwen3-4b": "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
-    f"--num-query-groups 8 {_QWEN3}",
-    "qwen3-8b": "--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 "
-    f"--num-query-groups 8 {_QWEN3} {_UNTIED}",
-    "qwen3-14b": "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17408 --num-attention-heads 40 "
-    f"--num-query-groups 8 {_QWEN3} {_UNTIED}",
-    "qwen3-32b": "--num-layers 64 --hidden-size 5120 --ffn-hidden-size 25600 --num-attention-heads 64 "
-    f"--num-query-groups 8 {_QWEN3} {_UNTIED}",
-    "qwen3-30b-a3b": "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-    f"--num-query-groups 4 --moe-ffn-hidden-size 768 {_ROUTED} {_QWEN3} {_UNTIED}",
-    "qwen3-235b-a22b": "--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "
-    f"--num-query-groups 4 --moe-ffn-hidden-size 1536 {_ROUTED} {_QWEN3} {_UNTIED}",
-    "llama-3.1-8b": "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    f"--num-query-groups 8 --vocab-size 128256 {_UNTIED}",
-    "llama-3.2-3b": "--num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24 "
-    "--num-query-groups 8 --vocab-size 128256",
-    "glm-4.5-air": "--num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --num-attention-heads 96 "
-    f"--num-query-groups 8 --kv-channels 128 --vocab-size 151552 --moe-ffn-hidden-size 1408 {_ROUTED} "
-    f"--moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 1408 --add-qkv-bias {_UNTIED}",
+    "qwen2.5-0.5b": (
+        "--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
+        "--num-query-groups 2 --vocab-size 151936 --add-qkv-bias"
+    ),
+    "qwen2.5-1.5b": (
+        "--num-layers 28 --hidden-size 1536 --ffn-hidden-size 8960 --num-attention-heads 12 "
+        "--num-query-groups 2 --vocab-size 151936 --add-qkv-bias"
+    ),
+    "qwen2.5-3b": (
+        "--num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --num-attention-heads 16 "
+        "--num-query-groups 2 --vocab-size 151936 --add-qkv-bias"
+    ),
+    "qwen2.5-7b": (
+        "--num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 --num-attention-heads 28 "
+        f"--num-query-groups 4 --vocab-size 152064 --add-qkv-bias {_UNTIED}"
+    ),
+    "qwen2.5-32b": (
+        "--num-layers 64 --hidden-size 5120 --ffn-hidden-size 27648 --num-attention-heads 40 "
+        f"--num-query-groups 8 --vocab-size 152064 --add-qkv-bias {_UNTIED}"
+    ),
+    "qwen3-0.6b": (
+        "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
+        f"--num-query-groups 8 {_QWEN3}"
+    ),
+    "qwen3-1.7b": (
+        "--num-layers 28 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 16 "
+        f"--num-query-groups 8 {_QWEN3}"
+    ),
+    "qwen3-4b": (
+        "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
+        f"--num-query-groups 8 {_QWEN3}"
+    ),
+    "qwen3-8b": (
+        "--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 "
+        f"--num-query-groups 8 {_QWEN3} {_UNTIED}"
+    ),
+    "qwen3-14b": (
+        "--num-layers 40 --hidden-size 5120 --ffn-hidden-size 17408 --num-attention-heads 40 "
+        f"--num-query-groups 8 {_QWEN3} {_UNTIED}"
+    ),
+    "qwen3-32b": (
+        "--num-layers 64 --hidden-size 5120 --ffn-hidden-size 25600 --num-attention-heads 64 "
+        f"--num-query-groups 8 {_QWEN3} {_UNTIED}"
+    ),
+    "qwen3-30b-a3b": (
+        "--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
+        f"--num-query-groups 4 --moe-ffn-hidden-size 768 {_ROUTED} {_QWEN3} {_UNTIED}"
+    ),
+    "qwen3-235b-a22b": (
+        "--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 "
+        f"--num-query-groups 4 --moe-ffn-hidden-size 1536 {_ROUTED} {_QWEN3} {_UNTIED}"
+    ),
+    "llama-3.1-8b": (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        f"--num-query-groups 8 --vocab-size 128256 {_UNTIED}"
+    ),
+    "llama-3.2-3b": (
+        "--num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24 "
+        "--num-query-groups 8 --vocab-size 128256"
+    ),
+    "glm-4.5-air": (
+        "--num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --num-attention-heads 96"
+        " --num-query-groups 8 --kv-channels 128 --vocab-size 151552 --moe-ffn-hidden-size 1408"
+        f" {_ROUTED} --moe-router-score-function sigmoid --moe-shared-expert-intermediate-size 1408"
+        f" --add-qkv-bias {_UNTIED}"
+    ),
 }
-"""Sizes of published models of the supported families, in Megatron's flags, by a part of the directory's name."""
+"""Sizes of published models of the supported families, in Megatron's flags, by a part of the
+directory's name."""
 
 OTHER_FAMILIES = re.compile(
     r"(kimi|moonlight|deepseek-v[2-9]|deepseek-r1(?!-distill|-0528-qwen3)|gpt-oss|gemma|mimo|minimax|nemotron|"
@@ -69,8 +103,8 @@ def name_problem(directory: str) -> str | None:
         )
     if QUANTIZED.search(name):
         return (
-            f"--hf-checkpoint is {directory}, by its name quantized; give a checkpoint in bf16, and quantize the "
-            "servers' copy, for example with --sglang-quantization fp8"
+            f"--hf-checkpoint is {directory}, by its name quantized; give a checkpoint in bf16, and"
+            " quantize the servers' copy, for example with --sglang-quantization fp8"
         )
     return None
 
@@ -82,8 +116,8 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
         given: The script's flags.
         directory: The script's --hf-checkpoint.
 
-    Returns:
-        The fields that decide layout and memory, or None if the script says nothing about the model.
+    Returns: The fields that decide layout and memory, or None if the script says nothing about the
+        model.
     """
     sizes = _sizes(given)
     if sizes is None:
@@ -110,9 +144,19 @@ def _sizes(given: Mapping[str, Flag]) -> dict[str, Any] | None:
     sizes: dict[str, Any] = {}
     for name, restated in RESTATED.items():
         values = given[name].values if name in given else ()
-        if restated.switch is None and len(values) == 1 and re.fullmatch(r"[1-9][0-9]{0,8}", values[0]):
+        if (
+            restated.switch is None
+            and len(values) == 1
+            and re.fullmatch(r"[1-9][0-9]{0,8}", values[0])
+        ):
             sizes[restated.fact] = int(values[0])
-    needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    needed = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+    )
     if any(name not in sizes for name in needed):
         return None
     sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])

@@ -29,11 +29,18 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "train/loss", lambda loss: f"{loss:+.4f}" if abs(loss) < 1e4 else f"{loss:+.3e}"),
     ("grad norm", "train/grad_norm", _decimal),
     *(("k3", f"{prefix}mismatch_k3_kl", "{:.1e}".format) for prefix in METRIC_PREFIXES),
-    *(("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format) for prefix in METRIC_PREFIXES),
-    *(("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}") for prefix in METRIC_PREFIXES),
+    *(
+        ("weight", f"{prefix}mis_ratio_mean_after_mis", "{:.3f}".format)
+        for prefix in METRIC_PREFIXES
+    ),
+    *(
+        ("rejected", f"{prefix}gradient_kept_fraction", lambda kept: f"{1 - kept:.1%}")
+        for prefix in METRIC_PREFIXES
+    ),
     ("time", "perf/step_time", "{:.2f} s".format),
 )
-"""Columns of the console's line: label, metric and format. A missing metric and a rejection of 0 are skipped."""
+"""Columns of the console's line: label, metric and format. A missing metric and a rejection of 0
+are skipped."""
 
 
 class Reporter(Protocol):
@@ -68,10 +75,15 @@ class JsonLines:
 
     def __init__(self, path: Path, resume_step: int = 0, *, evaluates_again: bool = False) -> None:
         if os.path.lexists(path):
-            write_atomically(path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again)))
+            write_atomically(
+                path, "".join(metrics_before(path, resume_step, evaluates_again=evaluates_again))
+            )
         self._path = path
-        # A link that appears here now is not the user's: the line above has replaced those by files.
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        # A link that appears here now is not the user's: the line above has replaced those by
+        # files.
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
         self._file = os.fdopen(descriptor, "a", encoding="utf-8")  # open as long as the run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -83,8 +95,9 @@ class JsonLines:
             self._file.flush()
         except OSError as error:
             raise OSError(
-                f"could not write the metrics of step {step} to {self._path}: {error.strerror}; free space (or give "
-                "another --output-dir), and resume with --load from the latest checkpoint"
+                f"could not write the metrics of step {step} to {self._path}: {error.strerror};"
+                " free space (or give another --output-dir), and resume with --load from the"
+                " latest checkpoint"
             ) from error
 
     def close(self) -> None:
@@ -98,7 +111,13 @@ class Console:
     def __init__(self, total_steps: int, resume_step: int = 0, progress: bool = True) -> None:
         self._total = total_steps
         disable = not (progress and sys.stderr.isatty())
-        self._bar = tqdm(total=total_steps, initial=max(resume_step - 1, 0), unit="step", disable=disable, leave=False)
+        self._bar = tqdm(
+            total=total_steps,
+            initial=max(resume_step - 1, 0),
+            unit="step",
+            disable=disable,
+            leave=False,
+        )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Prints the line of a step."""
@@ -133,7 +152,9 @@ class TensorBoard:
 class WandB:
     """Scalars to Weights & Biases, with the key in WANDB_API_KEY."""
 
-    def __init__(self, config: ReportingConfig, directory: Path, effective_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: ReportingConfig, directory: Path, effective_config: Mapping[str, Any]
+    ) -> None:
         import wandb  # an optional package
 
         self._run = wandb.init(
@@ -174,7 +195,10 @@ class Prometheus:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Replaces the values of these metrics; other metrics keep the value of an earlier step."""
         values = {**metrics, "step": step}
-        gauges = {"slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII): (name, values[name]) for name in values}
+        gauges = {
+            "slime_tis_" + re.sub(r"\W", "_", name, flags=re.ASCII): (name, values[name])
+            for name in values
+        }
         self._gauges = self._gauges | gauges
 
     def close(self) -> None:
@@ -231,8 +255,9 @@ def format_step(metrics: Mapping[str, float], step: int, total_steps: int) -> st
 class Timer:
     """Adds up the wall time of named parts of a step.
 
-    `with timer("generate"): …` may be entered any number of times per step. Parts may nest; each counts its whole
-    time. A step lasts from one `take` to the next, the first step from its first part on.
+    `with timer("generate"): …` may be entered any number of times per step. Parts may nest; each
+    counts its whole time. A step lasts from one `take` to the next, the first step from its first
+    part on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -254,6 +279,8 @@ class Timer:
     def take(self) -> dict[str, float]:
         """Returns the seconds since the last call, `perf/NAME_time` of each part and `perf/step_time`; resets them."""
         now = self._clock()
-        seconds = self._seconds | {"step": now - (now if self._step_start is None else self._step_start)}
+        seconds = self._seconds | {
+            "step": now - (now if self._step_start is None else self._step_start)
+        }
         self._seconds, self._step_start = {}, now
         return {f"perf/{name}_time": value for name, value in seconds.items()}

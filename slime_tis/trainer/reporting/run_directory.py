@@ -20,7 +20,8 @@ def prepare_run_directory(
 ) -> Path:
     """Makes the directory of a run and writes its configuration and identity.
 
-    A resumed run (`resume_step` > 0) continues its reports. Other reports in the directory move to `earlier/TIME/`.
+    A resumed run (`resume_step` > 0) continues its reports. Other reports in the directory move to
+    `earlier/TIME/`.
     """
     import yaml  # the command line uses this module where PyYAML is missing
 
@@ -29,7 +30,9 @@ def prepare_run_directory(
     if not (resume_step > 0 and continues(path, run)):
         _set_aside(path)
     write_atomically(path / IDENTITY, json.dumps({"run": run or uuid.uuid4().hex}) + "\n")
-    write_atomically(path / CONFIG, yaml.safe_dump(dict(effective_config), sort_keys=False, allow_unicode=True))
+    write_atomically(
+        path / CONFIG, yaml.safe_dump(dict(effective_config), sort_keys=False, allow_unicode=True)
+    )
     return path
 
 

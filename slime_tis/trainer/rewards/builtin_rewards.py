@@ -30,11 +30,13 @@ DAPO_TAIL = 300
 """Characters at the end of a response in which dapo looks for the answer."""
 DAPO_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 STRICT_TAIL = 100
-"""Characters at the end of a solution in which `compute_score` looks for a strict \\boxed{} answer."""
+"""Characters at the end of a solution in which `compute_score` looks for a strict \\boxed{}
+answer."""
 LETTERS = string.ascii_uppercase[:10]
 """Options that gpqa knows where the row names none."""
 CHOICE = r"[*\s:(\[]*+\b([A-Z])\b"
-"""Possessive, as is the white space before it: together they would try every way to share a long run of spaces."""
+"""Possessive, as is the white space before it: together they would try every way to share a long
+run of spaces."""
 CHOSEN = (
     re.compile(rf"\b(?:answer|option|choice)\s*+(?:is)?{CHOICE}", re.IGNORECASE),
     re.compile(r"\b([A-Z])\b[)\].*\s]*is\s+(?:the\s+)?correct", re.IGNORECASE),
@@ -98,9 +100,9 @@ def dapo_answer(response: str) -> str | None:
 def token_f1(response: str, label: str) -> float:
     """Harmonic mean of precision and recall of the label's words, as in SQuAD; yes and no count whole.
 
-    Case, punctuation and articles do not count. Sources: "SQuAD: 100,000+ Questions for Machine Comprehension
-    of Text", Rajpurkar et al. (https://arxiv.org/abs/1606.05250), section 6.1; yes, no and noanswer as in "HotpotQA",
-    Yang et al. (https://arxiv.org/abs/1809.09600).
+    Case, punctuation and articles do not count. Sources: "SQuAD: 100,000+ Questions for Machine
+    Comprehension of Text", Rajpurkar et al. (https://arxiv.org/abs/1606.05250), section 6.1; yes,
+    no and noanswer as in "HotpotQA", Yang et al. (https://arxiv.org/abs/1809.09600).
     """
     words, expected = _words(response), _words(label)
     verdict = any("".join(each) in VERDICTS for each in (words, expected))
@@ -113,19 +115,24 @@ def token_f1(response: str, label: str) -> float:
 def gpqa(response: str, label: str, metadata: Mapping[str, Any]) -> float:
     """1 where the response chooses the right option of a multiple-choice question.
 
-    The label is the letter or the text of the right option. The row's metadata may have `choices` (a list, or a mapping
-    of letters to texts), `valid_letters` and `correct_letter`. The option chosen is the letter after `answer`, `option`
-    or `choice`, or before `is correct`, else the last capital letter that is a separate word and an option; if
-    no option is chosen, the response has to contain the text of the right option.
+    The label is the letter or the text of the right option. The row's metadata may have `choices`
+    (a list, or a mapping of letters to texts), `valid_letters` and `correct_letter`. The option
+    chosen is the letter after `answer`, `option` or `choice`, or before `is correct`, else the last
+    capital letter that is a separate word and an option; if no option is chosen, the response has
+    to contain the text of the right option.
     """
     choices = metadata.get("choices") or ()
-    choices = [str(choice) for choice in (choices.values() if isinstance(choices, Mapping) else choices)]
+    choices = [
+        str(choice) for choice in (choices.values() if isinstance(choices, Mapping) else choices)
+    ]
     letters = [str(letter).upper() for letter in metadata.get("valid_letters") or ()]
     letters = letters or list(string.ascii_uppercase[: len(choices)] or LETTERS)
     texts = dict(zip(letters, choices, strict=False))
     right = str(metadata.get("correct_letter") or label).strip().upper()
     if right not in letters:
-        right = next((letter for letter, text in texts.items() if _plain(text) == _plain(label)), "")
+        right = next(
+            (letter for letter, text in texts.items() if _plain(text) == _plain(label)), ""
+        )
     conclusion = response.rpartition("</think>")[2]
     chosen = _chosen_letter(conclusion, letters)
     if chosen and right:
@@ -170,7 +177,9 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         return await reward if inspect.isawaitable(reward) else reward
     name = str(sample.metadata.get("rm_type") or args.rm_type or "")
     if not name or base_name(name) == REMOTE:
-        raise ValueError(f"async_rm supports --custom-rm-path and local values of --rm-type, not {name!r}.")
+        raise ValueError(
+            f"async_rm supports --custom-rm-path and local values of --rm-type, not {name!r}."
+        )
     return builtin_reward(name, sample)
 
 
@@ -187,7 +196,10 @@ extract_answer, grade_answer_verl = last_boxed, same_boxed_answer
 
 
 def compute_score(
-    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     r"""Scores a solution by DAPO's rule: `score` 1 or -1, `acc` whether it is correct, `pred` the answer.
 

@@ -41,11 +41,17 @@ class RewardServer:
     config: RolloutConfig
     backoff: float = FIRST_PAUSE
 
-    def ask(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None] = lambda: None) -> list[Any]:
+    def ask(
+        self,
+        requests: Sequence[dict[str, Any]],
+        check_interrupts: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
         """Returns the server's JSON answer to each request; raises RolloutUnavailable after all retries."""
         return run(self._ask_all(requests, check_interrupts))
 
-    async def _ask_all(self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None]) -> list[Any]:
+    async def _ask_all(
+        self, requests: Sequence[dict[str, Any]], check_interrupts: Callable[[], None]
+    ) -> list[Any]:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request
         concurrency = self.config.rm_concurrency
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
@@ -66,14 +72,20 @@ class RewardServer:
                     return await self._attempt(client, request)
             except (Busy, httpx.TransportError, TimeoutError) as error:
                 is_late = isinstance(error, TimeoutError)
-                reason = f"no answer within {timeout:g} s" if is_late else f"{type(error).__name__}: {error}"
+                reason = (
+                    f"no answer within {timeout:g} s"
+                    if is_late
+                    else f"{type(error).__name__}: {error}"
+                )
             if attempt < max_retries:
-                pause = min(self.backoff * 2**attempt, MAX_PAUSE) * (1 + random.SystemRandom().random())
+                pause = min(self.backoff * 2**attempt, MAX_PAUSE) * (
+                    1 + random.SystemRandom().random()
+                )
                 logger.info("the reward server %s: %s; again in %.1f s.", self.url, reason, pause)
                 await asyncio.sleep(pause)
         raise RolloutUnavailable(
-            f"the reward server {self.url} (--rm-url) failed {max_retries + 1} times in a row, the last time with "
-            f"{one_line(reason, 300)}."
+            f"the reward server {self.url} (--rm-url) failed {max_retries + 1} times in a row, the"
+            f" last time with {one_line(reason, 300)}."
         )
 
     async def _attempt(self, client: httpx.AsyncClient, request: dict[str, Any]) -> Any:
@@ -85,7 +97,9 @@ class RewardServer:
             try:
                 body = await read_plain(response, MAX_ANSWER_BYTES)
             except httpx.DecodingError:
-                problem = f"answered with Content-Encoding {response.headers['Content-Encoding'][:80]!r}"
+                problem = (
+                    f"answered with Content-Encoding {response.headers['Content-Encoding'][:80]!r}"
+                )
         said = quoted(body[:200])
         if response.status_code != 200:
             problem = f"answered with HTTP status {response.status_code}"
@@ -97,6 +111,6 @@ class RewardServer:
                 with suppress(ValueError, RecursionError):
                     return json.loads(body.decode())
         raise RolloutUnavailable(
-            f"the reward server {self.url} (--rm-url) {problem}: {said}; it must answer with a number, or an object of "
-            "numbers, as JSON without compression."
+            f"the reward server {self.url} (--rm-url) {problem}: {said}; it must answer with a"
+            " number, or an object of numbers, as JSON without compression."
         )

@@ -14,7 +14,13 @@ from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import SampleEdits, handed_out
 from slime_tis.trainer.engines.event_loops import results_of, run
-from slime_tis.trainer.options.rollout import REMOTE, RolloutConfig, base_name, check_rm_type, parse_weights
+from slime_tis.trainer.options.rollout import (
+    REMOTE,
+    RolloutConfig,
+    base_name,
+    check_rm_type,
+    parse_weights,
+)
 from slime_tis.trainer.rank_collectives import map_over_ranks
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward, scored_text
 from slime_tis.trainer.rewards.remote_reward import RewardServer
@@ -48,19 +54,31 @@ class RewardKey:
 
     def score(self, reward: Any, function: str, index: int) -> tuple[float, dict[str, float]]:
         """Returns the reward as a number, and the other numbers of a dictionary."""
-        numbers = {str(name): _as_number(part) for name, part in reward.items()} if isinstance(reward, Mapping) else {}
+        numbers = (
+            {str(name): _as_number(part) for name, part in reward.items()}
+            if isinstance(reward, Mapping)
+            else {}
+        )
         parts = {name: part for name, part in numbers.items() if name != self.name}
         if self.weights:
             wanted = f"a dict with the numbers {', '.join(self.weights)} ({self.flag})"
-            value = sum(weight * numbers.get(name, math.nan) for name, weight in self.weights.items())
+            value = sum(
+                weight * numbers.get(name, math.nan) for name, weight in self.weights.items()
+            )
         elif self.name is not None:
-            wanted, value = f"a dict with the number {self.name} ({self.flag})", numbers.get(self.name, math.nan)
+            wanted, value = (
+                f"a dict with the number {self.name} ({self.flag})",
+                numbers.get(self.name, math.nan),
+            )
         else:
-            wanted, value = f"a number, or add {self.flag} to choose a number of a dict", _as_number(reward)
+            wanted, value = (
+                f"a number, or add {self.flag} to choose a number of a dict",
+                _as_number(reward),
+            )
         if not abs(value) <= MAX_REWARD:
             raise CustomFunctionError(
-                f"{function} returned {quoted(reward)} for prompt {index}; return {wanted}, finite and at most "
-                f"{MAX_REWARD:g} in magnitude."
+                f"{function} returned {quoted(reward)} for prompt {index}; return {wanted}, finite"
+                f" and at most {MAX_REWARD:g} in magnitude."
             )
         return value, {name: part for name, part in parts.items() if math.isfinite(part)}
 
@@ -74,8 +92,9 @@ def build_reward(
 ) -> RewardFunction:
     """Returns the function that scores a list of samples with `--rm-type` or `--custom-rm-path`; a collective.
 
-    A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`, as
-    `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all ranks get all scores.
+    A user function is called as `fn(args, sample)`, or, if its second parameter is named `samples`,
+    as `fn(args, samples)` with all samples of one prompt. The ranks share the prompts, and all
+    ranks get all scores.
     """
     key = RewardKey(name=config.reward_key, flag="--reward-key")
     if config.reward_weights is not None:
@@ -83,7 +102,9 @@ def build_reward(
     if evaluation and config.eval_reward_key is not None:
         key = RewardKey(name=config.eval_reward_key, flag="--eval-reward-key")
     if config.custom_rm_path is not None:
-        score_groups = _custom_reward(load_user_function(OPTION, config.custom_rm_path), args, key, check_interrupts)
+        score_groups = _custom_reward(
+            load_user_function(OPTION, config.custom_rm_path), args, key, check_interrupts
+        )
     elif config.rm_type is None:  # RolloutConfig requires a generate function then
         score_groups = _missing_rewards
     else:
@@ -95,7 +116,9 @@ def build_reward(
             return score_groups(groups)
 
     def reward(samples: list[Sample]) -> list[float]:
-        groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)]
+        groups = [
+            list(group) for _, group in groupby(samples, key=lambda sample: sample.group_index)
+        ]
         scores = [score for group in map_over_ranks(score_within_budget, groups) for score in group]
         for sample, score in zip(samples, scores, strict=True):
             sample.reward_parts = score.parts
@@ -113,16 +136,23 @@ def assign_rewards(groups: Sequence[Sequence[Sample]], reward: RewardFunction) -
         sample.reward = value
 
 
-def check_prompts(config: RolloutConfig, prompts: Sequence[Prompt], flags: str = "--label-key") -> None:
+def check_prompts(
+    config: RolloutConfig, prompts: Sequence[Prompt], flags: str = "--label-key"
+) -> None:
     """Raises ValueError if the built-in rewards cannot score the prompts of a file, whose labels come from `flags`."""
     if config.rm_type is None:
         return
     for prompt in prompts:
         name = _rm_type(config.rm_type, prompt.metadata)
         if not isinstance(name, str):
-            raise ValueError(f"prompt {prompt.index} has an rm_type in its metadata that is not text: {quoted(name)}.")
+            raise ValueError(
+                f"prompt {prompt.index} has an rm_type in its metadata that is not text:"
+                f" {quoted(name)}."
+            )
         if base_name(name) == REMOTE and config.rm_url is None:
-            raise ValueError(f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url.")
+            raise ValueError(
+                f"prompt {prompt.index} has the rm_type {name} in its metadata; add --rm-url."
+            )
         if name != config.rm_type:
             check_rm_type(f"the rm_type in the metadata of prompt {prompt.index}", name)
         _check_label(prompt.index, prompt.label, name, flags)
@@ -132,9 +162,12 @@ def check_reward_server(config: RolloutConfig, prompts: Iterable[Prompt]) -> Non
     """Checks that --rm-url has a use; raises ValueError if no prompt is scored by a server."""
     if config.rm_url is None or config.rm_type is None:
         return
-    if not any(base_name(str(_rm_type(config.rm_type, prompt.metadata))) == REMOTE for prompt in prompts):
+    if not any(
+        base_name(str(_rm_type(config.rm_type, prompt.metadata))) == REMOTE for prompt in prompts
+    ):
         raise ValueError(
-            "--rm-url is given, but no prompt has a remote rm_type; add --rm-type remote_rm, or remove --rm-url."
+            "--rm-url is given, but no prompt has a remote rm_type; add --rm-type remote_rm, or"
+            " remove --rm-url."
         )
 
 
@@ -158,11 +191,17 @@ def _builtin_reward(
     def score_groups(groups: Sequence[list[Sample]]) -> list[list[Score]]:
         named = [(name_of(sample), sample) for group in groups for sample in group]
         requests = [
-            {"prompt": sample.prompt_text, "response": scored_text(name, sample), "label": sample.label}
+            {
+                "prompt": sample.prompt_text,
+                "response": scored_text(name, sample),
+                "label": sample.label,
+            }
             for name, sample in named
             if base_name(name) == REMOTE
         ]
-        answers = iter(server.ask(requests, check_interrupts) if server is not None and requests else ())
+        answers = iter(
+            server.ask(requests, check_interrupts) if server is not None and requests else ()
+        )
 
         def score(sample: Sample) -> Score:
             check_interrupts()
@@ -180,7 +219,10 @@ def _builtin_reward(
 
 
 def _custom_reward(
-    function: Callable[..., Any], args: Namespace | None, key: RewardKey, check_interrupts: Callable[[], None]
+    function: Callable[..., Any],
+    args: Namespace | None,
+    key: RewardKey,
+    check_interrupts: Callable[[], None],
 ) -> ScoreGroups:
     try:
         takes_groups = list(inspect.signature(function).parameters)[1:2] == ["samples"]
@@ -195,12 +237,17 @@ def _custom_reward(
 
     async def score(group: list[Sample]) -> list[Score]:
         before = [handed_out(sample) for sample in group]
-        rewards = await call(list(group)) if takes_groups else await asyncio.gather(*map(call, group))
-        rewards, name = rewards.tolist() if hasattr(rewards, "tolist") else rewards, describe(function)
+        rewards = (
+            await call(list(group)) if takes_groups else await asyncio.gather(*map(call, group))
+        )
+        rewards, name = (
+            rewards.tolist() if hasattr(rewards, "tolist") else rewards,
+            describe(function),
+        )
         if not isinstance(rewards, list | tuple) or len(rewards) != len(group):
             raise CustomFunctionError(
-                f"{name} returned {quoted(rewards)} for the {len(group)} samples of prompt {group[0].prompt_index}; "
-                "return a list with one reward per sample."
+                f"{name} returned {quoted(rewards)} for the {len(group)} samples of prompt"
+                f" {group[0].prompt_index}; return a list with one reward per sample."
             )
         scores = []
         with calling(function):
@@ -216,8 +263,9 @@ def _custom_reward(
 def _missing_rewards(groups: Sequence[list[Sample]]) -> list[list[Score]]:
     if groups:
         raise CustomFunctionError(
-            f"the user function gave a sample of prompt {groups[0][0].prompt_index} without a reward, and neither "
-            "--rm-type nor --custom-rm-path is given; set sample.reward, or add one of them."
+            f"the user function gave a sample of prompt {groups[0][0].prompt_index} without a"
+            " reward, and neither --rm-type nor --custom-rm-path is given; set sample.reward, or"
+            " add one of them."
         )
     return []
 

@@ -1,11 +1,12 @@
 """Equality of expressions by math-verify, in a separate process.
 
-sympy may work forever on a few letters (`10^{10^{10}}`), and Python cannot stop it. The process has limits on its
-memory and on the processor time of a comparison; the operating system ends a comparison that exceeds a limit. It then
-counts as unequal. Processor time does not depend on load.
+sympy may work forever on a few letters (`10^{10^{10}}`), and Python cannot stop it. The process has
+limits on its memory and on the processor time of a comparison; the operating system ends a
+comparison that exceeds a limit. It then counts as unequal. Processor time does not depend on load.
 
-A policy may learn to write such answers, thousands in a rollout. Therefore the limit of a comparison falls with the
-time that a rollout's comparisons have lost, `comparison_budget`. It stays above what ordinary answers take.
+A policy may learn to write such answers, thousands in a rollout. Therefore the limit of a
+comparison falls with the time that a rollout's comparisons have lost, `comparison_budget`. It stays
+above what ordinary answers take.
 """
 
 import json
@@ -26,13 +27,16 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SECONDS = 2.0
-"""Processor time of one comparison. Of 1,700 ordinary pairs the slowest took 0.2 s, the median 0.007 s."""
+"""Processor time of one comparison. Of 1,700 ordinary pairs the slowest took 0.2 s, the median
+0.007 s."""
 LIMITS = ((10.0, SECONDS), (20.0, 0.5))
-"""Seconds that a rollout's unfinished comparisons may take together, and the limit of one comparison until then."""
+"""Seconds that a rollout's unfinished comparisons may take together, and the limit of one
+comparison until then."""
 LAST_SECONDS = 0.1
 """Limit of one comparison after that. 99 % of ordinary pairs take less."""
 MAX_CHARACTERS = 300
-"""Longest expression that is compared; the longest answer of the MATH data set has 159 characters."""
+"""Longest expression that is compared; the longest answer of the MATH data set has 159
+characters."""
 MAX_DEPTH = 25
 """Brackets within brackets of an expression that is compared."""
 MEMORY = 4 << 30
@@ -72,8 +76,9 @@ class Budget:
             return
         answer, expected, _ = next(iter(self.unfinished))
         logger.warning(
-            "%d answers count as wrong: comparing the first took more than %g s of processor time, or too much memory, "
-            "and all together took %.0f s. The first is %.80r, compared with %.80r.",
+            "%d answers count as wrong: comparing the first took more than %g s of processor time,"
+            " or too much memory, and all together took %.0f s. The first is %.80r, compared with"
+            " %.80r.",
             len(self.unfinished),
             SECONDS,
             self.lost,
@@ -150,7 +155,9 @@ class _Worker:
 
     def ask(self, question: Question, seconds: float) -> bool | None:
         """Returns whether two expressions are equal, or None if the comparison did not end."""
-        if self._process is None or self._owner != os.getpid():  # a forked child has the pipes of its parent
+        if (
+            self._process is None or self._owner != os.getpid()
+        ):  # a forked child has the pipes of its parent
             self._start()
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -176,11 +183,14 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the run; the process ends with its standard input
+            # Ctrl-C is for the run; the process ends with its standard input
+            start_new_session=True,
         )
         if self._reply() != b"r":
             self._stop()
-            raise ValueError("math-verify does not start; install it with: pip install 'slime_tis[train]'.")
+            raise ValueError(
+                "math-verify does not start; install it with: pip install 'slime_tis[train]'."
+            )
 
     def _reply(self) -> bytes:
         """Returns one byte from the process; none after its end or REPLY_TIMEOUT."""

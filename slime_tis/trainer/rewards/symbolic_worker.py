@@ -1,9 +1,9 @@
 """The process that compares expressions: run as a script, it imports math-verify and nothing of this program.
 
-Its arguments are the path of modules and its memory in bytes. It writes `r` when it is ready. Each line of its input is
-the JSON of [answer, expected, as_number, seconds of processor time], and each reply is `1`, `0`, or `t` if the
-comparison ended at a limit. A forked child compares: after a limit has ended it, the next child starts in milliseconds,
-while the imports take seconds.
+Its arguments are the path of modules and its memory in bytes. It writes `r` when it is ready. Each
+line of its input is the JSON of [answer, expected, as_number, seconds of processor time], and each
+reply is `1`, `0`, or `t` if the comparison ended at a limit. A forked child compares: after a limit
+has ended it, the next child starts in milliseconds, while the imports take seconds.
 """
 
 import ctypes
@@ -42,7 +42,8 @@ WARM_UP = (
     ("4x^{0}-7x^{2}+11x^{3}", "-7x^{2}+4x^{0}-10x^{3}"),
     (r"\sin x + e^{x}", r"e^{x}+\cos x"),
 )
-"""Compared before the first fork: imports and tables that parsers and sympy make when they are first needed."""
+"""Compared before the first fork: imports and tables that parsers and sympy make when they are
+first needed."""
 
 
 def main() -> None:
@@ -80,13 +81,18 @@ def end_with(parent: int) -> None:
 
 def answer_lines(replies: IO[bytes]) -> None:
     """Answers questions until the input ends or a limit ends this process."""
-    # Nobody sends a second question before the reply to the first one: the buffer never holds a line of a later child.
+    # Nobody sends a second question before the reply to the first one: the buffer never holds a
+    # line of a later child.
     for line in sys.stdin.buffer:
         answer, expected, as_number, seconds = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends this process: nobody handles the signal
+        signal.setitimer(
+            signal.ITIMER_PROF, seconds
+        )  # ends this process: nobody handles the signal
         try:
             equal = same(answer, expected, as_number=as_number)
-        except Exception:  # parsers and sympy may raise anything, including RecursionError and MemoryError
+        except (
+            Exception
+        ):  # parsers and sympy may raise anything, including RecursionError and MemoryError
             equal = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(b"1" if equal else b"0")
@@ -97,7 +103,9 @@ def same(answer: str, expected: str, *, as_number: bool) -> bool:
     from math_verify import parse, verify
     from sympy import Eq, Number
 
-    found, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, expected))
+    found, right = (
+        parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, expected)
+    )
     if not found or not right:
         return False
     value = found[0].rhs if isinstance(found[0], Eq) else found[0]

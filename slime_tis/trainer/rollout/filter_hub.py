@@ -31,7 +31,9 @@ DynamicFilter = Callable[[Sequence[list[Sample]]], list[DynamicFilterOutput]]
 """Judges the groups of a batch; a collective."""
 
 
-def check_reward_nonzero_std(args: Namespace, samples: Sequence[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(
+    args: Namespace, samples: Sequence[Sample], **kwargs: Any
+) -> DynamicFilterOutput:
     """Keeps groups whose rewards differ: the others have advantage 0.
 
         keep = std(r_1 … r_n) > 1e-6
@@ -41,7 +43,9 @@ def check_reward_nonzero_std(args: Namespace, samples: Sequence[Sample], **kwarg
     """
     rewards = [float(sample.get_reward_value(args) or 0.0) for sample in samples]
     keep = len(rewards) > 1 and stdev(rewards) > 1e-6
-    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+    return DynamicFilterOutput(
+        keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}"
+    )
 
 
 def check_reward_nonzero_std_with_fallback(
@@ -64,7 +68,9 @@ class Collected:
     """rollout/dynamic_filter/NAME; empty without a filter."""
 
 
-def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *, max_batches: int) -> Collected:
+def collect(
+    batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *, max_batches: int
+) -> Collected:
     """Takes scored batches until `size` groups are accepted; further accepted groups are not used."""
     rollout = Collected()
     if judge is None:
@@ -74,7 +80,9 @@ def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *
     accepted = dropped = 0
     for number, batch in enumerate(batches, start=1):
         earlier_samples = sum(map(len, rollout.sampled))
-        for sample in (sample for group in batch for sample in group):  # continues the numbers of earlier batches
+        for sample in (
+            sample for group in batch for sample in group
+        ):  # continues the numbers of earlier batches
             sample.group_index = (sample.group_index or 0) + len(rollout.sampled)
             sample.index = (sample.index or 0) + earlier_samples
             if sample.rollout_id is not None:
@@ -87,9 +95,10 @@ def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *
             break
         if number == max_batches:
             raise RolloutUnavailable(
-                f"the dynamic sampling filter accepted {accepted} of the {len(rollout.sampled)} prompts of {number} "
-                f"batches, and a rollout needs {size} (dropped: {dict(reasons.most_common(3))}); choose other prompts, "
-                "raise --dynamic-sampling-max-batches, or use a filter with keep_when_insufficient."
+                f"the dynamic sampling filter accepted {accepted} of the {len(rollout.sampled)}"
+                f" prompts of {number} batches, and a rollout needs {size} (dropped:"
+                f" {dict(reasons.most_common(3))}); choose other prompts, raise"
+                " --dynamic-sampling-max-batches, or use a filter with keep_when_insufficient."
             )
     rewards = [sample.reward or 0.0 for group in rollout.sampled for sample in group]
     rollout.metrics = {
@@ -104,12 +113,15 @@ def collect(batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *
 
 
 def accepted_groups(
-    batch: Sequence[list[Sample]], outputs: Sequence[DynamicFilterOutput], missing: int, reasons: Counter[str]
+    batch: Sequence[list[Sample]],
+    outputs: Sequence[DynamicFilterOutput],
+    missing: int,
+    reasons: Counter[str],
 ) -> Groups:
     """Returns the accepted groups of a batch in order, and counts the reasons of the others.
 
-    A group with `keep_when_insufficient` is accepted only if too few other groups remain to fill the rollout, which
-    needs `missing` groups.
+    A group with `keep_when_insufficient` is accepted only if too few other groups remain to fill
+    the rollout, which needs `missing` groups.
     """
     kept, remaining = [], len(batch)
     for group, output in zip(batch, outputs, strict=True):

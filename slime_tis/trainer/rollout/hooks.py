@@ -37,7 +37,11 @@ class RolloutHooks:
     def load(cls, config: RolloutConfig, args: Namespace) -> Self:
         """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
         paths = {option: getattr(config, option) for option in HOOKS}
-        functions = {option: load_user_function(option, path) for option, path in paths.items() if path is not None}
+        functions = {
+            option: load_user_function(option, path)
+            for option, path in paths.items()
+            if path is not None
+        }
         return cls(args=args, functions=functions)
 
     @property
@@ -50,13 +54,20 @@ class RolloutHooks:
         buffer, indices = list(groups), {id(group): index for index, group in enumerate(groups)}
 
         def call(function: Function) -> tuple[list[int], list[int]]:
-            returned = typed_value(BUFFER_FILTER, function, function(self.args, None, buffer, count))
+            returned = typed_value(
+                BUFFER_FILTER, function, function(self.args, None, buffer, count)
+            )
             chosen = [indices.get(id(group), -1) for group in returned]
-            left = [index for index in (indices.get(id(group), -1) for group in buffer) if index not in chosen]
+            left = [
+                index
+                for index in (indices.get(id(group), -1) for group in buffer)
+                if index not in chosen
+            ]
             if -1 in chosen or -1 in left or len(set(chosen)) < len(chosen) or len(chosen) > count:
                 raise CustomFunctionError(
-                    f"{describe(function)} returned {len(returned)} groups; return at most num_samples, {count}, "
-                    "different lists of the buffer, and leave no other list in it."
+                    f"{describe(function)} returned {len(returned)} groups; return at most"
+                    f" num_samples, {count}, different lists of the buffer, and leave no other list"
+                    " in it."
                 )
             return chosen, left
 
@@ -82,7 +93,9 @@ class RolloutHooks:
         if option in self.functions:
             self._call(option, groups, call)
 
-    def shape_rewards(self, groups: Sequence[list[Sample]]) -> tuple[list[float], list[float]] | None:
+    def shape_rewards(
+        self, groups: Sequence[list[Sample]]
+    ) -> tuple[list[float], list[float]] | None:
         """Returns the raw rewards and the advantages of the user's function, one per sample; None without one."""
         samples = [sample for group in groups for sample in group]
 
@@ -91,20 +104,26 @@ class RolloutHooks:
             are_valid = all(abs(value) <= MAX_REWARD for value in [*raw, *rewards])
             if not are_valid or not len(raw) == len(rewards) == len(samples):
                 raise CustomFunctionError(
-                    f"{describe(function)} returned {len(raw)} raw_rewards and {len(rewards)} rewards for "
-                    f"{len(samples)} samples; return one of each per sample, finite and at most {MAX_REWARD:g} in "
-                    "magnitude."
+                    f"{describe(function)} returned {len(raw)} raw_rewards and {len(rewards)}"
+                    f" rewards for {len(samples)} samples; return one of each per sample, finite"
+                    f" and at most {MAX_REWARD:g} in magnitude."
                 )
             return raw, rewards
 
         return self._call(REWARDS, groups, call) if REWARDS in self.functions else None
 
     def logs_rollout(
-        self, rollout_id: int, groups: Sequence[list[Sample]], metrics: Mapping[str, float], seconds: float
+        self,
+        rollout_id: int,
+        groups: Sequence[list[Sample]],
+        metrics: Mapping[str, float],
+        seconds: float,
     ) -> bool:
         """Calls the user's log function; returns whether the program logs the rollout's metrics, too."""
         samples = [sample for group in groups for sample in group]
-        return self._log(ROLLOUT_LOG, groups, rollout_id, self.args, samples, dict(metrics), seconds)
+        return self._log(
+            ROLLOUT_LOG, groups, rollout_id, self.args, samples, dict(metrics), seconds
+        )
 
     def logs_evaluation(self, rollout_id: int, sets: Mapping[str, Sequence[Sample]]) -> bool:
         """Calls the user's log function for held-out prompts; returns whether the program logs their metrics, too."""
@@ -116,12 +135,18 @@ class RolloutHooks:
             }
             for name, samples in sets.items()
         }
-        return self._log(EVAL_LOG, list(map(list, sets.values())), rollout_id, self.args, data, None)
+        return self._log(
+            EVAL_LOG, list(map(list, sets.values())), rollout_id, self.args, data, None
+        )
 
     def _log(self, option: str, groups: Sequence[list[Sample]], *arguments: object) -> bool:
-        return option not in self.functions or not self._call(option, groups, lambda log: bool(log(*arguments)))
+        return option not in self.functions or not self._call(
+            option, groups, lambda log: bool(log(*arguments))
+        )
 
-    def _call(self, option: str, groups: Sequence[list[Sample]], call: Callable[[Function], Result]) -> Result:
+    def _call(
+        self, option: str, groups: Sequence[list[Sample]], call: Callable[[Function], Result]
+    ) -> Result:
         """Calls a function on rank 0, and applies its edits to the samples of every rank."""
         function = self.functions[option]
         samples = [sample for group in groups for sample in group]
@@ -135,8 +160,9 @@ class RolloutHooks:
                     edits.append(SampleEdits.since(earlier, sample, describe(function)))
                     if sample.reward is not reward:
                         raise CustomFunctionError(
-                            f"{describe(function)} changed the reward of a sample of prompt {sample.prompt_index}; "
-                            "--custom-reward-post-process-path shapes rewards."
+                            f"{describe(function)} changed the reward of a sample of prompt"
+                            f" {sample.prompt_index}; --custom-reward-post-process-path shapes"
+                            " rewards."
                         )
             return result, edits
 

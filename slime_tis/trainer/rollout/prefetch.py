@@ -15,7 +15,8 @@ BATCH = "batch"
 COPIED = (*NUMBER_TYPES, "prompt", "label", "reward", "reward_parts", "metadata", "train_metadata")
 """Fields of a sample that can be changed in place."""
 Choose = Callable[[Sequence[list[Sample]], int], tuple[list[int], list[int]]]
-"""Returns indices of at most this number of groups to resume, and of groups that wait; a collective."""
+"""Returns indices of at most this number of groups to resume, and of groups that wait; a
+collective."""
 
 
 @dataclass(kw_only=True)
@@ -84,8 +85,8 @@ class Prefetcher:
         groups = future.result()
         self._queue.popleft()
         if isinstance(future, FinishedBatch):
-            # a checkpoint of the position before this rollout has the samples as the engine made them, and training
-            # and user functions change samples in place
+            # a checkpoint of the position before this rollout has the samples as the engine made
+            # them, and training and user functions change samples in place
             return [[copied(sample) for sample in group] for group in groups]
         return groups
 
@@ -103,7 +104,8 @@ class Prefetcher:
     def finished(self) -> list[FinishedBatch]:
         """Returns the batches in flight that are complete, up to the first that is not; a collective.
 
-        A resumed run takes them over. It samples later batches again, with the weights that it has then.
+        A resumed run takes them over. It samples later batches again, with the weights that it has
+        then.
         """
         batches: list[FinishedBatch] = []
         for batch in self._queue:
@@ -122,10 +124,13 @@ class Prefetcher:
         for batch in batches:
             state = self._state()
             prompts = self.dataset.next_batch(batch.prompts)
-            if [group[0].prompt_index for group in batch.groups] != [prompt.index for prompt in prompts]:
+            if [group[0].prompt_index for group in batch.groups] != [
+                prompt.index for prompt in prompts
+            ]:
                 raise ValueError(
-                    "the checkpoint has rollouts in flight that answer other prompts than those that come next in "
-                    "the data; give the same --prompt-data, or start a new run with another --save."
+                    "the checkpoint has rollouts in flight that answer other prompts than those"
+                    " that come next in the data; give the same --prompt-data, or start a new run"
+                    " with another --save."
                 )
             for group, prompt in zip(batch.groups, prompts, strict=True):
                 for sample in group:
@@ -174,6 +179,9 @@ class Unfinished:
         """Returns rollout/buffer_… with a buffer filter, and resets the counts."""
         if self.choose is None:
             return {}
-        metrics = {"rollout/buffer_waiting": float(len(self.waiting)), "rollout/buffer_dropped": float(self.dropped)}
+        metrics = {
+            "rollout/buffer_waiting": float(len(self.waiting)),
+            "rollout/buffer_dropped": float(self.dropped),
+        }
         self.dropped = 0
         return metrics

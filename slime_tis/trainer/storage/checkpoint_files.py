@@ -1,7 +1,8 @@
 """Training checkpoints: files, checksums, owners, the trainer's state, and the options that a resumed run must keep.
 
-`DIR/iter_0000010/` holds megatron-core's files, `trainer_state.json`, and `SHA256SUMS` of all files, which
-`sha256sum -c SHA256SUMS` also checks. It is written as `DIR/.iter_0000010.unfinished/` and renamed when complete.
+`DIR/iter_0000010/` holds megatron-core's files, `trainer_state.json`, and `SHA256SUMS` of all
+files, which `sha256sum -c SHA256SUMS` also checks. It is written as `DIR/.iter_0000010.unfinished/`
+and renamed when complete.
 """
 
 import errno
@@ -17,21 +18,30 @@ from slime_tis.atomic_files import free_name
 from slime_tis.errors import quoted
 from slime_tis.health import HealthState
 from slime_tis.limits import flag
-from slime_tis.trainer.storage.directories import SAFETENSORS_PARTIAL, exchange, make_private, make_public, remove_files
+from slime_tis.trainer.storage.directories import (
+    SAFETENSORS_PARTIAL,
+    exchange,
+    make_private,
+    make_public,
+    remove_files,
+)
 
 TRAINER_STATE, MANIFEST = "trainer_state.json", "SHA256SUMS"
 ROLLOUT_WEIGHTS, UPDATE_SAMPLES = "rollout_weights.safetensors", "weight_update_samples.pt"
 IN_FLIGHT = "rollouts_in_flight.jsonl"
 """Files of a checkpoint in addition to megatron-core's."""
 COMMON, METADATA, SHARD_FILE = "common.pt", ".metadata", r"__[0-9]+_[0-9]+\.distcp"
-"""Megatron-core's files: the state that all ranks share, the list of tensors, and the pattern of their files."""
+"""Megatron-core's files: the state that all ranks share, the list of tensors, and the pattern of
+their files."""
 NAME = re.compile(r"iter_([0-9]{1,18})")
 LEFT_OVER = re.compile(r"\.iter_[0-9]{1,18}\.(unfinished|removed)")
 """Names of directories that a killed run may leave."""
 OWN_FILE = re.compile(
     rf"{SHARD_FILE}|(__[0-9]+)?\.metadata(\.tmp)?|common\.pt|metadata\.json|"
     rf"{SAFETENSORS_PARTIAL}|"
-    + "|".join(map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES, IN_FLIGHT)))
+    + "|".join(
+        map(re.escape, (TRAINER_STATE, MANIFEST, ROLLOUT_WEIGHTS, UPDATE_SAMPLES, IN_FLIGHT))
+    )
 )
 """Names of files in unfinished checkpoints, which later runs remove."""
 LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -75,14 +85,15 @@ class TrainerState:
     first_accuracy: float | None
     """Held-out accuracy before training."""
     token_budget: int | None
-    """Tokens of a micro-batch if free memory decided it; bitwise resumption needs the same number."""
+    """Tokens of a micro-batch if free memory decided it; bitwise resumption needs the same
+    number."""
     options: dict[str, Any]
     """The effective configuration."""
     model: str
     """SHA-256 of the model's config.json."""
     in_flight: list[int] = field(default_factory=list)
-    """Prompts of each complete rollout in flight, whose samples are in `IN_FLIGHT`. Checkpoints of earlier versions
-    have none: a resumed run samples these rollouts again, with newer weights."""
+    """Prompts of each complete rollout in flight, whose samples are in `IN_FLIGHT`. Checkpoints of
+    earlier versions have none: a resumed run samples these rollouts again, with newer weights."""
     health: HealthState = field(default_factory=HealthState)
     """Counters of the health warnings; earlier versions did not save them."""
 
@@ -112,7 +123,9 @@ def begin(checkpoint: Path) -> Path:
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     sweep(checkpoint.parent)
     if unfinished.exists():
-        raise FileExistsError(errno.EEXIST, "holds files that this program did not write", str(unfinished))
+        raise FileExistsError(
+            errno.EEXIST, "holds files that this program did not write", str(unfinished)
+        )
     make_private(unfinished)
     return unfinished
 
@@ -127,13 +140,16 @@ def sweep(directory: Path) -> None:
 def discard(left_over: Path) -> None:
     """Removes only the own files of an unfinished checkpoint, if it exists."""
     if left_over.is_dir():
-        remove_files(left_over, [path.name for path in left_over.iterdir() if OWN_FILE.fullmatch(path.name)])
+        remove_files(
+            left_over, [path.name for path in left_over.iterdir() if OWN_FILE.fullmatch(path.name)]
+        )
 
 
 def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
     """Renames a complete checkpoint to its final name, atomically replacing an earlier checkpoint of this run.
 
-    An existing checkpoint of another or unknown run, or with other files, is renamed to `….replaced`.
+    An existing checkpoint of another or unknown run, or with other files, is renamed to
+    `….replaced`.
     """
     make_public(unfinished)
     if checkpoint.exists() and not _is_own(checkpoint, run):
@@ -148,7 +164,8 @@ def finish(unfinished: Path, checkpoint: Path, run: str) -> None:
 def prune(newest: Path, run: str, retain: int) -> None:
     """Removes this run's checkpoints before `newest`, except for the last `retain` including `newest`.
 
-    Checkpoints of other runs, of later steps, or with files that this program did not write are kept.
+    Checkpoints of other runs, of later steps, or with files that this program did not write are
+    kept.
     """
     before = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
     own = [path for path in before if run_of(path) == run]
@@ -169,7 +186,9 @@ def run_of(checkpoint: Path) -> object:
 
 def files_of(checkpoint: Path) -> list[str]:
     """Returns the sorted relative names of all files of a checkpoint except the manifest."""
-    names = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    names = {
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
+    }
     return sorted(names - {MANIFEST})
 
 
@@ -197,7 +216,11 @@ def read_manifest(checkpoint: Path) -> dict[str, str]:
     sums = {}
     for number, line in enumerate(lines, start=1):
         parts = LINE.fullmatch(line)
-        if parts is None or ".." in PurePosixPath(parts[2]).parts or PurePosixPath(parts[2]).is_absolute():
+        if (
+            parts is None
+            or ".." in PurePosixPath(parts[2]).parts
+            or PurePosixPath(parts[2]).is_absolute()
+        ):
             raise Damaged(f"line {number} of {MANIFEST} is not a checksum and a name")
         sums[parts[2]] = parts[1]
     if TRAINER_STATE not in sums:
@@ -231,7 +254,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def read_trainer_state(checkpoint: Path) -> TrainerState:
     """Reads `trainer_state.json` of a checkpoint; raises ValueError if it is damaged or lacks a field."""
-    from pydantic import TypeAdapter, ValidationError  # the command line uses this module where pydantic is missing
+    from pydantic import (
+        TypeAdapter,
+        ValidationError,
+    )  # the command line uses this module where pydantic is missing
 
     path = checkpoint / TRAINER_STATE
     try:
@@ -239,7 +265,9 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"])) or "content"
-        raise ValueError(f"{path}: {field}: {problem['msg']}; did another version save it?") from None
+        raise ValueError(
+            f"{path}: {field}: {problem['msg']}; did another version save it?"
+        ) from None
 
 
 def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -251,8 +279,9 @@ def check_options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         fixed["n_samples_per_prompt"] = "unfinished groups have this number of samples"
     for name in changed(saved, now, fixed):
         raise ValueError(
-            f"{flag(name)} is {quoted(now[name])} but the run that --load resumes has {quoted(saved[name])}, "
-            f"and {fixed[name]}; set it back to {quoted(saved[name])} or start afresh with another --save."
+            f"{flag(name)} is {quoted(now[name])} but the run that --load resumes has"
+            f" {quoted(saved[name])}, and {fixed[name]}; set it back to {quoted(saved[name])} or"
+            " start afresh with another --save."
         )
 
 
@@ -270,7 +299,9 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[st
 def _is_own(checkpoint: Path, run: str) -> bool:
     """Returns whether the run wrote the checkpoint and every file in it."""
     try:
-        return run_of(checkpoint) == run and set(files_of(checkpoint)) <= set(read_manifest(checkpoint))
+        return run_of(checkpoint) == run and set(files_of(checkpoint)) <= set(
+            read_manifest(checkpoint)
+        )
     except Damaged:
         return False
 

@@ -51,8 +51,8 @@ def same_path(one: str | Path, other: str | Path) -> bool:
 def held(locks: Mapping[Path, str]) -> Iterator[None]:
     """Locks directories for this process; `locks` has the flag of each directory, by lock file.
 
-    The POSIX record lock ends with the process and is not inherited by forks. Without lock support of the file system
-    a warning is printed.
+    The POSIX record lock ends with the process and is not inherited by forks. Without lock support
+    of the file system a warning is printed.
     """
     with ExitStack() as stack:
         for path, flag in locks.items():
@@ -60,20 +60,29 @@ def held(locks: Mapping[Path, str]) -> Iterator[None]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.callback(_open_locked(path, flag).close)
             except OSError as error:
-                raise ValueError(f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r}).") from error
-            stack.callback(path.unlink, missing_ok=True)  # first, so that no other process locks a deleted file
+                raise ValueError(
+                    f"{flag} cannot be written: {error.strerror} ({str(path.parent)!r})."
+                ) from error
+            stack.callback(
+                path.unlink, missing_ok=True
+            )  # first, so that no other process locks a deleted file
         yield
 
 
 def _open_locked(path: Path, flag: str) -> IO[str]:
     while True:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")  # open as long as the run
+        file = os.fdopen(
+            os.open(path, flags, 0o666), "a+", encoding="utf-8"
+        )  # open as long as the run
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"warning: {str(path.parent)!r} is on a file system without locks.", file=sys.stderr)
+                print(
+                    f"warning: {str(path.parent)!r} is on a file system without locks.",
+                    file=sys.stderr,
+                )
             else:
                 file.seek(0)
                 holder = file.read(300).strip() or "process id unknown"
@@ -92,8 +101,9 @@ def _open_locked(path: Path, flag: str) -> IO[str]:
 def make_private(directory: Path) -> None:
     """Makes a directory that only this user can enter, for files that libraries write by their paths.
 
-    Users who may write to a directory could put a link in the place of a file in it, and a library that opens the file
-    by its name would overwrite what the link points to. `make_public` follows when all files are complete.
+    Users who may write to a directory could put a link in the place of a file in it, and a library
+    that opens the file by its name would overwrite what the link points to. `make_public` follows
+    when all files are complete.
 
     Raises:
         FileExistsError: The directory exists; somebody else may have made it, with links in it.
@@ -105,7 +115,9 @@ def make_private(directory: Path) -> None:
 def make_public(directory: Path) -> None:
     """Gives a directory of `make_private` the permissions that this process gives to new directories."""
     mode = stat.S_IMODE(directory.stat().st_mode)
-    directory.chmod(mode | (0o777 & ~_umask()))  # keeps a group's bit that the directory has inherited
+    directory.chmod(
+        mode | (0o777 & ~_umask())
+    )  # keeps a group's bit that the directory has inherited
 
 
 def _umask() -> int:
@@ -126,7 +138,9 @@ def exchange(one: Path, other: Path) -> None:
         if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
             return
         if ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other))
+            raise OSError(
+                ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one), None, str(other)
+            )
     aside = one.with_name(f"{one.name}.exchanged")
     other.rename(aside)
     one.rename(other)

@@ -1,7 +1,7 @@
 """The files of an exported Hugging Face directory, and the directories that an export may replace.
 
-An export lists its files in `.slime_tis_export.json`; other files are never removed. The export is written to
-`.NAME.unfinished`, which replaces `NAME` atomically.
+An export lists its files in `.slime_tis_export.json`; other files are never removed. The export is
+written to `.NAME.unfinished`, which replaces `NAME` atomically.
 """
 
 import json
@@ -21,11 +21,19 @@ def check_target(directory: Path, subject: str, kind: str) -> None:
     """Raises ValueError if the directory or its temporary directory has files that this program did not write."""
     problem = replaceable(directory)
     if problem is not None:
-        raise ValueError(f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}.")
+        raise ValueError(
+            f"{subject} but {problem}; give a directory that is absent, empty or an earlier {kind}."
+        )
     left = _unfinished(directory)
-    is_own = left.is_dir() and not left.is_symlink() and ((left / MARKER).is_file() or not os.listdir(left))
+    is_own = (
+        left.is_dir()
+        and not left.is_symlink()
+        and ((left / MARKER).is_file() or not os.listdir(left))
+    )
     if os.path.lexists(left) and not is_own:
-        raise ValueError(f"{subject} but {quoted_path(left)} is in its way; move that or give another.")
+        raise ValueError(
+            f"{subject} but {quoted_path(left)} is in its way; move that or give another."
+        )
 
 
 def replaceable(directory: Path) -> str | None:
@@ -53,7 +61,8 @@ def begin(directory: Path) -> Path:
     unfinished = _unfinished(directory)
     discard(unfinished)
     with suppress(OSError):
-        unfinished.rmdir()  # a run that was killed before it wrote the marker leaves an empty directory
+        # a run that was killed before it wrote the marker leaves an empty directory
+        unfinished.rmdir()
     make_private(unfinished)
     _write_marker(unfinished, [])
     return unfinished
@@ -94,7 +103,9 @@ def _listed(directory: Path) -> set[str]:
         names = json.loads((directory / MARKER).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
-    plain = isinstance(names, list) and all(isinstance(name, str) and Path(name).name == name for name in names)
+    plain = isinstance(names, list) and all(
+        isinstance(name, str) and Path(name).name == name for name in names
+    )
     return set(names) if plain else set()
 
 

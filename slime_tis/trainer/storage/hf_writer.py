@@ -22,7 +22,9 @@ SHARD_BYTES = 5 * 2**30
 def side_files(directory: Path) -> list[Path]:
     """Returns the files that `write_hf_checkpoint` copies: `SIDE_FILES` without hidden files and weight indices."""
     files = [path for path in directory.iterdir() if path.is_file() and path.suffix in SIDE_FILES]
-    return sorted(file for file in files if file.name[0] != "." and not file.name.endswith(".index.json"))
+    return sorted(
+        file for file in files if file.name[0] != "." and not file.name.endswith(".index.json")
+    )
 
 
 def write_hf_checkpoint(
@@ -30,11 +32,11 @@ def write_hf_checkpoint(
 ) -> None:
     """Writes a checkpoint that transformers, SGLang and other readers of safetensors load.
 
-    Args:
-        directory: Existing directory without weights.
-        named_tensors: Tensors by Hugging Face name, consumed lazily; after an OSError the caller must exhaust them if
+    Args: directory: Existing directory without weights. named_tensors: Tensors by Hugging Face
+        name, consumed lazily; after an OSError the caller must exhaust them if
             iterating is a collective.
-        like: Checkpoint whose configuration and tokenizer are copied; config.json gets the `dtype` of the matrices.
+        like: Checkpoint whose configuration and tokenizer are copied; config.json gets the `dtype`
+            of the matrices.
         shard_bytes: Maximum size of a file of weights, except for a single larger tensor.
     """
     for path in side_files(like):
@@ -54,12 +56,16 @@ def write_hf_checkpoint(
         del tensor
     shards.append(_write_shard(directory, len(shards), shard))
     _name_shards(directory, shards, total)
-    dtypes = matrix_dtypes or vector_dtypes  # vectors may be more precise: the biases of routers are in float32
+    dtypes = (
+        matrix_dtypes or vector_dtypes
+    )  # vectors may be more precise: the biases of routers are in float32
     if len(dtypes) == 1:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)  # the field's name before transformers 4.56
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (directory / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:

@@ -1,7 +1,8 @@
 """An HTTP server for tests that answers as SGLang does, in the words of recorded answers, and fails on demand.
 
-Its model is a rule: the next token follows from the tokens before it, and the log-prob from token and weights. A test
-therefore knows every sample, whoever samples it and however often. Weights are received as in SGLang, and kept.
+Its model is a rule: the next token follows from the tokens before it, and the log-prob from token
+and weights. A test therefore knows every sample, whoever samples it and however often. Weights are
+received as in SGLang, and kept.
 """
 
 import asyncio
@@ -21,7 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
 
 from tests.checkpoints import CHARACTERS
 
@@ -93,7 +100,8 @@ class FakeSGLang:
         self.pace = 0.0
         """Seconds that each token takes."""
         self.faults = deque()
-        """What becomes of the next requests: a status, drop, hang, or a function that spoils the answer."""
+        """What becomes of the next requests: a status, drop, hang, or a function that spoils the
+        answer."""
         self.replies = {}
         """Status and body of the next answers of an endpoint."""
         self.requests = []
@@ -189,7 +197,11 @@ class FakeSGLang:
     async def _one_request(self, reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         method, path, _ = head[0].split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:]) if name}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in head[1:])
+            if name
+        }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         self.headers.append(headers)
         answer = await self._answer(method, path, json.loads(body) if body else {}, headers)
@@ -200,7 +212,9 @@ class FakeSGLang:
     async def _send(self, writer, path, status, content):
         """Writes an answer; returns whether the connection stays open."""
         text = content if isinstance(content, str) else json.dumps(content)
-        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode())
+        writer.write(
+            f"HTTP/1.1 {status} X\r\nContent-Length: {len(text.encode())}\r\n\r\n{text}".encode()
+        )
         await writer.drain()
         return True
 
@@ -225,7 +239,7 @@ class FakeSGLang:
             return 200, {"workers": [{"url": worker.url} for worker in self.workers]}
         return await self._control(path, body) if method == "POST" else (404, recorded("error_404"))
 
-    async def _control(self, path, body):
+    async def _control(self, path, body):  # noqa: C901
         if path == "/faults":
             self.faults.extend(body["faults"])
             return 200, ""
@@ -243,7 +257,9 @@ class FakeSGLang:
             self.session = opens
         elif path == "/update_weights_from_disk":
             files = Path(body["model_path"]).glob("*.safetensors") if "model_path" in body else ()
-            self.tensors = [{name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}]
+            self.tensors = [
+                {name: tensor for file in sorted(files) for name, tensor in load_file(file).items()}
+            ]
             self.weight_version, self.version = body["weight_version"], int(body["weight_version"])
         elif path == "/init_weights_update_group":
             await self._join(body)
@@ -258,17 +274,23 @@ class FakeSGLang:
 
     async def _join(self, body):
         """Joins a group, the first rank as `init_custom_process_group` of SGLang does."""
-        address, port, name, size = (body[f] for f in ("master_address", "master_port", "group_name", "world_size"))
+        address, port, name, size = (
+            body[f] for f in ("master_address", "master_port", "group_name", "world_size")
+        )
 
         def join(rank):
             if rank != body["rank_offset"]:  # a process registers a name only once
                 store = PrefixStore(name, dist.TCPStore(address, port, is_master=False))
                 store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
                 return dist.ProcessGroupGloo(store, rank, size, JOIN_TIMEOUT)
-            store, _, _ = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=JOIN_TIMEOUT))
+            store, _, _ = next(
+                rendezvous(f"tcp://{address}:{port}", rank, size, timeout=JOIN_TIMEOUT)
+            )
             store.set_timeout(JOIN_TIMEOUT)
             backend, store = Backend(body["backend"]), PrefixStore(name, store)
-            group, _ = _new_process_group_helper(size, rank, [], backend, store, name, timeout=JOIN_TIMEOUT)
+            group, _ = _new_process_group_helper(
+                size, rank, [], backend, store, name, timeout=JOIN_TIMEOUT
+            )
             _world.pg_group_ranks[group] = {i: i for i in range(size)}
             return group
 
@@ -302,7 +324,9 @@ class FakeSGLang:
             tensors.update(zip(body["names"], new, strict=True))
 
         groups = self.groups[body["group_name"]]
-        await asyncio.gather(*(asyncio.to_thread(receive, *rank) for rank in zip(groups, self.tensors, strict=True)))
+        await asyncio.gather(
+            *(asyncio.to_thread(receive, *rank) for rank in zip(groups, self.tensors, strict=True))
+        )
         if fault == "refuse":
             return REFUSED
         if "weight_version" in body:  # of the last bucket
@@ -328,7 +352,11 @@ class FakeSGLang:
         try:
             if self.workers:
                 return await self._hand_on(body)
-            answer = self._scores(body) if body["sampling_params"]["max_new_tokens"] == 0 else await self._sample(body)
+            answer = (
+                self._scores(body)
+                if body["sampling_params"]["max_new_tokens"] == 0
+                else await self._sample(body)
+            )
         finally:
             self.at_once -= 1
             self.live.discard(rid)
@@ -358,9 +386,13 @@ class FakeSGLang:
         while len(response) < limit:
             waiting = True
             while waiting:
-                await asyncio.sleep(self.pace or (0.0005 if self.paused or self.stop_after is not None else 0))
+                await asyncio.sleep(
+                    self.pace or (0.0005 if self.paused or self.stop_after is not None else 0)
+                )
                 if body["rid"] in self.aborted and not self.deaf:
-                    return self._formed(body, response, versions, {"type": "abort", "message": "Aborted"})
+                    return self._formed(
+                        body, response, versions, {"type": "abort", "message": "Aborted"}
+                    )
                 waiting = self.stop_after is not None and len(response) >= self.stop_after
                 if waiting:
                     self.held[body["rid"]] = len(response)
@@ -368,8 +400,16 @@ class FakeSGLang:
             token = next_token([*body["input_ids"], *response])
             response.append(token)
             versions.append(self.version)
-            matched = [stop for stop in body["sampling_params"].get("stop", []) if stop in text_of(response)]
-            if token == STOP or token in body["sampling_params"].get("stop_token_ids", []) or matched:
+            matched = [
+                stop
+                for stop in body["sampling_params"].get("stop", [])
+                if stop in text_of(response)
+            ]
+            if (
+                token == STOP
+                or token in body["sampling_params"].get("stop_token_ids", [])
+                or matched
+            ):
                 finish = {"type": "stop", "matched": [*matched, token][0]}
                 break
         return self._formed(body, response, versions, finish)
@@ -377,12 +417,18 @@ class FakeSGLang:
     def _formed(self, body, response, versions, finish):
         answer = recorded("generate_length")
         meta = answer["meta_info"]
-        values = [log_prob(token, version) for token, version in zip(response, versions, strict=True)]
+        values = [
+            log_prob(token, version) for token, version in zip(response, versions, strict=True)
+        ]
         answer["output_ids"], meta["id"], meta["finish_reason"] = response, body["rid"], finish
-        meta["output_token_logprobs"] = [[value, token, None] for value, token in zip(values, response, strict=True)]
+        meta["output_token_logprobs"] = [
+            [value, token, None] for value, token in zip(values, response, strict=True)
+        ]
         meta["completion_tokens"] = meta["output_token_logprobs_length"] = len(response)
         if count := body.get("top_logprobs_num"):
-            meta["output_top_logprobs"] = [likeliest(*each, count) for each in zip(response, versions, strict=True)]
+            meta["output_top_logprobs"] = [
+                likeliest(*each, count) for each in zip(response, versions, strict=True)
+            ]
         if body.get("return_sampling_mask") and self.info["sampling_mask_max_tokens"]:
             meta["output_token_sampling_mask"] = [sampled_from(token) for token in response]
             meta["output_token_sampling_logprobs"] = [value / 2 for value in values]
@@ -399,7 +445,11 @@ class FakeSGLang:
         cuts = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
         for start, end in pairwise([0, *cuts, len(versions)]):
             version = versions[start] if versions else self.version
-            name = self.weight_version if version == 0 and not self.weight_version.isdecimal() else str(version)
+            name = (
+                self.weight_version
+                if version == 0 and not self.weight_version.isdecimal()
+                else str(version)
+            )
             yield {"version": name, "start": start, "end": end}
 
     def _scores(self, body):

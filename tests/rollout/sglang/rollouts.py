@@ -36,7 +36,9 @@ def with_clients(servers, work, *keys, **options):
     async def run():
         client = make_client(*keys)
         async with client.session:
-            clients = [Server(server.url, client, **{"timeout": 10.0, **options}) for server in servers]
+            clients = [
+                Server(server.url, client, **{"timeout": 10.0, **options}) for server in servers
+            ]
             try:
                 return await work(clients)
             finally:
@@ -88,12 +90,18 @@ class ByHand:
 def make_engine(checkpoint, weights, **options):
     """An engine with short timeouts; `options` are fields of EngineHost, SGLangSettings and SGLangConfig."""
     tokenizer = options.pop("tokenizer", None) or load_tokenizer(checkpoint)
-    host = {name: options.pop(name) for name in ("weights_version", "output_dir") if name in options}
-    config = SGLangConfig(**{name: options.pop(name) for name in list(options) if name.startswith("sglang_")})
+    host = {
+        name: options.pop(name) for name in ("weights_version", "output_dir") if name in options
+    }
+    config = SGLangConfig(
+        **{name: options.pop(name) for name in list(options) if name.startswith("sglang_")}
+    )
     return SGLangEngine(
         SGLangSettings(config=config, **{"timeouts": QUICK, **options}),
         tokenizer,
-        EngineHost(**{"hf_checkpoint": checkpoint, "weights": weights, "output_dir": checkpoint, **host}),
+        EngineHost(
+            **{"hf_checkpoint": checkpoint, "weights": weights, "output_dir": checkpoint, **host}
+        ),
     )
 
 
@@ -104,7 +112,11 @@ class Run:
         self.servers, self.weights, self.sync = servers, Weights(), ByHand()
         if options.get("sglang_weight_sync") != "disk":
             options = {"weight_sync": self.sync, **options}
-        options = {"sglang_url": tuple(server.url for server in servers), "sglang_request_timeout": 30.0, **options}
+        options = {
+            "sglang_url": tuple(server.url for server in servers),
+            "sglang_request_timeout": 30.0,
+            **options,
+        }
         self.engine = make_engine(checkpoint, self.weights, **options)
 
     def update(self, version):
@@ -118,7 +130,9 @@ class Run:
     def num_held(self):
         """Requests that have all tokens up to their server's `stop_after`."""
         return sum(
-            tokens >= (server.stop_after or 0) for server in self.servers for tokens in list(server.held.values())
+            tokens >= (server.stop_after or 0)
+            for server in self.servers
+            for tokens in list(server.held.values())
         )
 
     def release(self):
@@ -129,10 +143,14 @@ class Run:
 
 def assert_exact(groups, prompts, sampling=SAMPLING):
     """Every sample is there once, in its place, and is what the model says."""
-    assert [[sample.row for sample in group] for group in groups] == [[p] * sampling.n_samples for p in prompts]
+    assert [[sample.row for sample in group] for group in groups] == [
+        [p] * sampling.n_samples for p in prompts
+    ]
     for number, sample in enumerate(flat(groups)):
         assert (sample.group_index, sample.index) == (number // sampling.n_samples, number)
-        assert sample.response_ids == continuation(list(sample.row.token_ids), sampling.max_response_len)
+        assert sample.response_ids == continuation(
+            list(sample.row.token_ids), sampling.max_response_len
+        )
         assert sample.status is STATUS["stop" if sample.response_ids[-1] == STOP else "length"]
         assert_log_probs(sample)
 
@@ -144,9 +162,14 @@ def versions_of(groups):
 
 def assert_log_probs(sample):
     assert sample.rollout_log_probs == [
-        log_prob(token, version) for token, version in zip(sample.response_ids, sample.weight_versions, strict=True)
+        log_prob(token, version)
+        for token, version in zip(sample.response_ids, sample.weight_versions, strict=True)
     ]
-    assert sample.loss_mask == [1] * len(sample.response_ids) == [1 for worker in sample.rollout_workers]
+    assert (
+        sample.loss_mask
+        == [1] * len(sample.response_ids)
+        == [1 for worker in sample.rollout_workers]
+    )
 
 
 @contextmanager

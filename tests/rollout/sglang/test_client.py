@@ -9,7 +9,13 @@ import pytest
 
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.engines.sglang.client import Keys, RequestRefused, Server, ServerError, make_client
+from slime_tis.trainer.engines.sglang.client import (
+    Keys,
+    RequestRefused,
+    Server,
+    ServerError,
+    make_client,
+)
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 from tests.rollout.sglang.fake_sglang import FakeSGLang, continuation, fake_servers, recorded
 from tests.rollout.sglang.rollouts import with_clients
@@ -27,15 +33,23 @@ def fake() -> Iterator[FakeSGLang]:
         yield server
 
 
-def ask(fake: FakeSGLang, use: Callable[[Server], Awaitable[Result]], *keys: str | None, **options: Any) -> Result:
-    return with_clients([fake], lambda servers: use(servers[0]), *keys, **{"abort_timeout": 5.0, **options})
+def ask(
+    fake: FakeSGLang, use: Callable[[Server], Awaitable[Result]], *keys: str | None, **options: Any
+) -> Result:
+    return with_clients(
+        [fake], lambda servers: use(servers[0]), *keys, **{"abort_timeout": 5.0, **options}
+    )
 
 
 def request(max_new_tokens: int = 1000, request_id: str = "r1") -> GenerateRequest:
-    return GenerateRequest(input_ids=PROMPT, sampling=SAMPLING, max_new_tokens=max_new_tokens, request_id=request_id)
+    return GenerateRequest(
+        input_ids=PROMPT, sampling=SAMPLING, max_new_tokens=max_new_tokens, request_id=request_id
+    )
 
 
-async def generate(server: Server, request_id: str = "r1", max_new_tokens: int = 1000) -> Generation:
+async def generate(
+    server: Server, request_id: str = "r1", max_new_tokens: int = 1000
+) -> Generation:
     return (await server.generate(request(max_new_tokens, request_id)))[0]
 
 
@@ -94,7 +108,11 @@ REFUSALS = {
     "400": (400, recorded("error_400"), "max_new_tokens"),
     "404": (400, recorded("error_404"), "Not Found"),
     "weights not received": (400, recorded("error_receive_weights"), "Failed to receive weights"),
-    "success false": (200, {"success": False, "message": "under way."}, r"/speak failed: under way\.$"),
+    "success false": (
+        200,
+        {"success": False, "message": "under way."},
+        r"/speak failed: under way\.$",
+    ),
 }
 
 
@@ -105,16 +123,24 @@ def test_the_message_of_a_refusal_is_found_in_all_its_forms(
     fake.replies["/speak"] = [(status, answer)]
     with pytest.raises(RequestRefused, match=message) as caught:
         ask(fake, lambda server: server.post("/speak", {}))
-    assert caught.value.status == status and len(str(caught.value)) < 600 and "\n" not in str(caught.value)
+    assert (
+        caught.value.status == status
+        and len(str(caught.value)) < 600
+        and "\n" not in str(caught.value)
+    )
 
 
-def test_the_key_is_sent_and_shown_nowhere(fake: FakeSGLang, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_key_is_sent_and_shown_nowhere(
+    fake: FakeSGLang, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     fake.key = KEY
     shown = []
 
     async def use(server: Server) -> None:
-        shown.append(f"{server!r} {server.client!r} {server.client.session.headers!r} {vars(server)!r}")
+        shown.append(
+            f"{server!r} {server.client!r} {server.client.session.headers!r} {vars(server)!r}"
+        )
         await server.info()
         fake.faults.extend([503, "drop", 400])
         fake.replies["/speak"] = [(400, {"message": f"you sent Authorization: Bearer {KEY}"})]
@@ -145,7 +171,9 @@ def test_the_admin_key_goes_to_the_endpoints_that_change_a_server_alone(fake: Fa
     assert {headers["accept-encoding"] for headers in fake.headers} == {"identity"}
 
 
-@pytest.mark.parametrize("key", ["with space", "line\n", "ключ"], ids=["space", "line end", "not ASCII"])
+@pytest.mark.parametrize(
+    "key", ["with space", "line\n", "ключ"], ids=["space", "line end", "not ASCII"]
+)
 def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
     with pytest.raises(ValueError, match="--sglang-api-key-env") as caught:
         make_client(key)
@@ -154,7 +182,9 @@ def test_a_key_that_cannot_be_sent_is_refused_unseen(key: str) -> None:
 
 def test_workers(fake: FakeSGLang) -> None:
     urls = ["http://10.0.0.5:30000/", "http://10.0.0.6:30000@0", "http://10.0.0.6:30000@1"]
-    fake.replies["/workers"] = [(200, {"workers": [{"id": "1", "url": url} for url in urls], "total": 3})]
+    fake.replies["/workers"] = [
+        (200, {"workers": [{"id": "1", "url": url} for url in urls], "total": 3})
+    ]
     assert ask(fake, Server.worker_urls) == ("http://10.0.0.5:30000", "http://10.0.0.6:30000")
 
 
@@ -163,13 +193,19 @@ WORKERS = {
     "HTTP 401": (401, "", "answered HTTP 401.* --sglang-api-key-env"),
     "text": (200, "hello", "Check --sglang-router-ip"),
     "workers of text": (200, {"workers": ["http://a:1"]}, "Check --sglang-router-ip"),
-    "a URL that steers": (200, {"workers": [{"url": "http://a\x1b[2J:1"}]}, "Check --sglang-router-ip"),
+    "a URL that steers": (
+        200,
+        {"workers": [{"url": "http://a\x1b[2J:1"}]},
+        "Check --sglang-router-ip",
+    ),
     "5 MB": (200, " " * 5_000_000, "larger than the 4194304 bytes"),
 }
 
 
 @pytest.mark.parametrize(("status", "body", "message"), WORKERS.values(), ids=WORKERS)
-def test_a_router_that_names_no_servers_is_refused(fake: FakeSGLang, status: int, body: Any, message: str) -> None:
+def test_a_router_that_names_no_servers_is_refused(
+    fake: FakeSGLang, status: int, body: Any, message: str
+) -> None:
     fake.replies["/workers"] = [(status, body)]
     with pytest.raises(ValueError, match=message):
         ask(fake, Server.worker_urls)

@@ -48,16 +48,28 @@ REFUSED = {
     ),
     "a password": (
         {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password", SECRET)},
-        "has --ssl-keyfile-password, but a secret would be seen in the list of processes, in config.yaml and in "
-        "reports; put it into an environment variable and name that: --sglang-ssl-keyfile-password-env VARIABLE.",
+        (
+            "has --ssl-keyfile-password, but a secret would be seen in the list of processes, in"
+            " config.yaml and in reports; put it into an environment variable and name that:"
+            " --sglang-ssl-keyfile-password-env VARIABLE."
+        ),
     ),
-    "a token": ({"sglang_launch": 1, "sglang_server_args": ("--hf-token", SECRET)}, "--sglang-hf-token-env VARIABLE"),
+    "a token": (
+        {"sglang_launch": 1, "sglang_server_args": ("--hf-token", SECRET)},
+        "--sglang-hf-token-env VARIABLE",
+    ),
     "a password for a variable": (
         {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", SECRET)},
-        "has --ssl-keyfile-password-env, but what follows is not the name of an environment variable",
+        (
+            "has --ssl-keyfile-password-env, but what follows is not the name of an environment"
+            " variable"
+        ),
     ),
     "a variable that is not set": (
-        {"sglang_launch": 1, "sglang_server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE")},
+        {
+            "sglang_launch": 1,
+            "sglang_server_args": ("--ssl-keyfile-password-env", "NO_SUCH_VARIABLE"),
+        },
         "the environment variable NO_SUCH_VARIABLE is not set; set it to the secret.",
     ),
     "a URL that steers": (
@@ -84,13 +96,32 @@ def test_urls_are_normalized_and_flags_pass():
         "http://[::1]:30000": "http://[::1]:30000",
     }
     for url, normalized in urls.items():
-        assert SGLangConfig(sglang_url=(url,)).server_urls == (normalized_url(url),) == (normalized,)
-    assert SGLangConfig(sglang_router_ip="10.0.0.1", sglang_router_port=3000).router_url == "http://10.0.0.1:3000"
-    assert SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url == "http://[fd00::1]:3000"
+        assert (
+            SGLangConfig(sglang_url=(url,)).server_urls == (normalized_url(url),) == (normalized,)
+        )
+    assert (
+        SGLangConfig(sglang_router_ip="10.0.0.1", sglang_router_port=3000).router_url
+        == "http://10.0.0.1:3000"
+    )
+    assert (
+        SGLangConfig(sglang_router_ip="fd00::1", sglang_router_port=3000).router_url
+        == "http://[fd00::1]:3000"
+    )
     local = ["127.0.0.1", "127.9.0.1", "localhost", "[::1]"]
-    assert [host for host in [*local, "10.0.0.1", "localhost.example"] if is_loopback(f"http://{host}:1")] == local
+    assert [
+        host
+        for host in [*local, "10.0.0.1", "localhost.example"]
+        if is_loopback(f"http://{host}:1")
+    ] == local
     flags = ("--mem-fraction-static", "0.7", "--disable-cuda-graph", "--host-memory-ratio=2")
-    flags += ("--ssl-keyfile", "key.pem", "--bucket-time-to-first-token", "1", "--tokenizer-path", "t")
+    flags += (
+        "--ssl-keyfile",
+        "key.pem",
+        "--bucket-time-to-first-token",
+        "1",
+        "--tokenizer-path",
+        "t",
+    )
     assert SGLangConfig(sglang_launch=1, sglang_server_args=flags).sglang_server_args == flags
 
 

@@ -13,7 +13,16 @@ from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from tests.rollout.sglang.fake_sglang import fake_servers, log_prob, spoiled, wait_until, when
-from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, SAMPLING, Run, assert_exact, held, versions_of
+from tests.rollout.sglang.rollouts import (
+    EARLY,
+    LATE,
+    PROMPTS,
+    SAMPLING,
+    Run,
+    assert_exact,
+    held,
+    versions_of,
+)
 from tests.samples import flat
 
 
@@ -102,7 +111,9 @@ def test_waiting_requests_keep_their_order_after_a_cancellation(start):
         return [sample]
 
     run.servers[0].stop_after = 0
-    run.engine.submit(PROMPTS[:1], Sampling(max_response_len=2), function=asks, concurrency=1).result()
+    run.engine.submit(
+        PROMPTS[:1], Sampling(max_response_len=2), function=asks, concurrency=1
+    ).result()
     assert [body["input_ids"][1] for body in run.requests] == [3, 4, 6, 7, 8]
 
 
@@ -125,7 +136,10 @@ def test_a_router_takes_requests_its_servers_take_weights_and_one_may_die(checkp
         assert_exact(run.engine.generate(PROMPTS, SAMPLING), PROMPTS)
         assert len(router.requests) == 36 and router.version == 0 and router.most_at_once <= 6
         assert run.sync.pushes == [([worker.url for worker in run.servers], 2)]
-        run.servers[1].weight_version, run.servers[1].version = "default", 0  # restarted, unseen by the router
+        run.servers[1].weight_version, run.servers[1].version = (
+            "default",
+            0,
+        )  # restarted, unseen by the router
         groups = run.engine.generate(PROMPTS, SAMPLING)
         assert_exact(groups, PROMPTS)
         assert versions_of(groups) == {2}
@@ -159,11 +173,19 @@ def test_the_wrong_one_of_four_servers_is_named(start):
         )
         for sample in samples
     ]
-    (finding,) = diagnose(TokenTable.from_parts(parts, {"workers": list(run.engine.workers)})).findings
+    (finding,) = diagnose(
+        TokenTable.from_parts(parts, {"workers": list(run.engine.workers)})
+    ).findings
     assert (finding.cause, finding.detail) == ("worker", wrong.url)
 
 
-FAULTS = [500, 429, "drop", lambda answer: "<html>", spoiled(lambda answer: answer["output_ids"].pop())] * 2
+FAULTS = [
+    500,
+    429,
+    "drop",
+    lambda answer: "<html>",
+    spoiled(lambda answer: answer["output_ids"].pop()),
+] * 2
 
 
 def test_every_fault_is_tried_again_and_counts_once(start):
@@ -245,7 +267,9 @@ def test_a_refused_request_stops_the_rollout_and_another_key_does_not(start):
 
 
 def test_when_no_server_is_left_the_rollout_ends_and_what_is_unfinished_stays(start):
-    run = start(2, timeouts=Timeouts(recovery=0.2, first_retry=0.005, max_retry=0.02, health_interval=0.01))
+    run = start(
+        2, timeouts=Timeouts(recovery=0.2, first_retry=0.005, max_retry=0.02, health_interval=0.01)
+    )
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
         run.engine.submit([LATE[0], EARLY[0]], sampling, seed=0, num_groups=1).result()

@@ -29,12 +29,23 @@ from slime_tis.trainer.engines.sglang.schema import (
     parse_generation,
 )
 from tests.checkpoints import make_checkpoint, make_tokenizer
-from tests.rollout.sglang.fake_sglang import EXPERTS, LAYERS, chosen_experts, continuation, spoiled, wait_until
+from tests.rollout.sglang.fake_sglang import (
+    EXPERTS,
+    LAYERS,
+    chosen_experts,
+    continuation,
+    spoiled,
+    wait_until,
+)
 from tests.rollout.sglang.rollouts import EARLY, LATE, PROMPTS, assert_exact, held
 from tests.samples import flat, reloaded
 
 SIZES = MoeSizes(
-    layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=2, intermediate_size=24, shared_intermediate_size=None
+    layers=tuple(range(LAYERS)),
+    num_experts=EXPERTS,
+    top_k=2,
+    intermediate_size=24,
+    shared_intermediate_size=None,
 )
 SAMPLING = Sampling(max_response_len=20, n_samples=3, return_routed_experts=True)
 LONG = Sampling(max_response_len=30, n_samples=2, return_routed_experts=True)
@@ -54,9 +65,17 @@ def start(start):
 def assert_experts(sample):
     """Every row has the choice of the weights that sampled the token after it; the prompt's, of the first token."""
     first = len(sample.row.token_ids)
-    of_next = [sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)]
-    expected = [chosen_experts(token, version) for token, version in zip(sample.tokens, of_next, strict=False)]
-    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.dtype == torch.uint8
+    of_next = [
+        sample.weight_versions[max(place + 1 - first, 0)] for place in range(len(sample.tokens) - 1)
+    ]
+    expected = [
+        chosen_experts(token, version)
+        for token, version in zip(sample.tokens, of_next, strict=False)
+    ]
+    assert (
+        sample.rollout_routed_experts is not None
+        and sample.rollout_routed_experts.dtype == torch.uint8
+    )
     assert sample.rollout_routed_experts.tolist() == expected
     assert has_usable_experts(sample, SIZES)
 
@@ -67,7 +86,10 @@ def test_samples_come_with_the_experts_of_all_tokens_that_were_fed(start):
     assert_exact(groups, PROMPTS)
     for sample in flat(groups):
         assert_experts(sample)
-    assert all(body["return_routed_experts"] and body["routed_experts_start_len"] == 0 for body in run.requests)
+    assert all(
+        body["return_routed_experts"] and body["routed_experts_start_len"] == 0
+        for body in run.requests
+    )
 
 
 def test_an_evaluation_asks_for_none_and_servers_without_the_flag_are_refused(start):
@@ -98,7 +120,8 @@ def test_updates_in_mid_request_leave_the_experts_of_earlier_tokens(start):
     starts = sorted(body["routed_experts_start_len"] for body in run.requests)
     assert starts == [0] * 6 + [7] * 6 + [16] * 6
     assert all(
-        body["routed_experts_start_len"] == (0 if len(body["input_ids"]) == 3 else len(body["input_ids"]) - 1)
+        body["routed_experts_start_len"]
+        == (0 if len(body["input_ids"]) == 3 else len(body["input_ids"]) - 1)
         for body in run.requests
     )
 
@@ -138,7 +161,12 @@ def test_stragglers_without_all_experts_get_none(start, caplog):
     run.engine.resume_unfinished([[one, other], second])
     groups = run.engine.submit([], LONG, seed=1, num_groups=2).result()
     assert_exact(groups, [LATE[0], LATE[1]], LONG)
-    assert [sample.rollout_routed_experts is None for sample in flat(groups)] == [True, True, False, False]
+    assert [sample.rollout_routed_experts is None for sample in flat(groups)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert sum("return_routed_experts" not in body for body in run.requests) == 2
     assert not caplog.records
 
@@ -176,17 +204,28 @@ def with_rows(change):
 
 
 HOSTILE = {
-    "absent": (spoiled(lambda answer: answer["meta_info"].pop("routed_experts")), "it has no routed_experts"),
+    "absent": (
+        spoiled(lambda answer: answer["meta_info"].pop("routed_experts")),
+        "it has no routed_experts",
+    ),
     "a row too few": (with_rows(lambda rows: rows[1:]), r"has \d+ characters, not \d+"),
     "not base64": (with_text(lambda text: "!" + text[1:]), "is not base64 of whole rows"),
-    "an expert too many": (with_rows(lambda rows: rows[0, 1].fill(EXPERTS)), "to 8, but there are 8"),
-    "the same expert twice": (with_rows(lambda rows: rows[1].fill(3)), "the same expert twice for a token"),
+    "an expert too many": (
+        with_rows(lambda rows: rows[0, 1].fill(EXPERTS)),
+        "to 8, but there are 8",
+    ),
+    "the same expert twice": (
+        with_rows(lambda rows: rows[1].fill(3)),
+        "the same expert twice for a token",
+    ),
     "a layer of zeros": (with_rows(lambda rows: rows[:, 1].fill(0)), "is all zeros in layer 1"),
 }
 
 
 @pytest.mark.parametrize(("fault", "problem"), HOSTILE.values(), ids=list(HOSTILE))
-def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(fault, problem, start, caplog):
+def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(
+    fault, problem, start, caplog
+):
     run = start(1)
     run.servers[0].faults.extend([fault, fault])
     with caplog.at_level(logging.WARNING):
@@ -204,7 +243,13 @@ def test_a_sample_whose_experts_cannot_be_has_none_and_the_first_is_reported(fau
 
 
 def layout(**fields):
-    sizes = {"layers": (0, 1), "num_experts": 8, "top_k": 2, "intermediate_size": 4, "shared_intermediate_size": None}
+    sizes = {
+        "layers": (0, 1),
+        "num_experts": 8,
+        "top_k": 2,
+        "intermediate_size": 4,
+        "shared_intermediate_size": None,
+    }
     num_hidden_layers = fields.pop("num_hidden_layers", 2)
     return ExpertLayout(num_hidden_layers=num_hidden_layers, moe=MoeSizes(**{**sizes, **fields}))
 
@@ -217,7 +262,9 @@ def test_bytes_of_experts_and_one_of_its_own_by_hand():
     assert layout(num_hidden_layers=1, layers=(0,), top_k=1).num_bytes(1) == 8
     assert max_answer_bytes(1000) == 262_144 + 256_000
     one = layout(layers=(0,), num_hidden_layers=1, top_k=1)
-    assert read({"routed_experts": base64.b64encode(bytes(8)).decode()}, one)[1].experts(2).tolist() == [[[0]], [[0]]]
+    assert read({"routed_experts": base64.b64encode(bytes(8)).decode()}, one)[1].experts(
+        2
+    ).tolist() == [[[0]], [[0]]]
 
 
 def read(answer, layout, cuts=(), separators=(",", ":")):
@@ -238,10 +285,14 @@ def read(answer, layout, cuts=(), separators=(",", ":")):
 def test_what_was_encoded_is_decoded_without_dense_layers(rows, layers, sizes, seed, cuts):
     (sparse, num_layers), (num_experts, top_k) = layers, sizes
     chance = np.random.default_rng(seed)
-    experts = np.argsort(chance.random((rows, num_layers, num_experts)), -1)[..., :top_k].astype("<i4")
+    experts = np.argsort(chance.random((rows, num_layers, num_experts)), -1)[..., :top_k].astype(
+        "<i4"
+    )
     dense = [layer for layer in range(num_layers) if layer not in sparse]
     experts[:, dense] = 0
-    shape = layout(num_hidden_layers=num_layers, layers=sparse, num_experts=num_experts, top_k=top_k)
+    shape = layout(
+        num_hidden_layers=num_layers, layers=sparse, num_experts=num_experts, top_k=top_k
+    )
     answer = {
         "text": 'say \\"routed_experts":"',
         'a name with "routed_experts': "AAAA",
@@ -264,16 +315,30 @@ def test_a_text_that_names_experts_is_no_experts():
         "weight_versions": [{"version": "0", "start": 0, "end": 2}],
         "routed_experts": encoded,
     }
-    answer = {"text": '"routed_experts": "BBBB"', 'a "routed_experts': "CC", "output_ids": [4, 5], "meta_info": meta}
+    answer = {
+        "text": '"routed_experts": "BBBB"',
+        'a "routed_experts': "CC",
+        "output_ids": [4, 5],
+        "meta_info": meta,
+    }
     request = GenerateRequest(
-        input_ids=[1], sampling=Sampling(max_response_len=2), max_new_tokens=2, request_id="", first_experts=0
+        input_ids=[1],
+        sampling=Sampling(max_response_len=2),
+        max_new_tokens=2,
+        request_id="",
+        first_experts=0,
     )
     for separators in ((",", ":"), (", ", ": "), (" , ", " : ")):
         size = len(json.dumps(answer, separators=separators))
         for cuts in ([], range(size), *([cut] for cut in range(size))):
             rest, text = read(answer, layout(), cuts, separators)
-            assert rest["meta_info"]["routed_experts"] == "" and text.experts(2).tolist() == [[[0, 1], [2, 3]]] * 2
-        generation, problem = parse_generation(json.dumps(rest).encode(), request, experts=text.experts)
+            assert (
+                rest["meta_info"]["routed_experts"] == ""
+                and text.experts(2).tolist() == [[[0, 1], [2, 3]]] * 2
+            )
+        generation, problem = parse_generation(
+            json.dumps(rest).encode(), request, experts=text.experts
+        )
         assert problem is None and generation.routed_experts is not None
         assert generation.routed_experts.tolist() == [[[0, 1], [2, 3]]] * 2
 
@@ -297,4 +362,8 @@ def test_one_expert_per_token_is_judged_over_the_whole_response():
         pending.append(completion([last], "stop"))
         assert pending.unrecorded_layer == unrecorded
         experts = pending.generation(make_tokenizer(), RequestOptions(sampling=LONG)).routed_experts
-        assert experts is None if unrecorded is not None else experts is not None and experts[-1, :, 0].tolist() == last
+        assert (
+            experts is None
+            if unrecorded is not None
+            else experts is not None and experts[-1, :, 0].tolist() == last
+        )

@@ -45,7 +45,11 @@ def assert_two_turns(sample):
     assert sample.tokens == ids + answers[1]
     assert sample.loss_mask == [1] * first + [0, 0] + [1] * len(answers[1])
     for token, value, version, trained in zip(
-        sample.response_ids, sample.rollout_log_probs, sample.weight_versions, sample.loss_mask, strict=True
+        sample.response_ids,
+        sample.rollout_log_probs,
+        sample.weight_versions,
+        sample.loss_mask,
+        strict=True,
     ):
         assert value == (log_prob(token, version) if trained else 0.0)
 
@@ -56,15 +60,24 @@ def test_functions_ask_servers_over_several_turns(start):
     groups = future.result()
     assert future.progress == (24, 24)
     assert run.engine.http_address == ("127.0.0.1", run.servers[0].port)
-    assert [[sample.row for sample in group] for group in groups] == [[prompt] * 2 for prompt in PROMPTS]
-    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [(n // 2, n, n) for n in range(24)]
+    assert [[sample.row for sample in group] for group in groups] == [
+        [prompt] * 2 for prompt in PROMPTS
+    ]
+    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
+        (n // 2, n, n) for n in range(24)
+    ]
     for sample in flat(groups):
         assert_two_turns(sample)
     names = [body["rid"] for body in run.requests]
     assert len(set(names)) == 48 and len(set(map(len, names))) == 1
     assert max(server.most_at_once for server in run.servers) <= 5
     assert all(server.requests for server in run.servers)
-    keys = [headers["x-smg-routing-key"] for server in run.servers for headers in server.headers if ROUTED & {*headers}]
+    keys = [
+        headers["x-smg-routing-key"]
+        for server in run.servers
+        for headers in server.headers
+        if ROUTED & {*headers}
+    ]
     assert sorted(Counter(keys).values()) == [2] * 24, "both turns of a sample have its key"
 
 
@@ -98,7 +111,9 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start):
         future = run.engine.submit(mixed, RUN, function=one_turn, concurrency=8, num_groups=2)
         groups = future.result()
     assert [group[0].row for group in groups] == EARLY[:2]
-    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [(n // 2, n, n) for n in range(4)]
+    assert [(s.group_index, s.index, s.rollout_id) for s in flat(groups)] == [
+        (n // 2, n, n) for n in range(4)
+    ]
     left = run.engine.unfinished()
     for sample in flat(left):
         assert sample.status is Sample.Status.ABORTED and sample.row in LATE
@@ -106,7 +121,9 @@ def test_stragglers_are_aborted_and_their_function_goes_on_with_them(start):
     stored = reloaded(left)
     run.update(1)
     run.engine.resume_unfinished(stored)
-    groups = run.engine.submit([EARLY[2]], RUN, function=one_turn, concurrency=8, num_groups=3).result()
+    groups = run.engine.submit(
+        [EARLY[2]], RUN, function=one_turn, concurrency=8, num_groups=3
+    ).result()
     assert [group[0].row for group in groups] == [LATE[0], LATE[1], EARLY[2]]
     for sample in flat(groups[:2]):
         assert sample.response_ids[:6] == continuation(list(sample.row.token_ids), 6)
@@ -131,7 +148,9 @@ def test_a_function_that_ignores_the_abort_begins_anew(start, monkeypatch):
 
     monkeypatch.setattr("slime_tis.trainer.engines.function_rollouts.ABORT_TIMEOUT", 0.05)
     with held(run, 6):
-        future = run.engine.submit([LATE[0], EARLY[0]], RUN, function=stubborn, concurrency=8, num_groups=1)
+        future = run.engine.submit(
+            [LATE[0], EARLY[0]], RUN, function=stubborn, concurrency=8, num_groups=1
+        )
         (group,) = future.result()
     assert group[0].row == EARLY[0]
     lengths = sorted(map(len, aborts))
@@ -154,7 +173,9 @@ def test_a_stop_string_may_span_two_requests(start):
 
     run.servers[0].stop_after = 5  # then the request takes too long
     when(lambda: run.servers[0].aborted, run.release)
-    run.engine.submit(LATE[:1], Sampling(max_response_len=5), function=stops, concurrency=1).result()
+    run.engine.submit(
+        LATE[:1], Sampling(max_response_len=5), function=stops, concurrency=1
+    ).result()
     (answer,) = answers
     assert answer.token_ids == expected[:end]
     assert (answer.finish_reason, answer.text) == ("stop", text_of(expected[: end - 3]))
@@ -167,12 +188,16 @@ def test_limits_end_an_answer_and_an_input_without_space_is_not_sent(start):
 
     async def long(sample, engine):
         for length in (130, 127, 126, 100):
-            answers.append(await engine.generate([1] + [9] * (length - 1), {"max_new_tokens": 1000}))
+            answers.append(
+                await engine.generate([1] + [9] * (length - 1), {"max_new_tokens": 1000})
+            )
         answers.append(await engine.generate(LATE[0].token_ids))
         return [sample]
 
     sampling = Sampling(max_response_len=50, max_context_len=20)
-    run.engine.submit(PROMPTS[:1], Sampling(max_response_len=50), function=long, concurrency=1).result()
+    run.engine.submit(
+        PROMPTS[:1], Sampling(max_response_len=50), function=long, concurrency=1
+    ).result()
     assert [len(body["input_ids"]) for body in run.requests] == [126, 100, 3]
     assert [body["sampling_params"]["max_new_tokens"] for body in run.requests] == [1, 27, 50]
     assert [answer.finish_reason for answer in answers[:2]] == ["length", "length"]

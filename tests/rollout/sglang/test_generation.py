@@ -76,7 +76,9 @@ def test_inputs_that_servers_do_not_take_are_not_sent(start):
     with pytest.raises(ValueError, match="prompt 4 has 8 tokens"):
         run.engine.generate([long], SAMPLING, seed=0)
     run.engine.resume_unfinished([[begun(5)]])
-    ((sample,),) = run.engine.submit([], Sampling(max_response_len=30), seed=0, num_groups=1).result()
+    ((sample,),) = run.engine.submit(
+        [], Sampling(max_response_len=30), seed=0, num_groups=1
+    ).result()
     assert (sample.response_ids, sample.status) == (begun(5).response_ids, Sample.Status.TRUNCATED)
     assert run.requests == []
 
@@ -92,9 +94,15 @@ def test_every_response_has_a_seed_of_its_own_where_servers_take_one(start):
         for server in run.servers:
             server.requests.clear()
         assert_exact(run.engine.generate(PROMPTS, SAMPLING, seed=seed), PROMPTS)
-        return [body["sampling_params"]["sampling_seed"] for body in sorted(run.requests, key=lambda body: body["rid"])]
+        return [
+            body["sampling_params"]["sampling_seed"]
+            for body in sorted(run.requests, key=lambda body: body["rid"])
+        ]
 
-    run = start(2, lambda servers: [each.info.update(enable_deterministic_inference=True) for each in servers])
+    run = start(
+        2,
+        lambda servers: [each.info.update(enable_deterministic_inference=True) for each in servers],
+    )
     first = seeds(run, seed=5)
     assert len(set(first)) == 36 and 0 <= min(first) <= max(first) < 2**63
     assert seeds(run, seed=5) == first
@@ -141,7 +149,9 @@ def test_every_server_scores_a_probe(start):
         server.url: [log_prob(token, version) for token in ids[1:]]
         for server, version in zip(run.servers, (5, 6), strict=True)
     }
-    run.servers[0].faults.append(spoiled(lambda answer: answer["meta_info"]["input_token_logprobs"].pop()))
+    run.servers[0].faults.append(
+        spoiled(lambda answer: answer["meta_info"]["input_token_logprobs"].pop())
+    )
     with pytest.raises(RolloutUnavailable, match="cannot be used"):
         run.engine.prompt_log_probs(ids)
 
@@ -150,14 +160,22 @@ def test_servers_take_turns_to_give_the_likeliest_tokens(start, caplog):
     run = start(2)
     run.update(5)
     texts = [[1, 7, 20], [1, 9], [1, 30]]
-    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, return_sampling_mask=True, max_response_len=30)
+    sampling = Sampling(
+        temperature=0.7, top_p=0.9, top_k=5, return_sampling_mask=True, max_response_len=30
+    )
     found = run.engine.top_log_probs(texts, sampling, 4)
     tokens = [next_token(text) for text in texts]
-    assert found == [{each: log_prob(each, 5) for each in range(token, token + 3)} for token in tokens]
+    assert found == [
+        {each: log_prob(each, 5) for each in range(token, token + 3)} for token in tokens
+    ]
     assert [len(server.requests) for server in run.servers] == [2, 1]
     body = run.servers[1].requests[0]
     params = body["sampling_params"]
-    assert (body["input_ids"], body["top_logprobs_num"], params["max_new_tokens"]) == (texts[1], 4, 1)
+    assert (body["input_ids"], body["top_logprobs_num"], params["max_new_tokens"]) == (
+        texts[1],
+        4,
+        1,
+    )
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 1.0, -1)
     wrong = {"no tokens": [], "other vocabulary": [[[-1.0, 64, None]]]}
     for top in wrong.values():
@@ -174,7 +192,9 @@ def test_prompts_that_no_server_could_answer_are_refused_before_any_is_sent(star
     long = Prompt(index=4, text="", token_ids=(3,) * 128)
     messages = []
     for engine in (run.engine, LocalEngine(checkpoint, load_tokenizer(checkpoint))):
-        with pytest.raises(ValueError, match="prompt 4 has 128 tokens, which leaves no tokens") as caught:
+        with pytest.raises(
+            ValueError, match="prompt 4 has 128 tokens, which leaves no tokens"
+        ) as caught:
             engine.generate([PROMPTS[0], long], SAMPLING, seed=0)
         messages.append(str(caught.value))
         with pytest.raises(ValueError, match="prompt 4 has no tokens"):
@@ -198,18 +218,27 @@ def test_stragglers_are_kept_and_gone_on_with(start):
     assert len(groups) == 2 and all(group[0].row in EARLY[:3] for group in groups)
     assert_exact(groups, [group[0].row for group in groups], sampling)
     left = run.engine.unfinished()
-    assert Counter(group[0].prompt_index for group in [*groups, *left]) == Counter(p.index for p in mixed)
+    assert Counter(group[0].prompt_index for group in [*groups, *left]) == Counter(
+        p.index for p in mixed
+    )
     begun = [sample for sample in flat(left) if sample.row in LATE]
     assert len(begun) == 4
     for sample in begun:
         assert sample.status is Sample.Status.ABORTED
         assert 0 < len(sample.response_ids) <= 8
-        assert sample.response_ids == continuation(list(sample.row.token_ids), len(sample.response_ids))
+        assert sample.response_ids == continuation(
+            list(sample.row.token_ids), len(sample.response_ids)
+        )
         assert_log_probs(sample)
-    kept = {(sample.prompt_index, place % 2): len(sample.response_ids) for place, sample in enumerate(flat(left))}
+    kept = {
+        (sample.prompt_index, place % 2): len(sample.response_ids)
+        for place, sample in enumerate(flat(left))
+    }
     stored = reloaded(left)
 
-    assert_exact(run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2])  # an evaluation in between
+    assert_exact(
+        run.engine.generate(PROMPTS[:2], SAMPLING, seed=0), PROMPTS[:2]
+    )  # an evaluation in between
     assert run.engine.unfinished() == left
     run.update(1)
     for server in run.servers:
@@ -223,11 +252,15 @@ def test_stragglers_are_kept_and_gone_on_with(start):
         if sample in flat(groups[:-1]) and sample.row in LATE:
             old = kept[sample.prompt_index, sample.index % 2]
             assert sample.weight_versions == [0] * old + [1] * (30 - old)
-    goes_on = [len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED]
+    goes_on = [
+        len(sample.response_ids) for sample in flat(left) if sample.status is Sample.Status.ABORTED
+    ]
     assert sorted(len(body["input_ids"]) - 3 for body in run.requests) == sorted([*goes_on, 0, 0])
 
 
-def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_not_asked_for_again(start):
+def test_groups_that_are_complete_but_not_wanted_come_first_next_time_and_are_not_asked_for_again(
+    start,
+):
     run = start(1)
     sampling = Sampling(max_response_len=30)
     with held(run, 10):
@@ -252,9 +285,15 @@ def test_a_straggler_that_ends_while_it_is_aborted_is_complete(start):
     when(lambda: run.servers[0].aborted, run.release)
     assert_exact(pending.result(), [EARLY[0]], sampling)
     ((sample,),) = run.engine.unfinished()
-    assert (sample.row, sample.status, sample.response_length) == (LATE[0], Sample.Status.TRUNCATED, 30)
+    assert (sample.row, sample.status, sample.response_length) == (
+        LATE[0],
+        Sample.Status.TRUNCATED,
+        30,
+    )
     asked = len(run.requests)
-    assert_exact(run.engine.submit([], sampling, seed=0, num_groups=1).result(), [LATE[0]], sampling)
+    assert_exact(
+        run.engine.submit([], sampling, seed=0, num_groups=1).result(), [LATE[0]], sampling
+    )
     assert len(run.requests) == asked
 
 
@@ -283,7 +322,12 @@ def play(rank, checkpoint, url):
     """What one rank sees of a run on a server that begins with the weights of another run."""
     weights, sync = Weights(), ByHand()
     sampling = replace(SAMPLING, return_routed_experts=True)
-    options = {"weight_sync": sync, "sglang_url": (url,), "sglang_max_retries": 0, "sampling": sampling}
+    options = {
+        "weight_sync": sync,
+        "sglang_url": (url,),
+        "sglang_max_retries": 0,
+        "sampling": sampling,
+    }
     engine = make_engine(Path(checkpoint), weights, **options)
     first = engine.generate(PROMPTS, sampling, 0)
     seen = {"first": first, "iterated": [weights.iterated]}
@@ -298,8 +342,14 @@ def play(rank, checkpoint, url):
         try:
             engine.generate(PROMPTS, SAMPLING, 0)
         except (ValueError, RolloutUnavailable) as error:
-            seen[kind] = type(error) is RolloutUnavailable, isinstance(error, ValueError), str(error)
-    seen["third"] = engine.submit([LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, num_groups=1).result()
+            seen[kind] = (
+                type(error) is RolloutUnavailable,
+                isinstance(error, ValueError),
+                str(error),
+            )
+    seen["third"] = engine.submit(
+        [LATE[0], EARLY[0]], Sampling(max_response_len=30), 0, num_groups=1
+    ).result()
     seen["left"] = engine.unfinished()
     seen["metrics"] = engine.metrics()
     engine.close()
@@ -312,10 +362,14 @@ def test_two_ranks_see_the_same(tmp_path):
     with fake_servers(1) as (server,):
         server.weight_version, server.version = "7", 7
         spawn(work, args=(str(checkpoint), server.url, str(tmp_path)), nprocs=SIZE)
-        first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE))
+        first, second = (
+            torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)
+        )
     assert_exact(first["first"], PROMPTS)
     for seen, has_experts in ((first, True), (second, False)):
-        assert {sample.rollout_routed_experts is not None for sample in flat(seen["first"])} == {has_experts}
+        assert {sample.rollout_routed_experts is not None for sample in flat(seen["first"])} == {
+            has_experts
+        }
     assert_exact(first["second"], PROMPTS)
     assert versions_of(first["first"]) == {0}
     assert versions_of(first["second"]) == {4}

@@ -106,7 +106,13 @@ def facts(url):
 
 
 def wait_until_gone(*pids):
-    wait_until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
+    wait_until(
+        lambda: (
+            not any(
+                psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids
+            )
+        )
+    )
 
 
 def wait_for(url):
@@ -126,14 +132,26 @@ def poll_until(started, enough):
 
 
 def test_start_and_stop(servers, tmp_path, monkeypatch):
-    for name, value in {"RANK": "3", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "KEPT": "yes"}.items():
+    for name, value in {
+        "RANK": "3",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "x",
+        "KEPT": "yes",
+    }.items():
         monkeypatch.setenv(name, value)
     started = servers("--delay", "0.3", "--unwell", "0.5", "--family", count=2)
     urls = started.start()
     found = [facts(url) for url in urls]
     ports = [url.rsplit(":")[-1] for url in urls]
     for each, port, log in zip(found, ports, ("sglang_0.log", "sglang_1.log"), strict=True):
-        assert each["argv"][1:7] == ["--model-path", "the/model", "--host", "127.0.0.1", "--port", port]
+        assert each["argv"][1:7] == [
+            "--model-path",
+            "the/model",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+        ]
         assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(each["environ"])
         assert each["environ"]["KEPT"] == "yes"
         assert not [path for path in each["path"] if path.endswith("rollout/sglang")]
@@ -154,13 +172,17 @@ def test_early_death_is_reported_with_the_end_of_the_log(servers, tmp_path):
     with pytest.raises(RolloutUnavailable) as lost:
         started.start()
     message = str(lost.value)
-    assert message.startswith(f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; ")
+    assert message.startswith(
+        f"the SGLang server at {started.urls[0]} ended before it was up, with exit status 7; "
+    )
     assert message.endswith("| RuntimeError: no such model") and "earlier" not in message
 
 
 def test_servers_that_do_not_come_up(servers):
     started = servers("--unwell", "60", sglang_startup_timeout=1.0)
-    message = r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"
+    message = (
+        r"is not up after --sglang-startup-timeout 1 s; its log .* (ends: server_args=|is empty)"
+    )
     with pytest.raises(RolloutUnavailable, match=message):
         started.start()
     with pytest.raises(RolloutUnavailable, match="does not run"):
@@ -173,7 +195,10 @@ def test_death_and_new_start(servers, tmp_path):
     before = [facts(url) for url in urls]
     os.kill(before[0]["pid"], signal.SIGKILL)
     (message,) = poll_until(started, lambda reported: started.restarts == 1)
-    restarted = f"the SGLang server at {urls[0]} ended with exit status 137 and is restarted (1 of 3); its log "
+    restarted = (
+        f"the SGLang server at {urls[0]} ended with exit status 137 and is restarted (1 of 3); its"
+        " log "
+    )
     assert message.startswith(restarted)
     wait_until_gone(before[0]["family"][0])
     wait_for(urls[0])
@@ -193,11 +218,17 @@ def test_given_up_after_three_restarts(servers, monkeypatch):
     for wait in (1, 2, 4):
         reported += poll_until(started, bool)
         now += wait - 0.01
-        assert started.poll() == [] and started.restarts == len(reported) - 1, "no new start before it is due"
+        assert started.poll() == [] and started.restarts == len(reported) - 1, (
+            "no new start before it is due"
+        )
         now += 0.01
         assert started.poll() == [] and started.restarts == len(reported)
     reported += poll_until(started, bool)
-    assert [message.split("(")[-1][:6] for message in reported[:3]] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [message.split("(")[-1][:6] for message in reported[:3]] == [
+        "1 of 3",
+        "2 of 3",
+        "3 of 3",
+    ]
     assert "is not restarted after 3 restarts" in reported[3]
     assert reported[3].endswith("| broken")
     now += 1000.0
@@ -243,7 +274,15 @@ def test_ports_in_use_are_passed_over(tmp_path):
 
 def test_an_answer_of_another_program_is_not_taken_for_the_servers(servers):
     started = servers("--delay", "60")
-    other = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", started.urls[0][-5:]]
+    other = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        started.urls[0][-5:],
+    ]
     process = subprocess.Popen(other, stdout=subprocess.DEVNULL)
     try:
         wait_for(started.urls[0])
@@ -266,8 +305,12 @@ def test_secrets_are_in_no_list_of_processes_and_no_log(servers, tmp_path, monke
         f"--api-key={SECRET}-MY_KEY",
     ]
     supervisor = psutil.Process(started.servers[0].process.pid)
-    words = [word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()]
-    assert "--ssl-keyfile-password-env" in words and not [word for word in words if "with-quotes" in word]
+    words = [
+        word for one in (supervisor, *supervisor.children(recursive=True)) for word in one.cmdline()
+    ]
+    assert "--ssl-keyfile-password-env" in words and not [
+        word for word in words if "with-quotes" in word
+    ]
     log = (tmp_path / "logs/sglang_0.log").read_text()
     assert "'api_key': " in log and "--api-key=***" in log and "with-quotes" not in log
     assert SECRET not in repr([vars(server) for server in started.servers])
@@ -276,7 +319,10 @@ def test_secrets_are_in_no_list_of_processes_and_no_log(servers, tmp_path, monke
 GPUS = {
     "one GPU each": ((), [None, "1", "2"]),
     "two GPUs each from 4 on": (("--base-gpu-id", "4", "--tp-size", "2"), ["4", "6", "8"]),
-    "four GPUs each from 1 on": (("--tensor-parallel-size=2", "--pp", "2", "--base-gpu-id=1"), ["1", "5", "9"]),
+    "four GPUs each from 1 on": (
+        ("--tensor-parallel-size=2", "--pp", "2", "--base-gpu-id=1"),
+        ["1", "5", "9"],
+    ),
     "CPU": (("--device", "cpu"), [None, None, None]),
 }
 
@@ -287,7 +333,11 @@ def test_servers_share_the_gpus_out(flags, firsts):
     for index, first in enumerate(firsts):
         words = server_command(config, "m", index, 1, Path("log"))
         words = [part for word in words for part in word.split("=")]
-        last = len(words) - 1 - words[::-1].index("--base-gpu-id") if "--base-gpu-id" in words else None
+        last = (
+            len(words) - 1 - words[::-1].index("--base-gpu-id")
+            if "--base-gpu-id" in words
+            else None
+        )
         assert (last and words[last + 1]) == first, json.dumps(words)
 
 

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from slime_tis.trainer.data.sample import Sample, Sampling, SamplingMask
-from slime_tis.trainer.engines.sglang.schema import GenerateRequest, InvalidAnswer, max_answer_bytes, parse_generation
+from slime_tis.trainer.engines.sglang.schema import (
+    GenerateRequest,
+    InvalidAnswer,
+    max_answer_bytes,
+    parse_generation,
+)
 from tests.rollout.sglang.fake_sglang import log_prob, recorded, sampled_from
 from tests.rollout.sglang.rollouts import LATE, PROMPTS
 from tests.samples import flat, make_sample
@@ -36,7 +41,9 @@ def test_an_answer_has_its_sets_and_their_log_probs_and_may_be_larger():
     completion = parsed(masked_answer())
     assert completion.token_ids == [59, 24, 58, 11, 22, 36, 30, 42]
     assert completion.log_probs == [-0.5] * 8
-    assert completion.sampling_mask == SamplingMask.from_sets([[token, 1, 2] for token in completion.token_ids])
+    assert completion.sampling_mask == SamplingMask.from_sets(
+        [[token, 1, 2] for token in completion.token_ids]
+    )
     plain = parsed(masked_answer(), Sampling(max_response_len=8))
     assert plain.log_probs[0] == -5.014503479003906 and plain.sampling_mask is None
     assert max_answer_bytes(100) == 262_144 + 25_600
@@ -53,9 +60,13 @@ SETS, LOG_PROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
         pytest.param({SETS: [[59]] * 7}, "7 sampling masks, 8", id="too few masks"),
         pytest.param({SETS: [[58]] * 8}, "0 lacks the token 59", id="without the sampled token"),
         pytest.param({SETS: [[59, 3, 3]] * 8}, "0 has a token twice", id="a token twice"),
-        pytest.param({SETS: [[59, 64]] * 8}, "token 64, but the vocabulary", id="beyond the vocabulary"),
+        pytest.param(
+            {SETS: [[59, 64]] * 8}, "token 64, but the vocabulary", id="beyond the vocabulary"
+        ),
         pytest.param({SETS: [[59, -1]] * 8}, r">= 0 - at .*\[0\]\[1\]", id="a negative id"),
-        pytest.param({LOG_PROBS: [0.5] * 8}, r"<= 0\.001 - at .*logprobs\[0\]", id="a positive log-prob"),
+        pytest.param(
+            {LOG_PROBS: [0.5] * 8}, r"<= 0\.001 - at .*logprobs\[0\]", id="a positive log-prob"
+        ),
     ],
 )
 def test_sets_that_cannot_be_are_refused(changes, message):
@@ -82,8 +93,13 @@ def test_samples_carry_the_sets(start, limit, top_k, sent):
 
 
 def test_no_sets_are_asked_for_where_nothing_is_trained(start):
-    run, sampling = start(1, sampling=TRUNCATED), dataclasses.replace(TRUNCATED, return_sampling_mask=False)
-    assert all(sample.sampling_mask is None for sample in flat(run.engine.generate(PROMPTS[:2], sampling)))
+    run, sampling = (
+        start(1, sampling=TRUNCATED),
+        dataclasses.replace(TRUNCATED, return_sampling_mask=False),
+    )
+    assert all(
+        sample.sampling_mask is None for sample in flat(run.engine.generate(PROMPTS[:2], sampling))
+    )
     assert not any("return_sampling_mask" in body for body in run.requests)
 
 
@@ -102,7 +118,9 @@ def test_servers_that_report_too_few_tokens_are_refused_unless_the_bias_is_allow
     assert not any("return_sampling_mask" in body for body in run.requests)
 
 
-@pytest.mark.parametrize("recorded_before", [True, False], ids=["with sets", "of an older checkpoint"])
+@pytest.mark.parametrize(
+    "recorded_before", [True, False], ids=["with sets", "of an older checkpoint"]
+)
 def test_sets_of_a_partial_rollout_are_those_of_both_requests(start, recorded_before):
     sampling = dataclasses.replace(TRUNCATED, max_response_len=60)
     run = start(1, sampling=sampling)

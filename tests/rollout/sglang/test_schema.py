@@ -24,10 +24,16 @@ from slime_tis.trainer.engines.sglang.schema import (
 from tests.rollout.sglang.fake_sglang import recorded
 
 
-def request(max_new_tokens: int = 8, sampling: Sampling | None = None, **options: Any) -> GenerateRequest:
+def request(
+    max_new_tokens: int = 8, sampling: Sampling | None = None, **options: Any
+) -> GenerateRequest:
     sampling = sampling or Sampling(max_response_len=100)
     return GenerateRequest(
-        input_ids=(1, 5), sampling=sampling, max_new_tokens=max_new_tokens, request_id="r1", **options
+        input_ids=(1, 5),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        request_id="r1",
+        **options,
     )
 
 
@@ -45,7 +51,9 @@ def info_of(answer: Any) -> ServerInfo:
 
 
 def test_a_request_names_all_that_shapes_the_distribution() -> None:
-    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_response_len=100, stop_token_ids=(7, 9))
+    sampling = Sampling(
+        temperature=0.7, top_p=0.9, top_k=5, max_response_len=100, stop_token_ids=(7, 9)
+    )
     assert request(60, sampling).body() == {
         "rid": "r1",
         "input_ids": [1, 5],
@@ -98,7 +106,11 @@ def test_a_request_aborted_before_it_ran_has_no_tokens() -> None:
     for edit in (lambda meta: None, lambda meta: meta.pop("output_token_logprobs")):
         edit(answer["meta_info"])
         completion = generation(answer, max_new_tokens=8)
-        assert (completion.token_ids, completion.log_probs, completion.weight_versions) == ([], [], [])
+        assert (completion.token_ids, completion.log_probs, completion.weight_versions) == (
+            [],
+            [],
+            [],
+        )
         assert completion.finish_reason == "abort"
 
 
@@ -113,19 +125,34 @@ def set_spans(*spans: tuple[Any, int, int]) -> Any:
 
 SPOILED = {
     "no meta_info": (lambda a: a.pop("meta_info"), "missing required field `meta_info`"),
-    "no finish_reason": (lambda a: a["meta_info"].pop("finish_reason"), r"field `finish_reason` - at `\$.meta_info`"),
-    "no log-probs": (lambda a: a["meta_info"].pop("output_token_logprobs"), "0 log-probs for 8 tokens"),
-    "a log-prob too few": (lambda a: a["meta_info"]["output_token_logprobs"].pop(), "7 log-probs for 8 tokens"),
+    "no finish_reason": (
+        lambda a: a["meta_info"].pop("finish_reason"),
+        r"field `finish_reason` - at `\$.meta_info`",
+    ),
+    "no log-probs": (
+        lambda a: a["meta_info"].pop("output_token_logprobs"),
+        "0 log-probs for 8 tokens",
+    ),
+    "a log-prob too few": (
+        lambda a: a["meta_info"]["output_token_logprobs"].pop(),
+        "7 log-probs for 8 tokens",
+    ),
     "another completion_tokens": (
         lambda a: (a["output_ids"].pop(), a["meta_info"]["output_token_logprobs"].pop()),
         "7 tokens and says.* 8",
     ),
-    "another token's log-prob": (lambda a: a["output_ids"].__setitem__(2, 57), "log-prob 2 is of token 58"),
+    "another token's log-prob": (
+        lambda a: a["output_ids"].__setitem__(2, 57),
+        "log-prob 2 is of token 58",
+    ),
     "a negative token": (lambda a: a["output_ids"].__setitem__(2, -1), r"at `\$.output_ids\[2\]`"),
     "a log-prob of null": (set_log_prob(None), "log-prob 3 is null"),
     "a log-prob of NaN": (set_log_prob(math.nan), "it is not JSON"),
     "a positive log-prob": (set_log_prob(0.5), r"<= 0\.001 - at .*output_token_logprobs\[3\]\[0\]"),
-    "a log-prob of 400 digits": (set_log_prob(-(10**400)), r"out of range - at .*output_token_logprobs\[3\]\[0\]"),
+    "a log-prob of 400 digits": (
+        set_log_prob(-(10**400)),
+        r"out of range - at .*output_token_logprobs\[3\]\[0\]",
+    ),
     "spans that end early": (set_spans(("1", 0, 5)), "covers 5 tokens of 8"),
     "spans with a gap": (set_spans(("1", 0, 5), ("1", 6, 8)), "after 5 of 8"),
     "versions that go back": (set_spans(("3", 0, 4), ("1", 4, 8)), "goes back from 3 to 1"),
@@ -163,7 +190,9 @@ def test_more_tokens_than_asked_for_or_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"<html>", b'{"output_ids": "\\ud800"}'], ids=["nothing", "HTML", "a lone surrogate"]
+    "body",
+    [b"", b"<html>", b'{"output_ids": "\\ud800"}'],
+    ids=["nothing", "HTML", "a lone surrogate"],
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidAnswer, match=r"^it is not JSON$"):
@@ -193,7 +222,9 @@ def test_scores_are_those_of_all_tokens_but_the_first() -> None:
 
 
 def test_what_a_server_says_of_itself() -> None:
-    assert parse(ModelInfo, json.dumps(recorded("model_info_updated")).encode()).weight_version == "11"
+    assert (
+        parse(ModelInfo, json.dumps(recorded("model_info_updated")).encode()).weight_version == "11"
+    )
     assert parse(ModelInfo, b"{}").weight_version is None
     info = info_of(recorded("server_info"))
     assert (info.max_req_input_len, info.tp_size, info.pp_size, info.dp_size) == (506, 1, 1, 1)
@@ -205,8 +236,17 @@ def test_what_a_server_says_of_itself() -> None:
 
 def test_checksums_that_are_not_text_are_refused() -> None:
     with pytest.raises(InvalidAnswer, match=r"got `int` - at `\$\.ranks\[0\]\.checksums"):
-        parse_checksums(json.dumps({"ranks": [{"checksums": {"a": "x", "b": 1}}, {"checksums": {}}]}).encode())
+        parse_checksums(
+            json.dumps({"ranks": [{"checksums": {"a": "x", "b": 1}}, {"checksums": {}}]}).encode()
+        )
 
 
 def test_names_of_weights_that_are_not_numbers_are_those_of_the_start() -> None:
-    assert [version_number(name) for name in ("12", "default", None, "²", "", "step-3")] == [12, 0, 0, 0, 0, 0]
+    assert [version_number(name) for name in ("12", "default", None, "²", "", "step-3")] == [
+        12,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]

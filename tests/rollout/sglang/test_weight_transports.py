@@ -80,7 +80,11 @@ def bits(named):
 def assert_weights(servers, version, ranks=1):
     for server in servers:
         assert list(map(bits, server.tensors)) == [bits(some_weights(version))] * ranks
-        assert (server.weight_version, server.paused, server.session) == (str(version), False, False)
+        assert (server.weight_version, server.paused, server.session) == (
+            str(version),
+            False,
+            False,
+        )
 
 
 def push_source(weights, servers, *sources):
@@ -98,24 +102,39 @@ def push_source(weights, servers, *sources):
 
 
 def push(weights, servers, versions=1):
-    return push_source(weights, servers, *(some_weights(version).items for version in range(1, versions + 1)))
+    return push_source(
+        weights, servers, *(some_weights(version).items for version in range(1, versions + 1))
+    )
 
 
 def test_weights_arrive_to_the_bit(make, servers):
     assert push(make(), servers, versions=2) == {}
     assert_weights(servers, 2)
     for server in servers:
-        assert server.groups == {} and server.bodies("/pause_generation") == [{"mode": "retract"}] * 2
+        assert (
+            server.groups == {} and server.bodies("/pause_generation") == [{"mode": "retract"}] * 2
+        )
         updates = server.bodies("/update_weights_from_distributed")
         if updates:
             half = len(updates) // 2
-            assert half > 2 and [body.get("weight_version") for body in updates[:half]] == [None] * (half - 1) + ["1"]
-            session = ["begin_weight_update", *["update_weights_from_distributed"] * half, "end_weight_update"]
+            assert half > 2 and [body.get("weight_version") for body in updates[:half]] == [
+                None
+            ] * (half - 1) + ["1"]
+            session = [
+                "begin_weight_update",
+                *["update_weights_from_distributed"] * half,
+                "end_weight_update",
+            ]
             calls = ["pause_generation", "flush_cache", *session, "continue_generation"]
             joined = [*calls[:2], "init_weights_update_group", *calls[2:]]
             assert server.called == [*joined, *calls, "destroy_weights_update_group"]
         else:
-            calls = ["pause_generation", "flush_cache", "update_weights_from_disk", "continue_generation"]
+            calls = [
+                "pause_generation",
+                "flush_cache",
+                "update_weights_from_disk",
+                "continue_generation",
+            ]
             assert server.called == calls * 2
             body = server.bodies("/update_weights_from_disk")[1]
             assert "/weights_00000002_" in body.pop("model_path")
@@ -147,7 +166,12 @@ def test_a_source_that_fails_leaves_the_servers_as_they_were(make, servers):
     with pytest.raises(RuntimeError, match="rank 3 went away"):
         with_clients(servers, lambda clients: make().push(clients, source, 5))
     for server in servers:
-        assert (server.weight_version, server.paused, server.session, server.groups) == ("default", False, False, {})
+        assert (server.weight_version, server.paused, server.session, server.groups) == (
+            "default",
+            False,
+            False,
+            {},
+        )
 
 
 def test_never_more_than_a_bucket_is_held(make, servers):
@@ -167,13 +191,24 @@ def test_never_more_than_a_bucket_is_held(make, servers):
     finally:
         gc.enable()
     assert len(most) == 40 and not alive
-    assert max(most) <= (5 if isinstance(weights, DistributedSync) else 2)  # a bucket and the next tensor; disk copies
+    assert max(most) <= (
+        5 if isinstance(weights, DistributedSync) else 2
+    )  # a bucket and the next tensor; disk copies
 
 
 def test_buckets_are_full_and_no_fuller():
-    named = [(f"w{i}", torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate((4, 5, 1, 1, 20, 3, 7, 3))]
+    named = [
+        (f"w{i}", torch.zeros(size, dtype=torch.uint8))
+        for i, size in enumerate((4, 5, 1, 1, 20, 3, 7, 3))
+    ]
     found = list(protocol.buckets(lambda: named, 10, lambda tensor: tensor))
-    assert [each.names for each in found] == [["w0", "w1", "w2"], ["w3"], ["w4"], ["w5", "w6"], ["w7"]]
+    assert [each.names for each in found] == [
+        ["w0", "w1", "w2"],
+        ["w3"],
+        ["w4"],
+        ["w5", "w6"],
+        ["w7"],
+    ]
     assert [each.last for each in found] == [False, False, False, False, True]
 
 
@@ -203,7 +238,9 @@ def test_two_ranks_with_an_open_session_are_served_and_replicas_refused(servers)
     assert push(distributed(), [server]) == {}
     assert_weights([server], 1, ranks=2)
     assert server.bodies("/init_weights_update_group")[0]["world_size"] == 3
-    session = [call for call in server.called if call in ("begin_weight_update", "end_weight_update")]
+    session = [
+        call for call in server.called if call in ("begin_weight_update", "end_weight_update")
+    ]
     assert session == ["begin_weight_update", "end_weight_update"] * 2
     servers[0].info["dp_size"] = 2
     assert "use --sglang-weight-sync disk" in push(distributed(), servers[:1])[servers[0].url]
@@ -242,7 +279,11 @@ def test_a_server_that_fails_in_the_middle_takes_no_other_along(servers, fault):
     assert_weights([servers[0], servers[2]], 8)
     assert [server.count("/init_weights_update_group") for server in servers] == [1, 1, 1]
     if fault == "refuse":
-        assert victim.called[-4:] == ["end_weight_update", "destroy_weights_update_group", *RELEASED]
+        assert victim.called[-4:] == [
+            "end_weight_update",
+            "destroy_weights_update_group",
+            *RELEASED,
+        ]
         assert victim.bodies("/abort_request") == [{"abort_all": True}]
         assert (victim.weight_version, victim.paused, victim.session) == ("default", False, False)
 
@@ -254,7 +295,9 @@ def test_only_the_loopback_listens_and_the_default_group_stays(servers):
 
         def source():
             connections = psutil.Process(os.getpid()).net_connections("tcp")
-            addresses.update(each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN)
+            addresses.update(
+                each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN
+            )
             yield from some_weights(1).items()
 
         assert push_source(distributed(), servers, source) == {}
@@ -266,7 +309,9 @@ def test_only_the_loopback_listens_and_the_default_group_stays(servers):
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "localhost", socket.gethostname()], ids=["IP address", "localhost", "host name"]
+    "address",
+    ["127.0.0.1", "localhost", socket.gethostname()],
+    ids=["IP address", "localhost", "host name"],
 )
 def test_closing_ends_a_join_under_way(address):
     async def work():
@@ -284,7 +329,9 @@ def test_closing_ends_a_join_under_way(address):
 
 
 def directories(path):
-    return sorted(each.name.rsplit("_", 1)[0] for each in (path / "sglang_weights").iterdir() if each.is_dir())
+    return sorted(
+        each.name.rsplit("_", 1)[0] for each in (path / "sglang_weights").iterdir() if each.is_dir()
+    )
 
 
 def test_a_server_that_comes_back_reads_the_newest(servers, tmp_path, checkpoint):
@@ -372,7 +419,9 @@ def test_a_crash_leaves_the_old_weights_and_the_next_run_removes_them(tmp_path, 
     os.symlink(checkpoint, others[2])
     make = on_disk(tmp_path, checkpoint)
     weights = make()
-    assert sorted((tmp_path / "sglang_weights").iterdir()) == sorted([tmp_path / "sglang_weights/.lock", *others])
+    assert sorted((tmp_path / "sglang_weights").iterdir()) == sorted(
+        [tmp_path / "sglang_weights/.lock", *others]
+    )
     asyncio.run(weights.push([], some_weights(1).items, 1))
     asyncio.run(weights.close())
     assert "weights_00000001" in directories(tmp_path)  # servers may still be asked to read it

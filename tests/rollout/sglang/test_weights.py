@@ -17,7 +17,9 @@ from tests.samples import flat
 def test_an_answer_from_other_weights_is_tried_again(start):
     run, sampling = start(2), Sampling(max_response_len=20)
     for server in run.servers:
-        server.faults.append(spoiled(lambda answer: answer["meta_info"]["weight_versions"][0].update(version="99")))
+        server.faults.append(
+            spoiled(lambda answer: answer["meta_info"]["weight_versions"][0].update(version="99"))
+        )
     assert_exact(run.engine.generate(PROMPTS[:1], sampling, seed=0), PROMPTS[:1], sampling)
     assert run.engine.metrics()["rollout/sglang_retries"] == 2
 
@@ -92,7 +94,9 @@ def test_a_server_that_fails_to_take_weights_serves_again_once_it_has_them(start
     assert run.servers[1].requests == []
     run.servers[1].paused = False
     run.update(2)
-    wait_until(lambda: run.servers[1].version == 2 or run.engine.generate(PROMPTS, SAMPLING, seed=0))
+    wait_until(
+        lambda: run.servers[1].version == 2 or run.engine.generate(PROMPTS, SAMPLING, seed=0)
+    )
     groups = run.engine.generate(PROMPTS, SAMPLING, seed=1)
     assert_exact(groups, PROMPTS)
     assert versions_of(groups) == {2}
@@ -114,7 +118,11 @@ def checksums(*ranks):
 def test_tensors_that_did_not_change_with_the_update_are_named(start):
     run = start(2)
     first = run.servers[0]
-    before = {"model.layers.0.self_attn.qkv_proj.weight": "1", "model.norm.weight": "2", "other": "3"}
+    before = {
+        "model.layers.0.self_attn.qkv_proj.weight": "1",
+        "model.norm.weight": "2",
+        "other": "3",
+    }
     after = before | {"model.layers.0.self_attn.qkv_proj.weight": "4"}
     first.replies["/weights_checker"] = [
         checksums(each) for each in (before, before, after, dict.fromkeys(before, "5"))
@@ -131,7 +139,9 @@ def test_tensors_that_did_not_change_with_the_update_are_named(start):
 def test_checksums_of_ranks():
     assert is_stale(["1", "2"], ["1", "2"], on_every_rank=False)
     assert is_stale(["1", "5"], ["1", "2"], on_every_rank=True)
-    assert not is_stale(["1", "5"], ["1", "2"], on_every_rank=False)  # a rank may have nothing that changes
+    assert not is_stale(
+        ["1", "5"], ["1", "2"], on_every_rank=False
+    )  # a rank may have nothing that changes
     for others in (["5", "6"], ["1"], []):
         assert not is_stale(others, ["1", "2"], on_every_rank=True)
     assert not is_stale(["0"] + ["5"] * 16, ["0"] * 17, on_every_rank=True)
@@ -141,11 +151,17 @@ def test_a_stale_shard_of_one_rank_is_named(start):
     run = start(1)
     (server,) = run.servers
     name, head = "model.layers.0.mlp.down_proj.weight", "lm_head.weight"
-    sent = dict.fromkeys((name, head), SentRows(rows=torch.zeros(1), changed=True, changed_everywhere=True))
-    ranks = [checksums(dict.fromkeys((name, head), first), {name: "2", head: "2"}) for first in "133"]
+    sent = dict.fromkeys(
+        (name, head), SentRows(rows=torch.zeros(1), changed=True, changed_everywhere=True)
+    )
+    ranks = [
+        checksums(dict.fromkeys((name, head), first), {name: "2", head: "2"}) for first in "133"
+    ]
     server.replies["/weights_checker"] = ranks
     assert run.engine.wrong_weights(sent) == {}
-    assert run.engine.wrong_weights(sent) == {server.url: [name]}  # a rank's vocabulary may be padding
+    assert run.engine.wrong_weights(sent) == {
+        server.url: [name]
+    }  # a rank's vocabulary may be padding
     assert run.engine.wrong_weights(sent) == {server.url: [name, head]}
 
 
@@ -158,11 +174,19 @@ def test_names_of_joined_tensors_and_precisions_of_dtypes():
         "mlp.experts.17.down_proj.weight": "mlp.experts.w2_weight",
     }
     layer = "model.layers.3."
-    assert {name: server_name(layer + name) for name in joined} == {name: layer + to for name, to in joined.items()}
+    assert {name: server_name(layer + name) for name in joined} == {
+        name: layer + to for name, to in joined.items()
+    }
     models = [{"dtype": "bfloat16"}, {"torch_dtype": "float32"}, {}]
     assert [server_precision("auto", model) for model in models] == ["bf16", "fp16", "fp16"]
     dtypes = ("bfloat16", "half", "float32", "fp4", None)
-    assert [server_precision(dtype, models[0]) for dtype in dtypes] == ["bf16", "fp16", "fp32", None, None]
+    assert [server_precision(dtype, models[0]) for dtype in dtypes] == [
+        "bf16",
+        "fp16",
+        "fp32",
+        None,
+        None,
+    ]
 
 
 def test_the_precision_is_that_of_all_servers_that_do_not_quantize(start):

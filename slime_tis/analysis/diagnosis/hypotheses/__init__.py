@@ -10,14 +10,14 @@ TABLE: dict[str, Hypothesis] = {**sampler.TABLE, **prompts.TABLE, **network.TABL
 """Hypotheses of every model, by name."""
 
 
-def hypotheses(model: Any = None, tokenizer: Any = None, *, prompt: int = 0, layers: int = 0) -> dict[str, Hypothesis]:
+def hypotheses(
+    model: Any = None, tokenizer: Any = None, *, prompt: int = 0, layers: int = 0
+) -> dict[str, Hypothesis]:
     """The table, with the hypotheses on the special tokens, the template and the experts of a model.
 
-    Args:
-        model: Of transformers; without one, the hypotheses on the network and on positions are absent.
-        tokenizer: Of the model.
-        prompt: Length of the longest prompt.
-        layers: Number of layers whose experts the dump records.
+    Args: model: Of transformers; without one, the hypotheses on the network and on positions are
+        absent. tokenizer: Of the model. prompt: Length of the longest prompt. layers: Number of
+        layers whose experts the dump records.
     """
     config = getattr(model, "config", None)
     pad, eos, bos = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos"))

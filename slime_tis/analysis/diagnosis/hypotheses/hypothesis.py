@@ -1,6 +1,7 @@
 """What a hypothesis is: a change of the network, of its input, of its logits, or of the reported log-probs.
 
-Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k experts.
+Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k
+    experts.
 """
 
 from collections.abc import Callable
@@ -49,9 +50,11 @@ class Input:
 
 
 PromptEdit = Callable[[Tensor, int], Tensor]
-"""(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the prompt as it is."""
+"""(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the
+prompt as it is."""
 InputEdit = Callable[[Input, float, Input], Input]
-"""(sample, value, the sample before it) → what the engine reads; the sample itself if nothing changes."""
+"""(sample, value, the sample before it) → what the engine reads; the sample itself if nothing
+changes."""
 LogitsEdit = Callable[[Tensor, Input, float], Tensor]
 """(logits [T, V] divided by the temperature, sample, value) → the engine's logits."""
 OutputEdit = Callable[[list[Tensor], float], list[Tensor]]
@@ -67,7 +70,8 @@ class Hypothesis:
     cause: str
     """Its cause in `CAUSES`, which has the advice."""
     values: tuple[float, ...] = (0.0,)
-    """Grid of the parameter, of integers if it is an integer; one value where the fault has no parameter."""
+    """Grid of the parameter, of integers if it is an integer; one value where the fault has no
+    parameter."""
     _: KW_ONLY
     prompt: PromptEdit | None = None
     inputs: InputEdit | None = None

@@ -16,12 +16,16 @@ LARGEST_FP8, BLOCK = 448.0, 128
 
 
 @contextmanager
-def changed(model: Any, change: Callable[[str, Tensor], Tensor], dtype: torch.dtype | None = None) -> Iterator[None]:
+def changed(
+    model: Any, change: Callable[[str, Tensor], Tensor], dtype: torch.dtype | None = None
+) -> Iterator[None]:
     """The model with changed parameters, which are restored; their dtype stays unless another is given."""
     kept = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
     try:
         for name, parameter, value in kept:
-            parameter.data = change(name, value).to(dtype or value.dtype)  # another change may have cast the model
+            parameter.data = change(name, value).to(
+                dtype or value.dtype
+            )  # another change may have cast the model
         yield
     finally:
         for _, parameter, value in kept:
@@ -44,12 +48,18 @@ def _attribute(model: Any, name: str, change: Callable[[Any], Any]) -> Iterator[
 def _inner_linear(model: Any) -> list[Any]:
     """The linear layers that engines quantize: all but the output layer."""
     output_layer = model.get_output_embeddings()
-    return [each for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not output_layer]
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, torch.nn.Linear) and each is not output_layer
+    ]
 
 
 def _bf16_matrices(model: Any, _: float) -> Any:
     """Norms and biases stay."""
-    return changed(model, lambda _, weight: weight.bfloat16().float() if weight.dim() == 2 else weight)
+    return changed(
+        model, lambda _, weight: weight.bfloat16().float() if weight.dim() == 2 else weight
+    )
 
 
 def _quantized(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
@@ -57,19 +67,29 @@ def _quantized(rounding: Callable[[Tensor], Tensor]) -> NetworkEdit:
 
     def edit(model: Any, _: float) -> Any:
         linear = {id(module.weight) for module in _inner_linear(model)}
-        inner = {name for name, weight in model.named_parameters() if id(weight) in linear or ".experts." in name}
+        inner = {
+            name
+            for name, weight in model.named_parameters()
+            if id(weight) in linear or ".experts." in name
+        }
 
         def change(name: str, weight: Tensor) -> Tensor:
             if name not in inner or weight.dim() < 2:
                 return weight
-            return rounding(weight) if weight.dim() == 2 else torch.stack([rounding(each) for each in weight])
+            return (
+                rounding(weight)
+                if weight.dim() == 2
+                else torch.stack([rounding(each) for each in weight])
+            )
 
         return changed(model, change)
 
     return edit
 
 
-def _scaled(dtype: torch.dtype | None, largest: float, group: int = 0) -> Callable[[Tensor], Tensor]:
+def _scaled(
+    dtype: torch.dtype | None, largest: float, group: int = 0
+) -> Callable[[Tensor], Tensor]:
     """Rounding with one scale per row, per group of a row, or per tensor (-1); to integers if `dtype` is None."""
 
     def rounding(weight: Tensor) -> Tensor:
@@ -102,7 +122,10 @@ def _fp8_linear(model: Any, _: float) -> Iterator[None]:
     """Weights in fp8 with a scale per row, and the inputs of all layers but the output layer with a scale per token."""
 
     def round_input(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (_fp8_rows(args[0].flatten(0, -2)).reshape(args[0].shape).to(args[0].dtype), *args[1:])
+        return (
+            _fp8_rows(args[0].flatten(0, -2)).reshape(args[0].shape).to(args[0].dtype),
+            *args[1:],
+        )
 
     with ExitStack() as stack:
         stack.enter_context(_quantized(_fp8_rows)(model, 1.0))
@@ -118,7 +141,9 @@ def _cast(dtype: torch.dtype) -> NetworkEdit:
 
 def _theta(frequency: Tensor, factor: float) -> Tensor:
     """θ^(−2i/d) for a θ that is larger by a factor."""
-    return frequency * factor ** -(torch.arange(len(frequency), device=frequency.device) / len(frequency))
+    return frequency * factor ** -(
+        torch.arange(len(frequency), device=frequency.device) / len(frequency)
+    )
 
 
 def _dynamic(frequency: Tensor, factor: float) -> Tensor:
@@ -137,8 +162,16 @@ def _rope(kind: str) -> NetworkEdit:
         config = deepcopy(model.config)
         further = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
         length = {"original_max_position_embeddings": config.max_position_embeddings}
-        config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": factor, **length, **further}
-        default = next(x.compute_default_rope_parameters for x in model.modules() if hasattr(x, "inv_freq"))
+        config.rope_parameters = {
+            **config.rope_parameters,
+            "rope_type": kind,
+            "factor": factor,
+            **length,
+            **further,
+        }
+        default = next(
+            x.compute_default_rope_parameters for x in model.modules() if hasattr(x, "inv_freq")
+        )
         frequency, scale = ROPE_INIT_FUNCTIONS.get(kind, default)(config)
         frequency = frequency.to(model.device)
         with (
@@ -169,13 +202,19 @@ def _replay(sample: Input, _: float, __: Input) -> Input:
 
 
 def _routers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "norm_topk_prob") and hasattr(module, "top_k")]
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "norm_topk_prob") and hasattr(module, "top_k")
+    ]
 
 
 def _routes_to(chosen: Tensor, rows: slice) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """A hook on a softmax router, which returns (logits, weights, experts) of all tokens."""
 
-    def hook(router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def hook(
+        router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, experts = (x.clone() for x in output)
         known = (chosen >= 0).all(1, keepdim=True)
         own = logits[rows].float().softmax(-1).gather(1, chosen.clamp_min(0))
@@ -190,8 +229,12 @@ def _routes_to(chosen: Tensor, rows: slice) -> Callable[..., tuple[Tensor, Tenso
 def for_model(model: Any, layers: int) -> dict[str, Hypothesis]:
     """The hypotheses on parts that only some models have; `layers` is the number of layers whose experts are known."""
     table = {}
-    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default") != "default":
-        table["rope scaling missing"] = Hypothesis("has no rope scaling", "position_drift", network=_rope("default"))
+    if (getattr(model.config, "rope_parameters", None) or {}).get(
+        "rope_type", "default"
+    ) != "default":
+        table["rope scaling missing"] = Hypothesis(
+            "has no rope scaling", "position_drift", network=_rope("default")
+        )
     if layers and len(_routers(model)) == layers:
         claim = "routes tokens to the experts that the dump records, unlike fp32"
         table["recorded experts"] = Hypothesis(claim, "moe_routing", inputs=_replay)
@@ -207,13 +250,25 @@ _PRECISIONS: dict[str, tuple[str, NetworkEdit]] = {
         "has weights in fp8, with a scale per tensor",
         _quantized(_scaled(torch.float8_e4m3fn, LARGEST_FP8, -1)),
     ),
-    "fp8 weights in blocks": ("has weights in fp8, with a scale per 128 × 128 values", _quantized(_fp8_blocks)),
-    "fp8 weights and activations": ("multiplies in fp8, with scales per row and per token", _fp8_linear),
+    "fp8 weights in blocks": (
+        "has weights in fp8, with a scale per 128 × 128 values",
+        _quantized(_fp8_blocks),
+    ),
+    "fp8 weights and activations": (
+        "multiplies in fp8, with scales per row and per token",
+        _fp8_linear,
+    ),
     "int8 weights": ("has weights in int8", _quantized(_scaled(None, 127.0))),
-    "int4 weights": ("has weights in int4, in groups of 128", _quantized(_scaled(None, 7.0, BLOCK))),
+    "int4 weights": (
+        "has weights in int4, in groups of 128",
+        _quantized(_scaled(None, 7.0, BLOCK)),
+    ),
 }
 TABLE: dict[str, Hypothesis] = {
-    **{name: Hypothesis(claim, "rounding", network=edit) for name, (claim, edit) in _PRECISIONS.items()},
+    **{
+        name: Hypothesis(claim, "rounding", network=edit)
+        for name, (claim, edit) in _PRECISIONS.items()
+    },
     "norm epsilon": Hypothesis(
         "uses a norm epsilon of {value:.1g}",
         "rounding",
@@ -239,9 +294,15 @@ TABLE: dict[str, Hypothesis] = {
         network=lambda m, value: _attribute(m, "inv_freq", lambda f: _dynamic(f, value)),
     ),
     "YaRN rope scaling": Hypothesis(
-        "uses YaRN rope scaling by {value:.3g}", "position_drift", (2.0, 4.0, 8.0, 16.0), network=_rope("yarn")
+        "uses YaRN rope scaling by {value:.3g}",
+        "position_drift",
+        (2.0, 4.0, 8.0, 16.0),
+        network=_rope("yarn"),
     ),
     "llama3 rope scaling": Hypothesis(
-        "uses llama3 rope scaling by {value:.3g}", "position_drift", (2.0, 8.0, 32.0), network=_rope("llama3")
+        "uses llama3 rope scaling by {value:.3g}",
+        "position_drift",
+        (2.0, 8.0, 32.0),
+        network=_rope("llama3"),
     ),
 }

@@ -34,7 +34,11 @@ def _gap(sample: Input, value: float, _: Input) -> Input:
 
 def _window(sample: Input, value: float, _: Input) -> Input:
     distance = torch.arange(len(sample.tokens))[:, None] - torch.arange(len(sample.tokens))
-    return sample if value >= len(distance) else replace(sample, mask=(distance >= 0) & (distance < value))
+    return (
+        sample
+        if value >= len(distance)
+        else replace(sample, mask=(distance >= 0) & (distance < value))
+    )
 
 
 def _neighbor(sample: Input, _: float, before: Input) -> Input:
@@ -47,7 +51,9 @@ def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
     from transformers import DynamicCache
 
     class Fp8Cache(DynamicCache):  # type: ignore[misc]  # transformers has no types here
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def update(
+            self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             small = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key_states, value_states)]
             return super().update(*small, *args, **kwargs)
 
@@ -76,13 +82,21 @@ def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
     few = "attends to {value:.0f} padding tokens"
     full = "attends to the padding on the {} of the prompt, which makes all prompts {} tokens long"
     return {
-        "pads attended": Hypothesis(f"{few} before the prompt", "attention_mask", PADS, prompt=before),
-        "pads after the prompt": Hypothesis(f"{few} after the prompt", "attention_mask", PADS, prompt=after),
+        "pads attended": Hypothesis(
+            f"{few} before the prompt", "attention_mask", PADS, prompt=before
+        ),
+        "pads after the prompt": Hypothesis(
+            f"{few} after the prompt", "attention_mask", PADS, prompt=after
+        ),
         "padded on the left": Hypothesis(
-            full.format("left", longest), "attention_mask", prompt=lambda p, _: before(p, longest - len(p))
+            full.format("left", longest),
+            "attention_mask",
+            prompt=lambda p, _: before(p, longest - len(p)),
         ),
         "padded on the right": Hypothesis(
-            full.format("right", longest), "attention_mask", prompt=lambda p, _: after(p, longest - len(p))
+            full.format("right", longest),
+            "attention_mask",
+            prompt=lambda p, _: after(p, longest - len(p)),
         ),
     }
 
@@ -90,7 +104,11 @@ def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
 def for_bos(bos: int) -> dict[str, Hypothesis]:
     """The hypothesis on the token that starts a text."""
     claim = "reads a BOS token before the prompt"
-    return {"BOS added": Hypothesis(claim, "other_prompt", prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p]))}
+    return {
+        "BOS added": Hypothesis(
+            claim, "other_prompt", prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p])
+        )
+    }
 
 
 def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
@@ -98,7 +116,9 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
     special = torch.tensor(sorted(tokenizer.all_special_ids))
 
     def encoded(text: str) -> Tensor:
-        return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)
+        return torch.tensor(
+            tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long
+        )
 
     def rendered(text: str, **options: Any) -> str:
         options = {"tokenize": False, "add_generation_prompt": True, **options}
@@ -110,28 +130,54 @@ def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
     def without_first_message(prompt: Tensor, _: int) -> Tensor:
         marks = torch.isin(prompt, special) & (prompt != (tokenizer.bos_token_id or -1))
         first = prompt[marks][:1]
-        return prompt[(prompt == first).nonzero()[1:2, 0] :] if len(first) and (prompt == first).sum() > 1 else prompt
+        return (
+            prompt[(prompt == first).nonzero()[1:2, 0] :]
+            if len(first) and (prompt == first).sum() > 1
+            else prompt
+        )
 
     changes: dict[str, tuple[str, PromptEdit]] = {
-        "special tokens missing": ("reads the prompt without special tokens", lambda p, _: p[~torch.isin(p, special)]),
-        "first message missing": ("does not read the first message (system prompt?)", without_first_message),
+        "special tokens missing": (
+            "reads the prompt without special tokens",
+            lambda p, _: p[~torch.isin(p, special)],
+        ),
+        "first message missing": (
+            "does not read the first message (system prompt?)",
+            without_first_message,
+        ),
     }
     try:
         full, bare, calm = (
-            rendered("x", **options) for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False})
+            rendered("x", **options)
+            for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False})
         )
     except Exception:  # no template, or a template that does not render
         full = bare = calm = ""
     if full:
-        changes["chat template added"] = ("puts the prompt into the chat template (once more)", in_template)
+        changes["chat template added"] = (
+            "puts the prompt into the chat template (once more)",
+            in_template,
+        )
     if len(suffix := encoded(full.removeprefix(bare))) and full.startswith(bare) and bare:
         claim = "does not read the start of the answer that the chat template adds"
-        changes["generation prompt missing"] = (claim, lambda p, _: p[: -len(suffix)] if _ends(p, suffix) else p)
-        changes["generation prompt added"] = (f"{claim.split(' not ')[0]} twice", lambda p, _: torch.cat([p, suffix]))
+        changes["generation prompt missing"] = (
+            claim,
+            lambda p, _: p[: -len(suffix)] if _ends(p, suffix) else p,
+        )
+        changes["generation prompt added"] = (
+            f"{claim.split(' not ')[0]} twice",
+            lambda p, _: torch.cat([p, suffix]),
+        )
     if calm.startswith(full) and len(quiet := encoded(calm.removeprefix(full))):
         claim = "reads a prompt with the other value of enable_thinking"
-        changes["thinking"] = (claim, lambda p, _: p[: -len(quiet)] if _ends(p, quiet) else torch.cat([p, quiet]))
-    return {name: Hypothesis(claim, "other_prompt", prompt=change) for name, (claim, change) in changes.items()}
+        changes["thinking"] = (
+            claim,
+            lambda p, _: p[: -len(quiet)] if _ends(p, quiet) else torch.cat([p, quiet]),
+        )
+    return {
+        name: Hypothesis(claim, "other_prompt", prompt=change)
+        for name, (claim, change) in changes.items()
+    }
 
 
 def _ends(prompt: Tensor, suffix: Tensor) -> bool:
@@ -144,7 +190,11 @@ _PROMPTS: dict[str, tuple[str, tuple[int, ...], PromptEdit]] = {
         FEW,
         lambda p, k: p[k:],
     ),
-    "last prompt tokens missing": ("does not read the last {value:.0f} tokens of the prompt", FEW, lambda p, k: p[:-k]),
+    "last prompt tokens missing": (
+        "does not read the last {value:.0f} tokens of the prompt",
+        FEW,
+        lambda p, k: p[:-k],
+    ),
     "first token doubled": (
         "reads the first token of the prompt {value:.0f} times",
         (2, 3),
@@ -155,14 +205,25 @@ _PROMPTS: dict[str, tuple[str, tuple[int, ...], PromptEdit]] = {
         (2, 3),
         lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
     ),
-    "prompt cut": ("reads only the last {value:.0f} tokens of the prompt", SIZES, lambda p, n: p[-n:]),
-    "prompt cut at the end": ("reads only the first {value:.0f} tokens of the prompt", SIZES, lambda p, n: p[:n]),
+    "prompt cut": (
+        "reads only the last {value:.0f} tokens of the prompt",
+        SIZES,
+        lambda p, n: p[-n:],
+    ),
+    "prompt cut at the end": (
+        "reads only the first {value:.0f} tokens of the prompt",
+        SIZES,
+        lambda p, n: p[:n],
+    ),
 }
 TABLE: dict[str, Hypothesis] = {
     **{
-        name: Hypothesis(claim, "other_prompt", values, prompt=edit) for name, (claim, values, edit) in _PROMPTS.items()
+        name: Hypothesis(claim, "other_prompt", values, prompt=edit)
+        for name, (claim, values, edit) in _PROMPTS.items()
     },
-    "packed neighbor": Hypothesis("attends to the sample packed before it", "attention_mask", inputs=_neighbor),
+    "packed neighbor": Hypothesis(
+        "attends to the sample packed before it", "attention_mask", inputs=_neighbor
+    ),
     "position gap": Hypothesis(
         "numbers the positions of the response {value:+.0f} higher",
         "position_drift",

@@ -87,10 +87,14 @@ def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | N
     """
     probability = logits.softmax(-1)
     indicator = torch.nn.functional.one_hot(target, logits.shape[1])
-    gradient = (change.clamp(-10, 10) @ (indicator - probability)).abs()  # of the fit to the change, by each bias
+    gradient = (
+        change.clamp(-10, 10) @ (indicator - probability)
+    ).abs()  # of the fit to the change, by each bias
     count = min(CANDIDATES // 2, logits.shape[1])
     scores = (gradient, probability.mean(0))
-    likely = list(dict.fromkeys(token for score in scores for token in score.topk(count).indices.tolist()))
+    likely = list(
+        dict.fromkeys(token for score in scores for token in score.topk(count).indices.tolist())
+    )
 
     def remaining(biases: Mapping[int, float]) -> float:
         mass, own = torch.ones_like(change), torch.zeros_like(change)
@@ -102,7 +106,9 @@ def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | N
     biases: dict[int, float] = {}
     rest = remaining(biases)
     for _ in range(MAX_TOKENS):
-        tries = [{**biases, token: bias} for token in likely if token not in biases for bias in BIASES]
+        tries = [
+            {**biases, token: bias} for token in likely if token not in biases for bias in BIASES
+        ]
         best = min(tries, key=remaining, default={})
         for token in best:  # each bias again, next to the others
             best = min(({**best, token: bias} for bias in BIASES), key=remaining)
@@ -120,7 +126,11 @@ def _biased(biases: dict[int, float]) -> Hypothesis:
         return changed
 
     banned = [token for token, bias in biases.items() if bias == -math.inf]
-    moved = [f"{token} by about {bias:+g} times {{value:.3g}}" for token, bias in biases.items() if token not in banned]
+    moved = [
+        f"{token} by about {bias:+g} times {{value:.3g}}"
+        for token, bias in biases.items()
+        if token not in banned
+    ]
     parts = [f"never samples token {', '.join(map(str, banned))}"] if banned else []
     parts += [f"moves the logit of token {', '.join(moved)}"] if moved else []
     values = (0.6, 0.8, 1.0, 1.25, 1.6) if moved else (1.0,)
@@ -142,7 +152,10 @@ def for_end(eos: int) -> dict[str, Hypothesis]:
 
 TABLE: dict[str, Hypothesis] = {
     "soft cap": Hypothesis(
-        "caps logits at {value:.3g} by a tanh", "temperature", (5.0, 10.0, 15.0, 20.0, 30.0, 50.0), logits=_soft_cap
+        "caps logits at {value:.3g} by a tanh",
+        "temperature",
+        (5.0, 10.0, 15.0, 20.0, 30.0, 50.0),
+        logits=_soft_cap,
     ),
     "repetition penalty": Hypothesis(
         "applies a repetition penalty of about {value:.3g}",
@@ -169,7 +182,10 @@ TABLE: dict[str, Hypothesis] = {
         logits=lambda x, _, value: x / value,
     ),
     "top-k": Hypothesis(
-        "reports log-probs after top-k {value:.0f}", "truncated_sampling", (2, 3, 5, 8, 10, 20, 50, 100), logits=_top_k
+        "reports log-probs after top-k {value:.0f}",
+        "truncated_sampling",
+        (2, 3, 5, 8, 10, 20, 50, 100),
+        logits=_top_k,
     ),
     "top-p": Hypothesis(
         "reports log-probs after top-p {value:.3g}",
@@ -178,10 +194,16 @@ TABLE: dict[str, Hypothesis] = {
         logits=_top_p,
     ),
     "min-p": Hypothesis(
-        "reports log-probs after min-p {value:.3g}", "truncated_sampling", (0.01, 0.02, 0.05, 0.1, 0.2), logits=_min_p
+        "reports log-probs after min-p {value:.3g}",
+        "truncated_sampling",
+        (0.01, 0.02, 0.05, 0.1, 0.2),
+        logits=_min_p,
     ),
     "shift": Hypothesis(
-        "reports log-probs shifted by {value:+.0f} tokens", "shifted_tokens", (-2, -1, 1, 2), outputs=_shifted
+        "reports log-probs shifted by {value:+.0f} tokens",
+        "shifted_tokens",
+        (-2, -1, 1, 2),
+        outputs=_shifted,
     ),
     "log base": Hypothesis(
         "reports logarithms to base {value:.0f}",

@@ -16,7 +16,12 @@ from slime_tis.analysis.diagnosis.hypotheses.network import changed
 from slime_tis.errors import first_line, quoted_path
 
 Weights = Mapping[str, Tensor]
-PARTS = {"output layer": ("lm_head", "embed_tokens"), "attention": ("attn",), "MLP": ("mlp",), "norms": ("norm",)}
+PARTS = {
+    "output layer": ("lm_head", "embed_tokens"),
+    "attention": ("attn",),
+    "MLP": ("mlp",),
+    "norms": ("norm",),
+}
 """Parts of a model, and words in the names of their tensors."""
 FRACTIONS = (-3.0, -1.0, -0.5, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 SUSPECTS = 6
@@ -26,8 +31,8 @@ SUSPECTS = 6
 def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     """The tensors that a LoRA adapter of peft changes, with the adapter added once.
 
-    Raises:
-        ValueError: The directory has no LoRA adapter of the model, or one with tensors that plain LoRA does not have
+    Raises: ValueError: The directory has no LoRA adapter of the model, or one with tensors that
+        plain LoRA does not have
             (DoRA, biases, trained embeddings), or with NaN or infinity.
     """
     from safetensors.torch import load_file
@@ -49,7 +54,9 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
         raise ValueError(f"{quoted_path(directory)} has no tensors lora_A and lora_B.")
     for name, tensor in tensors.items():
         if not name.endswith((".lora_A.weight", ".lora_B.weight")):
-            raise ValueError(f"{quoted_path(directory)} has the tensor {name}, which plain LoRA does not have.")
+            raise ValueError(
+                f"{quoted_path(directory)} has the tensor {name}, which plain LoRA does not have."
+            )
         if not tensor.isfinite().all():
             raise ValueError(f"{quoted_path(directory)} holds NaN or infinity in {name}.")
     return merged
@@ -70,9 +77,13 @@ def for_model(path: str, other: Any) -> dict[str, Hypothesis]:
     return {f"model {path}": Hypothesis(claim, "other_model", network=swapped)}
 
 
-def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool = False) -> dict[str, Hypothesis]:
+def for_weights(
+    path: str, own: Weights, weights: Weights, *, is_adapter: bool = False
+) -> dict[str, Hypothesis]:
     """The hypotheses on the weights of another step, or on an adapter."""
-    different = {name: w for name, w in weights.items() if name in own and not torch.equal(own[name], w)}
+    different = {
+        name: w for name, w in weights.items() if name in own and not torch.equal(own[name], w)
+    }
     if not different:
         return {}
     claim = f"has the weights of {_escaped(path)}, {{value:.3g}} of the way"
@@ -90,7 +101,9 @@ def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool =
     if len(layers) > 1:
 
         def one_layer(model: Any, value: float) -> Any:
-            return _towards({name: w for name, w in different.items() if _layer(name) == f"{value:.0f}"})(model, 1.0)
+            return _towards(
+                {name: w for name, w in different.items() if _layer(name) == f"{value:.0f}"}
+            )(model, 1.0)
 
         claim = f"has layer {{value:.0f}} of {_escaped(path)}"
         table[f"layer of {path}"] = Hypothesis(claim, cause, tuple(layers), network=one_layer)
@@ -101,23 +114,33 @@ def for_weights(path: str, own: Weights, weights: Weights, *, is_adapter: bool =
     return table
 
 
-def for_tensors(path: str, own: Weights, weights: Weights, gradient: Weights) -> dict[str, Hypothesis]:
+def for_tensors(
+    path: str, own: Weights, weights: Weights, gradient: Weights
+) -> dict[str, Hypothesis]:
     """The hypotheses on single tensors of another step: those whose first-order effect fits the mismatch best.
 
-    `gradient` is of Σ_t change_t · log π_t, whose product with the difference of a tensor is the inner product of the
-    mismatch and the tensor's first-order effect.
+    `gradient` is of Σ_t change_t · log π_t, whose product with the difference of a tensor is the
+    inner product of the mismatch and the tensor's first-order effect.
     """
     effect = {
         name: float((gradient[name] * (weights[name].to(own[name]) - own[name])).sum())
         for name in gradient.keys() & weights.keys()
     }
-    best = sorted((name for name in effect if effect[name] > 0), key=lambda name: -effect[name])[:SUSPECTS]
-    return {key: each for name in best for key, each in _part(name, path, {name: weights[name]}).items()}
+    best = sorted((name for name in effect if effect[name] > 0), key=lambda name: -effect[name])[
+        :SUSPECTS
+    ]
+    return {
+        key: each for name in best for key, each in _part(name, path, {name: weights[name]}).items()
+    }
 
 
 def _part(part: str, path: str, weights: Weights) -> dict[str, Hypothesis]:
     claim = f"has the {part} of {_escaped(path)}"
-    return {f"{part} of {path}": Hypothesis(claim, "weights_not_updated", (1.0,), network=_towards(weights))}
+    return {
+        f"{part} of {path}": Hypothesis(
+            claim, "weights_not_updated", (1.0,), network=_towards(weights)
+        )
+    }
 
 
 def _towards(weights: Weights) -> NetworkEdit:

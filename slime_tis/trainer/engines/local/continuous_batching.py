@@ -1,18 +1,21 @@
 """Continuous batching with transformers: requests join and leave the batch between decode steps.
 
-Every sequence has a slot of the key/value cache. The slots of the batch are contiguous at the front, so
-a decode step works on views. A request that ends moves its slot behind them. The slot's tokens stay until
-its conversation continues, another request begins with the same tokens, or memory is needed: then the
-least recently used slot is taken. If all slots are in use, the newest request waits and is recomputed.
+Every sequence has a slot of the key/value cache. The slots of the batch are contiguous at the
+front, so a decode step works on views. A request that ends moves its slot behind them. The slot's
+tokens stay until its conversation continues, another request begins with the same tokens, or memory
+is needed: then the least recently used slot is taken. If all slots are in use, the newest request
+waits and is recomputed.
 
     waiting       has no slot
     prefilling    has a slot behind the batch; several tokens are not in the cache
     prefilled     all tokens are in the cache; requests with the same input share the next logits
     decoding      one token is not in the cache: every step feeds it and samples the next
 
-The tokens of a request depend only on its input, its uniforms and the weights, not on the rest of the batch.
+The tokens of a request depend only on its input, its uniforms and the weights, not on the rest of
+the batch.
 
-Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per fed token.
+Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per fed
+    token.
 """
 
 import asyncio
@@ -40,11 +43,13 @@ from slime_tis.trainer.engines.local.slot_cache import Slot, SlotCache, Window, 
 from slime_tis.trainer.engines.local.token_sampling import sample_tokens
 
 BLOCK = 32
-"""Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies the cache."""
+"""Least tokens by which slots grow. Long slots grow by a quarter at most, because growing copies
+the cache."""
 MIN_SHARED = 8
 """Shared tokens from which copying another slot is faster than computing."""
 PREFILL_SHARE = 8
-"""Requests are prefilled together once they are 1/8 of the batch, because each pass has a fixed cost."""
+"""Requests are prefilled together once they are 1/8 of the batch, because each pass has a fixed
+cost."""
 PREFILL_WAIT = 8
 """Longest wait for a prefill, in decode steps."""
 PREFILL_COLUMNS = 1024
@@ -55,7 +60,8 @@ NARROW = 64  # columns up to which padding costs less than another pass
 SAFE_POINT_INTERVAL = 0.5
 """Seconds between two safe points while no request is in flight."""
 LOOP_TURNS = 4
-"""Turns of the event loop after an answer; the coroutine usually sends its next request within them."""
+"""Turns of the event loop after an answer; the coroutine usually sends its next request within
+them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,7 +81,8 @@ class ContinuousBatching:
 
     def __post_init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """Computed work; `reused` input tokens were in the cache, `preempted` requests lost their slot."""
+        """Computed work; `reused` input tokens were in the cache, `preempted` requests lost their
+        slot."""
         self._cache = SlotCache(self.model.config, self.model.device)
         self._recorder = RoutingRecorder(self.model) if self.records_routing else None
         self._slots: list[Slot] = []
@@ -228,7 +235,9 @@ class ContinuousBatching:
             self.counts["reused"] += len(slot.tokens)
         self._waiting.extendleft(reversed(later))
 
-    def _longest_prefix(self, session: tuple[int, str | None], tokens: list[int]) -> tuple[Slot | None, int]:
+    def _longest_prefix(
+        self, session: tuple[int, str | None], tokens: list[int]
+    ) -> tuple[Slot | None, int]:
         """Finds the slot that will share the longest prefix once its prefill is done.
 
         Returns:
@@ -268,7 +277,8 @@ class ContinuousBatching:
         if is_full:
             idle = [slot for slot in self._slots if slot.work is None and slot is not source]
         if source is not None and source.work is None:
-            # take the slot itself, unless its conversation may need the tokens after the shared ones
+            # take the slot itself, unless its conversation may need the tokens after the shared
+            # ones
             ended = source.session in (None, work.request.session)
             if ended or shared == len(source.tokens) or (is_full and not idle):
                 source.tokens = source.tokens[:shared]
@@ -302,8 +312,8 @@ class ContinuousBatching:
     def _resize(self, capacity: int, keep: Slot | None = None) -> None:
         """Allocates slots of a capacity, and one slot more than there are.
 
-        If that needs too much memory, the least recently used slots are freed, then the slots of the
-        newest requests, which wait again.
+        If that needs too much memory, the least recently used slots are freed, then the slots of
+        the newest requests, which wait again.
         """
         most = self._most_slots(capacity)
         while len(self._slots) > most:
@@ -462,7 +472,9 @@ class ContinuousBatching:
                 is_answered = True
         return is_answered
 
-    def _draw(self, works: Sequence[Work], logits_BV: Tensor, distribution: tuple[float, float, int]) -> None:
+    def _draw(
+        self, works: Sequence[Work], logits_BV: Tensor, distribution: tuple[float, float, int]
+    ) -> None:
         """Draws a token of each request from the same temperature, top-p and top-k."""
         temperature, top_p, top_k = distribution
         # float64: the search in the cumulative sums is exact for large vocabularies

@@ -15,8 +15,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from slime_tis.errors import CustomFunctionError, first_line
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, check_room
 from slime_tis.trainer.engines.event_loops import CANCELLED, cancel_and_wait, run
-from slime_tis.trainer.engines.function_requests import Generation, Request, RequestOptions, RolloutFunction, sample_of
-from slime_tis.trainer.engines.function_rollouts import FunctionBatch, FunctionCall, calls_over_ranks, resumed_groups
+from slime_tis.trainer.engines.function_requests import (
+    Generation,
+    Request,
+    RequestOptions,
+    RolloutFunction,
+    sample_of,
+)
+from slime_tis.trainer.engines.function_rollouts import (
+    FunctionBatch,
+    FunctionCall,
+    calls_over_ranks,
+    resumed_groups,
+)
 from slime_tis.trainer.engines.local.continuous_batching import ContinuousBatching
 from slime_tis.trainer.engines.local.load_model import (
     eos_token_ids,
@@ -25,7 +36,11 @@ from slime_tis.trainer.engines.local.load_model import (
     weights_by_file_name,
 )
 from slime_tis.trainer.engines.local.slot_cache import check_config
-from slime_tis.trainer.engines.local.token_sampling import filtered_logits, log_softmax, prompt_uniforms
+from slime_tis.trainer.engines.local.token_sampling import (
+    filtered_logits,
+    log_softmax,
+    prompt_uniforms,
+)
 from slime_tis.trainer.engines.rollout_engine import SentRows, WeightSource
 from slime_tis.trainer.engines.weight_rounding import DTYPES, ROUNDINGS, Precision, round_bits
 from slime_tis.trainer.engines.weight_updates import OUTPUT_LAYER
@@ -35,13 +50,17 @@ from slime_tis.trainer.storage.checkpoint_files import ROLLOUT_WEIGHTS
 NAME = "the local engine"
 
 
-def roundings(model: PreTrainedModel, precision: str, router_bits: int | None) -> dict[str, Callable[[Tensor], Tensor]]:
+def roundings(
+    model: PreTrainedModel, precision: str, router_bits: int | None
+) -> dict[str, Callable[[Tensor], Tensor]]:
     """Returns the rounding function of each rounded weight, by name; a `router_bits` of None leaves routers alone."""
     by_name: dict[str, Callable[[Tensor], Tensor]] = {}
     if precision in ROUNDINGS:
         by_name = dict.fromkeys(linear_weight_names(model), ROUNDINGS[precision])
     if router_bits is not None:
-        routers = [name for name, _ in model.named_parameters() if name.endswith(".mlp.gate.weight")]
+        routers = [
+            name for name, _ in model.named_parameters() if name.endswith(".mlp.gate.weight")
+        ]
         by_name |= dict.fromkeys(routers, partial(round_bits, bits=router_bits))
     return by_name
 
@@ -70,11 +89,11 @@ class CompletedRollout:
 class LocalEngine:
     """Samples with a Hugging Face model in this process; see `engine.RolloutEngine`.
 
-    A sample depends only on the seed, its prompt and the weights, not on its batch or rank. In a torch.distributed job
-    every rank holds the whole model and samples its share of the prompts.
+    A sample depends only on the seed, its prompt and the weights, not on its batch or rank. In a
+    torch.distributed job every rank holds the whole model and samples its share of the prompts.
 
-    Engines with 8-bit and 4-bit weights are emulated: matrices of linear layers and experts are rounded when they are
-    loaded, and the model computes with the rounded values in float32.
+    Engines with 8-bit and 4-bit weights are emulated: matrices of linear layers and experts are
+    rounded when they are loaded, and the model computes with the rounded values in float32.
     """
 
     can_checkpoint_weights = True
@@ -117,7 +136,9 @@ class LocalEngine:
     ) -> CompletedRollout:
         """Samples or calls the function immediately; a function that blocks delays all others."""
         if num_groups is not None:
-            raise ValueError("the local engine completes all groups of a rollout; use --rollout-engine sglang.")
+            raise ValueError(
+                "the local engine completes all groups of a rollout; use --rollout-engine sglang."
+            )
         if function is None:
             return CompletedRollout(self.generate(prompts, sampling, seed))
 
@@ -150,30 +171,46 @@ class LocalEngine:
         calls = resumed_groups([], prompts, sampling.n_samples, seed)
         return CompletedRollout(calls_over_ranks(lambda share: run(make_rollouts(share)), calls))
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[Sample]]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    ) -> list[list[Sample]]:
         """See `engine.RolloutEngine`; raises ValueError if a prompt leaves no room for a response."""
         for prompt in prompts:
             check_room(prompt, sampling, self.max_context_len)
         calls = resumed_groups([], prompts, sampling.n_samples, seed)
         groups = map_over_ranks(lambda share: self._respond(share, sampling), calls)
         answered = [zip(*pair, strict=True) for pair in zip(calls, groups, strict=True)]
-        return [[sample_of(one.prompt, made, one.group_index, one.number) for one, made in pair] for pair in answered]
+        return [
+            [sample_of(one.prompt, made, one.group_index, one.number) for one, made in pair]
+            for pair in answered
+        ]
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Loads all weights and rounds them; raises ValueError if they do not fit, and RuntimeError during requests."""
         if self._is_asked:
-            raise RuntimeError("weights cannot change while functions use the local engine; update them afterwards.")
+            raise RuntimeError(
+                "weights cannot change while functions use the local engine; update them"
+                " afterwards."
+            )
         arrived = set()
         for name, tensor in source():
             held = self._weights.get(name)
             if held is None or tensor.shape != held.shape:
                 shape = tuple(tensor.shape)
-                raise ValueError(f"weight update {version} has {name!r} of shape {shape}; the rollout model has not.")
+                raise ValueError(
+                    f"weight update {version} has {name!r} of shape {shape}; the rollout model has"
+                    " not."
+                )
             self._assign(name, tensor)
             arrived.add(held.data_ptr())
-        missing = [name for name, weight in self._weights.items() if weight.data_ptr() not in arrived]
+        missing = [
+            name for name, weight in self._weights.items() if weight.data_ptr() not in arrived
+        ]
         if missing:
-            raise ValueError(f"weight update {version} lacks {len(missing)} parameters, the first {missing[0]!r}.")
+            raise ValueError(
+                f"weight update {version} lacks {len(missing)} parameters, the first"
+                f" {missing[0]!r}."
+            )
         self.weight_version = version
 
     def weight_precision(self, name: str) -> Precision:
@@ -181,13 +218,23 @@ class LocalEngine:
         rounding, held = ROUNDINGS.get(self._precision), self._weights.get(name)
         if rounding is not None and self._roundings.get(name) is rounding:
             return self._precision
-        return "fp32" if held is None else next(name for name, dtype in DTYPES.items() if dtype == held.dtype)
+        return (
+            "fp32"
+            if held is None
+            else next(name for name, dtype in DTYPES.items() if dtype == held.dtype)
+        )
 
     def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors whose rows differ in any bit, except routers with their own rounding."""
         rounding = ROUNDINGS.get(self._precision)
-        comparable = {name: rows for name, rows in sent.items() if self._roundings.get(name) in (None, rounding)}
-        held = self._weights | {OUTPUT_LAYER: self._model.get_output_embeddings().weight}  # also if it is tied
+        comparable = {
+            name: rows
+            for name, rows in sent.items()
+            if self._roundings.get(name) in (None, rounding)
+        }
+        held = self._weights | {
+            OUTPUT_LAYER: self._model.get_output_embeddings().weight
+        }  # also if it is tied
         return {
             NAME: [
                 name
@@ -204,12 +251,18 @@ class LocalEngine:
         return {NAME: log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()}
 
     @torch.no_grad()
-    def top_log_probs(self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[dict[int, float]]:
+    def top_log_probs(
+        self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
+    ) -> list[dict[int, float]]:
         """See `engine.RolloutEngine`."""
         result = []
         for text in texts:
-            logits_BV = self._model(torch.tensor([list(text)], device=self._model.device)).logits[:, -1]
-            logits_BV = filtered_logits(logits_BV, temperature=sampling.temperature, top_p=1.0, top_k=-1)
+            logits_BV = self._model(torch.tensor([list(text)], device=self._model.device)).logits[
+                :, -1
+            ]
+            logits_BV = filtered_logits(
+                logits_BV, temperature=sampling.temperature, top_p=1.0, top_k=-1
+            )
             top = log_softmax(logits_BV)[0].topk(min(count, logits_BV.shape[1]))
             result.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         return result
@@ -222,8 +275,8 @@ class LocalEngine:
         """Raises ValueError if another engine left unfinished groups."""
         if groups:
             raise ValueError(
-                f"the checkpoint has {len(groups)} unfinished groups of a partial rollout; resume with "
-                "--rollout-engine sglang --partial-rollout."
+                f"the checkpoint has {len(groups)} unfinished groups of a partial rollout; resume"
+                " with --rollout-engine sglang --partial-rollout."
             )
 
     def metrics(self) -> dict[str, float]:
@@ -232,7 +285,9 @@ class LocalEngine:
 
     def save_weights(self, directory: Path) -> None:
         """Writes the rounded weights into a checkpoint."""
-        save_file({name: weight.cpu() for name, weight in self._tensors()}, directory / ROLLOUT_WEIGHTS)
+        save_file(
+            {name: weight.cpu() for name, weight in self._tensors()}, directory / ROLLOUT_WEIGHTS
+        )
 
     def load_weights(self, directory: Path, version: int) -> None:
         """Loads the weights that `save_weights` wrote, without rounding them again; ValueError if they do not fit."""
@@ -241,8 +296,14 @@ class LocalEngine:
             with safe_open(str(path), "pt") as file, torch.no_grad():
                 for name, weight in self._tensors():
                     weight.copy_(file.get_tensor(name))
-        except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: a tensor of another shape
-            raise ValueError(f"{path} was not loaded: {first_line(error)}; restore the checkpoint.") from error
+        except (
+            SafetensorError,
+            RuntimeError,
+            OSError,
+        ) as error:  # RuntimeError: a tensor of another shape
+            raise ValueError(
+                f"{path} was not loaded: {first_line(error)}; restore the checkpoint."
+            ) from error
         self.weight_version = version
 
     def close(self) -> None:
@@ -252,7 +313,9 @@ class LocalEngine:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         persistent = self._model.state_dict().keys()
         yield from self._model.named_parameters()
-        yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in persistent)
+        yield from (
+            (name, buffer) for name, buffer in self._model.named_buffers() if name in persistent
+        )
 
     def _assign(self, name: str, tensor: Tensor) -> None:
         with torch.no_grad():
@@ -270,8 +333,13 @@ class LocalEngine:
             check_interrupts=self._check_interrupts,
         )
 
-    def _respond(self, groups: Sequence[Sequence[FunctionCall]], sampling: Sampling) -> list[list[Generation]]:
-        n_samples, options = sampling.n_samples, RequestOptions(sampling=sampling, no_stop_trim=True)
+    def _respond(
+        self, groups: Sequence[Sequence[FunctionCall]], sampling: Sampling
+    ) -> list[list[Generation]]:
+        n_samples, options = (
+            sampling.n_samples,
+            RequestOptions(sampling=sampling, no_stop_trim=True),
+        )
         requests = []
         for index, (first, *_) in enumerate(groups):
             ids, key = list(first.prompt.token_ids), first.key
@@ -279,4 +347,6 @@ class LocalEngine:
             uniforms = prompt_uniforms(*key[:3], n_samples, sampling.max_response_len)
             requests += [(request, row) for row in uniforms]
         responses = self._batching(sampling).answer_all(requests)
-        return [responses[start : start + n_samples] for start in range(0, len(responses), n_samples)]
+        return [
+            responses[start : start + n_samples] for start in range(0, len(responses), n_samples)
+        ]

@@ -10,14 +10,17 @@ from slime_tis.hf_directory import MoeSizes
 from slime_tis.trainer.data.sample import Sample
 
 Routing = tuple[Tensor, Tensor]
-"""Experts of every fed token and sparse layer, uint8 or int16 [..., tokens, layers, k], and their combine weights."""
+"""Experts of every fed token and sparse layer, uint8 or int16 [..., tokens, layers, k], and their
+combine weights."""
 
 
 class RoutingRecorder:
     """A context manager that records the calls `experts(hidden_states, indices, weights)` of a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
+        self._experts = [
+            module for name, module in model.named_modules() if name.endswith(".mlp.experts")
+        ]
         self._calls: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[Any] = []
         self._dtype = expert_dtype(int(self._experts[0].num_experts))
@@ -50,12 +53,21 @@ def expert_dtype(experts: int) -> torch.dtype:
 
 def has_usable_experts(sample: Sample, sizes: MoeSizes) -> bool:
     """Whether the experts of a sample can be replayed: recorded for every token but the last, and possible."""
-    experts, shape = sample.rollout_routed_experts, (len(sample.tokens) - 1, len(sizes.layers), sizes.top_k)
+    experts, shape = (
+        sample.rollout_routed_experts,
+        (
+            len(sample.tokens) - 1,
+            len(sizes.layers),
+            sizes.top_k,
+        ),
+    )
     if experts is None or experts.is_floating_point() or tuple(experts.shape) != shape:
         return False
     if experts.numel() == 0 or int(experts.min()) < 0 or int(experts.max()) >= sizes.num_experts:
         return False
-    return not any(bool((experts[..., step:] == experts[..., :-step]).any()) for step in range(1, sizes.top_k))
+    return not any(
+        bool((experts[..., step:] == experts[..., :-step]).any()) for step in range(1, sizes.top_k)
+    )
 
 
 def has_usable_weights(sample: Sample) -> bool:

@@ -95,7 +95,8 @@ class Window:
     slots: int
     """Number of contiguous slots, the rows of the pass."""
     row_T: Tensor | None = None
-    """Row of each token in the pass; None if all sequences have the same length and there is no padding."""
+    """Row of each token in the pass; None if all sequences have the same length and there is no
+    padding."""
     length: int
     """Tokens of the longest sequence, including this pass."""
     columns: int
@@ -162,7 +163,9 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no type
         self.slot_keys = SlotTensor(token_dim=2)
         self.slot_values = SlotTensor(token_dim=2)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Writes [rows, heads, tokens, head_dim] states into their slots and returns these slots."""
         cache = self._cache
         window = cache.window
@@ -239,6 +242,6 @@ def check_config(config: PreTrainedConfig) -> None:
     else:
         return
     raise ValueError(
-        f"the model ({config.model_type}) has {problem}, which the local engine does not support; use "
-        "--rollout-engine sglang."
+        f"the model ({config.model_type}) has {problem}, which the local engine does not support;"
+        " use --rollout-engine sglang."
     )

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CDF_CHUNK = 512  # tokens per chunk of the two-level search: the first level of 150k tokens has 300 entries
+CDF_CHUNK = (
+    512  # tokens per chunk of the two-level search: the first level of 150k tokens has 300 entries
+)
 
 
 def sample_tokens(
@@ -15,8 +17,8 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws one token per row by inverse CDF; temperature 0 takes the most likely one, at temperature 1.
 
-    Returns tokens [B], their log-probs [B] float32, and the logits [B, V] of the sampled distribution up to a constant
-    per row, −inf at removed tokens.
+    Returns tokens [B], their log-probs [B] float32, and the logits [B, V] of the sampled
+    distribution up to a constant per row, −inf at removed tokens.
     """
     if temperature == 0.0:
         log_probs_BV = log_softmax(logits_BV)
@@ -37,7 +39,8 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
 
       where(kept, logits / temperature, -inf)
 
-    Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833), section 5
+    Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833),
+        section 5
     for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
     (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. transformers uses the same order.
     """
@@ -50,7 +53,9 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
     if top_p < 1.0:
         ordered_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
         probs_BV = ordered_BV.softmax(-1)
-        above_BV = probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV  # sum over more likely tokens
+        above_BV = (
+            probs_BV.cumsum(-1, dtype=torch.float64) - probs_BV
+        )  # sum over more likely tokens
         removed_BV = torch.zeros_like(order_BV, dtype=torch.bool)
         removed_BV = removed_BV.scatter(-1, order_BV, above_BV >= top_p)
         scaled_BV = scaled_BV.masked_fill(removed_BV, -torch.inf)
@@ -60,9 +65,9 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
 def log_softmax(logits_BV: Tensor) -> Tensor:
     """log softmax of each row in float32: z − max z − log Σ_v exp(z_v − max z).
 
-    torch's log_softmax loses digits of that sum on a CPU: with a vocabulary of 150k all log-probs are 1e-5 to 2e-5
-    too high. `Tensor.sum` adds in pairs and leaves unbiased rounding errors. The training engine computes log-probs
-    in the same way.
+    torch's log_softmax loses digits of that sum on a CPU: with a vocabulary of 150k all log-probs
+    are 1e-5 to 2e-5 too high. `Tensor.sum` adds in pairs and leaves unbiased rounding errors. The
+    training engine computes log-probs in the same way.
     """
     logits_BV = logits_BV.float()
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
@@ -72,8 +77,9 @@ def log_softmax(logits_BV: Tensor) -> Tensor:
 def inverse_cdf(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds u · Σ p.
 
-    Searches chunks of tokens, then the tokens of one chunk, both with float64 sums: the draw is exact for any
-    vocabulary without a [B, V] table of cumulative sums. A token of probability 0 is never drawn.
+    Searches chunks of tokens, then the tokens of one chunk, both with float64 sums: the draw is
+    exact for any vocabulary without a [B, V] table of cumulative sums. A token of probability 0 is
+    never drawn.
     """
     rows, vocab = probs_BV.shape
     if vocab <= CDF_CHUNK:
@@ -95,7 +101,9 @@ def _search(weights_BV: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
     """The first column whose cumulative weight exceeds the target, and how far into it the target lies."""
     cumulative_BV = weights_BV.cumsum(-1)
     total_B = cumulative_BV[:, -1]
-    below_total_B = torch.nextafter(total_B, torch.zeros_like(total_B))  # rounding may lift u · Σ to Σ
+    below_total_B = torch.nextafter(
+        total_B, torch.zeros_like(total_B)
+    )  # rounding may lift u · Σ to Σ
     targets_B = torch.minimum(targets_B, below_total_B)
     columns_B = (cumulative_BV <= targets_B[:, None]).sum(-1)
     before_BV = torch.nn.functional.pad(cumulative_BV, (1, 0))

@@ -1,8 +1,8 @@
 """HTTP requests to untrusted servers.
 
 Answers are bounded in size and never decompressed; messages never contain keys or parts of keys.
-Requests are retried after a ServerError. The package raises `engines.engine.RolloutUnavailable`, after which the run
-saves a checkpoint and ends, and ValueError for invalid options.
+Requests are retried after a ServerError. The package raises `engines.engine.RolloutUnavailable`,
+after which the run saves a checkpoint and ends, and ValueError for invalid options.
 """
 
 from __future__ import annotations
@@ -26,31 +26,42 @@ from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wa
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.engines.sglang import schema
 from slime_tis.trainer.engines.sglang.expert_text import ExpertText
-from slime_tis.trainer.engines.sglang.schema import AnswerT, ExpertLayout, GenerateRequest, InvalidAnswer
+from slime_tis.trainer.engines.sglang.schema import (
+    AnswerT,
+    ExpertLayout,
+    GenerateRequest,
+    InvalidAnswer,
+)
 from slime_tis.trainer.options.sglang import normalized_url
 
 Result = TypeVar("Result")
 
 CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 2.0
-"""Seconds after which idle connections are closed. Servers close them after 5, and a request sent meanwhile is lost."""
+"""Seconds after which idle connections are closed. Servers close them after 5, and a request sent
+meanwhile is lost."""
 HEALTH_TIMEOUT = 25.0
 """Longest wait for /health, in seconds: it samples a token and ends after 20."""
 ABORT_TIMEOUT = 20.0
-"""Longest wait for the answer to an aborted request, in seconds; the server finishes its batch first."""
+"""Longest wait for the answer to an aborted request, in seconds; the server finishes its batch
+first."""
 ABORT_INTERVAL = 0.5
-"""Seconds between two aborts of a request; the server ignores the abort of a request that it has not read yet."""
+"""Seconds between two aborts of a request; the server ignores the abort of a request that it has
+not read yet."""
 ABORT_REQUEST_TIMEOUT = 5.0
 CONTROL_BYTES = 4 << 20
-"""Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about 100 kB."""
+"""Maximum answer of endpoints other than /generate, in bytes; /server_info, the largest, has about
+100 kB."""
 CHECKSUM_BYTES = 64 << 20
 """Maximum answer of /weights_checker, in bytes: about 100 per tensor and rank."""
 ERROR_BYTES = 64 << 10
 READ_BUFFER = 1 << 20
-"""Bytes of an answer that wait to be read, per connection; at aiohttp's 64 kB the loop pauses connections too often."""
+"""Bytes of an answer that wait to be read, per connection; at aiohttp's 64 kB the loop pauses
+connections too often."""
 RETRIED_STATUS = (408, 425, 429)
 ROUTING_KEY = "X-SMG-Routing-Key"
-"""Header by which SGLang's gateway chooses the server, with the policies consistent_hashing and manual."""
+"""Header by which SGLang's gateway chooses the server, with the policies consistent_hashing and
+manual."""
 USER_ENDPOINTS = ("/generate", "/health", "/model_info", "/server_info", "/workers")
 """Endpoints that take SGLang's API key; all others take the admin key if the server has one."""
 MAX_QUOTE = 400
@@ -130,11 +141,22 @@ class Server:
         try:
             workers = (await self._get("/workers", schema.ControlAnswer)).workers or ()
             # Routers append @RANK to the URL of a data-parallel rank.
-            urls = tuple(dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in workers))
+            urls = tuple(
+                dict.fromkeys(normalized_url(re.sub(r"@\d+$", "", each.url)) for each in workers)
+            )
         except (SGLangError, ValueError) as error:
-            problem = str(error) if isinstance(error, SGLangError) else f"{self.url} lists an invalid URL."
-            hint = "Check --sglang-router-ip and --sglang-router-port, or name the servers with --sglang-url."
-            raise ValueError(f"the servers of the SGLang router are unknown: {problem} {hint}") from None
+            problem = (
+                str(error)
+                if isinstance(error, SGLangError)
+                else f"{self.url} lists an invalid URL."
+            )
+            hint = (
+                "Check --sglang-router-ip and --sglang-router-port, or name the servers with"
+                " --sglang-url."
+            )
+            raise ValueError(
+                f"the servers of the SGLang router are unknown: {problem} {hint}"
+            ) from None
         if not urls:
             raise ValueError(f"the SGLang router at {self.url} has no servers; add some to it.")
         return urls
@@ -175,20 +197,31 @@ class Server:
             return task.result()
         finally:
             if not task.done():  # without an abort the server notices some seconds later
-                self._aborts.start(self.abort(request.request_id), name=f"abort {request.request_id}")
+                self._aborts.start(
+                    self.abort(request.request_id), name=f"abort {request.request_id}"
+                )
             await cancel_and_wait([task])
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs at temperature 1 of all tokens but the first."""
         body, max_bytes = schema.score_body(token_ids), schema.max_answer_bytes(len(token_ids))
         parse = partial(schema.parse_scores, token_ids=token_ids)
-        return await self._request("POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes)
+        return await self._request(
+            "POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes
+        )
 
-    async def top_log_probs(self, token_ids: Sequence[int], sampling: Sampling, count: int) -> dict[int, float]:
+    async def top_log_probs(
+        self, token_ids: Sequence[int], sampling: Sampling, count: int
+    ) -> dict[int, float]:
         """The likeliest next tokens and their log-probs, as requests with this sampling have them."""
-        body, max_bytes = schema.top_body(token_ids, sampling, count), schema.max_answer_bytes(count)
+        body, max_bytes = (
+            schema.top_body(token_ids, sampling, count),
+            schema.max_answer_bytes(count),
+        )
         parse = partial(schema.parse_top, vocab_size=self.vocab_size)
-        return await self._request("POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes)
+        return await self._request(
+            "POST", "/generate", body, timeout=self.timeout, parse=parse, max_bytes=max_bytes
+        )
 
     async def weight_checksums(self) -> Mapping[str, list[str]]:
         """Checksums of tensors by name, one per rank that has the tensor."""
@@ -206,11 +239,17 @@ class Server:
         """Aborts a request, which then returns its partial response; ignores failures."""
         for server in self.workers or (self,):
             with suppress(SGLangError):
-                await server.post("/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT)
+                await server.post(
+                    "/abort_request", {"rid": request_id}, timeout=ABORT_REQUEST_TIMEOUT
+                )
 
-    async def post(self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None) -> None:
+    async def post(
+        self, endpoint: str, body: Mapping[str, object], *, timeout: float | None = None
+    ) -> None:
         """Posts a JSON body to an endpoint such as `/flush_cache`; `success: false` is a refusal, too."""
-        answer = await self._request("POST", endpoint, body, timeout=timeout or self.timeout, parse=bytes)
+        answer = await self._request(
+            "POST", endpoint, body, timeout=timeout or self.timeout, parse=bytes
+        )
         with suppress(InvalidAnswer):  # some endpoints return text
             if schema.parse(schema.ControlAnswer, answer).success is False:
                 message = self.quoted(_error_message(answer)).rstrip(".")
@@ -251,22 +290,31 @@ class Server:
                 return parse(content)
         except InvalidAnswer as error:
             self.malformed_answers += 1
-            raise MalformedAnswer(self.quoted(f"{url} gave an answer that cannot be used: {error}.")) from None
+            raise MalformedAnswer(
+                self.quoted(f"{url} gave an answer that cannot be used: {error}.")
+            ) from None
         except (aiohttp.ClientError, OSError) as error:  # no cause: its request contains the key
             if scope.expired():
                 raise ServerError(f"{url} did not answer within {timeout:g} s.") from None
             reason = str(error).strip().rstrip(".") or type(error).__name__
             raise ServerError(f"{url} failed: {self.quoted(reason)}.") from None
         status = response.status
-        message = f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
+        message = (
+            f"{url} answered HTTP {status}: {self.quoted(_error_message(content)).rstrip('.')}"
+        )
         if status in (401, 403):
-            message += "; set the variable that --sglang-api-key-env or --sglang-admin-api-key-env names to its key"
+            message += (
+                "; set the variable that --sglang-api-key-env or --sglang-admin-api-key-env names"
+                " to its key"
+            )
         if 400 <= status < 500 and status not in RETRIED_STATUS:
             raise RequestRefused(f"{message}.", status)
         raise ServerError(f"{message}.")
 
     async def _get(self, endpoint: str, answer: type[AnswerT]) -> AnswerT:
-        return await self._request("GET", endpoint, timeout=self.timeout, parse=partial(schema.parse, answer))
+        return await self._request(
+            "GET", endpoint, timeout=self.timeout, parse=partial(schema.parse, answer)
+        )
 
 
 class Keys:
@@ -274,9 +322,17 @@ class Keys:
 
     def __init__(self, api_key: str | None = None, admin_api_key: str | None = None) -> None:
         self._api_key, self._admin_api_key = api_key, admin_api_key
-        secrets = {spelling for key in (api_key, admin_api_key) if key for spelling in _spellings(key)}
-        self._short = sorted((secret for secret in secrets if len(secret) < MIN_ECHO), key=len, reverse=True)
-        self._parts = {text[start : start + MIN_ECHO] for text in secrets for start in range(len(text) - MIN_ECHO + 1)}
+        secrets = {
+            spelling for key in (api_key, admin_api_key) if key for spelling in _spellings(key)
+        }
+        self._short = sorted(
+            (secret for secret in secrets if len(secret) < MIN_ECHO), key=len, reverse=True
+        )
+        self._parts = {
+            text[start : start + MIN_ECHO]
+            for text in secrets
+            for start in range(len(text) - MIN_ECHO + 1)
+        }
 
     def __repr__(self) -> str:
         return "Keys()"
@@ -310,11 +366,14 @@ class Client(NamedTuple):
 
 def make_client(api_key: str | None = None, admin_api_key: str | None = None) -> Client:
     """Returns a client, inside a loop; the admin key, else the API key, is for weights, pauses and aborts."""
-    for key, flag in ((api_key, "--sglang-api-key-env"), (admin_api_key, "--sglang-admin-api-key-env")):
+    for key, flag in (
+        (api_key, "--sglang-api-key-env"),
+        (admin_api_key, "--sglang-admin-api-key-env"),
+    ):
         if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
             raise ValueError(
-                f"the environment variable of {flag} contains characters that cannot be sent; set it again "
-                "without spaces and line breaks."
+                f"the environment variable of {flag} contains characters that cannot be sent; set"
+                " it again without spaces and line breaks."
             )
     session = aiohttp.ClientSession(
         headers={"Accept-Encoding": "identity"},
@@ -336,7 +395,9 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
     return 200 <= response.status < 300
 
 
-async def _read(response: aiohttp.ClientResponse, max_bytes: int, experts: ExpertText | None) -> bytes:
+async def _read(
+    response: aiohttp.ClientResponse, max_bytes: int, experts: ExpertText | None
+) -> bytes:
     """Returns the body of at most `max_bytes` without the experts, or of an error its first `ERROR_BYTES`."""
     # Compressed answers are not read: a compressed megabyte can contain a gigabyte.
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):

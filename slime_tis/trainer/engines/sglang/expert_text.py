@@ -17,11 +17,13 @@ from slime_tis.trainer.engines.local.routing import expert_dtype
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout, InvalidAnswer
 
 NAME = re.compile(rb'[^\\]"routed_experts"\s{0,8}:\s{0,8}"')
-"""Precedes the text. A JSON string cannot contain this, because a quote inside a string follows a backslash."""
+"""Precedes the text. A JSON string cannot contain this, because a quote inside a string follows a
+backslash."""
 NAME_BYTES = 35
 """Longest match of `NAME`."""
 BLOCK_CHARACTERS = 96 << 10
-"""Characters that are decoded together: their bytes stay in the cache of a core, and in memory that is used again."""
+"""Characters that are decoded together: their bytes stay in the cache of a core, and in memory that
+is used again."""
 COMPARED_ROWS = 768
 """Tokens whose experts are compared together, in the cache of a core."""
 
@@ -31,10 +33,13 @@ class ExpertText:
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout
-        self._block = layout.num_bytes(max(BLOCK_CHARACTERS // layout.num_bytes(3), 1) * 3)  # 3 rows need no padding
+        self._block = layout.num_bytes(
+            max(BLOCK_CHARACTERS // layout.num_bytes(3), 1) * 3
+        )  # 3 rows need no padding
         self._place: Literal["before", "inside", "after"] = "before"
         self._held = bytearray()
-        """Before the text: bytes that may begin its name. Inside: characters that do not fill a block yet."""
+        """Before the text: bytes that may begin its name. Inside: characters that do not fill a
+        block yet."""
         self._characters = 0
         self._problem = ""
         moe = layout.moe
@@ -74,10 +79,15 @@ class ExpertText:
         if self._problem:
             raise InvalidAnswer(self._problem)
         experts = np.concatenate(self._blocks)
-        if any(map(_has_duplicates, np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS)))):
-            if layers := [layer for i, layer in enumerate(self._layout.moe.layers) if not experts[:, i].any()]:
+        if any(
+            map(_has_duplicates, np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS)))
+        ):
+            if layers := [
+                layer for i, layer in enumerate(self._layout.moe.layers) if not experts[:, i].any()
+            ]:
                 raise InvalidAnswer(
-                    f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not record them"
+                    f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not"
+                    " record them"
                 )
             raise InvalidAnswer("routed_experts has the same expert twice for a token")
         return torch.from_numpy(experts)
@@ -105,15 +115,22 @@ class ExpertText:
             return
         try:
             data = pybase64.b64decode(text, validate=True)
-            every_layer = np.frombuffer(data, "<u4").reshape(-1, layout.num_hidden_layers, moe.top_k)
+            every_layer = np.frombuffer(data, "<u4").reshape(
+                -1, layout.num_hidden_layers, moe.top_k
+            )
         except (ValueError, binascii.Error):
             self._problem = "routed_experts is not base64 of whole rows"
             return
-        part = every_layer if len(moe.layers) == layout.num_hidden_layers else every_layer[:, list(moe.layers)]
+        part = (
+            every_layer
+            if len(moe.layers) == layout.num_hidden_layers
+            else every_layer[:, list(moe.layers)]
+        )
         if part.max(initial=0) >= moe.num_experts:
             wrong = part.view("<i4")
             self._problem = (
-                f"routed_experts has {wrong.min()} to {wrong.max()}, but there are {moe.num_experts} experts"
+                f"routed_experts has {wrong.min()} to {wrong.max()}, but there are"
+                f" {moe.num_experts} experts"
             )
             return
         self._blocks.append(part.astype(self._dtype))

@@ -9,8 +9,8 @@
     live           → down           MAX_FAILED_HEALTH_CHECKS in a row
     any            → down           it failed to take weights
 
-All servers begin as down. Only live servers get requests. When a server is marked down, its requests move to other
-servers.
+All servers begin as down. Only live servers get requests. When a server is marked down, its
+requests move to other servers.
 """
 
 import asyncio
@@ -24,7 +24,13 @@ from typing import Literal, NamedTuple
 
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, ServerError, SGLangError, UnexpectedWeights
+from slime_tis.trainer.engines.sglang.client import (
+    RequestRefused,
+    Server,
+    ServerError,
+    SGLangError,
+    UnexpectedWeights,
+)
 from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
 from slime_tis.trainer.engines.sglang.weights.protocol import release
 from slime_tis.trainer.options.sglang import SGLangConfig
@@ -32,7 +38,8 @@ from slime_tis.trainer.options.sglang import SGLangConfig
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_HEALTH_CHECKS = 3
-"""Consecutive failed health checks until a live server is marked down; a long prefill may delay one check."""
+"""Consecutive failed health checks until a live server is marked down; a long prefill may delay one
+check."""
 SERVER_REFUSALS = (401, 403, 404, 405)
 """Refusals that concern the server: another key, or another program at its address."""
 MAX_FAILED_UPDATES = 3
@@ -71,7 +78,8 @@ class ServerState:
     failed_health_checks: int = 0
     failed_updates: int = 0
     was_down: bool = False
-    """Whether the server was marked down since it was last live; its return is logged and counted."""
+    """Whether the server was marked down since it was last live; its return is logged and
+    counted."""
     requests: set[asyncio.Timeout] = field(default_factory=set)
     """Scopes of the requests in flight; they end when the server is marked down."""
 
@@ -87,7 +95,9 @@ class HealthMonitor:
         on_return: Callable[[Server], None],
     ) -> None:
         """Begins with all servers down; calls `on_return` with a server that returns without the current weights."""
-        self.states = {server: ServerState(server, index=index) for index, server in enumerate(servers)}
+        self.states = {
+            server: ServerState(server, index=index) for index, server in enumerate(servers)
+        }
         self.router = None if router is None else ServerState(router)
         self.timeouts, self._on_return = timeouts, on_return
         self.on_change: Callable[[], None] = lambda: None
@@ -112,7 +122,9 @@ class HealthMonitor:
         states = [*self.states.values(), *([self.router] if self.router else [])]
         searches = [asyncio.create_task(self._find(state)) for state in states]
         try:
-            done, _ = await asyncio.wait(searches, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(
+                searches, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION
+            )
             for search in done:
                 search.result()
         finally:
@@ -156,14 +168,18 @@ class HealthMonitor:
         last = max(self.newest_version, self.version_of(state))
         for version in set(versions):
             if not first <= version <= last:
-                raise UnexpectedWeights(f"{state.server.url} answered with weights {version}, but was given {first}.")
+                raise UnexpectedWeights(
+                    f"{state.server.url} answered with weights {version}, but was given {first}."
+                )
 
     def note_failure(self, state: ServerState, error: SGLangError) -> None:
         """Probes the server of a failed request before it gets further requests."""
         if not isinstance(error, UnexpectedWeights):
             self._probe(state, str(error))
         elif state is self.router:
-            self._tasks.start(self._find_unexpected_weights())  # a router does not name the server that answered
+            self._tasks.start(
+                self._find_unexpected_weights()
+            )  # a router does not name the server that answered
         else:
             self._mark_without_weights(state, str(error))
 
@@ -172,7 +188,8 @@ class HealthMonitor:
         if not self._misses_experts:
             self._misses_experts = True
             logger.warning(
-                "%s Such samples are trained without replay and counted in train/routing_replay_missing.",
+                "%s Such samples are trained without replay and counted in"
+                " train/routing_replay_missing.",
                 server.quoted(f"{server.url} returned no experts that can be replayed: {problem}."),
             )
 
@@ -241,7 +258,9 @@ class HealthMonitor:
         if state.was_down:
             state.was_down = False
             self.returns += 1
-            logger.warning("SGLang server %s is back, with weights %d", state.server.url, state.version)
+            logger.warning(
+                "SGLang server %s is back, with weights %d", state.server.url, state.version
+            )
         self.on_change()
 
     def _probe(self, state: ServerState, reason: str) -> None:
@@ -278,7 +297,10 @@ class HealthMonitor:
                 failed = problem is not None and not state.answered
                 state.failed_health_checks = state.failed_health_checks + 1 if failed else 0
                 if state.state == "live" and state.failed_health_checks >= MAX_FAILED_HEALTH_CHECKS:
-                    self._mark_down(state, f"it failed {MAX_FAILED_HEALTH_CHECKS} health checks in a row: {problem}")
+                    self._mark_down(
+                        state,
+                        f"it failed {MAX_FAILED_HEALTH_CHECKS} health checks in a row: {problem}",
+                    )
             state.answered = False
 
     async def _find(self, state: ServerState) -> None:
@@ -303,7 +325,8 @@ class HealthMonitor:
         if error is not None:
             state.reason = state.reason if state.seen else error
             return
-        # During an update the current version is undefined; another task may also have found the server.
+        # During an update the current version is undefined; another task may also have found the
+        # server.
         if not self.not_updating.is_set() or state.state != "down":
             return
         # A run named the version if it is a number; at first contact that was an earlier run.
@@ -335,7 +358,8 @@ class HealthMonitor:
         while True:
             await asyncio.sleep(min(1.0, recovery / 4))
             is_hopeful = any(
-                s.state in ("live", "probing") or (s.state == "needs_weights" and s.failed_updates < MAX_FAILED_UPDATES)
+                s.state in ("live", "probing")
+                or (s.state == "needs_weights" and s.failed_updates < MAX_FAILED_UPDATES)
                 for s in self.states.values()
             )
             if is_hopeful and (self.router is None or self.router.state != "down"):
@@ -363,7 +387,11 @@ class Dispatcher:
     def __init__(self, health: HealthMonitor, config: SGLangConfig) -> None:
         """Assigns nothing yet."""
         self.retries = 0
-        self.health, self._concurrency, self._max_retries = health, config.sglang_concurrency, config.sglang_max_retries
+        self.health, self._concurrency, self._max_retries = (
+            health,
+            config.sglang_concurrency,
+            config.sglang_max_retries,
+        )
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         health.on_change = self._changed.set
 
@@ -371,9 +399,9 @@ class Dispatcher:
     async def server(self, failed_on: list[ServerState]) -> AsyncIterator[ServerState]:
         """The least busy server, for one request; after a failure another one if possible.
 
-        A failure of the server within the block adds it to `failed_on`, the servers of consecutive failures, and ends
-        the block silently, after a wait: the caller retries. Raises RolloutUnavailable if the request failed too often,
-        or no server is left.
+        A failure of the server within the block adds it to `failed_on`, the servers of consecutive
+        failures, and ends the block silently, after a wait: the caller retries. Raises
+        RolloutUnavailable if the request failed too often, or no server is left.
         """
         state, scope = await self._acquire(failed_on), asyncio.timeout(None)
         try:
@@ -394,8 +422,8 @@ class Dispatcher:
             failed_on.append(state)
             if len(failed_on) > self._max_retries:
                 raise RolloutUnavailable(
-                    f"a request failed {len(failed_on)} times; the last failure: {error} Read the servers' logs, "
-                    "and resume with --load."
+                    f"a request failed {len(failed_on)} times; the last failure: {error} Read the"
+                    " servers' logs, and resume with --load."
                 ) from None
             self.retries += 1
             timeouts = self.health.timeouts

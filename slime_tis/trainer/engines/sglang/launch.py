@@ -25,14 +25,23 @@ GRACE = 30.0
 LOG_LINES, LOG_BYTES = 8, 4096
 """Maximum quoted lines of a log, and bytes searched for them."""
 TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
-TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Environment variables of a training rank, which a server would misread."""
 
 
 class LaunchedServers:
     """The servers of a run, each with a process group, port and log file."""
 
-    def __init__(self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path) -> None:
+    def __init__(
+        self, config: SGLangConfig, hf_checkpoint: str | Path, log_dir: str | Path
+    ) -> None:
         """Starts nothing yet; raises ValueError if too few ports are free."""
         self.restarts = 0
         self._startup_timeout = config.sglang_startup_timeout
@@ -40,7 +49,9 @@ class LaunchedServers:
         directory.mkdir(parents=True, exist_ok=True)
         environment = server_environment(config)
         self.servers = []
-        for index, port in enumerate(free_ports(config.sglang_base_port, config.sglang_launch or 0)):
+        for index, port in enumerate(
+            free_ports(config.sglang_base_port, config.sglang_launch or 0)
+        ):
             log = directory / f"sglang_{index}.log"
             command = server_command(config, hf_checkpoint, index, port, log)
             self.servers.append(LaunchedServer(port, command, environment, log))
@@ -58,14 +69,15 @@ class LaunchedServers:
                 for server in self.servers:
                     if server.status is not None:
                         raise RolloutUnavailable(
-                            f"the SGLang server at {server.url} ended before it was up, with exit status "
-                            f"{server.status}; {server.quoted_log()}"
+                            f"the SGLang server at {server.url} ended before it was up, with exit"
+                            f" status {server.status}; {server.quoted_log()}"
                         )
                 waiting = [server for server in waiting if not server.is_up(client)]
                 if waiting and time.monotonic() > deadline:
                     raise RolloutUnavailable(
-                        f"the SGLang server at {waiting[0].url} is not up after --sglang-startup-timeout "
-                        f"{self._startup_timeout:g} s; {waiting[0].quoted_log()}"
+                        f"the SGLang server at {waiting[0].url} is not up after"
+                        f" --sglang-startup-timeout {self._startup_timeout:g} s;"
+                        f" {waiting[0].quoted_log()}"
                     )
                 time.sleep(0.2)
         return self.urls
@@ -97,7 +109,9 @@ class LaunchedServers:
 class LaunchedServer:
     """A server in a separate process group that ends with this program."""
 
-    def __init__(self, port: int, command: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, port: int, command: list[str], environment: dict[str, str], log: Path
+    ) -> None:
         self.port, self.url, self.command = port, f"http://{HOST}:{port}", command
         self.process: subprocess.Popen[bytes] | None = None
         self.started = 0.0
@@ -121,7 +135,9 @@ class LaunchedServer:
                 start_new_session=True,
             )
         except OSError as error:
-            message = f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
+            message = (
+                f"--sglang-python is {self.command[0]!r}, which does not run: {error.strerror}."
+            )
             raise RolloutUnavailable(message) from error
 
     @property
@@ -160,7 +176,9 @@ class LaunchedServer:
             self.failures = 0
         self.failures += 1
         if self.failures > MAX_RESTARTS:
-            return f"{ended} and is not restarted after {MAX_RESTARTS} restarts; {self.quoted_log()}"
+            return (
+                f"{ended} and is not restarted after {MAX_RESTARTS} restarts; {self.quoted_log()}"
+            )
         self.restart_at = time.monotonic() + 2.0 ** (self.failures - 1)
         return f"{ended} and is restarted ({self.failures} of {MAX_RESTARTS}); {self.quoted_log()}"
 
@@ -172,13 +190,22 @@ class LaunchedServer:
                 if response.status_code != 200:
                     return False
             own = psutil.Process(self.process.pid)
-            connections = [each for one in [own, *own.children(recursive=True)] for each in one.net_connections("tcp")]
+            connections = [
+                each
+                for one in [own, *own.children(recursive=True)]
+                for each in one.net_connections("tcp")
+            ]
         except httpx.HTTPError:
             return False
         except psutil.Error:  # a process has just ended, or cannot be read
             return self.status is None
-        if not any(each.status == psutil.CONN_LISTEN and each.laddr.port == self.port for each in connections):
-            raise RolloutUnavailable(f"another program answers at {self.url}; choose another --sglang-base-port.")
+        if not any(
+            each.status == psutil.CONN_LISTEN and each.laddr.port == self.port
+            for each in connections
+        ):
+            raise RolloutUnavailable(
+                f"another program answers at {self.url}; choose another --sglang-base-port."
+            )
         return True
 
     def quoted_log(self) -> str:
@@ -190,7 +217,9 @@ class LaunchedServer:
         except OSError:
             text = ""
         lines = [line.strip() for line in text.splitlines() if line.strip()][-LOG_LINES:]
-        return f"its log {self._log} " + (f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty.")
+        return f"its log {self._log} " + (
+            f"ends: {one_line(' | '.join(lines), LOG_BYTES)}" if lines else "is empty."
+        )
 
 
 def free_ports(first: int, count: int) -> list[int]:
@@ -206,15 +235,31 @@ def free_ports(first: int, count: int) -> list[int]:
         ports.append(port)
     if len(ports) < count:
         raise ValueError(
-            f"--sglang-base-port is {first} but only {len(ports)} ports from it are free; choose a lower one."
+            f"--sglang-base-port is {first} but only {len(ports)} ports from it are free; choose a"
+            " lower one."
         )
     return ports
 
 
-def server_command(config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path) -> list[str]:
+def server_command(
+    config: SGLangConfig, hf_checkpoint: str | Path, index: int, port: int, log: Path
+) -> list[str]:
     """The command line of the `index`-th server; it contains the variables of keys, not the keys."""
-    flags = ["--model-path", str(hf_checkpoint), "--host", HOST, "--port", str(port), *_passed_flags(config, index)]
-    keys = ["--admin-api-key-env", config.sglang_admin_api_key_env, "--api-key-env", config.sglang_api_key_env]
+    flags = [
+        "--model-path",
+        str(hf_checkpoint),
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+        *_passed_flags(config, index),
+    ]
+    keys = [
+        "--admin-api-key-env",
+        config.sglang_admin_api_key_env,
+        "--api-key-env",
+        config.sglang_api_key_env,
+    ]
     return [config.sglang_python or sys.executable, supervise.__file__, str(log), *flags, *keys]
 
 
@@ -227,8 +272,12 @@ def server_environment(config: SGLangConfig) -> dict[str, str]:
     }
     environment["PYTHONUNBUFFERED"] = "1"
     if not torch.cuda.is_available():
-        environment.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # else SGLang requires CUDA despite its flags
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")  # dynamo would compile some routers with triton
+        environment.setdefault(
+            "SGLANG_USE_CPU_ENGINE", "1"
+        )  # else SGLang requires CUDA despite its flags
+        environment.setdefault(
+            "TORCHDYNAMO_DISABLE", "1"
+        )  # dynamo would compile some routers with triton
     if config.sglang_python and os.sep in config.sglang_python:
         programs = os.path.dirname(os.path.abspath(config.sglang_python))
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"

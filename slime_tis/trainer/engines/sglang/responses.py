@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from slime_tis.trainer.data.sample import Numbers, Prompt, Sample, Sampling, SamplingMask, check_room
+from slime_tis.trainer.data.sample import (
+    Numbers,
+    Prompt,
+    Sample,
+    Sampling,
+    SamplingMask,
+    check_room,
+)
 from slime_tis.trainer.engines.event_loops import cancel_and_wait
 from slime_tis.trainer.engines.function_requests import (
     Generation,
@@ -21,17 +28,25 @@ from slime_tis.trainer.engines.function_requests import (
     sample_of,
 )
 from slime_tis.trainer.engines.function_rollouts import FunctionBatch
-from slime_tis.trainer.engines.sglang.client import ABORT_INTERVAL, ABORT_TIMEOUT, Server, ServerError
+from slime_tis.trainer.engines.sglang.client import (
+    ABORT_INTERVAL,
+    ABORT_TIMEOUT,
+    Server,
+    ServerError,
+)
 from slime_tis.trainer.engines.sglang.health import Dispatcher, ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 
 ABORTED_PAUSE = 0.01
-"""Seconds before a request is answered with abort, so that functions which retry do not block the loop."""
+"""Seconds before a request is answered with abort, so that functions which retry do not block the
+loop."""
 INPUT_MARGIN = 6
-"""SGLang's max_req_input_len is this much shorter than the context: it reserves tokens for the response."""
+"""SGLang's max_req_input_len is this much shorter than the context: it reserves tokens for the
+response."""
 TOP_K_TIE_MARGIN = 4
-"""With top-p only, top-k is the servers' limit on sampling masks minus 1/4 of it. Tokens as likely as the last one also
-enter the mask, and a server aborts a request whose mask is larger than its limit."""
+"""With top-p only, top-k is the servers' limit on sampling masks minus 1/4 of it. Tokens as likely
+as the last one also enter the mask, and a server aborts a request whose mask is larger than its
+limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +69,9 @@ class Limits:
         if self.max_input_len is not None and length > self.max_input_len:
             return 0
         ends = [sampling.max_context_len]
-        ends.append(None if self.context_len is None else self.context_len - 1)  # SGLang may refuse the whole context
+        ends.append(
+            None if self.context_len is None else self.context_len - 1
+        )  # SGLang may refuse the whole context
         # a server may have been started with a shorter context
         ends.append(None if self.max_input_len is None else self.max_input_len + INPUT_MARGIN)
         return min([sampling.max_response_len, *(end - length for end in ends if end is not None)])
@@ -64,7 +81,10 @@ class Limits:
         limit = self.mask_tokens
         if limit is None or not sampling.return_sampling_mask:
             return replace(sampling, return_sampling_mask=False)
-        return replace(sampling, top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k)
+        return replace(
+            sampling,
+            top_k=limit - limit // TOP_K_TIE_MARGIN if sampling.top_k == -1 else sampling.top_k,
+        )
 
 
 NOTHING = Generation.of(Sample())
@@ -78,7 +98,8 @@ class PendingSample:
     max_new_tokens: int
     seed: int | None = None
     session: str | None = None
-    """Hash of the sample's number and its conversation's name; None for a sample with one answer."""
+    """Hash of the sample's number and its conversation's name; None for a sample with one
+    answer."""
     answer: Generation = NOTHING
     """The response so far; incomplete while its finish reason is abort."""
     num_requests: int = 0
@@ -130,7 +151,9 @@ class PendingSample:
         if not later.token_ids:
             experts = first.routed_experts
         elif first.token_ids and experts is not None:
-            experts = None if first.routed_experts is None else torch.cat([first.routed_experts, experts])
+            experts = (
+                None if first.routed_experts is None else torch.cat([first.routed_experts, experts])
+            )
         is_masked = first.sampling_mask is not None or later.sampling_mask is not None
         self.answer = replace(
             later,
@@ -139,13 +162,19 @@ class PendingSample:
             weight_versions=first.weight_versions + later.weight_versions,
             workers=first.workers + later.workers,
             routed_experts=experts,
-            sampling_mask=SamplingMask.cat([first.candidates, later.candidates]) if is_masked else None,
+            sampling_mask=(
+                SamplingMask.cat([first.candidates, later.candidates]) if is_masked else None
+            ),
         )
         self.finish_if_full()
 
     def finish_if_full(self, max_input_len: int | None = None) -> None:
         """Ends the response with reason length if no token remains or the input is too long for the servers."""
-        too_long = max_input_len is not None and len(self.input_ids) > max_input_len and len(self.answer.token_ids) > 0
+        too_long = (
+            max_input_len is not None
+            and len(self.input_ids) > max_input_len
+            and len(self.answer.token_ids) > 0
+        )
         if not self.is_complete and (self.remaining_tokens < 1 or too_long):
             self.answer = replace(self.answer, finish_reason="length")
 
@@ -159,8 +188,14 @@ class PendingSample:
             weight_versions=answer.weight_versions[:length],
             workers=answer.workers[:length],
             finish_reason="stop",
-            routed_experts=None if answer.routed_experts is None else answer.routed_experts[:fed].clone(),
-            sampling_mask=None if answer.sampling_mask is None else answer.candidates.select(torch.arange(length)),
+            routed_experts=(
+                None if answer.routed_experts is None else answer.routed_experts[:fed].clone()
+            ),
+            sampling_mask=(
+                None
+                if answer.sampling_mask is None
+                else answer.candidates.select(torch.arange(length))
+            ),
         )
 
     def generation(self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions) -> Generation:
@@ -207,19 +242,25 @@ class RolloutTask:
         """Answers one request, with abort once enough groups are complete."""
         if self.stopping:
             await asyncio.sleep(ABORTED_PAUSE)
-        options = replace(request.options, sampling=self.limits.with_reported_masks(request.options.sampling))
+        options = replace(
+            request.options, sampling=self.limits.with_reported_masks(request.options.sampling)
+        )
         response = PendingSample(
             prompt_ids=request.token_ids,
             max_new_tokens=self.limits.after(len(request.token_ids), options.sampling),
             seed=seed_of(request.key),
-            session=hashlib.blake2b(repr(request.session).encode(), digest_size=8).hexdigest(),  # a header is ASCII
+            session=hashlib.blake2b(
+                repr(request.session).encode(), digest_size=8
+            ).hexdigest(),  # a header is ASCII
         )
         try:
             await self.finish(response, options)
         except Exception as error:  # functions may swallow it
             self.batch.fail(error)
             raise
-        if options.stop and response.num_requests > 1:  # servers search only the tokens of one request
+        if (
+            options.stop and response.num_requests > 1
+        ):  # servers search only the tokens of one request
             end = StopStrings(self.tokenizer, options.stop).first(response.answer.token_ids)
             if end is not None:
                 response.stop_after(end)
@@ -246,7 +287,11 @@ class RolloutTask:
             for task, response in self._responses.items():
                 if response.request is None:
                     task.cancel()
-            return [each.request for task, each in self._responses.items() if each.request and not task.done()]
+            return [
+                each.request
+                for task, each in self._responses.items()
+                if each.request and not task.done()
+            ]
 
         await _abort_all(in_flight)
 
@@ -254,12 +299,20 @@ class RolloutTask:
         """Aborts requests for experts before an update, after which tokens that are fed again get other experts."""
         if not self.batch.sampling.return_routed_experts:
             return
-        requests = [(response, response.request) for response in self._responses.values() if response.request]
+        requests = [
+            (response, response.request)
+            for response in self._responses.values()
+            if response.request
+        ]
         self._interrupted.update(response for response, _ in requests)
         # A response may have sent its next request meanwhile, which has another tuple.
-        await _abort_all(lambda: [request for response, request in requests if response.request is request])
+        await _abort_all(
+            lambda: [request for response, request in requests if response.request is request]
+        )
 
-    async def _finish(self, response: PendingSample, options: RequestOptions, request_id: str) -> None:
+    async def _finish(
+        self, response: PendingSample, options: RequestOptions, request_id: str
+    ) -> None:
         failed_on: list[ServerState] = []
         while not response.is_complete and not self.stopping:
             response.finish_if_full(self.limits.max_input_len)
@@ -283,9 +336,15 @@ class RolloutTask:
                     sampling=options.sampling,
                     max_new_tokens=response.remaining_tokens,
                     request_id=request_id,
-                    session=f"{self.name}-{response.session}" if response.session else request_id.rpartition("-")[0],
+                    session=(
+                        f"{self.name}-{response.session}"
+                        if response.session
+                        else request_id.rpartition("-")[0]
+                    ),
                     seed=response.seed if health.takes_seeds(state) else None,
-                    first_experts=response.first_experts if options.sampling.return_routed_experts else None,
+                    first_experts=(
+                        response.first_experts if options.sampling.return_routed_experts else None
+                    ),
                     stop=options.stop,
                 )
             )
@@ -294,9 +353,14 @@ class RolloutTask:
         health.check_versions(state, first_version, completion.weight_versions)
         if problem is not None:
             health.note_missing_experts(server, problem)
-        response.append(replace(completion, workers=Numbers("i", [state.index] * len(completion.token_ids))))
+        response.append(
+            replace(completion, workers=Numbers("i", [state.index] * len(completion.token_ids)))
+        )
         if response.unrecorded_layer is not None:
-            problem = f"every token of a response went to expert 0 of sparse layer {response.unrecorded_layer}"
+            problem = (
+                "every token of a response went to expert 0 of sparse layer"
+                f" {response.unrecorded_layer}"
+            )
             health.note_missing_experts(server, f"{problem}, as if it were not recorded")
         if not completion.token_ids and not self.stopping and response not in self._interrupted:
             raise ServerError(f"{server.url} aborted a request before its first token.")

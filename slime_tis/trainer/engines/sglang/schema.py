@@ -1,7 +1,8 @@
 """Requests to SGLang servers and their answers, tested with answers of real servers.
 
-Every value of an answer is checked: a server may be broken, another program, or run another model. The types check
-single values (type, finite, bounds); `parse_…` checks their relations, such as equal counts.
+Every value of an answer is checked: a server may be broken, another program, or run another model.
+The types check single values (type, finite, bounds); `parse_…` checks their relations, such as
+equal counts.
 """
 
 import math
@@ -25,7 +26,12 @@ BYTES_PER_TOKEN = 256
 BYTES_PER_TOKEN_ID = 10
 ANSWER_BYTES = 256 << 10
 """Maximum bytes of an answer in addition to its tokens."""
-NEUTRAL_SAMPLING_PARAMS = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+NEUTRAL_SAMPLING_PARAMS = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 """Sent with each request: defaults of the server or checkpoint must not change the distribution."""
 MAX_LOG_PROB = 1e-3
 """Largest log-prob: in half precision a probability of 1 may be rounded up slightly."""
@@ -50,7 +56,9 @@ class ExpertLayout:
 
     def num_bytes(self, num_tokens: int) -> int:
         """Bytes of the experts of some tokens in an answer."""
-        return 4 * math.ceil(EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3)
+        return 4 * math.ceil(
+            EXPERT_BYTES * num_tokens * self.num_hidden_layers * self.moe.top_k / 3
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +70,11 @@ class GenerateRequest:
     sampling: Sampling
     max_new_tokens: int
     request_id: str
-    """Id for aborts. The server aborts all ids with this prefix, so all ids must have equal width."""
+    """Id for aborts. The server aborts all ids with this prefix, so all ids must have equal
+    width."""
     session: str = ""
-    """Conversation. A router with routing keys sends its requests to the server whose cache has the earlier turns."""
+    """Conversation. A router with routing keys sends its requests to the server whose cache has the
+    earlier turns."""
     seed: int | None = None
     first_experts: int | None = None
     """First token whose routed experts are returned; None for none."""
@@ -119,9 +129,14 @@ def score_body(token_ids: Sequence[int]) -> dict[str, object]:
 
 def top_body(token_ids: Sequence[int], sampling: Sampling, count: int) -> dict[str, object]:
     """The body of POST /generate that samples one token and returns the likeliest ones."""
-    sampling = replace(sampling, top_p=1.0, top_k=-1, return_sampling_mask=False, return_routed_experts=False)
+    sampling = replace(
+        sampling, top_p=1.0, top_k=-1, return_sampling_mask=False, return_routed_experts=False
+    )
     request = GenerateRequest(
-        input_ids=token_ids, sampling=sampling, max_new_tokens=1, request_id=f"top-{secrets.token_hex(16)}"
+        input_ids=token_ids,
+        sampling=sampling,
+        max_new_tokens=1,
+        request_id=f"top-{secrets.token_hex(16)}",
     )
     return request.body() | {"top_logprobs_num": count}
 
@@ -220,7 +235,8 @@ class ServerInfo(Answer):
     enable_deterministic_inference: Any = None
     """Whether the server uses requests' seeds; only True counts."""
     enable_return_routed_experts: Any = None
-    """Whether the server records experts; only True counts, and without it requests for experts are ignored."""
+    """Whether the server records experts; only True counts, and without it requests for experts are
+    ignored."""
 
 
 class _RankChecksums(Answer):
@@ -248,7 +264,11 @@ def parse(schema: type[AnswerT], body: bytes) -> AnswerT:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as error:
         raise InvalidAnswer(str(error)) from None
-    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: a text that is not UTF-8
+    except (
+        msgspec.DecodeError,
+        ValueError,
+        RecursionError,
+    ):  # ValueError: a text that is not UTF-8
         raise InvalidAnswer("it is not JSON") from None
 
 
@@ -261,7 +281,8 @@ def parse_generation(
 ) -> tuple[Generation, str | None]:
     """Parses the answer to a request, and says why its experts are unusable.
 
-    `experts` is `ExpertText.experts` of the reader that cut them out of the body; None if they were not requested.
+    `experts` is `ExpertText.experts` of the reader that cut them out of the body; None if they were
+    not requested.
     """
     answer = parse(GenerateAnswer, body)
     _check_vocabulary("it", answer.output_ids, vocab_size)
@@ -269,7 +290,9 @@ def parse_generation(
     entries = meta.output_token_logprobs if token_ids else []
     log_probs, length = _log_probs_of(token_ids, entries), len(token_ids)
     if meta.completion_tokens not in (None, length):
-        raise InvalidAnswer(f"it has {length} tokens and says that they are {quoted(meta.completion_tokens)}")
+        raise InvalidAnswer(
+            f"it has {length} tokens and says that they are {quoted(meta.completion_tokens)}"
+        )
     if length > request.max_new_tokens:
         raise InvalidAnswer(f"it has {length} tokens where {request.max_new_tokens} were asked for")
     if not token_ids and meta.finish_reason.type != "abort":
@@ -277,10 +300,14 @@ def parse_generation(
     versions = _token_versions(meta, length)
     routed_experts, problem, mask = None, None, None
     if experts is not None and request.first_experts is not None and token_ids:
-        if versions[0] != versions[-1]:  # after an update, earlier tokens were fed again to other routers
+        if (
+            versions[0] != versions[-1]
+        ):  # after an update, earlier tokens were fed again to other routers
             problem = "its weights were updated in the middle of a request"
         else:
-            num_rows = len(request.input_ids) + length - 1 - request.first_experts  # the last token was not fed
+            num_rows = (
+                len(request.input_ids) + length - 1 - request.first_experts
+            )  # the last token was not fed
             try:
                 routed_experts = experts(num_rows)
             except InvalidAnswer as error:
@@ -333,38 +360,56 @@ def parse_checksums(body: bytes) -> Mapping[str, list[str]]:
 
 def _check_vocabulary(subject: str, token_ids: Sequence[int], vocab_size: int | None) -> None:
     if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
-        problem = f"has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at {vocab_size - 1}"
+        problem = (
+            f"has token {quoted(max(token_ids))}, but the vocabulary of --hf-checkpoint ends at"
+            f" {vocab_size - 1}"
+        )
         raise InvalidAnswer(f"{subject} {problem}; see that the server runs the same model")
 
 
-def _sampling_mask(meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None) -> tuple[SamplingMask, Numbers]:
+def _sampling_mask(
+    meta: OutputMeta, token_ids: Sequence[int], vocab_size: int | None
+) -> tuple[SamplingMask, Numbers]:
     sets, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not token_ids:
         return SamplingMask.unrecorded(0), Numbers("d")
     if sets is None or log_probs is None:
-        raise InvalidAnswer("it has no output_token_sampling_mask with output_token_sampling_logprobs")
+        raise InvalidAnswer(
+            "it has no output_token_sampling_mask with output_token_sampling_logprobs"
+        )
     if not len(sets) == len(log_probs) == len(token_ids):
-        raise InvalidAnswer(f"it has {len(sets)} sampling masks, {len(log_probs)} log-probs, {len(token_ids)} tokens")
+        raise InvalidAnswer(
+            f"it has {len(sets)} sampling masks, {len(log_probs)} log-probs, {len(token_ids)}"
+            " tokens"
+        )
     for position, (allowed, token) in enumerate(zip(sets, token_ids, strict=True)):
         distinct = set(allowed)
         if len(distinct) < len(allowed):
             raise InvalidAnswer(f"sampling mask {position} has a token twice")
         if token not in distinct:
-            raise InvalidAnswer(f"sampling mask {position} lacks the token {token} that was sampled")
+            raise InvalidAnswer(
+                f"sampling mask {position} lacks the token {token} that was sampled"
+            )
         _check_vocabulary(f"sampling mask {position}", allowed, vocab_size)
-    return SamplingMask.from_sets(sets), Numbers("d", [min(log_prob, 0.0) for log_prob in log_probs])
+    return SamplingMask.from_sets(sets), Numbers(
+        "d", [min(log_prob, 0.0) for log_prob in log_probs]
+    )
 
 
 def _log_probs_of(token_ids: Numbers, entries: Sequence[TokenLogProb]) -> Numbers:
     if len(entries) != len(token_ids):
         raise InvalidAnswer(f"it has {len(entries)} log-probs for {len(token_ids)} tokens")
-    log_probs = np.array([entry.log_prob for entry in entries], np.float64)  # null becomes NaN, which JSON has not
+    log_probs = np.array(
+        [entry.log_prob for entry in entries], np.float64
+    )  # null becomes NaN, which JSON has not
     if np.isnan(log_probs).any():
         raise InvalidAnswer(f"log-prob {int(np.isnan(log_probs).argmax())} is null")
     of_tokens = Numbers("q", [entry.token for entry in entries])
     if of_tokens != token_ids:
         position = next(i for i, token in enumerate(token_ids) if of_tokens[i] != token)
-        problem = f"is of token {quoted(of_tokens[position])}, but the token is {token_ids[position]}"
+        problem = (
+            f"is of token {quoted(of_tokens[position])}, but the token is {token_ids[position]}"
+        )
         raise InvalidAnswer(f"log-prob {position} {problem}")
     return Numbers("d", np.minimum(log_probs, 0.0).tobytes())
 
@@ -381,4 +426,7 @@ def _token_versions(meta: OutputMeta, length: int) -> Numbers:
     if end != length:
         raise InvalidAnswer(f"weight_versions covers {end} tokens of {length}")
     counts = [span.end - span.start for span in meta.weight_versions]
-    return Numbers("q", np.repeat(np.array([span.version for span in meta.weight_versions], "q"), counts).tobytes())
+    return Numbers(
+        "q",
+        np.repeat(np.array([span.version for span in meta.weight_versions], "q"), counts).tobytes(),
+    )

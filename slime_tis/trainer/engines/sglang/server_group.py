@@ -14,7 +14,12 @@ from typing import Any
 from slime_tis.hf_directory import load_config, moe_sizes
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
-from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
+from slime_tis.trainer.engines.rollout_engine import (
+    EngineHost,
+    RolloutUnavailable,
+    SentRows,
+    WeightSource,
+)
 from slime_tis.trainer.engines.sglang.client import (
     MalformedAnswer,
     RequestRefused,
@@ -62,7 +67,8 @@ class SGLangSettings:
 
     config: SGLangConfig
     sampling: Sampling | None = None
-    """How training samples are drawn: whether servers must record experts or report sampling masks."""
+    """How training samples are drawn: whether servers must record experts or report sampling
+    masks."""
     allow_truncation_bias: bool = False
     rounding: Rounding = "nearest"
     timeouts: Timeouts | None = None
@@ -77,14 +83,21 @@ class SGLangSettings:
     def launch_config(self) -> SGLangConfig:
         """The config with the flags that servers need."""
         flags = ("--enable-return-routed-experts",) * self.records_experts
-        return replace(self.config, sglang_server_args=(*(self.config.sglang_server_args or ()), *flags) or None)
+        return replace(
+            self.config,
+            sglang_server_args=(*(self.config.sglang_server_args or ()), *flags) or None,
+        )
 
 
 class ServerGroup:
     """The servers of rank 0: their health, their requests and their weights. It belongs to one asyncio loop."""
 
     def __init__(
-        self, settings: SGLangSettings, host: EngineHost, vocab_size: int | None, launched: LaunchedServers | None
+        self,
+        settings: SGLangSettings,
+        host: EngineHost,
+        vocab_size: int | None,
+        launched: LaunchedServers | None,
     ) -> None:
         """Connects to nothing yet; restarts `launched` servers that end."""
         self.changed = threading.Event()
@@ -92,7 +105,12 @@ class ServerGroup:
         self.waiting_for_source: set[Server] = set()
         """Servers that came back and need weights that only the trainer has."""
         self.rollouts: set[RolloutTask] = set()
-        self._settings, self._host, self._vocab_size, self._launched = settings, host, vocab_size, launched
+        self._settings, self._host, self._vocab_size, self._launched = (
+            settings,
+            host,
+            vocab_size,
+            launched,
+        )
         self._layout = expert_layout(host.hf_checkpoint) if settings.records_experts else None
         self._checksums: dict[Server, TensorChecksums] = {}
         self._tasks = BackgroundTasks()
@@ -106,11 +124,16 @@ class ServerGroup:
             await stack.enter_async_context(client.session)
 
             async def server(url: str) -> Server:
-                server = Server(url, client, config.sglang_request_timeout, self._vocab_size, self._layout)
+                server = Server(
+                    url, client, config.sglang_request_timeout, self._vocab_size, self._layout
+                )
                 stack.push_async_callback(server.close)
                 return server
 
-            urls, router = config.server_urls if self._launched is None else self._launched.urls, None
+            urls, router = (
+                (config.server_urls if self._launched is None else self._launched.urls),
+                None,
+            )
             if config.router_url is not None:
                 router = await server(config.router_url)
                 urls = await router.worker_urls()
@@ -118,7 +141,9 @@ class ServerGroup:
             if router is not None:
                 router.workers = servers
             transport = pkgutil.resolve_name(WEIGHT_TRANSPORTS[config.sglang_weight_sync])
-            self._sync: WeightSync = self._settings.weight_sync or transport(config, self._host, urls)
+            self._sync: WeightSync = self._settings.weight_sync or transport(
+                config, self._host, urls
+            )
             stack.push_async_callback(self._sync.close)
             self.health = HealthMonitor(
                 servers,
@@ -160,12 +185,20 @@ class ServerGroup:
         for state in self._seen:
             numbers = tuple(map(int, re.findall("[0-9]{1,9}", state.info.version)[:3]))
             if (0, 0, 0) < numbers < OLDEST_SGLANG:
-                raise ValueError(f"{state.server.url} runs SGLang {state.info.version}; update it to 0.5.23 or newer.")
-        lacking = [state.server.url for state in self._seen if state.info.enable_return_routed_experts is not True]
+                raise ValueError(
+                    f"{state.server.url} runs SGLang {state.info.version}; update it to 0.5.23 or"
+                    " newer."
+                )
+        lacking = [
+            state.server.url
+            for state in self._seen
+            if state.info.enable_return_routed_experts is not True
+        ]
         if lacking and self._settings.records_experts:
             raise ValueError(
-                "--use-rollout-routing-replay or --measure-routing-mismatch is on but "
-                f"{', '.join(lacking)} does not return experts; start it with --enable-return-routed-experts."
+                "--use-rollout-routing-replay or --measure-routing-mismatch is on but"
+                f" {', '.join(lacking)} does not return experts; start it with"
+                " --enable-return-routed-experts."
             )
 
     def sampling_mask_tokens(self) -> int | None:
@@ -177,22 +210,32 @@ class ServerGroup:
         if limit >= max(sampling.top_k, 2):
             return limit
         message = (
-            f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but a server reports at most "
-            f"{limit} of the tokens they keep; start it with a larger --sampling-mask-max-tokens."
+            f"--rollout-top-p is {sampling.top_p} and --rollout-top-k {sampling.top_k}, but a"
+            f" server reports at most {limit} of the tokens they keep; start it with a larger"
+            " --sampling-mask-max-tokens."
         )
         if self._settings.allow_truncation_bias:
-            logger.warning("%s Training uses the whole vocabulary (--allow-truncation-bias).", message)
+            logger.warning(
+                "%s Training uses the whole vocabulary (--allow-truncation-bias).", message
+            )
             return None
         raise ValueError(f"{message} Or remove the two flags, or add --allow-truncation-bias.")
 
     def precision(self, model: Mapping[str, Any]) -> Precision | None:
         """The precision of all servers' weights; None if it is unknown, differs or is quantized."""
-        dtypes = {None if state.info.quantization is not None else state.info.dtype for state in self._seen}
+        dtypes = {
+            None if state.info.quantization is not None else state.info.dtype
+            for state in self._seen
+        }
         precision = server_precision(dtypes.pop(), model) if len(dtypes) == 1 else None
         rounding = self._settings.rounding
         if rounding != "nearest" and precision in ("fp32", None):
-            problem = "compute in float32, or do not all report the same --dtype without --quantization"
-            raise ValueError(f"--weight-update-rounding is {rounding} but servers {problem}; remove the flag.")
+            problem = (
+                "compute in float32, or do not all report the same --dtype without --quantization"
+            )
+            raise ValueError(
+                f"--weight-update-rounding is {rounding} but servers {problem}; remove the flag."
+            )
         return precision
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
@@ -205,7 +248,11 @@ class ServerGroup:
     async def update_returned(self, source: WeightSource, version: int) -> None:
         """Sends weights to servers that came back without them."""
         async with self._one_update:
-            servers = [server for server in self.health.needing_weights() if server in self.waiting_for_source]
+            servers = [
+                server
+                for server in self.health.needing_weights()
+                if server in self.waiting_for_source
+            ]
             if servers:
                 await self._push(servers, source, version)
 
@@ -237,7 +284,9 @@ class ServerGroup:
                 logger.warning("a probe of the likeliest tokens failed: %s", error)
                 return {}
 
-        return list(await asyncio.gather(*(ask(*each) for each in enumerate(texts if servers else ()))))
+        return list(
+            await asyncio.gather(*(ask(*each) for each in enumerate(texts if servers else ())))
+        )
 
     async def wrong_weights(self, sent: Mapping[str, SentRows]) -> dict[str, list[str]]:
         """Tensors that did not change in the update; see `SGLangEngine.wrong_weights`."""
@@ -251,7 +300,9 @@ class ServerGroup:
 
         await asyncio.gather(*(ask(state.server) for state in self.health.available()))
         compared = before.keys() & self._checksums.keys()
-        return {each.url: stale_weights(self._checksums[each], before[each], sent) for each in compared}
+        return {
+            each.url: stale_weights(self._checksums[each], before[each], sent) for each in compared
+        }
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start."""
@@ -300,7 +351,9 @@ class ServerGroup:
             await asyncio.sleep(RESTART_INTERVAL)
 
     async def _end_tasks(self) -> None:
-        await cancel_and_wait([rollout.task for rollout in self.rollouts if rollout.task])  # aborts their requests
+        await cancel_and_wait(
+            [rollout.task for rollout in self.rollouts if rollout.task]
+        )  # aborts their requests
         await self._tasks.cancel()
 
 
@@ -320,7 +373,9 @@ def server_precision(dtype: str | None, model: Mapping[str, Any]) -> Precision |
     return PRECISIONS.get(dtype)
 
 
-def stale_weights(now: TensorChecksums, before: TensorChecksums, sent: Mapping[str, SentRows]) -> list[str]:
+def stale_weights(
+    now: TensorChecksums, before: TensorChecksums, sent: Mapping[str, SentRows]
+) -> list[str]:
     """Returns the Hugging Face names of tensors that the update changed but the server did not."""
     joined: dict[str, list[SentRows]] = {}
     for name, rows in sent.items():
@@ -331,7 +386,8 @@ def stale_weights(now: TensorChecksums, before: TensorChecksums, sent: Mapping[s
         if is_stale(
             now.get(name, []),
             before.get(name, []),
-            on_every_rank=name not in (EMBEDDING, OUTPUT_LAYER) and all(shard.changed_everywhere for shard in shards),
+            on_every_rank=name not in (EMBEDDING, OUTPUT_LAYER)
+            and all(shard.changed_everywhere for shard in shards),
         )
     }
     return [name for name, rows in sent.items() if rows.changed and server_name(name) in stale]
@@ -347,8 +403,8 @@ def server_name(name: str) -> str:
 def is_stale(now: Sequence[str], before: Sequence[str], *, on_every_rank: bool) -> bool:
     """Whether a tensor that an update changed kept its checksums; `now` is empty if the server has no such tensor.
 
-    `on_every_rank` says whether the shard of each of up to `BLOCKS` / 2 ranks must have changed. Vocabularies are
-    padded, so their last rank may hold only padding.
+    `on_every_rank` says whether the shard of each of up to `BLOCKS` / 2 ranks must have changed.
+    Vocabularies are padded, so their last rank may hold only padding.
     """
     same = [current == earlier for current, earlier in zip(now, before, strict=False)]
     if not same or len(now) != len(before):

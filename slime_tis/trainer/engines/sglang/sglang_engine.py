@@ -29,7 +29,12 @@ from slime_tis.trainer.engines.function_rollouts import (
     numbered,
     resumed_groups,
 )
-from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, SentRows, WeightSource
+from slime_tis.trainer.engines.rollout_engine import (
+    EngineHost,
+    RolloutUnavailable,
+    SentRows,
+    WeightSource,
+)
 from slime_tis.trainer.engines.sglang.client import RequestRefused
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
 from slime_tis.trainer.engines.sglang.responses import Limits, PendingSample, RolloutTask, seed_of
@@ -50,11 +55,14 @@ class SGLangEngine:
     can_checkpoint_weights = False
 
     precision: Precision | None
-    """Precision of the servers' weights, the same on every rank; None if it is unknown, differs or is quantized."""
+    """Precision of the servers' weights, the same on every rank; None if it is unknown, differs or
+    is quantized."""
 
     _servers: ServerGroup
 
-    def __init__(self, settings: SGLangSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost) -> None:
+    def __init__(
+        self, settings: SGLangSettings, tokenizer: PreTrainedTokenizerBase, host: EngineHost
+    ) -> None:
         """Launches servers if configured, and waits for all servers; a collective."""
         self.weight_version = 0
         self._settings, self._tokenizer, self._host = settings, tokenizer, host
@@ -63,9 +71,13 @@ class SGLangEngine:
         self._partial_in_flight = False
         self._stack = ExitStack()
         self._rank_zero = RankZero()
-        self._limits, self.precision, self.workers = self._rank_zero.run(lambda _: self._connect(), host.weights)
+        self._limits, self.precision, self.workers = self._rank_zero.run(
+            lambda _: self._connect(), host.weights
+        )
         lengths = (self._limits.context_len, self._limits.max_input_len)
-        self.max_context_len = min((length for length in lengths if length is not None), default=None)
+        self.max_context_len = min(
+            (length for length in lengths if length is not None), default=None
+        )
 
     def _connect(self) -> tuple[Limits, Precision | None, tuple[str, ...]]:
         settings, config = self._settings, self._settings.config
@@ -76,7 +88,9 @@ class SGLangEngine:
             launched = None
             if config.sglang_launch is not None:
                 directory = config.sglang_log_dir or self._host.output_dir
-                launched = LaunchedServers(settings.launch_config, self._host.hf_checkpoint, directory)
+                launched = LaunchedServers(
+                    settings.launch_config, self._host.hf_checkpoint, directory
+                )
                 stack.callback(launched.stop)
                 launched.start()
             self._loop = stack.enter_context(LoopThread("sglang"))
@@ -106,14 +120,20 @@ class SGLangEngine:
     ) -> SGLangRollout:
         """Starts sampling, or calling the function on rank 0, in the loop of the servers' requests.
 
-        See `engine.RolloutEngine`. Responses without a function use `seed` only with servers that take seeds.
+        See `engine.RolloutEngine`. Responses without a function use `seed` only with servers that
+        take seeds.
         """
         is_partial = num_groups is not None
         if is_partial and self._partial_in_flight:
             raise ValueError("a partial rollout is in flight already; wait for its result first.")
-        calls = resumed_groups(self._unfinished if is_partial else [], prompts, sampling.n_samples, seed)
+        calls = resumed_groups(
+            self._unfinished if is_partial else [], prompts, sampling.n_samples, seed
+        )
         if num_groups is not None and not 0 < num_groups <= len(calls):
-            raise ValueError(f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more prompts.")
+            raise ValueError(
+                f"num_groups is {num_groups} but {len(calls)} groups are in flight; submit more"
+                " prompts."
+            )
         responses: dict[int, PendingSample] = {}
         if function is None:
             sampling = self._limits.with_reported_masks(sampling)
@@ -122,7 +142,11 @@ class SGLangEngine:
                     prompt_ids=list(call.prompt.token_ids),
                     answer=Generation.of(call.first_sample()),
                     max_new_tokens=self._limits.for_prompt(call.prompt, sampling),
-                    seed=seed_of(hashlib.sha256(f"{seed} {call.group_index} {call.key.sample}".encode()).digest()),
+                    seed=seed_of(
+                        hashlib.sha256(
+                            f"{seed} {call.group_index} {call.key.sample}".encode()
+                        ).digest()
+                    ),
                 )
                 for call in chain(*calls)
                 if not call.complete
@@ -167,14 +191,18 @@ class SGLangEngine:
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Sends new weights to the servers; a server that fails is marked down, and gets them when it comes back."""
-        self._rank_zero.run(lambda weights: self._loop.run(self._servers.update_weights(weights, version)), source)
+        self._rank_zero.run(
+            lambda weights: self._loop.run(self._servers.update_weights(weights, version)), source
+        )
         self.weight_version = version
 
     def prompt_log_probs(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs at temperature 1 of all tokens but the first, by server URL."""
         return self._run(lambda: self._servers.prompt_log_probs(token_ids))
 
-    def top_log_probs(self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> list[dict[int, float]]:
+    def top_log_probs(
+        self, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
+    ) -> list[dict[int, float]]:
         """The likeliest next tokens of each text; see `engine.RolloutEngine`."""
         return self._run(lambda: self._servers.top_log_probs(texts, sampling, count))
 

@@ -4,8 +4,9 @@ Usage: python supervise.py LOG SERVER_FLAG …
 
 Standard library only: the Python that has sglang does not have slime_tis.
 
-* `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in memory, so that no list of processes
-  shows API keys and passwords. The server prints all flags; keys are redacted before its output reaches LOG.
+* `--NAME-env VARIABLE` becomes the server's `--NAME=VALUE OF THE VARIABLE` in memory, so that no
+  list of processes shows API keys and passwords. The server prints all flags; keys are redacted
+  before its output reaches LOG.
 * The server ends with the program that started this one: that program's end closes standard input.
 """
 
@@ -50,7 +51,9 @@ def with_secrets(flags: list[str], environ: Mapping[str, str]) -> tuple[list[str
     for word in words:
         name, equals, variable = word.partition("=")
         if name.startswith("--") and name.endswith(VARIABLE):
-            named[name.removesuffix(VARIABLE)] = environ.get(variable if equals else next(words, ""), "")
+            named[name.removesuffix(VARIABLE)] = environ.get(
+                variable if equals else next(words, ""), ""
+            )
         else:
             plain.append(word)
     named = {name: value for name, value in named.items() if value}
@@ -75,13 +78,21 @@ class Redacted:
 
     def __init__(self, file: int, secrets: list[str]) -> None:
         self._file, self._held = file, b""
-        spellings = {text for secret in secrets for text in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])}
+        spellings = {
+            text
+            for secret in secrets
+            for text in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])
+        }
         self._secrets = [spelling.encode() for spelling in sorted(spellings, key=len, reverse=True)]
 
     def write(self, text: bytes, *, is_last: bool = False) -> None:
         """Writes complete lines, and holds the rest back."""
         self._held += text
-        cut = len(self._held) if is_last else self._held.rfind(b"\n") + 1 or max(0, len(self._held) - LONGEST_LINE)
+        cut = (
+            len(self._held)
+            if is_last
+            else self._held.rfind(b"\n") + 1 or max(0, len(self._held) - LONGEST_LINE)
+        )
         line, self._held = self._held[:cut], self._held[cut:]
         for secret in self._secrets:
             line = line.replace(secret, b"***")

@@ -12,7 +12,13 @@ import torch
 
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
-from slime_tis.trainer.engines.sglang.weights.protocol import on_all_servers, pause, release, resume, weights_thread
+from slime_tis.trainer.engines.sglang.weights.protocol import (
+    on_all_servers,
+    pause,
+    release,
+    resume,
+    weights_thread,
+)
 from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.storage.directories import LOCK, held, make_private, make_public
 from slime_tis.trainer.storage.hf_writer import write_hf_checkpoint
@@ -25,8 +31,8 @@ OWN = re.compile(rf"({FINISHED}|{UNFINISHED})\d{{8}}_[0-9a-f]{{8}}")
 class DiskSync:
     """Writes weights as a Hugging Face checkpoint that the servers read; see WeightSync.
 
-    Locks the directory, and removes the weights of earlier runs. Raises ValueError if another run uses the directory,
-    or it is not writable.
+    Locks the directory, and removes the weights of earlier runs. Raises ValueError if another run
+    uses the directory, or it is not writable.
     """
 
     def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
@@ -35,14 +41,18 @@ class DiskSync:
             problem = f"{remote[0]} may not see the output directory; set --sglang-weight-dir"
             raise ValueError(f"--sglang-weight-sync is disk but {problem}.")
         self._config, self._hf_checkpoint = config, Path(host.hf_checkpoint)
-        self._directory = Path(host.output_dir / "sglang_weights" if directory is None else directory).absolute()
+        self._directory = Path(
+            host.output_dir / "sglang_weights" if directory is None else directory
+        ).absolute()
         self._lock = ExitStack()
         self._lock.enter_context(held({self._directory / LOCK: "--sglang-weight-dir"}))
         self._weights_thread = weights_thread(torch.device(host.device))
         self._current: tuple[Path, int] | None = None
         _remove_own(self._directory)
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
+    async def push(
+        self, servers: Sequence[Server], source: WeightSource, version: int
+    ) -> dict[Server, str]:
         """See WeightSync; generation pauses while servers read, not while files are written."""
         loop = asyncio.get_running_loop()
         written = await loop.run_in_executor(self._weights_thread, self._write, source, version)
@@ -69,19 +79,24 @@ class DiskSync:
     def _write(self, source: WeightSource, version: int) -> Path:
         """Writes a checkpoint into a new subdirectory, which gets its final name when complete."""
         name = f"{version:08d}_{secrets.token_hex(4)}"
-        unfinished, finished = self._directory / f"{UNFINISHED}{name}", self._directory / f"{FINISHED}{name}"
+        unfinished, finished = (
+            self._directory / f"{UNFINISHED}{name}",
+            self._directory / f"{FINISHED}{name}",
+        )
         weights = iter(source())
         try:
             make_private(unfinished)
-            write_hf_checkpoint(unfinished, weights, like=self._hf_checkpoint, shard_bytes=self._config.bucket_bytes)
+            write_hf_checkpoint(
+                unfinished, weights, like=self._hf_checkpoint, shard_bytes=self._config.bucket_bytes
+            )
             make_public(unfinished)
             unfinished.rename(finished)
         except OSError as error:
             for _ in weights:  # a collective: other ranks iterate too
                 pass
             raise RolloutUnavailable(
-                f"the weights of version {version} could not be written to {self._directory} ({error}); free space or "
-                "choose another --sglang-weight-dir."
+                f"the weights of version {version} could not be written to {self._directory}"
+                f" ({error}); free space or choose another --sglang-weight-dir."
             ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -97,9 +112,16 @@ class DiskSync:
         assert self._current is not None
         path, version = self._current
         # The initial load format may be dummy; the pause emptied the cache.
-        body = {"model_path": str(path), "weight_version": str(version), "load_format": "auto", "flush_cache": False}
+        body = {
+            "model_path": str(path),
+            "weight_version": str(version),
+            "load_format": "auto",
+            "flush_cache": False,
+        }
         await pause(server)
-        await server.post("/update_weights_from_disk", body, timeout=self._config.sglang_request_timeout)
+        await server.post(
+            "/update_weights_from_disk", body, timeout=self._config.sglang_request_timeout
+        )
         await resume(server, version)
 
 

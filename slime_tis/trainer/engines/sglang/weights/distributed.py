@@ -26,21 +26,29 @@ class DistributedSync:
 
     def __init__(self, config: SGLangConfig, host: EngineHost, urls: Sequence[str]) -> None:
         self._config, self._device = config, torch.device(host.device)
-        self._timeout = config.sglang_request_timeout  # for a server to join a group or take one bucket
+        self._timeout = (
+            config.sglang_request_timeout
+        )  # for a server to join a group or take one bucket
         self._groups: dict[Server, UpdateGroup] = {}
         self._weights_thread = protocol.weights_thread(self._device)
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
+    async def push(
+        self, servers: Sequence[Server], source: WeightSource, version: int
+    ) -> dict[Server, str]:
         """See WeightSync."""
         failed: dict[Server, str] = {}
         loop = asyncio.get_running_loop()
         device, size = self._device, self._config.bucket_bytes
-        stream = protocol.buckets(source, size, lambda tensor: tensor.detach().to(device).contiguous())
+        stream = protocol.buckets(
+            source, size, lambda tensor: tensor.detach().to(device).contiguous()
+        )
         try:
             live = await protocol.on_all_servers(servers, protocol.pause, failed)
             live = await protocol.on_all_servers(live, self._open, failed)
             while bucket := await loop.run_in_executor(self._weights_thread, next, stream, None):
-                live = await protocol.on_all_servers(live, partial(self._send, bucket=bucket, version=version), failed)
+                live = await protocol.on_all_servers(
+                    live, partial(self._send, bucket=bucket, version=version), failed
+                )
                 del bucket
             await protocol.on_all_servers(live, partial(self._finish, version=version), failed)
         except BaseException:
@@ -61,7 +69,9 @@ class DistributedSync:
     async def _open(self, server: Server) -> None:
         """Joins a group with the server if necessary, and opens the update session, which a killed run may hold."""
         group = self._groups.get(server)
-        if group is None or group.version != await server.weight_version():  # the server restarted since it joined
+        if (
+            group is None or group.version != await server.weight_version()
+        ):  # the server restarted since it joined
             await self._leave(server)
             await self._join(server)
         try:
@@ -74,13 +84,15 @@ class DistributedSync:
         info = await server.info()
         if (info.dp_size, info.pp_size) != (1, 1):
             raise ServerError(
-                f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and SGLang takes "
-                "distributed weights with 1 of each; use --sglang-weight-sync disk."
+                f"{server.url} runs with --dp-size {info.dp_size} and --pp-size {info.pp_size}, and"
+                " SGLang takes distributed weights with 1 of each; use --sglang-weight-sync disk."
             )
         address = self._config.sglang_sync_address  # None finds it for each server
         if address is None:
             address = await protocol.in_thread(partial(local_address, server.url))
-        group = UpdateGroup(address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout)
+        group = UpdateGroup(
+            address, server_ranks=info.tp_size, device=self._device, timeout=self._timeout
+        )
         self._groups[server] = group
         body = {
             "master_address": address,
@@ -105,7 +117,9 @@ class DistributedSync:
         if bucket.last:
             body["weight_version"] = str(version)
         request = server.post("/update_weights_from_distributed", body, timeout=self._timeout)
-        await protocol.exchange(request, protocol.in_thread(partial(group.broadcast, bucket.tensors)))
+        await protocol.exchange(
+            request, protocol.in_thread(partial(group.broadcast, bucket.tensors))
+        )
 
     async def _finish(self, server: Server, *, version: int) -> None:
         await server.post("/end_weight_update", {}, timeout=protocol.CONTROL_TIMEOUT)
@@ -121,18 +135,23 @@ class DistributedSync:
     async def _leave(self, server: Server) -> None:
         if group := self._groups.pop(server, None):
             group.close()
-            await protocol.try_post(server, "/destroy_weights_update_group", {"group_name": group.name})
+            await protocol.try_post(
+                server, "/destroy_weights_update_group", {"group_name": group.name}
+            )
 
 
 class UpdateGroup:
     """Broadcasts tensors from this process, rank 0, to the ranks of one server, apart from the default group.
 
-    Each server has a separate group: in a common group, a member that dies in a broadcast leaves the others waiting for
-    their own timeout, half an hour with SGLang. Anyone who reaches the store's port can join, so the port is open on
-    the loopback only if the server is on this machine.
+    Each server has a separate group: in a common group, a member that dies in a broadcast leaves
+    the others waiting for their own timeout, half an hour with SGLang. Anyone who reaches the
+    store's port can join, so the port is open on the loopback only if the server is on this
+    machine.
     """
 
-    def __init__(self, address: str, *, server_ranks: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, address: str, *, server_ranks: int, device: torch.device, timeout: float
+    ) -> None:
         """Opens the store at an address that the server reaches; `join` makes the group."""
         self.name = f"slime_tis_{secrets.token_hex(8)}"
         self.version: str | None = None
@@ -153,25 +172,32 @@ class UpdateGroup:
     def join(self) -> None:
         """Makes the group; blocks until all ranks have joined or `close` is called on another thread (RuntimeError)."""
         client = dist.TCPStore(self._host, self.port, is_master=False, timeout=self._timeout)
-        # Keys of the server: SGLang's init_custom_process_group adds the name before torch adds name and device.
+        # Keys of the server: SGLang's init_custom_process_group adds the name before torch adds
+        # name and device.
         store = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, client))
         distributed: Any = dist  # torch's types lack the options of backends
         if self._device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout, options.group_name = self._timeout, self.name
-            self._group = distributed.ProcessGroupNCCL(dist.PrefixStore("cuda/", store), 0, self._size, options)
+            self._group = distributed.ProcessGroupNCCL(
+                dist.PrefixStore("cuda/", store), 0, self._size, options
+            )
         else:
             gloo, host = distributed.ProcessGroupGloo, self._own_address
             options = gloo._Options()
             options._timeout = self._timeout
-            options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+            options._devices = [
+                gloo.create_device(hostname=host) if host else gloo.create_default_device()
+            ]
             self._group = gloo(dist.PrefixStore("cpu/", store), 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Sends tensors in order; blocks until the server has them. Raises RuntimeError if it is gone or too slow."""
         with ExitStack() as stack:
             if self._device.type == "cuda":
-                stream = torch.cuda.Stream(self._device)  # a stream per call, so that no group waits for another
+                stream = torch.cuda.Stream(
+                    self._device
+                )  # a stream per call, so that no group waits for another
                 stream.wait_stream(torch.cuda.default_stream(self._device))
                 stack.enter_context(torch.cuda.device(self._device))
                 stack.enter_context(torch.cuda.stream(stream))

@@ -19,7 +19,8 @@ from slime_tis.trainer.engines.sglang.client import RequestRefused, Server, Serv
 Result = TypeVar("Result")
 
 CONTROL_TIMEOUT = 60.0
-"""Longest wait for a server to pause, flush or resume, in seconds; it finishes the current batch first."""
+"""Longest wait for a server to pause, flush or resume, in seconds; it finishes the current batch
+first."""
 RELEASE_TIMEOUT = 5.0
 """Longest wait for a server that has failed already, in seconds."""
 
@@ -27,15 +28,18 @@ RELEASE_TIMEOUT = 5.0
 class WeightSync(Protocol):
     """A weight transport; `WEIGHT_TRANSPORTS` lists their classes.
 
-    They are made of an SGLangConfig, an EngineHost and the servers' URLs, and raise ValueError if these servers cannot
-    use the transport.
+    They are made of an SGLangConfig, an EngineHost and the servers' URLs, and raise ValueError if
+    these servers cannot use the transport.
     """
 
-    async def push(self, servers: Sequence[Server], source: WeightSource, version: int) -> dict[Server, str]:
+    async def push(
+        self, servers: Sequence[Server], source: WeightSource, version: int
+    ) -> dict[Server, str]:
         """Sends new weights under the name `version`; returns the servers that failed, and why.
 
-        Requests in flight pause and continue with the new weights, or are aborted on a failed server. `source` is
-        called once and iterated to its end on one thread, even if all servers fail: it may contain collectives.
+        Requests in flight pause and continue with the new weights, or are aborted on a failed
+        server. `source` is called once and iterated to its end on one thread, even if all servers
+        fail: it may contain collectives.
         """
 
     async def restore(self, server: Server) -> bool:
@@ -54,7 +58,9 @@ class Bucket:
     last: bool
 
 
-def buckets(source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tensor]) -> Iterator[Bucket]:
+def buckets(
+    source: WeightSource, max_bytes: int, place: Callable[[Tensor], Tensor]
+) -> Iterator[Bucket]:
     """Groups weights lazily into buckets of at most `max_bytes`, or of a single larger tensor."""
     names: list[str] = []
     tensors: list[Tensor] = []
