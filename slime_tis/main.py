@@ -15,6 +15,7 @@ takes seconds.
 
 import argparse
 import io
+import locale
 import os
 import signal
 import sys
@@ -268,6 +269,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+ASCII = ("ANSI_X3.4-1968", "US-ASCII", "ASCII")
+"""Names of the encoding of the locale C if Python's UTF-8 mode is switched off."""
+ASCII_LOCALE = (
+    "error: the locale's encoding is ASCII, in which torch cannot read its own files; set PYTHONUTF8=1 or"
+    " LC_ALL=C.UTF-8."
+)
+
+
 def train(
     argv: Sequence[str] | None = None, *, prog: str = "train.py", owns_process: bool = False
 ) -> int:
@@ -282,6 +291,9 @@ def train(
         from slime_tis.trainer.cli.arguments import parse_args
 
         arguments = parse_args(argv, prog=prog)
+        if locale.getpreferredencoding(do_setlocale=False).upper() in ASCII:
+            print(ASCII_LOCALE, file=sys.stderr)
+            return 2
         from slime_tis.trainer.engines.event_loops import THREADS
         from slime_tis.trainer.stop_signals import end_process
         from slime_tis.trainer.train import main as run

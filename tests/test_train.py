@@ -349,12 +349,12 @@ def test_a_resumed_run_compares_with_the_accuracy_before_training(
     prompts.write_text('{"prompt": "<bos>31>", "label": "13"}\n')
     flags = [*task, "--eval-prompt-data", str(prompts), "--save", str(tmp_path / "save")]
     run_here([*flags, "--num-rollout", "1"], tmp_path / "run")
-    assert "->" in capsys.readouterr().out.rpartition("eval accuracy: ")[2]
+    assert "->" in capsys.readouterr().out.rpartition("mean eval reward: ")[2]
     run_here(
         [*flags, *changed, "--load", str(tmp_path / "save"), "--num-rollout", "2"],
         tmp_path / "resumed",
     )
-    assert ("->" in capsys.readouterr().out.rpartition("eval accuracy: ")[2]) == is_compared
+    assert ("->" in capsys.readouterr().out.rpartition("mean eval reward: ")[2]) == is_compared
 
 
 def test_tool_tokens_are_neither_trained_on_nor_measured(task, run, tmp_path):

@@ -54,6 +54,8 @@ class Evaluation:
     last_accuracy: float = math.nan
     is_first: bool = False
     """Whether the last evaluation is the run's first."""
+    is_binary: bool = True
+    """Whether all rewards of the last evaluation are 0 or 1, so that their mean is an accuracy."""
     is_overdue: bool = False
     """Whether a signal ended an evaluation, which a resumed run makes."""
     _answers: RolloutEngine | None = field(default=None, init=False)
@@ -65,9 +67,10 @@ class Evaluation:
 
     @property
     def summary(self) -> str:
-        """The accuracies before and after training, or the last one alone."""
+        """The accuracies, or mean rewards, before and after training; only the last if it is the first."""
+        name = "eval accuracy" if self.is_binary else "mean eval reward"
         before = "" if self.is_first else f"{self.first_accuracy:.2f} -> "
-        return f"eval accuracy: {before}{self.last_accuracy:.2f}"
+        return f"{name}: {before}{self.last_accuracy:.2f}"
 
     def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
         """Returns held-out accuracy and lengths of this version as eval/SET and eval/SET/…; a collective."""
@@ -85,7 +88,10 @@ class Evaluation:
                 values = accuracy_metrics(answers[name])
                 metrics[f"eval/{name}"] = values.pop("accuracy")
                 metrics |= {f"eval/{name}/{key}": value for key, value in values.items()}
-        self.last_accuracy = metrics[f"eval/{next(iter(self.prompts))}"]
+        first_set = next(iter(self.prompts))
+        self.last_accuracy = metrics[f"eval/{first_set}"]
+        rewards = {rollout_reward(answer) for answer in by_rollout(answers[first_set])}
+        self.is_binary = rewards <= {0.0, 1.0}
         self.is_first = math.isnan(self.first_accuracy)
         if self.is_first:
             self.first_accuracy = self.last_accuracy

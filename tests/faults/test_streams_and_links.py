@@ -179,6 +179,19 @@ def test_commands_print_in_every_locale(command, environment, run, tmp_path):
     assert len(completed.stdout.decode(encoding)) > 100
 
 
+def test_training_refuses_an_ascii_locale(task):
+    completed = subprocess.run(
+        [sys.executable, "train.py", *task],
+        cwd=ROOT,
+        env={**os.environ, **C_LOCALE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("error: the locale's encoding is ASCII")
+
+
 @pytest.mark.parametrize("command", ["train --help", "port", "report"])
 def test_commands_end_quietly_with_their_reader(command, run, tmp_path):
     writer = broken_pipe()
