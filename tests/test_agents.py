@@ -143,6 +143,12 @@ def test_a_shift_by_one_and_a_wrong_mask_end_a_strict_run(task, name, message, t
     assert message in capsys.readouterr().err
 
 
+def test_the_first_retokenized_token_is_named_once(task, tmp_path, capsys):
+    run_here(agent(task, "retokenized"), tmp_path / "run")
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("response token 0") == 1
+
+
 @pytest.mark.parametrize(("name", "share"), [("retokenized", 1.0), ("removed", 0.0)])
 def test_a_built_in_reward_does_not_train_on_excluded_samples(task, name, share, tmp_path, capsys):
     flags = agent(task, name)
