@@ -4,8 +4,8 @@ from slime_tis.integrations.arguments import (
     add_rollout_correction_arguments,
     rollout_correction_config,
 )
-from slime_tis.trainer.cli.arguments import parse_args
-from slime_tis.trainer.cli.run_options import Arguments
+from slime_tis.trainer.cli.train_arguments import parse_args
+from slime_tis.trainer.cli.train_options import Arguments
 
 __all__ = [
     "Arguments",

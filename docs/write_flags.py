@@ -10,11 +10,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime_tis.correction.config import PRESETS
-from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import build_parser
-from slime_tis.trainer.cli.command_line import needs_of
-from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS
+from slime_tis.options.command_line import needs_of
+from slime_tis.options.fields import flag
 from slime_tis.trainer.cli.slime_flags import RENAMED
+from slime_tis.trainer.cli.train_arguments import build_parser
+from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, OPTIONS
 
 PAGE = Path(__file__).with_name("flags.md")
 

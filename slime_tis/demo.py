@@ -61,7 +61,7 @@ PENALTY = 1.1
 
 def demo(out: str) -> int:
     """Trains the tiny model in a new directory, writes the report and prints the diagnosis; returns the exit status."""
-    from slime_tis.trainer.cli.arguments import (
+    from slime_tis.trainer.cli.train_arguments import (
         parse_args,
     )  # Megatron-core, which `diagnose --demo` does not need
     from slime_tis.trainer.train import main as train

@@ -98,7 +98,7 @@ def _run(chosen: argparse.Namespace) -> int:
         return 0
     elif chosen.command == "plan":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made on the CPU
-        from slime_tis.trainer.cli.arguments import read_layout
+        from slime_tis.trainer.cli.train_arguments import read_layout
         from slime_tis.trainer.memory_plan import plan
 
         layout = read_layout(chosen.flags)
@@ -288,7 +288,7 @@ def train(
     argv = _own_command_line() if argv is None else list(argv)
     protect_output(keep_running=False)  # for --help
     try:
-        from slime_tis.trainer.cli.arguments import parse_args
+        from slime_tis.trainer.cli.train_arguments import parse_args
 
         arguments = parse_args(argv, prog=prog)
         if locale.getpreferredencoding(do_setlocale=False).upper() in ASCII:
@@ -327,7 +327,7 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
     from slime_tis.analysis.dumps.what_if import as_text, policy_of, what_if
     from slime_tis.analysis.report.report_inputs import open_source
     from slime_tis.correction import RolloutCorrectionConfig
-    from slime_tis.trainer.cli.arguments import read_correction
+    from slime_tis.trainer.cli.train_arguments import read_correction
     from slime_tis.user_functions import load_custom_tis
 
     table = open_source(path).tokens()

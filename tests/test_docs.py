@@ -15,9 +15,9 @@ import yaml
 from slime_tis.correction import RolloutCorrectionConfig, correct
 from slime_tis.integrations import verl
 from slime_tis.policy.step_sums import STALENESS, TURN, metrics_by, sums_by
-from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.run_options import ALIASES, OPTIONS
 from slime_tis.trainer.cli.slime_flags import ADVICE, FIXED, RENAMED, RESTATED, VALUES
+from slime_tis.trainer.cli.train_arguments import configure
+from slime_tis.trainer.cli.train_options import ALIASES, OPTIONS
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from tests.checkpoints import make_checkpoint, make_task

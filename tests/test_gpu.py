@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_steps
-from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.train_arguments import configure
 
 ROOT = Path(__file__).parents[1]
 

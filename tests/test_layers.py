@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("slime_tis.errors",),
     (
-        "slime_tis.limits",
+        "slime_tis.options",
         "slime_tis.atomic_files",
         "slime_tis.torch_files",
         "slime_tis.hf_model",
@@ -26,6 +26,7 @@ LAYERS = (
     ("slime_tis.functional",),
     ("slime_tis",),  # the public names
     ("slime_tis.integrations",),
+    ("slime_tis.options.command_line", "slime_tis.options.yaml_file"),
     ("slime_tis.user_functions", "custom_tis"),
     ("slime_tis.policy",),
     ("slime_tis.diffusion",),

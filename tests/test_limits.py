@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pytest
 
-from slime_tis.limits import Limits, check_fields, field_types, flag
+from slime_tis.options.fields import Limits, check_fields, field_types, flag
 
 INFINITE, NAN = math.inf, math.nan
 

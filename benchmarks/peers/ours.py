@@ -9,7 +9,7 @@ from functools import partial
 from task import CLOCKS
 
 from slime_tis.trainer import setup, train
-from slime_tis.trainer.cli.arguments import parse_args
+from slime_tis.trainer.cli.train_arguments import parse_args
 
 if __name__ == "__main__":
     arguments = parse_args(sys.argv[2:])

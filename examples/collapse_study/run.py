@@ -30,7 +30,7 @@ from examples.collapse_study.report import draw, table
 from examples.collapse_study.results import Row, read_metrics, read_table, summarize
 from examples.tables import write_rows
 from slime_tis.atomic_files import write_atomically
-from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.train_arguments import configure
 
 FINISHED = "finished.json"
 """Written below a run's directory when it has ended: its flags, and what of its row is not in

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
-from slime_tis.limits import Limits, check_fields
-from slime_tis.trainer.cli.command_line import (
+from slime_tis.options.command_line import (
     CommandLine,
     SourceConfig,
     build,
@@ -19,7 +18,8 @@ from slime_tis.trainer.cli.command_line import (
     split_words,
     unmet_needs,
 )
-from slime_tis.trainer.cli.options import declare_options
+from slime_tis.options.fields import Limits, check_fields
+from slime_tis.options.values import declare_options
 from slime_tis.trainer.options.loop import ReportingConfig
 
 PIXELS = 64

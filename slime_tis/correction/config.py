@@ -16,7 +16,7 @@ from slime_tis.correction.modes import (
     ModeName,
     parse_criteria,
 )
-from slime_tis.limits import REJECTS, Limits, check_fields, flag, option
+from slime_tis.options.fields import REJECTS, Limits, check_fields, flag, option
 
 loss_option = partial(option, group="policy loss")
 correction_option = partial(option, group="rollout correction")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_tis.correction import RolloutCorrectionConfig
-from slime_tis.limits import FieldType, field_docs, field_types, flag
+from slime_tis.options.fields import FieldType, field_docs, field_types, flag
 
 CORRECTION_ALIASES = {
     "tis_clip": "tis_upper_bound",

@@ -21,7 +21,7 @@ from slime_tis.correction import (
     response_slices,
 )
 from slime_tis.integrations.arguments import given_options
-from slime_tis.limits import flag
+from slime_tis.options.fields import flag
 
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 """Loss, loss masks and metrics that a custom function returns."""

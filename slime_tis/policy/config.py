@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from slime_tis.correction.config import RolloutCorrectionConfig, loss_option
-from slime_tis.limits import REJECTS, Limits, check_fields
+from slime_tis.options.fields import REJECTS, Limits, check_fields
 
 CLIPPING_LOSSES = tuple(
     f"--policy-loss={name}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_tis.health import HealthState
 from slime_tis.hf_directory import ModelSizes
-from slime_tis.limits import flag
+from slime_tis.options.fields import flag
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_batches, save_batches, to_dict

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_tis.hf_directory import moe_sizes, read_model_config
-from slime_tis.trainer.cli.preflight import layout_problems
+from slime_tis.trainer.cli.file_checks import layout_problems
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
 from slime_tis.trainer.megatron.memory import bytes_per_token
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down

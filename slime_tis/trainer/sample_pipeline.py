@@ -20,7 +20,7 @@ from tqdm import tqdm
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import mark_failed_samples, retokenized_message
 from slime_tis.trainer.agents.rollout_function import CustomRollout
-from slime_tis.trainer.cli.run_options import Arguments
+from slime_tis.trainer.cli.train_options import Arguments
 from slime_tis.trainer.data.sample import Sample, SamplingMask
 from slime_tis.trainer.data.sample_file import load_samples, save_samples
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine

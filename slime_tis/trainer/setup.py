@@ -32,9 +32,9 @@ from slime_tis.trainer.agents.rollout_function import CustomRollout
 from slime_tis.trainer.agents.slime_client import LOCAL_ADDRESS
 from slime_tis.trainer.check_engines import EngineCheck, show
 from slime_tis.trainer.checkpointer import Checkpointer, find_resume_point, model_hash
-from slime_tis.trainer.cli.arguments import effective_config, options_in_force
-from slime_tis.trainer.cli.preflight import prompt_sizes
-from slime_tis.trainer.cli.run_options import Arguments
+from slime_tis.trainer.cli.file_checks import prompt_sizes
+from slime_tis.trainer.cli.train_arguments import effective_config, options_in_force
+from slime_tis.trainer.cli.train_options import Arguments
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Prompt, Sample

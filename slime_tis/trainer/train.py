@@ -37,9 +37,9 @@ from slime_tis.errors import (
 )
 from slime_tis.trainer.check_engines import show
 from slime_tis.trainer.checkpointer import Position
-from slime_tis.trainer.cli.arguments import describe
-from slime_tis.trainer.cli.preflight import held_outputs
-from slime_tis.trainer.cli.run_options import Arguments
+from slime_tis.trainer.cli.file_checks import held_outputs
+from slime_tis.trainer.cli.train_arguments import describe
+from slime_tis.trainer.cli.train_options import Arguments
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.evaluation import is_due
 from slime_tis.trainer.megatron.parallel import connect_store, initialize, lost_contact, shut_down

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.train_arguments import configure
 from tests.checkpoints import make_checkpoint
 
 

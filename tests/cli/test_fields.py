@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from slime_tis.limits import flag
 from slime_tis.main import main
-from slime_tis.trainer.cli.arguments import build_parser, effective_config
-from slime_tis.trainer.cli.command_line import help_notes, needs_of, read_flags
-from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, OPTIONS, TITLES
-from slime_tis.trainer.cli.yaml_options import read_yaml
+from slime_tis.options.command_line import help_notes, needs_of, read_flags
+from slime_tis.options.fields import flag
+from slime_tis.options.flags import flags_of
+from slime_tis.options.yaml_file import read_yaml
+from slime_tis.trainer.cli.train_arguments import build_parser, effective_config
+from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, OPTIONS, TITLES
 from slime_tis.trainer.engines.build import evaluation_sampling, training_sampling
-from slime_tis.trainer.options.words import flags_of
 from tests.cli.conftest import configured, refusal
 
 SERVER = "--rollout-engine sglang --sglang-url http://a:1 "

@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
-from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.preflight import held_outputs
+from slime_tis.trainer.cli.file_checks import held_outputs
+from slime_tis.trainer.cli.train_arguments import configure
 from slime_tis.trainer.storage.checkpoint_files import MANIFEST, TRAINER_STATE
 
 FLAGS = """

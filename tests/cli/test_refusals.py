@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from slime_tis.trainer.cli.arguments import parse_args
+from slime_tis.trainer.cli.train_arguments import parse_args
 from tests.cli.conftest import refusal
 
 SGLANG = "--rollout-engine sglang --sglang-launch 1 "

@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from slime_tis.limits import flag
-from slime_tis.trainer.cli.options import similar
-from slime_tis.trainer.cli.run_options import ALIASES, FLAGS, OPTIONS
+from slime_tis.options.fields import flag
+from slime_tis.options.flags import flags_of
+from slime_tis.options.values import similar
 from slime_tis.trainer.cli.slime_flags import (
     ADVICE,
     FIXED,
@@ -18,7 +18,7 @@ from slime_tis.trainer.cli.slime_flags import (
     advice_for,
     refusal,
 )
-from slime_tis.trainer.options.words import flags_of
+from slime_tis.trainer.cli.train_options import ALIASES, FLAGS, OPTIONS
 from tests.cli.conftest import configured
 from tests.cli.conftest import refusal as refusal_of
 

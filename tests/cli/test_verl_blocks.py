@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from slime_tis.integrations.verl_config import RolloutCorrectionConfig as VerlConfig
-from slime_tis.trainer.cli import arguments
+from slime_tis.trainer.cli import train_arguments
 from tests.cli.conftest import configured, refusal
 
 # verl's YAML blocks, as its documents give them, and what they are here.
@@ -129,7 +129,7 @@ def test_hydra_overrides_are_read_as_verls_block_is(base, tmp_path):
         f"{words} {base} actor_rollout_ref.rollout.calculate_log_probs=True --eval-prompt-data"
         " eval.jsonl"
     )
-    assert got.correction == arguments.RolloutCorrectionConfig(
+    assert got.correction == train_arguments.RolloutCorrectionConfig(
         use_rollout_logprobs=True,
         use_rs=True,
         rs_level="sequence",

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from slime_tis.correction.config import PRESETS, RolloutCorrectionConfig
-from slime_tis.trainer.cli import arguments
-from slime_tis.trainer.cli.arguments import describe, options_in_force
+from slime_tis.trainer.cli import train_arguments
+from slime_tis.trainer.cli.train_arguments import describe, options_in_force
 from tests.cli.conftest import configured, refusal
 
 
@@ -91,10 +91,10 @@ def test_options_of_user_functions_keep_their_yaml_types(base, tmp_path):
     got = configured(line)
     assert got.user_options == {"drop_above": 1e-4, "names": ["a", "1"], "count": 3}
     assert got.namespace.drop_above == 1e-4 and got.namespace.names == ["a", "1"]
-    assert arguments.effective_config(got)[
+    assert train_arguments.effective_config(got)[
         "count"
-    ] == 3 and "drop_above 0.0001" in arguments.describe(got)
-    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(arguments.options_in_force(got)))
+    ] == 3 and "drop_above 0.0001" in train_arguments.describe(got)
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(train_arguments.options_in_force(got)))
     assert configured("--custom-config-path saved.yaml").user_options == got.user_options
 
 

@@ -14,7 +14,7 @@ import yaml
 from examples.collapse_study import report, run
 from examples.collapse_study.cases import Grid, Study
 from examples.collapse_study.results import read_table
-from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.train_arguments import configure
 from tests.checkpoints import make_checkpoint, make_task
 from tests.runs import ROOT
 

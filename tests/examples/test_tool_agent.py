@@ -8,7 +8,7 @@ import pytest
 
 from examples.tool_agent import agent, episodes, prepare
 from examples.tool_agent.calculator import calculate
-from slime_tis.trainer.cli.arguments import configure
+from slime_tis.trainer.cli.train_arguments import configure
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.function_requests import Generation
 from slime_tis.trainer.sort_digits import make_tokenizer

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_tis.limits import flag
-from slime_tis.trainer.cli.arguments import parse_args
-from slime_tis.trainer.cli.command_line import needs_of
-from slime_tis.trainer.cli.options import MAX_TEXT
-from slime_tis.trainer.cli.run_options import COMMAND_LINE, OPTIONS
+from slime_tis.options.command_line import needs_of
+from slime_tis.options.fields import flag
+from slime_tis.options.values import MAX_TEXT
+from slime_tis.trainer.cli.train_arguments import parse_args
+from slime_tis.trainer.cli.train_options import COMMAND_LINE, OPTIONS
 from tests.checkpoints import make_checkpoint
 from tests.faults.forked import check, run_forked
 from tests.runs import make_task

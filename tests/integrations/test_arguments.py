@@ -13,7 +13,7 @@ from slime_tis.integrations.arguments import (
     add_rollout_correction_arguments,
     rollout_correction_config,
 )
-from slime_tis.limits import field_types, flag
+from slime_tis.options.fields import field_types, flag
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_flag_with_another_meaning_is_refused(options):
 
 def test_the_public_file_and_the_import_of_torch_alone():
     assert arguments.add_rollout_correction_arguments is add_rollout_correction_arguments
-    assert arguments.parse_args.__module__ == "slime_tis.trainer.cli.arguments"
+    assert arguments.parse_args.__module__ == "slime_tis.trainer.cli.train_arguments"
     code = (
         "import slime_tis.integrations.arguments, sys; print(sorted({'yaml', 'megatron',"
         " 'pydantic'} & {*sys.modules}))"

@@ -8,8 +8,8 @@ from typing import Any
 
 from slime_tis.errors import quoted
 from slime_tis.hf_directory import FAMILIES
-from slime_tis.trainer.cli.options import SWITCHES, nearest, similar
-from slime_tis.trainer.options.words import Flag
+from slime_tis.options.flags import Flag
+from slime_tis.options.values import SWITCHES, nearest, similar
 
 MAX_FLAGS = 200
 """Unknown flags that one message examines."""

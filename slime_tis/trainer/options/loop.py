@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, flag, option
+from slime_tis.options.fields import Limits, check_fields, flag, option
 
 loop_option = partial(option, group="training loop")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from slime_tis.limits import Limits, check_fields, option
+from slime_tis.options.fields import Limits, check_fields, option
 
 data_option = partial(option, group="model and data")
 loop_option = partial(option, group="training loop")

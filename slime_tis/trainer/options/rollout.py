@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, option
+from slime_tis.options.fields import Limits, check_fields, option
 from slime_tis.trainer.options.sglang import normalized_url
 
 data_option = partial(option, group="model and data")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from slime_tis.errors import quoted
-from slime_tis.limits import Limits, check_fields, flag, option
-from slime_tis.trainer.options.words import flags_of
+from slime_tis.options.fields import Limits, check_fields, flag, option
+from slime_tis.options.flags import flags_of
 
 sglang_option = partial(option, group="SGLang servers", needs=("--rollout-engine=sglang",))
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime_tis.trainer.options.words import Flag
+from slime_tis.options.flags import Flag
 
 PLACEMENT = (
     "--actor-num-nodes",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from slime_tis.trainer.cli.arguments import configure
-from slime_tis.trainer.cli.run_options import COMMAND_LINE, Arguments
+from slime_tis.trainer.cli.train_arguments import configure
+from slime_tis.trainer.cli.train_options import COMMAND_LINE, Arguments
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.port.launch_script import OPEN
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.hf_directory import read_model_config
-from slime_tis.trainer.cli.run_options import FLAGS
+from slime_tis.options.flags import Flag, flags_of
 from slime_tis.trainer.cli.slime_flags import (
     FIXED,
     FIXED_EXPERIMENT,
@@ -28,7 +28,7 @@ from slime_tis.trainer.cli.slime_flags import (
     experiment_of,
     is_checked,
 )
-from slime_tis.trainer.options.words import Flag, flags_of
+from slime_tis.trainer.cli.train_options import FLAGS
 from slime_tis.trainer.port.gpus import GPUS_PER_NODE, PLACEMENT, Placement, count, place
 from slime_tis.trainer.port.launch_script import (
     CLOSE,

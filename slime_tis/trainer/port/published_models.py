@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from slime_tis.options.flags import Flag, flags_of
 from slime_tis.trainer.cli.slime_flags import RESTATED
-from slime_tis.trainer.options.words import Flag, flags_of
 
 _QWEN3 = "--vocab-size 151936 --kv-channels 128 --qk-layernorm"
 _UNTIED = "--untie-embeddings-and-output-weights"

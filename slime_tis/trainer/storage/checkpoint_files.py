@@ -17,7 +17,7 @@ from typing import Any
 from slime_tis.atomic_files import free_name
 from slime_tis.errors import quoted
 from slime_tis.health import HealthState
-from slime_tis.limits import flag
+from slime_tis.options.fields import flag
 from slime_tis.trainer.storage.directories import (
     SAFETENSORS_PARTIAL,
     exchange,

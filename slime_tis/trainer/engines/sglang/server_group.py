@@ -361,7 +361,7 @@ def expert_layout(hf_checkpoint: str | Path) -> ExpertLayout:
     """The layout of routed experts in answers of a model with experts."""
     hf = load_config(hf_checkpoint)
     moe = moe_sizes(hf)
-    assert moe is not None  # preflight refuses options of experts for other models
+    assert moe is not None  # file_checks refuses options of experts for other models
     return ExpertLayout(num_hidden_layers=hf.num_hidden_layers, moe=moe)
 
 

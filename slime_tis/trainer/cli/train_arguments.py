@@ -11,16 +11,7 @@ from typing import Any
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.errors import quoted, quoted_path
 from slime_tis.hf_directory import read_model_config
-from slime_tis.limits import flag
-from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.checks import (
-    check_arguments,
-    check_correction,
-    check_dump,
-    check_ranks,
-    warnings_of,
-)
-from slime_tis.trainer.cli.command_line import (
+from slime_tis.options.command_line import (
     CodeConfig,
     Flags,
     build,
@@ -31,21 +22,30 @@ from slime_tis.trainer.cli.command_line import (
     split_words,
     unmet_needs,
 )
-from slime_tis.trainer.cli.options import Given, Source
-from slime_tis.trainer.cli.preflight import (
+from slime_tis.options.fields import flag
+from slime_tis.options.flags import Flag
+from slime_tis.options.values import Given, Source
+from slime_tis.policy.config import PolicyConfig
+from slime_tis.trainer.cli.file_checks import (
     check_files,
     check_model,
     check_outputs,
     check_resumption,
     check_weights,
 )
-from slime_tis.trainer.cli.run_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
+from slime_tis.trainer.cli.option_checks import (
+    check_arguments,
+    check_correction,
+    check_dump,
+    check_ranks,
+    warnings_of,
+)
 from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
+from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
 from slime_tis.trainer.options.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
 from slime_tis.trainer.options.megatron import MegatronConfig, read_environment
 from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.options.sglang import PREFIX, SGLangConfig, check_server_args
-from slime_tis.trainer.options.words import Flag
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:

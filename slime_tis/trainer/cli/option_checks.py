@@ -6,10 +6,10 @@ from pathlib import Path
 from slime_tis.correction.modes import Criterion
 from slime_tis.errors import quoted
 from slime_tis.health import corrects_staleness
-from slime_tis.limits import flag
+from slime_tis.options.command_line import CORRECTION_SWITCHES
+from slime_tis.options.fields import flag
 from slime_tis.policy.config import clip_is_inactive, needs_old_log_probs
-from slime_tis.trainer.cli.command_line import CORRECTION_SWITCHES
-from slime_tis.trainer.cli.run_options import OPTIONS, Arguments
+from slime_tis.trainer.cli.train_options import OPTIONS, Arguments
 
 
 def check_arguments(arguments: Arguments) -> None:

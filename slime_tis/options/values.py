@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.limits import FieldType, field_docs, field_types
+from slime_tis.options.fields import FieldType, field_docs, field_types
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 MAX_LISTED, MAX_COMPARED = 250, 80
@@ -53,7 +53,7 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A field of a config; metavar, needs and suffices as in `slime_tis.limits.option`."""
+    """A field of a config; metavar, needs and suffices as in `slime_tis.options.fields.option`."""
 
     name: str
     type: FieldType

@@ -8,10 +8,10 @@ from typing import Any
 
 from slime_tis.correction.config import RolloutCorrectionConfig
 from slime_tis.integrations.arguments import CORRECTION_ALIASES
-from slime_tis.limits import flag
+from slime_tis.options.command_line import CodeConfig, CommandLine, SourceConfig
+from slime_tis.options.fields import flag
+from slime_tis.options.values import declare_options
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.trainer.cli.command_line import CodeConfig, CommandLine, SourceConfig
-from slime_tis.trainer.cli.options import declare_options
 from slime_tis.trainer.cli.slime_flags import value_advice
 from slime_tis.trainer.options.loop import LoopConfig, ReportingConfig
 from slime_tis.trainer.options.megatron import MegatronConfig

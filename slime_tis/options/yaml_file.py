@@ -18,7 +18,7 @@ from slime_tis.integrations.verl_config import (
     translate,
     translate_actor,
 )
-from slime_tis.trainer.cli.options import (
+from slime_tis.options.values import (
     BLOCKS,
     CORRECTION,
     Given,

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from slime_tis import limits
 from slime_tis.atomic_files import json_lines, split_row_slice
 from slime_tis.errors import first_line, quoted_path
 from slime_tis.hf_directory import (
@@ -22,6 +21,7 @@ from slime_tis.hf_directory import (
     moe_sizes,
     read_model_config,
 )
+from slime_tis.options import fields
 from slime_tis.trainer.options.loop import ReportingConfig
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
@@ -200,7 +200,7 @@ def _refuse_expert_options(megatron: MegatronConfig, rollout: RolloutConfig) -> 
             values[name] != 1 or not name.startswith("expert")
         ):
             raise ValueError(
-                f"{limits.flag(name)} is given but the model has no experts; remove it."
+                f"{fields.flag(name)} is given but the model has no experts; remove it."
             )
 
 

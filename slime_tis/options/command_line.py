@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slime_tis import limits
 from slime_tis.correction.config import PRESETS, preset_values
 from slime_tis.errors import quoted
-from slime_tis.limits import flag
-from slime_tis.trainer.cli.options import (
+from slime_tis.options import fields
+from slime_tis.options.fields import flag
+from slime_tis.options.flags import Flag, flags_of
+from slime_tis.options.values import (
     CORRECTION,
     Given,
     Option,
@@ -27,9 +28,8 @@ from slime_tis.trainer.cli.options import (
     read_given,
     split_overrides,
 )
-from slime_tis.trainer.options.words import Flag, flags_of
 
-correction_option = partial(limits.option, group="rollout correction")
+correction_option = partial(fields.option, group="rollout correction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
     file = None if path is None or path.unset else Path(path.value)
     given: dict[str, Given] = {}
     if file is not None or flags.overrides:
-        from slime_tis.trainer.cli.yaml_options import read_yaml  # PyYAML: --help works without it
+        from slime_tis.options.yaml_file import read_yaml  # PyYAML: --help works without it
 
         given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
     for name, one in flags.given.items():
