@@ -24,6 +24,7 @@ import venv
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,13 @@ def contenders(batch: Batch, slime: Any, verl: Any) -> dict[str, Callable[[], An
             rs_upper_bound=UPPER,
             rs_veto_threshold=VETO,
         )
-        found[f"ours, {level}, lists"] = lambda c=config: _ours(
-            c, batch.train, batch.rollout, batch.mask
+        found[f"ours, {level}, lists"] = partial(
+            _ours, config, batch.train, batch.rollout, batch.mask
         )
-        found[f"ours, {level}, packed"] = lambda c=config: _ours(
-            c, *batch.packed, lengths=batch.lengths
+        found[f"ours, {level}, packed"] = partial(
+            _ours, config, *batch.packed, lengths=batch.lengths
         )
-        found[f"reference, {level}, padded"] = lambda c=config: reference_correct(c, *batch.padded)
+        found[f"reference, {level}, padded"] = partial(reference_correct, config, *batch.padded)
     if slime is not None:
         args = Namespace(
             **{

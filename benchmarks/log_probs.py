@@ -32,7 +32,7 @@ ROWS = Path(__file__).with_suffix(".csv")
 class AllLogits(TrainingEngine):
     """Logits of all response tokens, saved for the backward pass."""
 
-    def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _from_hidden_states(self, hidden_LI: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         module = self.model.module
         logits, _ = module.output_layer(hidden_LI.unsqueeze(1), weight=module.output_weight())
         return self._from_logits(logits.squeeze(1), micro)

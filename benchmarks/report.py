@@ -125,9 +125,10 @@ def open_pages(paths: Sequence[Path], repeats: int = 5) -> None:
                 session = page.context.new_cdp_session(page)
                 session.send("Performance.enable", {"timeDomain": "threadTicks"})
                 page.goto(path.resolve().as_uri(), wait_until="commit")
-                times = page.wait_for_selector("html[data-times]", state="attached").get_attribute(
-                    "data-times"
-                )
+                root = page.wait_for_selector("html[data-times]", state="attached")
+                assert root is not None
+                times = root.get_attribute("data-times")
+                assert times is not None
                 metrics = {
                     one["name"]: one["value"]
                     for one in session.send("Performance.getMetrics")["metrics"]

@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -206,11 +205,13 @@ def report(
     )
 
     def parse(body: bytes) -> int:
-        text = ExpertText(layout) if options.experts else None
-        rest = body if text is None else text.cut(body) + text.end()
-        return len(
-            schema.parse_generation(rest, request, experts=text and text.experts)[0].token_ids
-        )
+        experts = None
+        if options.experts:
+            text = ExpertText(layout)
+            body = text.cut(body) + text.end()
+            experts = text.experts
+        generation, _ = schema.parse_generation(body, request, experts=experts)
+        return len(generation.token_ids)
 
     parsing, lengths = timed(lambda: [*map(parse, bodies)])
     line("parsing", parsing, sum(lengths))
@@ -219,15 +220,12 @@ def report(
     sending, data = timed(lambda: pickle.dumps(part))
     line("pickling", sending, count)
     line("unpickling", timed(lambda: pickle.loads(data))[0], count)
-    columns = [
-        [getattr(each, field) for each in part]
-        for field in ("tokens", "loss_mask", "rollout_log_probs")
-    ]
-    line(
-        "batching",
-        timed(lambda: make_batch(*columns, [each.weight_versions for each in part]))[0],
-        count,
-    )
+    tokens_of_samples = [sample.tokens for sample in part]
+    masks = [sample.loss_mask for sample in part]
+    log_probs = [sample.rollout_log_probs for sample in part]
+    versions = [sample.weight_versions for sample in part]
+    batching, _ = timed(lambda: make_batch(tokens_of_samples, masks, log_probs, versions))
+    line("batching", batching, count)
     print(
         f"memory: {memory / tokens:.0f} bytes per token, {memory / packed:.2f} × packed"
         f" ({packed / tokens:.0f})"
@@ -241,4 +239,4 @@ def line(name: str, seconds: float, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

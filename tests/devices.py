@@ -112,7 +112,7 @@ def _copy_from(values, target, non_blocking=False):
 class SimulatedTensor(Tensor):
     """A tensor on the CPU that claims another device."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]  # Tensor.inner is a method
     waits = 0
     """Number of times that a GPU would have made the host wait."""
 
@@ -132,7 +132,7 @@ class SimulatedTensor(Tensor):
     def __init__(self, inner):
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -5,6 +5,8 @@ forward's own log-probs, detached. `--own-decode` samples with a decode loop tha
 once and shares its key-value cache over the group, instead of with `generate`.
 """
 
+from typing import Any
+
 import torch
 import transformers
 from task import CLOCKS, MAX_GRAD_NORM, TASKS, StepClock, Task, read_options, read_rows, write_times
@@ -78,7 +80,8 @@ def library_decode(
     model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, pad: int, task: Task
 ) -> Tensor:
     """[prompts × group, completion] sampled by transformers' generate."""
-    tokens = model.generate(
+    generate: Any = model.generate
+    tokens: Tensor = generate(
         input_ids=prompts.repeat_interleave(task.group, 0),
         attention_mask=seen.repeat_interleave(task.group, 0),
         do_sample=True,
@@ -95,17 +98,18 @@ def own_decode(
 ) -> Tensor:
     """[prompts × group, completion] sampled token by token, the prompts' key-value cache shared over each group."""
     cache = DynamicCache(config=model.config)
-    seen = seen if (seen == 0).any() else None  # models are faster without a mask
+    mask = seen if (seen == 0).any() else None  # models are faster without a mask
     logits = model(
         input_ids=prompts,
-        attention_mask=seen,
+        attention_mask=mask,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
     cache.batch_repeat_interleave(task.group)
     logits = logits.repeat_interleave(task.group, 0)
-    seen = None if seen is None else seen.repeat_interleave(task.group, 0)
+    if mask is not None:
+        mask = mask.repeat_interleave(task.group, 0)
     done = torch.zeros(len(logits), dtype=torch.bool)
     columns: list[Tensor] = []
     while True:
@@ -114,9 +118,10 @@ def own_decode(
         done |= token == eos
         if len(columns) == task.max_new_tokens or done.all():
             return torch.stack(columns, 1)
-        seen = None if seen is None else torch.cat([seen, seen.new_ones(len(seen), 1)], 1)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         logits = model(
-            input_ids=token[:, None], attention_mask=seen, past_key_values=cache, use_cache=True
+            input_ids=token[:, None], attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits[:, -1]
 
 
@@ -132,9 +137,9 @@ def policy_loss(
 ) -> Tensor:
     """The clipped PPO loss, summed over the completions' tokens."""
     length = mask.shape[1]
-    seen = seen if (seen == 0).any() else None
+    attention_mask = seen if (seen == 0).any() else None
     logits = model(
-        input_ids=tokens, attention_mask=seen, logits_to_keep=length + 1, use_cache=False
+        input_ids=tokens, attention_mask=attention_mask, logits_to_keep=length + 1, use_cache=False
     ).logits[:, :-1]
     log_probs = logits.log_softmax(-1).gather(-1, tokens[:, -length:, None]).squeeze(-1)
     ratio = (log_probs - log_probs.detach()).exp()

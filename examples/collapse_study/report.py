@@ -112,9 +112,10 @@ def not_run(rows: Iterable[Row], grid: Grid) -> str:
         f"* {scenario}: {', '.join(names)}" for scenario, names in by_scenario.items()
     )
     count = sum(case.key in there for case in cases)
-    seeds = ", ".join(map(str, SEEDS))
+    all_seeds = ", ".join(map(str, SEEDS))
     return (
-        f"\n\n{count} of the {len(cases)} runs of seeds {seeds} were made. Not run yet:\n\n{listed}"
+        f"\n\n{count} of the {len(cases)} runs of seeds {all_seeds} were made."
+        f" Not run yet:\n\n{listed}"
     )
 
 

@@ -79,7 +79,9 @@ def summarize(rows: Sequence[Mapping[str, Any]], **facts: Any) -> Row:
         facts: the columns that are not in there.
     """
     curve = tuple((row["step"], row[ACCURACY]) for row in rows if ACCURACY in row)
-    means = {name: mean_of([row.get(metric) for row in rows]) for name, metric in MEANS.items()}
+    means: dict[str, Any] = {
+        name: mean_of([row.get(metric) for row in rows]) for name, metric in MEANS.items()
+    }
     last = rows[-1]["step"]
     return Row(
         **means,

@@ -249,7 +249,8 @@ def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
                 )
                 for cell in column.cells
             ]
-            means.append(rank_correlation([pair for pair in pairs if pair[0] is not None]))
+            complete = [(value, relative) for value, relative in pairs if value is not None]
+            means.append(rank_correlation(complete))
         lines.append(f"| {column.name} | {len(column.cells)} | {' | '.join(means)} |")
     return "\n".join(lines)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -197,7 +197,7 @@ def partly_updated(world: World, strength: int) -> TokenTable:
         first, stuck = world.weights[0], set(list(world.weights[0])[::every])
         if every == 1:
             stuck = {name for name in stuck if "mlp" in name or "lm_head" in name}
-        names = iter([])
+        names: Iterator[str] = iter([])
         model = world.at(step)
         with torch.no_grad():
             for name, tensor in model.named_parameters():

@@ -129,7 +129,7 @@ def dump(model: Any, prompts: list[list[int]], fault: Hypothesis, value: float) 
         response = torch.tensor(tokens[-RESPONSE:])
         logits = model(torch.tensor([tokens])).logits[0, -RESPONSE - 1 : -1]
         train = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
-        columns = {"token": response.numpy(), "prompt": tokens[:-RESPONSE]}
+        columns: dict[str, Any] = {"token": response.numpy(), "prompt": tokens[:-RESPONSE]}
         parts.append(
             SampleParts(train_log_prob=train.numpy(), rollout_log_prob=reported.numpy(), **columns)
         )

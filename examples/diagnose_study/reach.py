@@ -58,6 +58,7 @@ def statistics(tokens: Tokens) -> list[float]:
     by_sample = np.bincount(tokens.sample, size) / np.maximum(
         np.bincount(tokens.sample, uncertainty), 1e-9
     )
+    assert tokens.token is not None
     ids, counts = np.unique(tokens.token, return_counts=True)
     of_id = [delta[tokens.token == i].mean() for i in ids[counts > 9]]
     logs = np.log(

@@ -279,7 +279,7 @@ class FaultyEngine(SoundEngine):
             groups[:: self.fault.servers] = self.stale_server.generate(prompts, sampling, seed)[
                 :: self.fault.servers
             ]
-        report = self.fault.report(self.strength)
+        report: Any = self.fault.report(self.strength)
         chance = np.random.default_rng(seed)
         for sample in (
             (sample for group in groups for sample in group) if report is not None else ()
@@ -299,13 +299,14 @@ class FaultyEngine(SoundEngine):
 @contextlib.contextmanager
 def planted(fault: Fault, strength: int = 1, world: World | None = None) -> Iterator[None]:
     """Gives a fault to the rollout engines that train.py builds meanwhile; only faults of tokens need a world."""
-    local.LocalEngine = type(
+    module: Any = local  # mypy does not let a class be replaced
+    module.LocalEngine = type(
         "Faulty", (FaultyEngine,), {"fault": fault, "strength": strength, "world": world}
     )
     try:
         yield
     finally:
-        local.LocalEngine = SoundEngine
+        module.LocalEngine = SoundEngine
 
 
 @dataclass

@@ -178,6 +178,7 @@ class Engine:
                 for layer in cache.layers:
                     layer.keys, layer.values = self.cache(layer.keys), self.cache(layer.values)
             output = self.model(torch.tensor([[token]]), use_cache=True, past_key_values=cache)
+        assert output is not None
         return output.logits[0, -1].float()
 
 

@@ -166,7 +166,8 @@ def sample(  # noqa: PLR0913
     sampler makes of logits, `gap` moves the positions of the response.
     """
     chance = torch.Generator().manual_seed(seed)
-    tokens, log_probs = [], []
+    tokens: list[Tensor] = []
+    log_probs: list[Tensor] = []
     with torch.no_grad():
         output = model(prompts, use_cache=True)
         for t in range(length):

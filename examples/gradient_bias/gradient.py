@@ -220,7 +220,7 @@ def errors_by_bound() -> str:
     for correlation, spread in itertools.product(CORRELATIONS, BOUNDS_SPREADS):
         sigma = spread / math.sqrt(BOUNDS_LENGTH)
         mismatch = Mismatch.of_size(sigma, correlation)
-        where = {
+        where: dict[str, Any] = {
             "correlation": correlation,
             "length": BOUNDS_LENGTH,
             "sigma": sigma,
@@ -229,7 +229,8 @@ def errors_by_bound() -> str:
         cells = []
         for name, config in configs.items():
             found = enumerated(config, mismatch, BOUNDS_LENGTH)
-            point = Point(estimator=name, **where, **relative(found, gradient_V))
+            errors: dict[str, Any] = relative(found, gradient_V)
+            point = Point(estimator=name, **where, **errors)
             cells.append(f"{point.error(BATCH):.2f} · {point.error_up_to_scale(BATCH):.2f}")
         lines.append(f"| {CORRELATIONS[correlation]} | {spread:g} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ retokenised).
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def log_ratios(
 ) -> Tensor:
     """Δ of healthy sequences, [256, length]: normal with mean −σ²/2 where there is noise, a tenth of it elsewhere."""
     tokens, sequences = noise
-    options = {"generator": generator, "dtype": torch.float64}
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     noisy = torch.rand(SEQUENCES, length, **options) < tokens
     noisy &= torch.rand(SEQUENCES, 1, **options) < sequences
     share = tokens * sequences
@@ -80,11 +81,11 @@ def rejected(options: dict[str, float], delta_ST: Tensor) -> Tensor:
 def shares(options: dict[str, float], length: int, deviation: float, batches: int) -> Shares:
     """What a rule rejects, averaged over batches."""
     generator = torch.Generator().manual_seed(0)
-    found_S = sum(
-        rejected(options, broken(log_ratios(length, deviation, NOISE["every token"], generator)))
-        for _ in range(batches)
-    )
-    mean_S = found_S / batches
+    total_S = torch.zeros(SEQUENCES, dtype=torch.float64)
+    for _ in range(batches):
+        healthy_ST = log_ratios(length, deviation, NOISE["every token"], generator)
+        total_S += rejected(options, broken(healthy_ST))
+    mean_S = total_S / batches
     return Shares(
         healthy=mean_S[2 * BROKEN :].mean().item(),
         offset=mean_S[:BROKEN].mean().item(),

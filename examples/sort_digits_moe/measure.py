@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -134,7 +135,8 @@ def measure(data: Path, checkpoint: Path, samples: int = SAMPLES) -> list[Row]:
         )
         for name in (*ENGINES, *PARTS):
             precision, bits = ENGINES.get(name, ("fp32", None))
-            engine = LocalEngine(checkpoint, tokenizer, precision=precision, router_bits=bits)
+            settings: dict[str, Any] = {"precision": precision, "router_bits": bits}
+            engine = LocalEngine(checkpoint, tokenizer, **settings)
             if name in PARTS:
                 engine.update_weights(partial(partly_rounded, checkpoint, *PARTS[name]), 0)
             found = [sample for group in engine.generate(prompts, sampling, 0) for sample in group]
@@ -177,6 +179,7 @@ def compare(
         metrics = mismatch_of(batch, training, replays_routing=not own_choice)
         if own_choice:
             other_experts = training.routing.metrics()["routing_difference"]
+        assert other_experts is not None
         yield Row(
             policy=policy,
             engine=name,

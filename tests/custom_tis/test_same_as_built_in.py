@@ -3,6 +3,7 @@
 import itertools
 import random
 from argparse import Namespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from slime_tis.user_functions import load_custom_tis
 from tests.policy.test_policy_loss import counts, evaluate, make
 
 LEVELS = ("token", "sequence", "geometric", "prefix", "segment")
-TIS = [{}] + [
+TIS: list[dict[str, Any]] = [{}] + [
     {"use_tis": True, "tis_level": level, "tis_mode": mode, **bounds, **normalized}
     for level, mode, bounds, normalized in itertools.product(
         LEVELS,

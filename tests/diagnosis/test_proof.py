@@ -301,7 +301,7 @@ def test_a_precision_and_a_temperature_are_found(model: Any, path: Path) -> None
 def test_any_two_hypotheses_with_a_forward_pass_can_be_combined(model: Any, path: Path) -> None:
     table = dump(model, PLANTED["temperature"][0])
     assert table.prompt is not None
-    prompts = [prompt[i % 4 :] for i, prompt in enumerate(table.prompt)]  # of several lengths
+    prompts = tuple(prompt[i % 4 :] for i, prompt in enumerate(table.prompt))  # of several lengths
     search = Search(replace(table, prompt=prompts), HfScorer(model), None, "rollout")
     names = [name for name, each in search.table.items() if each.cost]
     assert len(names) >= 30

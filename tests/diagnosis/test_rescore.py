@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ CASES = {
 @pytest.mark.parametrize("wrong", CASES)
 def test_the_wrong_engine_is_named(model: Path, exact: TokenTable, wrong: str) -> None:
     train, rollout, verdict = CASES[wrong]
-    columns = {"train_log_prob": noisy(exact.train_log_prob, train)}
+    columns: dict[str, Any] = {"train_log_prob": noisy(exact.train_log_prob, train)}
     columns["rollout_log_prob"] = noisy(exact.rollout_log_prob, rollout)
     found = rescore(replace(exact, **columns), HfScorer(load_model(str(model))))
     assert found.verdict.startswith(verdict)

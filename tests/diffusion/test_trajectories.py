@@ -332,7 +332,7 @@ REFUSED = {
         r"next_sample has shape \(2, 3\)",
     ),
     "reduction": (
-        lambda: gaussian_log_prob(ROWS, ROWS, 1.0, reduction="max"),
+        lambda: gaussian_log_prob(ROWS, ROWS, 1.0, reduction="max"),  # type: ignore[arg-type]
         "reduction is 'max'",
     ),
 }

@@ -6,6 +6,7 @@ import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -81,7 +82,7 @@ def test_lists_of_samples_and_dicts_of_lists_are_read(tmp_path):
     assert_slime(read(tmp_path / "train_data" / "4_1.pt"))
 
 
-BAD_SAMPLES = {
+BAD_SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
     "context-parallel slices": ({"log_probs": torch.zeros(2)}, "context-parallel ranks"),
     "no rollout log-probs": ({"rollout_log_probs": None}, "sample 0 has no rollout_log_probs"),
     "list of steps": ({"step": [[1]]}, "sample 0 has step"),

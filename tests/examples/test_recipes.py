@@ -189,7 +189,9 @@ def test_kubernetes_runs_the_same_recipe(files):
         ("slime-tis-sample", servers["template"]),
     ):
         assert by_name["Service", name]["selector"] == labels["metadata"]["labels"]
-    script, *flags = [*train["command"][1:], *train["args"]]
+    words = train["command"][1:] + train["args"]
+    script = words[0]
+    flags = words[1:]
     line = command_line(script, *flags, **environment | files)
     found = configure(line, torchrun(8 * int(environment["NODES"])))
     assert (

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,14 +69,17 @@ def refusal(outcome, status, *words):
     return f"status {outcome.status}, {len(lines)} lines: {outcome.error[-600:]}"
 
 
-DAMAGED = {
+def empty_files(save: Path) -> None:
+    """Cuts a file of each checkpoint to zero bytes."""
+    for step in (3, 4):
+        os.truncate(save / f"iter_000000{step}" / "common.pt", 0)
+
+
+DAMAGED: dict[str, tuple[int, Any]] = {
     "flipped bit": (1, lambda save: flip_middle(save / "iter_0000004" / "__0_0.distcp")),
     "empty directory": (1, lambda save: (save / "iter_0000009").mkdir()),
     "link in a circle": (0, lambda save: (save / "iter_0000009").symlink_to("iter_0000009")),
-    "two damaged": (
-        2,
-        lambda save: [os.truncate(save / f"iter_000000{i}" / "common.pt", 0) for i in (3, 4)],
-    ),
+    "two damaged": (2, empty_files),
 }
 """Damage of a directory of checkpoints, and the number of warnings."""
 

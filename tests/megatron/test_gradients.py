@@ -30,7 +30,7 @@ GROUPS = {
     "attention_bias": True,
     "partial_rotary_factor": 0.25,
 }
-BIASES = {"qwen2, biases": ("qwen2", {})}
+BIASES: dict[str, tuple[str, dict[str, Any]]] = {"qwen2, biases": ("qwen2", {})}
 TIED_NORMS = {"qwen3, tied, norms": ("qwen3", {"tie_word_embeddings": True})}
 DENSE = BIASES | TIED_NORMS
 MODELS: dict[str, tuple[str, dict[str, Any]]] = DENSE | {

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from slime_tis.atomic_files import metrics_before
+from slime_tis.atomic_files import METRICS, metrics_before
 from slime_tis.trainer.reporting.reporters import JsonLines
 from slime_tis.trainer.reporting.run_directory import (
-    METRICS,
     continues,
     foreign_file,
     prepare_run_directory,

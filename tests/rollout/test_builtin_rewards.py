@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import psutil
 import pytest
@@ -129,7 +130,7 @@ GPQA = {
 }
 
 
-SCORED = {
+SCORED: dict[str, tuple[Any, dict[str, Any]]] = {
     "exact_match": (exact_match, EXACT_MATCH),
     "math": (math_match, MATH),
     "math of expressions": (

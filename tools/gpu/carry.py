@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -193,7 +194,7 @@ def lacking(wheels: Path, python: str) -> Iterator[str]:
             metadata = Parser().parsestr(archive.read(name).decode())
         carried[canonicalize_name(metadata["Name"])] = metadata["Version"]
         required += [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
-    environment = {
+    environment: dict[str, Any] = {
         **default_environment(),
         "python_version": python,
         "python_full_version": f"{python}.0",

@@ -148,6 +148,7 @@ class Log:
 
     def follow(self, process: subprocess.Popen) -> None:
         """Writes what a process prints, until it ends."""
+        assert process.stdout is not None
         for line in process.stdout:
             self(line.rstrip("\n"))
 
@@ -235,7 +236,9 @@ def run_all(stages: list[Stage], device: str, python: str, site: Path, out: Path
             *map(str, sorted((CARRIED / "wheels").glob("*.whl"))),
         ),
     )
-    outcomes = [run_stage(install, install.command, install.limit, python, dict(os.environ), log)]
+    outcomes = [
+        run_stage(install, list(install.command), install.limit, python, dict(os.environ), log)
+    ]
     if outcomes[0].is_failure:
         outcomes += [
             Outcome(stage=stage.name, result="failed", message="no wheels") for stage in stages

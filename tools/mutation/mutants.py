@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 COMPARISONS = {
     "<": "<=",
@@ -94,6 +95,7 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
     mutants = []
     for node in _mutable_nodes(ast.parse(source)):
         start = offsets[node.lineno - 1] + node.col_offset
+        assert node.end_lineno is not None and node.end_col_offset is not None
         end = offsets[node.end_lineno - 1] + node.end_col_offset
         for shift, length, replacement in _replacements(node, source[start:end]):
             place = start + shift
@@ -186,15 +188,16 @@ def _between(
             yield start + len(gap[: found.start()].encode()), len(found[0]), swaps[found[0]]
 
 
-def _offset(node: ast.AST, text: bytes, child: ast.AST) -> int:
+def _offset(node: Any, text: bytes, child: Any) -> int:
     """Where a child starts in its parent's bytes."""
     if child.lineno == node.lineno:
         return child.col_offset - node.col_offset
     lines = text.splitlines(keepends=True)
-    return sum(map(len, lines[: child.lineno - node.lineno])) + child.col_offset
+    skipped = sum(len(line) for line in lines[: child.lineno - node.lineno])
+    return skipped + child.col_offset
 
 
-def _text(node: ast.AST, text: bytes, child: ast.AST) -> str:
+def _text(node: Any, text: bytes, child: Any) -> str:
     """The bytes of a child as text."""
     start = _offset(node, text, child)
     end_of_child = ast.Pass(lineno=child.end_lineno, col_offset=child.end_col_offset)

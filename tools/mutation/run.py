@@ -161,7 +161,7 @@ def draw(count: int, seed: int, only: str) -> list[tuple[mutants.Mutant, list[st
     for path, tests in tests_of.items():
         candidates += [(mutant, tests) for mutant in mutants.mutants_of(ROOT, path)]
     candidates.sort(key=lambda candidate: candidate[0].rank(seed))
-    one_per_line = {}
+    one_per_line: dict[tuple[Path, int], tuple[mutants.Mutant, list[str]]] = {}
     for mutant, tests in candidates:
         one_per_line.setdefault((mutant.path, mutant.line), (mutant, tests))
     matching = [candidate for candidate in one_per_line.values() if only in candidate[0].name]
@@ -333,7 +333,7 @@ def preload(copy: Path) -> None:
 def print_summary(results: list[dict]) -> None:
     """Prints counts by folder, and the survivors."""
     print("\ndrawn killed survived equivalent timeout  files")
-    folders = collections.defaultdict(collections.Counter)
+    folders: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for result in results:
         path = result["name"].partition(":")[0]
         for folder in (path if "/trainer/" in path else str(Path(path).parent), "all"):

@@ -56,9 +56,11 @@ async def generate(
 def test_health(fake: FakeSGLang) -> None:
     assert ask(fake, lambda server: server.health_error()) is None
     fake.healthy = False
-    assert f"{fake.url}/health answered HTTP 503" in ask(fake, lambda server: server.health_error())
+    error = ask(fake, lambda server: server.health_error())
+    assert error is not None and f"{fake.url}/health answered HTTP 503" in error
     fake.die()
-    assert f"{fake.url}/health failed: " in ask(fake, lambda server: server.health_error())
+    error = ask(fake, lambda server: server.health_error())
+    assert error is not None and f"{fake.url}/health failed: " in error
     with pytest.raises(ServerError, match=f"{fake.url}/generate failed: "):
         ask(fake, generate)
 
