@@ -18,15 +18,13 @@ from slime_tis.correction.config import PRESETS, preset_values
 from slime_tis.errors import quoted
 from slime_tis.options import fields
 from slime_tis.options.fields import flag
-from slime_tis.options.flags import Flag, flags_of
+from slime_tis.options.flags import CORRECTION, Flag, flags_of, split_overrides
 from slime_tis.options.values import (
-    CORRECTION,
     Given,
     Option,
     Source,
     nearest,
     read_given,
-    split_overrides,
 )
 
 correction_option = partial(fields.option, group="rollout correction")

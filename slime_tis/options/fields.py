@@ -1,10 +1,10 @@
-"""What the fields of a config may be, written in their annotations and checked when the config is made.
+"""Fields of configs: types and limits as annotations, which `check_fields` checks in `__post_init__`.
 
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
 
-Upper limits are far above what any real run needs: they refuse a slip of the finger before it takes
-all memory.
+Upper limits are far above what any real run needs: they refuse a typing error before it takes all
+memory.
 """
 
 import ast
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from slime_tis.errors import quoted
 
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""Types of fields, and of the items of lists, in the words of messages."""
+"""Types of fields and of list items, in the words of messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,42 +35,40 @@ class Limits:
     also: tuple[float, ...] = ()
     """Special values outside of the range, such as -1 for all, or infinity."""
     hint: str = ""
-    """End of the message of a refusal."""
+    """Advice at the end of a refusal."""
 
     def allow(self, value: float) -> bool:
-        """Whether a number lies within the limits; NaN never does, and infinity only where `also` has it."""
+        """Whether a number lies within the limits; NaN never does, infinity only if `also` has it."""
         if value in self.also:
             return True
         if not _is_finite(value):
             return False
-        return not (
-            (self.ge is not None and value < self.ge)
-            or (self.gt is not None and value <= self.gt)
-            or (self.le is not None and value > self.le)
-            or (self.lt is not None and value >= self.lt)
-        )
+        above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        below = (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
+        return above and below
 
     def __str__(self) -> str:
-        """The limits as --help and messages give them: `1 to 4096`, `above 0 and below 1`, `0.01 to 100, or 0`."""
+        """The limits for --help and messages: `1 to 4096`, `above 0 and below 1`, `1 to 9, or 0`."""
+        specials = [_plain(value) for value in self.also]
         if self.ge is not None and self.le is not None:
-            words = f"{_plain(self.ge)} to {_plain(self.le)}"
-        else:
-            bounds = {"above": self.gt, "at least": self.ge, "at most": self.le, "below": self.lt}
-            words = " and ".join(
-                f"{word} {_plain(bound)}" for word, bound in bounds.items() if bound is not None
-            )
-            if self.gt is not None and self.le is None and self.lt is None:
-                words += " and finite"  # whole numbers have ge
-        return ", or ".join([words, *map(_plain, self.also)])
+            return ", or ".join([f"{_plain(self.ge)} to {_plain(self.le)}", *specials])
+        bounds = {"above": self.gt, "at least": self.ge, "at most": self.le, "below": self.lt}
+        phrases = [f"{word} {_plain(bound)}" for word, bound in bounds.items() if bound is not None]
+        # Only floats have `gt`; the limits of integers need not say that infinity is refused.
+        if self.gt is not None and self.le is None and self.lt is None:
+            phrases.append("finite")
+        return ", or ".join([" and ".join(phrases), *specials])
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldType:
-    """The type in a field's annotation; `kind` is a Literal, bool, int, float, str or a `tuple[X, ...]` of these."""
+    """The annotation of a field."""
 
     kind: Any
+    """A Literal, bool, int, float, str, or a `tuple[X, ...]` of these."""
     limits: Limits | None
     optional: bool
+    """Whether None is allowed."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -79,20 +77,24 @@ class FieldType:
 
     @property
     def is_list(self) -> bool:
-        """Whether it is a tuple of any length."""
+        """Whether the value is a tuple of any length."""
         return get_origin(self.kind) is tuple
 
     @property
     def item(self) -> Any:
-        """Type of the items of a list; of anything else its own."""
+        """The type of a list's items; `kind` for other types."""
         return get_args(self.kind)[0] if self.is_list else self.kind
 
     def __str__(self) -> str:
         """The type in the words of messages: `a whole number, 1 to 4096`, `one of truncate, clip, mask`."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        limits = "" if self.limits is None else f", {self.limits}"
-        return ("a list, each " if self.is_list else "") + NAMES[self.item] + limits
+        text = NAMES[self.item]
+        if self.is_list:
+            text = f"a list, each {text}"
+        if self.limits is not None:
+            text += f", {self.limits}"
+        return text
 
 
 def option(
@@ -105,12 +107,17 @@ def option(
 ) -> Any:
     """Declares a dataclass field as an option of the command line.
 
-    Args: default: The default; without one the option is required. group: Title of the option's
-        group in --help. metavar: The value in --help; numbers show N (whole) or X without it.
+    Args:
+        default: The default; without one the option is required.
+        group: Title of the option's group in --help.
+        metavar: The value in --help; without it N for integers and X for other numbers and text.
         needs: Flags, as `--flag` or `--flag=value`; the option has no effect without one of them.
-        suffices: Further flags that give the option an effect. Help and messages do not name them:
-        a user function may
-            read any option, and in bypass mode weights are measured but not applied.
+        suffices: Further flags that give the option an effect, which help and messages do not name:
+            a user function may read any option, and bypass mode measures weights that it does not
+            apply.
+
+    Returns:
+        A dataclass field whose metadata are the keyword arguments of `slime_tis.options.values.Option`.
     """
     metadata = {"group": group, "metavar": metavar, "needs": needs, "suffices": suffices}
     return dataclasses.field(default=default, metadata=metadata)
@@ -130,7 +137,7 @@ REJECTS = (
 
 @functools.cache
 def field_types(config: type) -> dict[str, FieldType]:
-    """The types and limits of a dataclass's fields, by name."""
+    """Returns the types and limits of a dataclass's fields, by name."""
     hints = get_type_hints(config, include_extras=True)
     return {field.name: _field_type(hints[field.name]) for field in dataclasses.fields(config)}
 
@@ -138,73 +145,90 @@ def field_types(config: type) -> dict[str, FieldType]:
 @functools.cache
 def field_docs(config: type) -> dict[str, str]:
     """Returns the docstring under each field of a dataclass, on one line."""
-    (body,) = (
-        node.body
-        for node in ast.parse(inspect.getsource(config)).body
-        if isinstance(node, ast.ClassDef)
-    )
-    return {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(doc, ast.Expr)
-        and isinstance(doc.value, ast.Constant)
-        and isinstance(doc.value.value, str)
-    }
+    # Python does not keep docstrings of attributes; only the source has them.
+    (definition,) = ast.parse(inspect.getsource(config)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for field, doc in itertools.pairwise(definition.body):
+        match field, doc:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs
 
 
 def check_fields(config: object) -> None:
-    """Checks the values of a dataclass against the types and limits of its fields; raises ValueError."""
+    """Checks the values of a dataclass against the types and limits of its fields.
+
+    Raises:
+        ValueError: A value has another type or is out of its limits.
+    """
     for name, field in field_types(type(config)).items():  # type: ignore[arg-type]  # mypy: no class is hashable
         value = getattr(config, name)
         if value is None and field.optional:
             continue
-        if field.choices and not (isinstance(value, str) and value in field.choices):
+        is_choice = isinstance(value, str) and value in field.choices
+        if field.choices and not is_choice:
             raise ValueError(f"{flag(name)} is {quoted(value)} but must be {field}.")
-        for item in value if field.is_list else (value,):
-            if not _has_type(item, field.item):
-                raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field}.")
-            if field.limits is not None and not field.limits.allow(item):
-                hint = f"; {field.limits.hint}" if field.limits.hint else ""
-                raise ValueError(
-                    f"{flag(name)} is {quoted(item)} but must be {field.limits}{hint}."
-                )
+        items = value if field.is_list else (value,)
+        for item in items:
+            _check_item(name, field, item)
 
 
 def flag(name: str) -> str:
-    """The flag of a field: `--tis-upper-bound` for tis_upper_bound."""
+    """Returns the flag of a field: `--tis-upper-bound` for tis_upper_bound."""
     return "--" + name.replace("_", "-")
 
 
+def _check_item(name: str, field: FieldType, item: Any) -> None:
+    """Checks a value, or one item of a list."""
+    if not _has_type(item, field.item):
+        raise ValueError(f"{flag(name)} is {quoted(item)} but must be {field}.")
+    limits = field.limits
+    if limits is not None and not limits.allow(item):
+        hint = f"; {limits.hint}" if limits.hint else ""
+        raise ValueError(f"{flag(name)} is {quoted(item)} but must be {limits}{hint}.")
+
+
 def _has_type(value: Any, kind: Any) -> bool:
-    """Whether a value is the switch, the number or the text that it has to be; True for other types."""
+    """Whether a value has the type of a field; True for a Literal, which is checked before."""
     if kind is bool:
         return isinstance(value, bool)
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    return not isinstance(value, list | tuple | dict | bool) if kind is str else True
+    # bool is a subclass of int, and numpy's numbers are Integral or Real, but not int or float.
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if kind is str:
+        # Objects of other classes pass, for example a Path.
+        return not isinstance(value, list | tuple | dict | bool)
+    return True
 
 
 def _field_type(hint: Any) -> FieldType:
+    """Returns the type of an annotation: `T`, `T | None` or `Annotated[T, Limits(…)]`."""
     limits = None
     if get_origin(hint) is Annotated:
         limits = next((extra for extra in hint.__metadata__ if isinstance(extra, Limits)), None)
         hint = get_args(hint)[0]
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = [part for part in parts if part is not type(None)]
-    return FieldType(
-        kind=str if str in kinds else kinds[0], limits=limits, optional=len(kinds) < len(parts)
-    )
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    members = get_args(hint) if is_union else (hint,)
+    kinds = [member for member in members if member is not type(None)]
+    # The command line gives text; where a field also takes another type, text is the general one.
+    kind = str if str in kinds else kinds[0]
+    return FieldType(kind=kind, limits=limits, optional=len(kinds) < len(members))
 
 
 def _is_finite(value: float) -> bool:
-    """Whether a number is one that a float can be."""
+    """Whether a float can represent the number, and it is neither infinite nor NaN."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return False
 
 
 def _plain(number: float) -> str:
+    """Returns a number without rounding errors of binary fractions: `0.1`, not `0.1000…055`."""
     return f"{number:.12g}"

@@ -1,7 +1,20 @@
-"""The words of a command line as flags and their values."""
+"""The words of a command line: flags with their values, and Hydra overrides of verl's options."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+CORRECTION = "algorithm.rollout_correction"
+"""The block of verl's configuration that has its rollout correction."""
+
+BLOCKS = ("algorithm", "actor_rollout_ref")
+"""Top-level keys of a verl configuration that are read."""
+
+OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.DOTALL)
+"""A Hydra override of a verl command line: `algorithm.rollout_correction.bypass_mode=True`.
+
+Hydra writes + for a new key and ++ for a new or an old one.
+"""
 
 
 @dataclass(frozen=True)
@@ -18,17 +31,38 @@ class Flag:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The words after the flag, and before them the text after an equals sign."""
+        """The text after an equals sign, then the words after the flag."""
         _, equals, value = self.word.partition("=")
         return (value, *self.following) if equals else self.following
 
 
 def flags_of(words: Iterable[str]) -> list[Flag]:
-    """Returns each word that begins with two hyphens, and the words after it; words before them have no flag."""
-    found: list[tuple[str, list[str]]] = [("", [])]
+    """Returns each word that begins with two hyphens, with the words after it.
+
+    The first item has an empty word and the words before the first flag.
+    """
+    groups: list[tuple[str, list[str]]] = [("", [])]
     for word in words:
         if word.startswith("--"):
-            found.append((word, []))
+            groups.append((word, []))
         else:
-            found[-1][1].append(word)
-    return [Flag(word, tuple(following)) for word, following in found]
+            _, following = groups[-1]
+            following.append(word)
+    return [Flag(word, tuple(following)) for word, following in groups]
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Splits Hydra overrides of verl's blocks off a command line.
+
+    Returns:
+        The other words, and the texts of the overrides by dotted key.
+    """
+    words = []
+    overrides = {}
+    for word in argv:
+        match = OVERRIDE.fullmatch(word)
+        if match is None:
+            words.append(word)
+        else:
+            overrides[match[1]] = match[2].strip("'\"")
+    return words, overrides

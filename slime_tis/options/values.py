@@ -1,4 +1,4 @@
-"""A config field as an option; one rule reads its value from the text of the command line and of YAML."""
+"""Options by name, and their values: the same rules read the text of a command line and of YAML."""
 
 import dataclasses
 import difflib
@@ -14,22 +14,19 @@ from slime_tis.errors import quoted
 from slime_tis.options.fields import FieldType, field_docs, field_types
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-MAX_LISTED, MAX_COMPARED = 250, 80
-"""Characters of a list of names in a message, and of an unknown word."""
-SIMILARITY = 0.8
-"""Smallest ratio of `difflib` for a suggestion."""
+"""Words for switches; YAML 1.1 reads the same ones as Booleans."""
 NULLS = ("~", "null", "none")
 """Words that unset an option."""
-MAX_TEXT, MAX_NUMBER = 4096, 400
-"""Characters of a text (the longest path of Linux) and of a number."""
-
-BLOCKS = ("algorithm", "actor_rollout_ref")
-"""Top-level keys of a verl configuration that are read."""
-
-OVERRIDE = re.compile(rf"\+{{0,2}}((?:{'|'.join(BLOCKS)})(?:\.\w+)+)=(.*)", re.DOTALL)
-"""A Hydra override of a verl command line: `algorithm.rollout_correction.bypass_mode=True`."""
-
-CORRECTION = "algorithm.rollout_correction"
+MAX_TEXT = 4096
+"""Characters of a text: the longest path of Linux."""
+MAX_NUMBER = 400
+"""Characters of a number; 5e-324 without an exponent has 326."""
+MAX_LISTED = 250
+"""Characters of a list of names in a message."""
+MAX_COMPARED = 80
+"""Characters of an unknown word that are compared; difflib is quadratic in its length."""
+SIMILARITY = 0.8
+"""Smallest ratio of `difflib` for a suggestion."""
 
 
 class Source(IntEnum):
@@ -42,13 +39,14 @@ class Source(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A value of an option and its source; `label` is its name in messages: `--lr`, or `lr in run.yaml`."""
+    """A value of an option, and where it comes from."""
 
     value: Any
     label: str
+    """Its name in messages: `--lr`, or `lr in run.yaml`."""
     source: Source
     unset: bool = False
-    """Whether the source says `none`, which overrides other sources with the default."""
+    """Whether the source has `none`, which overrides other sources with the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,117 +64,149 @@ class Option:
     needs: tuple[str, ...] = ()
     suffices: tuple[str, ...] = ()
     advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What to do instead of values of other programs, by value; for messages."""
+    """What to do instead, by value of another program; for messages."""
 
     @property
     def default_text(self) -> str:
         """The default in the words of --help."""
         if self.default is MISSING:
             return "required"
-        if self.type.kind is bool and self.default is not None:
-            return f"default: {'on' if self.default else 'off'}"
-        return "default: unset" if self.default is None else f"default: {self.default}"
+        if self.default is None:
+            return "default: unset"
+        if self.default is True:
+            return "default: on"
+        if self.default is False:
+            return "default: off"
+        return f"default: {self.default}"
 
 
 def declare_options(configs: Sequence[type]) -> dict[str, Option]:
     """Returns the fields of dataclasses, with a docstring under each field, as options by name."""
     options = {}
     for config in configs:
-        types, docs = field_types(config), field_docs(config)
+        types = field_types(config)
+        docs = field_docs(config)
         for field in dataclasses.fields(config):
-            kind, text = types[field.name], docs[field.name]
             options[field.name] = Option(
-                name=field.name, type=kind, default=field.default, help=text, **field.metadata
+                name=field.name,
+                type=types[field.name],
+                default=field.default,
+                help=docs[field.name],
+                **field.metadata,
             )
     return options
 
 
 def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
-    """Reads the value of an option from text, None, or a list or mapping of texts; none gives the default."""
+    """Reads the value of an option; None and the word none give the default.
+
+    Args:
+        label: The option's name in messages.
+        option: The option.
+        value: Text, None, or a list or mapping of texts.
+        source: Where the value is given.
+
+    Raises:
+        ValueError: The value is empty, has another type than the option, or is no valid text.
+    """
     if is_unset(value):
         if option.default is MISSING:
             raise ValueError(f"{label} is unset but must be {option.type}.")
         return Given(value=option.default, label=label, source=source, unset=True)
-    items = [value] if isinstance(value, str) else value
-    if not items or any(isinstance(item, str) and not item.strip() for item in items):
+    texts = [value] if isinstance(value, str) else value
+    has_blank = any(isinstance(text, str) and not text.strip() for text in texts)
+    if not texts or has_blank:
         raise ValueError(f"{label} is empty but must be {option.type}; write none to unset it.")
     try:
-        return Given(value=_read_kind(option.type, value), label=label, source=source)
+        return Given(value=_read_value(option.type, value), label=label, source=source)
     except _UnfitText as error:
         raise ValueError(f"{label} is {quoted(value)} but {error}.") from None
     except ValueError:
+        # A list or a mapping in place of a text cannot be a key of `advice`.
         advice = option.advice.get(value) if isinstance(value, str) else None
-        hint = "" if advice is None else f"; {advice}"
+        hint = f"; {advice}" if advice is not None else ""
         raise ValueError(f"{label} is {quoted(value)} but must be {option.type}{hint}.") from None
 
 
 def is_unset(value: Any) -> bool:
-    """Whether a value takes an option back to its default: None, or the word none, ~ or null, also alone in a list."""
+    """Whether a value resets an option to its default: None, none, ~ or null, also as the only item."""
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     return value is None or (isinstance(value, str) and value.strip().lower() in NULLS)
 
 
 def read_switch(text: str) -> bool:
-    """Reads true, yes, on, false, no or off in any case."""
-    if text.strip().lower() not in SWITCHES:
+    """Reads true, yes, on, false, no or off in any case; raises ValueError for other texts."""
+    word = text.strip().lower()
+    if word not in SWITCHES:
         raise ValueError(text)
-    return SWITCHES[text.strip().lower()]
+    return SWITCHES[word]
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Returns a command line without Hydra overrides of verl's blocks, and their text by dotted key."""
-    matches = [(word, OVERRIDE.fullmatch(word)) for word in argv]
-    overrides = {match[1]: match[2].strip("'\"") for _, match in matches if match}
-    return [word for word, match in matches if not match], overrides
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The hint for an unknown word: one that is similar, or all of them where none is and they are few."""
-    known = list(known)
-    match = similar(word, known)
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Returns a hint for an unknown word: the most similar name, or all names if they are few."""
+    names = list(names)
+    match = similar(word, names)
     if match is not None:
         return f"did you mean {match}?"
-    listed = ", ".join(known)
-    return f"known are {listed}." if len(listed) <= MAX_LISTED else "--help lists what there is."
+    listed = ", ".join(names)
+    if len(listed) <= MAX_LISTED:
+        return f"known are {listed}."
+    return "--help lists what there is."
 
 
-def similar(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that is most similar to a misspelled or cut one, or None."""
-    word, known = word[:MAX_COMPARED], list(known)
-    longer = [name for name in known if len(word) > 5 and name.startswith(word)]
-    return next(
-        iter(difflib.get_close_matches(word, known, n=1, cutoff=SIMILARITY) or longer), None
-    )
+def similar(word: str, names: Iterable[str]) -> str | None:
+    """Returns the name that is most similar to a misspelled or shortened word, or None."""
+    word = word[:MAX_COMPARED]
+    names = list(names)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=SIMILARITY)
+    if matches:
+        return matches[0]
+    # argparse accepts a prefix of a flag; here it is only a suggestion.
+    longer_names = [name for name in names if len(word) > 5 and name.startswith(word)]
+    return longer_names[0] if longer_names else None
 
 
 class _UnfitText(ValueError):
-    """A text that no option may be."""
+    """A text that no option accepts; the message continues `--name is 'text' but`."""
 
 
-def _read_kind(kind: FieldType, value: Any) -> Any:
-    if isinstance(value, dict) and kind.is_list:
+def _read_value(kind: FieldType, value: Any) -> Any:
+    """Returns a value in the type of a field; raises ValueError if it has another type."""
+    if not kind.is_list:
+        return _read_item(kind, value)
+    if isinstance(value, dict):
+        # `eval_prompt_data: {aime: a.jsonl}` in YAML is `--eval-prompt-data aime a.jsonl`.
         value = [part for pair in value.items() for part in pair]
-    texts = value if kind.is_list and not isinstance(value, str) else [value]
-    if not all(
-        isinstance(text, str) and (not kind.choices or text in kind.choices) for text in texts
-    ):
-        raise ValueError(value)
-    items = tuple(text if kind.choices else READERS[kind.item](text) for text in texts)
-    return items if kind.is_list else items[0]
+    texts = [value] if isinstance(value, str) else value
+    return tuple(_read_item(kind, text) for text in texts)
+
+
+def _read_item(kind: FieldType, text: Any) -> Any:
+    """Returns a text as a value, or as one item of a list."""
+    if not isinstance(text, str):
+        raise ValueError(text)
+    if not kind.choices:
+        return READERS[kind.item](text)
+    if text not in kind.choices:
+        raise ValueError(text)
+    return text
 
 
 def _read_int(text: str) -> int:
+    # int() also accepts underscores and digits of other scripts.
     if len(text) > MAX_NUMBER or not re.fullmatch(r"\s*[-+]?[0-9]+\s*", text):
         raise ValueError(text)
     return int(text)
 
 
 def _read_float(text: str) -> float:
+    # float() also accepts underscores and digits of other scripts.
     if len(text) > MAX_NUMBER or "_" in text or not text.isascii():
         raise ValueError(text)
-    number = float(text.lower().replace(".inf", "inf"))
-    if math.isnan(number) or (math.isinf(number) and "inf" not in text.lower()):
+    number = float(text.lower().replace(".inf", "inf"))  # YAML writes .inf
+    overflows = math.isinf(number) and "inf" not in text.lower()
+    if math.isnan(number) or overflows:
         raise ValueError(text)
     return number
 
@@ -184,6 +214,7 @@ def _read_float(text: str) -> float:
 def _read_text(text: str) -> str:
     if len(text) > MAX_TEXT:
         raise _UnfitText(f"may have {MAX_TEXT} characters at most")
+    # Cc: control characters. Cs: bytes of an argument that are not UTF-8, as Python passes them on.
     if any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         raise _UnfitText("must be text without control characters and in UTF-8")
     return text

@@ -18,9 +18,8 @@ from slime_tis.integrations.verl_config import (
     translate,
     translate_actor,
 )
+from slime_tis.options.flags import BLOCKS, CORRECTION
 from slime_tis.options.values import (
-    BLOCKS,
-    CORRECTION,
     Given,
     Option,
     Source,
