@@ -332,6 +332,22 @@ def test_a_gradient_that_is_not_finite_ends_the_run_or_is_skipped(
         assert weights and all(weight.isfinite().all() for weight in weights)
 
 
+def test_a_run_saves_the_step_it_loaded_in_another_directory(task, tmp_path):
+    (tmp_path / "huge.py").write_text(
+        "def reward(args, sample):\n    return 1e100 * (sample.index % 2)\n"
+    )
+    flags = [*task, "--output-dir", str(tmp_path / "run"), "--disable-grpo-std-normalization"]
+    first = [*flags, "--save", str(tmp_path / "first"), "--num-rollout", "1"]
+    assert run_forked(first, tmp_path / "a").status == 0
+    other = [*flags, "--load", str(tmp_path / "first"), "--save", str(tmp_path / "second")]
+    stopped = run_forked(
+        [*other, "--custom-rm-path", f"{tmp_path / 'huge.py'}:reward"], tmp_path / "b"
+    )
+    assert stopped.status == 1
+    assert f"saved under {tmp_path / 'second'}" in stopped.error
+    assert [path.name for path in (tmp_path / "second").glob("iter_*")] == ["iter_0000001"]
+
+
 def test_the_last_good_step_is_saved_and_resumed(task, tmp_path):
     """The reward of the third rollout overflows; a run with other rewards resumes after step 2."""
     (tmp_path / "late.py").write_text(

@@ -110,6 +110,8 @@ TESTS = {
     ],
     "slime_tis/trainer/checkpointer.py": [
         *CHECKPOINT_TESTS,
+        "tests/test_custom_documentation.py",
+        "tests/faults/test_checkpoints.py",
         "tests/test_stop_signals.py",
         "tests/test_train.py",
     ],
