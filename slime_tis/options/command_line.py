@@ -1,7 +1,7 @@
 """A command line whose flags are the fields of configs; a field's docstring is its help.
 
-Precedence: command line > YAML (`--custom-config-path`) > preset (`--rollout-correction-preset`) >
-    defaults.
+Precedence, highest first: command line, YAML (`--custom-config-path`), preset
+(`--rollout-correction-preset`), default.
 """
 
 import argparse
@@ -60,12 +60,14 @@ class CommandLine:
     @property
     def spellings(self) -> dict[str, tuple[Option, bool]]:
         """Every flag with its option, and whether it turns the option off."""
-        names = {**{name: name for name in self.options}, **self.aliases}
-        found = {flag(name): (self.options[option], False) for name, option in names.items()}
-        switches = [
-            name for name, option in names.items() if self.options[option].type.kind is bool
-        ]
-        return found | {flag(f"no_{name}"): (self.options[names[name]], True) for name in switches}
+        names = {name: name for name in self.options} | dict(self.aliases)
+        spellings = {}
+        for name, option_name in names.items():
+            option = self.options[option_name]
+            spellings[flag(name)] = (option, False)
+            if option.type.kind is bool:
+                spellings[flag(f"no_{name}")] = (option, True)
+        return spellings
 
     @property
     def groups(self) -> dict[str, list[Option]]:
@@ -86,16 +88,19 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """An option, and its value or an empty text for any, that gives another option an effect."""
+    """An option that gives another option an effect."""
 
     option: str
     value: str
+    """The value that it must have; an empty text if every value but false, 0 and none will do."""
     suggested: bool
     """Whether --help and messages name it."""
 
     def met_by(self, value: Any) -> bool:
-        """Returns whether a value of the option is the needed one."""
-        return str(value) == self.value if self.value else bool(value)
+        """Whether a value of the option is the needed one."""
+        if self.value:
+            return str(value) == self.value
+        return bool(value)
 
     def __str__(self) -> str:
         """The flag with its value."""
@@ -115,18 +120,22 @@ CORRECTION_SWITCHES = (
 
 
 class _HelpFormatter(argparse.HelpFormatter):
+    """Shows the value of an option once, after all its names; argparse repeats it after each name."""
+
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        values = "" if action.nargs == 0 else f" {action.metavar}"
-        return ", ".join(action.option_strings) + values
+        names = ", ".join(action.option_strings)
+        if action.nargs == 0:
+            return names
+        return f"{names} {action.metavar}"
 
 
 def make_parser(
     line: CommandLine, *, prog: str, usage: str, description: str
 ) -> argparse.ArgumentParser:
-    """The --help of a command line, in titled groups of flags."""
+    """Returns a parser that prints the --help of a command line, in titled groups of flags."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
@@ -146,37 +155,49 @@ def make_parser(
 
 
 def _add_flag(group: argparse._ArgumentGroup, line: CommandLine, option: Option) -> None:
-    names = [option.name, *(old for old, new in line.aliases.items() if new == option.name)]
-    text = f"{option.help} ({'; '.join(help_notes(line, option))})".replace("%", "%%")
-    if option.type.kind is bool:
-        opposites = [flag(f"no_{name}") for name in names]
-        if option.default:  # the form that changes something is shown, too
-            group.add_argument(*map(flag, names), *opposites, action="store_true", help=text)
-        else:
-            group.add_argument(*map(flag, names), action="store_true", help=text)
-            group.add_argument(*opposites, action="store_true", help=argparse.SUPPRESS)
+    """Adds an option with its old names to the --help."""
+    old_names = [old for old, new in line.aliases.items() if new == option.name]
+    names = [option.name, *old_names]
+    flags = [flag(name) for name in names]
+    notes = "; ".join(help_notes(line, option))
+    text = f"{option.help} ({notes})".replace("%", "%%")  # argparse formats help with %
+    if option.type.kind is not bool:
+        group.add_argument(*flags, dest=option.name, metavar=_metavar(option), help=text)
         return
-    group.add_argument(*map(flag, names), dest=option.name, metavar=_metavar(option), help=text)
+    opposites = [flag(f"no_{name}") for name in names]
+    if option.default:
+        # The --no- form is the one that changes something.
+        group.add_argument(*flags, *opposites, action="store_true", help=text)
+    else:
+        group.add_argument(*flags, action="store_true", help=text)
+        group.add_argument(*opposites, action="store_true", help=argparse.SUPPRESS)
 
 
 def help_notes(line: CommandLine, option: Option) -> list[str]:
     """Returns the default, the limits and the needs of an option for --help."""
+    notes = [option.default_text]
+    if option.type.limits is not None:
+        notes.append(str(option.type.limits))
     needs = needs_of(line, option.name)
-    limits = [] if option.type.limits is None else [str(option.type.limits)]
-    return [option.default_text, *limits, *([f"needs {_alternatives(needs)}"] if needs else [])]
+    if needs:
+        notes.append(f"needs {_alternatives(needs)}")
+    return notes
 
 
 def _metavar(option: Option) -> str:
+    """Returns the value of an option as --help shows it."""
     if option.type.choices:
         return "{" + ",".join(option.type.choices) + "}"
-    return option.metavar or ("X" if option.type.kind in (float, str) else "N")
+    if option.metavar:
+        return option.metavar
+    return "X" if option.type.kind in (float, str) else "N"
 
 
 def split_words(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[list[Flag], dict[str, str]]:
-    """Returns flags with their words, and Hydra overrides of verl's options; --help prints the help and exits."""
-    if not {"-h", "--help"}.isdisjoint(argv):
+    """Returns flags with their words, and Hydra overrides; --help prints the help and exits."""
+    if "-h" in argv or "--help" in argv:
         parser.print_help()
         raise SystemExit(0)
     words, overrides = split_overrides(argv)
@@ -184,127 +205,142 @@ def split_words(
 
 
 def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str, str]) -> Flags:
-    """Reads values of flags; refuses wrong ones with a ValueError."""
-    spellings, first = line.spellings, dict[str, str]()
+    """Reads the values of flags; the last of several equal flags counts.
+
+    Raises:
+        ValueError: A word is not a flag, or a value is missing or wrong.
+    """
+    spellings = line.spellings
     texts: dict[str, Any] = {}
+    first_names: dict[str, str] = {}
     strays: list[str] = []
-    for one in flags:
-        if one.name not in spellings:
-            strays += [one.name] if one.name else one.values
+    for item in flags:
+        if item.name not in spellings:
+            # The words before the first flag have no name.
+            strays += [item.name] if item.name else item.values
             continue
-        option, is_off = spellings[one.name]
-        if (
-            not is_off and first.setdefault(option.name, one.name) != one.name
-        ):  # the precedence would be arbitrary
-            raise ValueError(
-                f"{first[option.name]} and {one.name} are one option; remove one of the two."
-            )
+        option, is_off = spellings[item.name]
+        if not is_off:
+            # Which of two names has priority would be arbitrary; a --no- form may follow as an override.
+            first = first_names.setdefault(option.name, item.name)
+            if first != item.name:
+                raise ValueError(f"{first} and {item.name} are one option; remove one of the two.")
         if option.name == "custom_config_path" and option.name in texts:
             raise ValueError("--custom-config-path is given twice; merge the two files into one.")
-        if is_off and "=" in one.word:
-            raise ValueError(f"{one.name} takes no value.")
-        values = one.values
-        if option.type.kind is bool:
-            values = ("false", *values) if is_off else values or ("true",)
-        if not values:
-            raise ValueError(f"{one.name} has no value; add {one.name} {_metavar(option)}.")
-        texts[option.name] = list(values) if option.type.is_list else values[0]
-        strays += () if option.type.is_list else values[1:]
+        values = _values_of(item, option, is_off)
+        if option.type.is_list:
+            texts[option.name] = list(values)
+        else:
+            texts[option.name] = values[0]
+            strays += values[1:]
     if strays:
         raise ValueError("\n".join(_not_a_flag(line, word) for word in strays))
-    given = {
-        name: read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
-        for name, text in texts.items()
-    }
+    given = {}
+    for name, text in texts.items():
+        given[name] = read_given(flag(name), line.options[name], text, Source.COMMAND_LINE)
     return Flags(given=given, overrides=dict(overrides))
 
 
+def _values_of(item: Flag, option: Option, is_off: bool) -> tuple[str, ...]:
+    """Returns the words of a flag's value, at least one; of a switch `true` or `false` if it has none."""
+    if is_off and "=" in item.word:
+        raise ValueError(f"{item.name} takes no value.")
+    if is_off:
+        return ("false", *item.values)
+    if option.type.kind is bool and not item.values:
+        return ("true",)
+    if not item.values:
+        raise ValueError(f"{item.name} has no value; add {item.name} {_metavar(option)}.")
+    return item.values
+
+
 def _not_a_flag(line: CommandLine, word: str) -> str:
+    """Returns the message about a word that is neither a flag nor its value."""
     shown = quoted(word)[1:-1] or "An empty word"
-    if "=" in word and "." in word.split("=")[0] and not word.startswith("-"):
+    key, equals, _ = word.partition("=")
+    if equals and "." in key and not word.startswith("-"):
         return f"{shown} is an override of Hydra; only {CORRECTION}.KEY=VALUE is read. Use a flag."
-    return (
-        f"{shown} is not a flag;"
-        f" {nearest(word.split('=')[0], map(flag, (*line.options, *line.aliases)))}"
-    )
+    flags = [flag(name) for name in (*line.options, *line.aliases)]
+    return f"{shown} is not a flag; {nearest(key, flags)}"
 
 
 def merge_sources(line: CommandLine, flags: Flags) -> dict[str, Given]:
-    """Returns values by precedence: command line, YAML, preset; refuses wrong, missing and ineffective options."""
+    """Returns the options that are given and have an effect, by precedence of their sources.
+
+    Raises:
+        ValueError: A value of YAML or of a preset is wrong, a required option is missing, or an
+            option has no effect.
+    """
     given = _with_preset(line, _with_yaml(line, flags))
     _turn_on_weights(given)
     for option in line.options.values():
         if option.default is MISSING and option.name not in given:
-            raise ValueError(
-                f"{flag(option.name)} is unset but required; add {flag(option.name)}"
-                f" {_metavar(option)}."
-            )
+            name = flag(option.name)
+            raise ValueError(f"{name} is unset but required; add {name} {_metavar(option)}.")
     return _with_effect(line, given)
 
 
 @contextmanager
 def naming_sources(given: Mapping[str, Given]) -> Iterator[None]:
-    """Adds to a refusal the names under which its flags were given."""
+    """Adds to a ValueError the names that the user wrote for its flags, if they are other names."""
     try:
         yield
     except ValueError as error:
-        named = re.findall(r"--[\w-]+", str(error))
-        written = [
-            f"{flag(name)} is {one.label}"
-            for name, one in given.items()
-            if flag(name) in named and one.label.split()[0].lstrip("-").replace("-", "_") != name
-        ]
-        raise ValueError(f"{error} ({', '.join(written)})" if written else str(error)) from None
+        flags = re.findall(r"--[\w-]+", str(error))
+        labels = []
+        for name, entry in given.items():
+            label_name = entry.label.split()[0].lstrip("-").replace("-", "_")
+            if flag(name) in flags and label_name != name:
+                labels.append(f"{flag(name)} is {entry.label}")
+        if not labels:
+            raise ValueError(str(error)) from None
+        raise ValueError(f"{error} ({', '.join(labels)})") from None
 
 
 def _with_yaml(line: CommandLine, flags: Flags) -> dict[str, Given]:
-    """Returns the values of YAML, overridden by the command line."""
+    """Returns the values of YAML and of Hydra overrides, overridden by flags."""
     path = flags.given.get("custom_config_path")
-    in_yaml = {
-        name: option for name, option in line.options.items() if name != "custom_config_path"
-    }
     file = None if path is None or path.unset else Path(path.value)
-    given: dict[str, Given] = {}
-    if file is not None or flags.overrides:
-        from slime_tis.options.yaml_file import read_yaml  # PyYAML: --help works without it
+    if file is None and not flags.overrides:
+        return dict(flags.given)
+    from slime_tis.options.yaml_file import read_yaml  # PyYAML: --help works without it
 
-        given = read_yaml(file, flags.overrides, in_yaml, line.aliases)
-    for name, one in flags.given.items():
+    # A YAML file cannot name another one.
+    options = {name: one for name, one in line.options.items() if name != "custom_config_path"}
+    given = read_yaml(file, flags.overrides, options, line.aliases)
+    for name, entry in flags.given.items():
         other = given.get(name)
-        if other is not None and other.source == Source.COMMAND_LINE and other.value != one.value:
+        is_override = other is not None and other.source == Source.COMMAND_LINE
+        if other is not None and is_override and other.value != entry.value:
             raise ValueError(
-                f"{one.label} and {other.label} are one option; remove one of the two."
+                f"{entry.label} and {other.label} are one option; remove one of the two."
             )
     return {**given, **flags.given}
 
 
 def _with_preset(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
     """Returns the values of the named preset, overridden by the given values."""
-    preset = given.get("rollout_correction_preset")
-    if preset is None or preset.unset:
+    entry = given.get("rollout_correction_preset")
+    if entry is None or entry.unset:
         return dict(given)
-    if preset.value not in PRESETS:
+    preset = entry.value
+    if preset not in PRESETS:
         raise ValueError(
-            f"--rollout-correction-preset is {quoted(preset.value)};"
-            f" {nearest(preset.value, PRESETS)}"
+            f"--rollout-correction-preset is {quoted(preset)}; {nearest(preset, PRESETS)}"
         )
-    chosen = {
-        name: read_given(
-            f"{name} of the preset {preset.value}", line.options[name], str(value), Source.PRESET
-        )
-        for name, value in preset_values(
-            preset.value, {name: one.value for name, one in given.items()}
-        ).items()
-    }
+    explicit_values = {name: one.value for name, one in given.items()}
+    chosen = {}
+    for name, value in preset_values(preset, explicit_values).items():
+        label = f"{name} of the preset {preset}"
+        chosen[name] = read_given(label, line.options[name], str(value), Source.PRESET)
     return {**chosen, **given}
 
 
 def _turn_on_weights(given: dict[str, Given]) -> None:
-    """Sets use_tis if --use-rollout-correction is on; refuses an option that says otherwise."""
-    switch, preset, weights = (
-        given.get(name)
-        for name in ("use_rollout_correction", "rollout_correction_preset", "use_tis")
-    )
+    """Sets use_tis if --use-rollout-correction is on; refuses a source that turns weights off."""
+    switch = given.get("use_rollout_correction")
+    preset = given.get("rollout_correction_preset")
+    weights = given.get("use_tis")
     if switch is None or not switch.value:
         return
     if weights is not None and (weights.value or weights.source > switch.source):
@@ -323,31 +359,41 @@ def _turn_on_weights(given: dict[str, Given]) -> None:
 
 
 def _with_effect(line: CommandLine, given: Mapping[str, Given]) -> dict[str, Given]:
-    """Omits values whose switch is off in the same or an overriding source; refuses others without effect."""
+    """Returns the options that have an effect.
+
+    An option whose switch is off is left out if the switch was turned off by the same source, as in
+    a template, or by a source that overrides it. Otherwise an option without effect is refused.
+    """
     values = {name: option.default for name, option in line.options.items()}
-    values |= {name: one.value for name, one in given.items()}
+    values |= {name: entry.value for name, entry in given.items()}
     effective = {}
-    for name, one in given.items():
-        unmet = [] if one.unset else unmet_needs(line, name, values)
+    for name, entry in given.items():
+        unmet = [] if entry.unset else unmet_needs(line, name, values)
         if not unmet:
-            effective[name] = one
-        elif not any(_turned_off(given.get(need.option), one) for need in unmet):
-            value = "set" if one.value is True else quoted(one.value)
-            which = "it" if sum(need.suggested for need in unmet) == 1 else "one of them"
-            raise ValueError(
-                f"{one.label} is {value} but has no effect without {_alternatives(unmet)}; "
-                f"add {which} or remove {one.label.split()[0]}."
-            )
+            effective[name] = entry
+        elif not any(_turned_off(given.get(need.option), entry) for need in unmet):
+            raise ValueError(_without_effect(entry, unmet))
     return effective
 
 
-def _turned_off(switch: Given | None, one: Given) -> bool:
-    """Returns whether an option was overridden, or turned off by the same source, as in a template."""
+def _without_effect(entry: Given, unmet: Sequence[Need]) -> str:
+    """Returns the message about an option without effect."""
+    value = "set" if entry.value is True else quoted(entry.value)
+    suggestions = [need for need in unmet if need.suggested]
+    addition = "it" if len(suggestions) == 1 else "one of them"
+    return (
+        f"{entry.label} is {value} but has no effect without {_alternatives(unmet)}; "
+        f"add {addition} or remove {entry.label.split()[0]}."
+    )
+
+
+def _turned_off(switch: Given | None, entry: Given) -> bool:
+    """Whether a switch was turned off by the source of an option, or set by an overriding source."""
     if switch is None:
         return False
-    return switch.source > one.source or (
-        switch.source == one.source and switch.value in (False, None)
-    )
+    if switch.source > entry.source:
+        return True
+    return switch.source == entry.source and switch.value in (False, None)
 
 
 def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list[Need]:
@@ -356,29 +402,40 @@ def unmet_needs(line: CommandLine, name: str, values: Mapping[str, Any]) -> list
     met = [need for need in needs if need.met_by(values[need.option])]
     if not met:
         return needs
+    # A needed option may itself have no effect, as --tis-level without --use-tis.
     further = [unmet_needs(line, need.option, values) for need in met]
-    return [] if [] in further else further[0]
+    if [] in further:
+        return []
+    return further[0]
 
 
 def needs_of(line: CommandLine, name: str) -> list[Need]:
     """Returns the flags of this command line that give an option an effect."""
-    option, needs = line.options.get(name), []
-    for word in (*option.needs, *option.suffices) if option else ():
-        needed, _, value = word.removeprefix("--").partition("=")
-        suggested = option is not None and word in option.needs
-        needs.append(Need(option=needed.replace("-", "_"), value=value, suggested=suggested))
-    return [need for need in needs if need.option in line.options]
+    option = line.options.get(name)
+    if option is None:  # an option of a user function
+        return []
+    needs = []
+    for word in (*option.needs, *option.suffices):
+        needed_flag, _, value = word.partition("=")
+        needed = needed_flag.removeprefix("--").replace("-", "_")
+        # Other programs than train.py have a part of the options.
+        if needed in line.options:
+            needs.append(Need(option=needed, value=value, suggested=word in option.needs))
+    return needs
 
 
 def _alternatives(needs: Sequence[Need]) -> str:
-    *first, last = (str(need) for need in needs if need.suggested)
-    return f"{', '.join(first)} or {last}" if first else last
+    """Returns the suggested flags as text: `--a, --b or --c`."""
+    *first, last = [str(need) for need in needs if need.suggested]
+    if not first:
+        return last
+    return f"{', '.join(first)} or {last}"
 
 
 ConfigT = TypeVar("ConfigT")
 
 
 def build(config: type[ConfigT], given: Mapping[str, Given]) -> ConfigT:
-    """A config from the options that are its fields."""
+    """Returns a config whose fields have the given values; other fields have their defaults."""
     names = [field.name for field in dataclasses.fields(config) if field.name in given]  # type: ignore[arg-type]
     return config(**{name: given[name].value for name in names})

@@ -1,4 +1,4 @@
-"""Options from a YAML file: flag names as keys, and verl's blocks, there or as Hydra overrides."""
+"""Options of --custom-config-path: names of options as keys, and verl's blocks or Hydra overrides."""
 
 import json
 import re
@@ -36,9 +36,11 @@ MAX_DEPTH = 8
 """Levels of nesting; verl's block has three."""
 
 YAML_NULLS = ("", "~", "null")
+"""Plain scalars that YAML reads as null."""
 ACTOR = "actor_rollout_ref.actor"
+"""The block of verl's configuration that has the policy loss."""
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
-"""The option that verl's correction asks for; here rollouts always have log-probs."""
+"""The option that verl's correction needs; here rollouts always have log-probs."""
 
 
 def read_yaml(
@@ -47,57 +49,69 @@ def read_yaml(
     options: Mapping[str, Option],
     aliases: Mapping[str, str],
 ) -> dict[str, Given]:
-    """Reads the options of a YAML file, user functions' included, with Hydra overrides over its verl blocks.
+    """Reads the options of a YAML file, also those of user functions.
 
-    YAML's own typing is omitted: scalars stay text and are read as on the command line.
+    YAML's own types are not used: scalars stay text and are read as on the command line.
+
+    Args:
+        path: The file, or None if there are only overrides.
+        overrides: Texts of Hydra overrides by dotted key; they replace the file's verl blocks.
+        options: The options that the file may have, by name.
+        aliases: Their old names, and the name of each one now.
+
+    Raises:
+        ValueError: The file cannot be read, or a key or value is wrong.
     """
     document = {} if path is None else _read_document(path)
-    place = "" if path is None else f" in {_shown(path)}"
-    blocks = {name: value for name, value in document.items() if name in BLOCKS}
-    verl = from_verl(blocks, overrides, place)
-    values = {
-        name: read_given(entry.label, options[name], entry.value, entry.source)
-        for name, entry in verl.items()
-    }
-    for key in [key for key in document if key not in BLOCKS]:
-        name = aliases.get(key.replace("-", "_"), key.replace("-", "_"))
-        label = quoted(key)[1:-1] + place
+    location = "" if path is None else f" in {_shown(path)}"
+    blocks = {key: value for key, value in document.items() if key in BLOCKS}
+    verl = from_verl(blocks, overrides, location)
+    values = {}
+    for name, entry in verl.items():
+        values[name] = read_given(entry.label, options[name], entry.value, entry.source)
+    for key, value in document.items():
+        if key in blocks:
+            continue
+        label = quoted(key)[1:-1] + location
+        name = key.replace("-", "_")
+        name = aliases.get(name, name)
         if name not in options:
             values[name] = _user_option(label, key, path, (*options, *aliases))
             continue
-        given = read_given(label, options[name], document[key], Source.YAML)
-        other = values.get(name)
-        if other is not None and (
-            name not in verl or (other.source == Source.YAML and other.value != given.value)
-        ):
+        given = read_given(label, options[name], value, Source.YAML)
+        other = values.setdefault(name, given)
+        # A key may repeat a value of the verl block, and an override replaces both.
+        is_override = name in verl and other.source == Source.COMMAND_LINE
+        repeats_verl = name in verl and other.value == given.value
+        if other is not given and not is_override and not repeats_verl:
             raise ValueError(
                 f"{label} gives {name} a second time, besides {other.label}; remove one of the two."
             )
-        values.setdefault(name, given)
     return values
 
 
-def _user_option(label: str, key: str, path: Path | None, known: Sequence[str]) -> Given:
-    """Returns an option of a user function in its YAML type; refuses misspelled options and values without JSON."""
-    match = similar(key, known)
+def _user_option(label: str, key: str, path: Path | None, names: Sequence[str]) -> Given:
+    """Returns an option of a user function in its YAML type.
+
+    Raises:
+        ValueError: The key is a misspelled option of this program, or JSON cannot hold the value.
+    """
+    match = similar(key, names)
     assert path is not None  # overrides set options of verl's blocks only
-    document = yaml.load(
-        path.read_text(encoding="utf-8"), _UserLoader
-    )  # a safe loader; _read_document checked it
-    if (
-        match is not None
-        or key == "custom_config_path"
-        or not key.isidentifier()
-        or key not in document
-    ):
+    text = path.read_text(encoding="utf-8")
+    document = yaml.load(text, _UserLoader)  # a safe loader; _read_document checked the file
+    # The loader reads some keys in another type, such as `on` and `1`; user functions need names.
+    is_name = key.isidentifier() and key in document
+    if match is not None or key == "custom_config_path" or not is_name:
         hint = "--help lists the options." if match is None else f"did you mean {match}?"
         raise ValueError(f"{label} is not an option; {hint}")
     value = document[key]
     try:
         json.dumps(value)
     except (TypeError, ValueError):
+        kind = type(value).__name__
         raise ValueError(
-            f"{label} is a {type(value).__name__}; give a number, text, a list or a mapping."
+            f"{label} is a {kind}; give a number, text, a list or a mapping."
         ) from None
     return Given(value=value, label=label, source=Source.YAML)
 
@@ -107,22 +121,12 @@ def _read_document(path: Path) -> dict[str, Any]:
     label = f"--custom-config-path is {quoted(str(path))}"
     if not path.is_file():
         raise ValueError(f"{label} but there is no such file; give a YAML file.")
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(
-            f"{label} but it has {path.stat().st_size} bytes; at most {MAX_BYTES} are read."
-        )
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{label} but it has {size} bytes; at most {MAX_BYTES} are read.")
     try:
         text = path.read_text(encoding="utf-8")
-        depth = 0
-        for event in yaml.parse(text):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
-            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
-                refused = (
-                    f"an alias or more than {MAX_DEPTH} levels are not read; write the values out"
-                )
-                raise ValueError(f"{_shown(path)}, {_line(event)}: {refused}.")
+        _check_nesting(text, path)
         root = yaml.compose(text, yaml.BaseLoader)
         document = None if root is None else _plain(root, _shown(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -133,12 +137,29 @@ def _read_document(path: Path) -> dict[str, Any]:
     return document or {}
 
 
+def _check_nesting(text: str, path: Path) -> None:
+    """Refuses aliases, which can expand to any size, and deep nesting, which exhausts the stack."""
+    depth = 0
+    for event in yaml.parse(text):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+            raise ValueError(
+                f"{_shown(path)}, {_line(event)}: an alias or more than {MAX_DEPTH} levels are not"
+                " read; write the values out."
+            )
+
+
 def _plain(node: Any, file: str) -> Any:
-    """Returns a node as mappings, lists and text, null as None; refuses keys that are repeated or no words."""
+    """Returns a node as mappings, lists, text and None; refuses a repeated key, which YAML permits."""
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, file) for item in node.value]
     if isinstance(node, yaml.ScalarNode):
-        return None if node.style is None and node.value.lower() in YAML_NULLS else node.value
+        # A quoted scalar has a style and is text, also "null" and "".
+        is_null = node.style is None and node.value.lower() in YAML_NULLS
+        return None if is_null else node.value
     lines: dict[str, str] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -153,6 +174,7 @@ def _plain(node: Any, file: str) -> Any:
 
 
 def _shown(path: Path) -> str:
+    """Returns a path for messages, without quotes."""
     return quoted(str(path))[1:-1]
 
 
@@ -168,81 +190,102 @@ _UserLoader.add_implicit_resolver(
 
 
 def _line(marked: Any) -> str:
+    """Returns the line of a node or an event for messages."""
     return f"line {marked.start_mark.line + 1}"
 
 
 def from_verl(
-    blocks: Mapping[str, Any], overrides: Mapping[str, str], where: str
+    blocks: Mapping[str, Any], overrides: Mapping[str, str], location: str
 ) -> dict[str, Given]:
-    """Returns this program's options of verl's blocks, not yet read; overrides replace what the blocks say."""
-    entries = {
-        key: Given(value=value, label=quoted(key)[1:-1] + where, source=Source.YAML)
-        for name, block in blocks.items()
-        for key, value in _leaves(name, block).items()
-    }
-    entries |= {
-        key: Given(value=text, label=key, source=Source.COMMAND_LINE)
-        for key, text in overrides.items()
-    }
-    block, actor = {}, {}
+    """Returns this program's options for verl's blocks and Hydra overrides, as texts.
+
+    Args:
+        blocks: verl's top-level blocks by name.
+        overrides: Texts by dotted key, which replace those of the blocks.
+        location: The blocks' file for messages.
+
+    Raises:
+        ValueError: A key or a value has no counterpart here.
+    """
+    entries = {}
+    for name, block in blocks.items():
+        for key, value in _leaves(name, block).items():
+            label = quoted(key)[1:-1] + location
+            entries[key] = Given(value=value, label=label, source=Source.YAML)
+    for key, text in overrides.items():
+        entries[key] = Given(value=text, label=key, source=Source.COMMAND_LINE)
+    correction_block = {}
+    actor_block = {}
     for key, entry in entries.items():
         parent, _, name = key.rpartition(".")
+        actor_key = key.removeprefix(f"{ACTOR}.")
         if parent == CORRECTION:
-            block[name] = entry
-        elif key.removeprefix(f"{ACTOR}.") in (LOSS_MODE, *ACTOR_NAMES):
-            actor[key.removeprefix(f"{ACTOR}.")] = entry
+            correction_block[name] = entry
+        elif actor_key in (LOSS_MODE, *ACTOR_NAMES):
+            actor_block[actor_key] = entry
         elif not is_unset(entry.value) and not (key == LOG_PROBS and _switch(entry)):
             raise ValueError(
                 f"{entry.label} is {quoted(entry.value)} but is not read; of verl's options"
                 f" {CORRECTION}.*, {LOG_PROBS}=True and {ACTOR}.NAME with"
                 f" {', '.join((LOSS_MODE, *ACTOR_NAMES))} are."
             )
-    options = translate_actor(
-        {key: None if is_unset(entry.value) else entry.value for key, entry in actor.items()},
-        lambda key: actor[key].label,
-    )
-    losses = {name: replace(actor[key], value=str(value)) for name, (value, key) in options.items()}
-    correction = _correction(block)
+    losses = _losses(actor_block)
+    correction = _correction(correction_block)
     if "policy_loss" in correction and "policy_loss" in losses:
         raise ValueError(
-            f"{correction['policy_loss'].label} replaces {losses['policy_loss'].label}; drop one of"
-            " them."
+            f"{correction['policy_loss'].label} replaces {losses['policy_loss'].label};"
+            " drop one of them."
         )
     return losses | correction
 
 
 def _leaves(key: str, value: Any) -> dict[str, Any]:
-    """The values of nested mappings by their dotted keys."""
+    """Returns the values of nested mappings by their dotted keys."""
     if not isinstance(value, dict):
         return {key: value}
-    return {
-        leaf: part for name in value for leaf, part in _leaves(f"{key}.{name}", value[name]).items()
-    }
+    leaves: dict[str, Any] = {}
+    for name, item in value.items():
+        leaves |= _leaves(f"{key}.{name}", item)
+    return leaves
+
+
+def _losses(block: Mapping[str, Given]) -> dict[str, Given]:
+    """Returns the options of the policy loss for verl's actor block."""
+    values = {}
+    for key, entry in block.items():
+        values[key] = None if is_unset(entry.value) else entry.value
+    options = translate_actor(values, lambda key: block[key].label)
+    return {name: replace(block[key], value=str(value)) for name, (value, key) in options.items()}
 
 
 def _correction(block: Mapping[str, Given]) -> dict[str, Given]:
-    """The rollout_correction block, in verl's older and newer keys."""
+    """Returns the options of verl's rollout_correction block, in its older and newer keys."""
     values: dict[str, Any] = {}
     for key, entry in block.items():
         if key not in NAMES:
             raise ValueError(f"{entry.label} is not an option; {nearest(key, NAMES)}")
-        is_switch = key in SWITCHES
-        values[key] = (
-            None if is_unset(entry.value) else _switch(entry) if is_switch else entry.value
-        )
+        if is_unset(entry.value):
+            values[key] = None
+        elif key in SWITCHES:
+            values[key] = _switch(entry)
+        else:
+            values[key] = entry.value
     try:
         options = translate(values, lambda key: block[key].label)
-    except TypeError as error:  # a list where verl has a number
+    except TypeError as error:  # a list in place of a number
         raise ValueError(str(error)) from None
-    return {
-        name: replace(block[key], value=str(value) if isinstance(value, bool) else value)
-        for name, (value, key) in options.items()
-    }
+    correction = {}
+    for name, (value, key) in options.items():
+        text = str(value) if isinstance(value, bool) else value
+        correction[name] = replace(block[key], value=text)
+    return correction
 
 
 def _switch(entry: Given) -> bool:
+    """Returns the value of a switch."""
+    text = entry.value if isinstance(entry.value, str) else ""
     try:
-        return read_switch(entry.value if isinstance(entry.value, str) else "")
+        return read_switch(text)
     except ValueError:
         raise ValueError(
             f"{entry.label} is {quoted(entry.value)} but must be true or false."
