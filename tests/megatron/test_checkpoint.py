@@ -215,3 +215,7 @@ def test_sizes_and_layers_follow_the_configuration(glm, tmp_path, model, paralle
         False,
         False,
     ]
+
+
+def test_an_error_without_text_is_named_by_its_type():
+    assert sharded_checkpoint._reason(RuntimeError("")) == "RuntimeError"

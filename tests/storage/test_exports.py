@@ -234,3 +234,8 @@ def test_a_full_disk_is_an_error_of_the_system_and_the_rest_is_left_to_iterate(d
         write_hf_checkpoint(directory, stream, like=like, shard_bytes=100_000)
     assert given == [0, 1]
     assert [name for name, _ in stream] == ["w2", "w3"]
+
+
+def test_a_target_whose_name_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="its name is not UTF-8"):
+        exports.check_target(tmp_path / "a\ud800", "--save-hf is 'hf'", "export")
