@@ -27,6 +27,7 @@ def test_an_answer_without_a_token_has_a_mask_of_no_positions() -> None:
     answer["meta_info"]["finish_reason"] = {"type": "abort"}
     answer["meta_info"] |= {
         "completion_tokens": 0,
+        "weight_versions": [],
         "output_token_logprobs": [],
         "output_token_sampling_mask": [],
         "output_token_sampling_logprobs": [],
