@@ -4,7 +4,7 @@ Shapes: suffix _L the response tokens a rank holds, packed; _S the sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -82,13 +82,13 @@ class StepSums:
     """[buckets, 4] the same by turn."""
     workers: Tensor
     """[buckets, 4] the same by rollout server."""
-    opsm_clipped: Tensor | None
+    opsm_clipped: Tensor | None = None
     """Numerator over `original_denominator` of the share that off-policy sequence masking omits;
-    None where it is off."""
-    rollout_pull: Tensor | None
-    """Numerator over `original_denominator` of the pull to the rollout policy; None where it is
+    None if it is off."""
+    rollout_pull: Tensor | None = None
+    """Numerator over `original_denominator` of the pull to the rollout policy; None if it is
     off."""
-    custom: dict[str, Tensor]
+    custom: dict[str, Tensor] = field(default_factory=dict)
     """Numerators of the metrics that a custom function returned: over `original_denominator` of a
     custom correction, over `loss_denominator` of a custom loss."""
 

@@ -33,8 +33,9 @@ from slime_tis.policy.config import (
 )
 from slime_tis.policy.custom_loss import CustomLoss, CustomTis, ObjectiveFunctions, token_advantages
 from slime_tis.policy.losses import CovarianceLimit, covariance_limit
-from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, TokenRecord, policy_loss
+from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import StepSums, mismatch, mismatch_metrics, step_metrics
+from slime_tis.policy.token_record import TokenRecord
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from slime_tis.trainer.megatron.batch import (

@@ -21,8 +21,8 @@ from slime_tis.analysis.dumps.what_if import annotated
 from slime_tis.correction import GlobalBatch, RolloutCorrectionConfig
 from slime_tis.errors import first_line
 from slime_tis.policy.config import PolicyConfig
-from slime_tis.policy.policy_loss import TokenRecord
 from slime_tis.policy.response_tokens import turns_of
+from slime_tis.policy.token_record import TokenRecord
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 
 MAX_QUEUED_ROLLOUTS = 2
