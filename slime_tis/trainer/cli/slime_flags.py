@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_tis.errors import quoted
-from slime_tis.hf_directory import FAMILIES
+from slime_tis.hf_directory import FAMILIES, Family
 from slime_tis.options.flags import Flag
 from slime_tis.options.values import SWITCHES, nearest, similar
 
@@ -21,20 +21,25 @@ class Restated:
 
     fact: str
     switch: tuple[Any, ...] | None = None
-    """For a switch, the accepted facts; None where the flag's value has to equal the fact."""
+    """For a switch, the facts that it agrees with; None if the flag's value has to equal the fact."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """The flag's name here, the conversion of its values, and the end of the message."""
+    """A flag that has another name here."""
 
     name: str
     convert: Callable[[str], str] = str
+    """From slime's value to the value here."""
     note: str = ""
+    """End of the message."""
 
 
 def _mebibytes(text: str) -> str:
-    return str(max(1, int(text) >> 20)) if re.fullmatch(r"[0-9]{1,18}", text) else text
+    """Converts bytes; another text than an integer is left to the option's own check."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        return text
+    return str(max(1, int(text) >> 20))
 
 
 RESTATED: Mapping[str, Restated] = {
@@ -72,7 +77,7 @@ RESTATED: Mapping[str, Restated] = {
     "--moe-router-num-groups": Restated("n_group"),
     "--moe-router-group-topk": Restated("topk_group"),
 }
-"""Flags that repeat config.json: checked against it, and accepted where they agree."""
+"""Flags that repeat config.json; they are accepted if they agree with it."""
 
 FIXED: Mapping[str, tuple[str, ...]] = {
     "--hidden-dropout": ("0",),
@@ -99,8 +104,7 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "--no-offload-train": (),
     "--no-offload-rollout": (),
 }
-"""Flags that repeat what this program always does, with the values that do; () where they are
-switches."""
+"""Flags that repeat fixed settings, and the values that agree with them; () for switches."""
 
 RENAMED: Mapping[str, Renamed] = {
     "--sglang-server-concurrency": Renamed("--sglang-concurrency"),
@@ -207,8 +211,9 @@ OTHER_EXPERIMENTS: Mapping[str, str] = {
         "--qwen-gdn-backend"
     ): (LAYERS),
 }
-"""Flags that train something else than this program can, separated by blanks, and what to do; port
-refuses them."""
+"""Flags of training that this program cannot do, separated by blanks, and what to do instead.
+
+port refuses them. A name that ends in * is a prefix."""
 
 FIXED_EXPERIMENT = (
     "--optimizer",
@@ -323,7 +328,7 @@ no advice."""
 
 
 def advice_for(flag: str) -> str | None:
-    """Returns the advice on a flag of slime or Megatron that this program lacks, or None if the flag is unknown."""
+    """Returns the advice on a flag of slime or Megatron that this program lacks, or None."""
     advice = experiment_of(flag) or _match(flag, ADVICE)
     if advice is None and flag in SLIME_ONLY:
         return "it is slime's, and this program has no counterpart; remove it, or use slime"
@@ -336,12 +341,17 @@ def experiment_of(flag: str) -> str | None:
 
 
 def _match(flag: str, table: Mapping[str, str]) -> str | None:
-    """Returns the text of the flag's row, or of the row with the longest prefix of the flag, or None."""
-    names = {name: text for flags, text in table.items() for name in flags.split()}
-    if flag in names:
-        return names[flag]
-    prefixes = [name for name in names if name.endswith("*") and flag.startswith(name[:-1])]
-    return names[max(prefixes, key=len)] if prefixes else None
+    """Returns the text for a flag, else for its longest prefix, else None."""
+    texts = {}
+    for names, text in table.items():
+        for name in names.split():
+            texts[name] = text
+    if flag in texts:
+        return texts[flag]
+    prefixes = [name for name in texts if name.endswith("*") and flag.startswith(name[:-1])]
+    if not prefixes:
+        return None
+    return texts[max(prefixes, key=len)]
 
 
 def value_advice(flag: str) -> dict[str, str]:
@@ -351,127 +361,171 @@ def value_advice(flag: str) -> dict[str, str]:
 
 
 def checkpoint_facts(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an unchecked config.json with derived values; a fact that the file omits is missing or None."""
+    """Returns config.json with derived values, in the names of RESTATED.
+
+    Args:
+        model: The unchecked content of config.json.
+
+    Returns:
+        The facts; one that the file omits is missing or None.
+    """
     facts = {name: value for name, value in model.items() if value is not None}
-    heads, hidden = facts.get("num_attention_heads"), facts.get("hidden_size")
+    heads = facts.get("num_attention_heads")
+    hidden = facts.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         facts.setdefault("head_dim", hidden // heads)
     facts.setdefault("num_key_value_heads", heads)
-    rope = facts.get("rope_parameters") or facts.get("rope_scaling")
-    rope = rope if isinstance(rope, Mapping) else {}
-    facts["rope_scaling"] = rope.get("rope_type", rope.get("type", "default")) != "default"
-    facts["rope_scaling_factor"] = rope.get("factor")
-    facts |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    facts |= _rope_facts(facts)
     facts.setdefault("partial_rotary_factor", 1.0)
-    facts |= {
-        "normalization": "RMSNorm",
-        "position_embedding_type": "rope",
-        "grouped_query_attention": True,
-    }
+    # Every family here has these; config.json does not say them.
+    facts["normalization"] = "RMSNorm"
+    facts["position_embedding_type"] = "rope"
+    facts["grouped_query_attention"] = True
     architectures = facts.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         return facts
-    fields = {"qk_norm": family.qk_norm, "attention_bias": family.qkv_bias}
-    facts |= {
-        fact: facts.get(field) if isinstance(field, str) else field
-        for fact, field in fields.items()
-    }
+    facts["qk_norm"] = _family_fact(facts, family.qk_norm)
+    facts["attention_bias"] = _family_fact(facts, family.qkv_bias)
     if family.moe:
-        counts = (
-            facts.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
-        facts["num_experts"] = next(filter(None, counts), None)
-        facts["router_score_function"] = "sigmoid" if family.sigmoid_router else "softmax"
-        facts["expert_bias"] = family.sigmoid_router
-        facts["shared_expert_gate"] = family.shared_expert_gate is not None
-        shared, width = facts.get("n_shared_experts"), facts.get("moe_intermediate_size")
-        if isinstance(shared, int) and isinstance(width, int):
-            facts["shared_expert_intermediate_size"] = shared * width
+        facts |= _expert_facts(facts, family)
     return facts
 
 
+def _rope_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the facts of rotary embeddings."""
+    # transformers 5 renamed rope_scaling to rope_parameters; older files write type for rope_type.
+    rope = facts.get("rope_parameters") or facts.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        rope = {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_facts = {
+        "rope_scaling": rope_type != "default",
+        "rope_scaling_factor": rope.get("factor"),
+    }
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            rope_facts[name] = rope[name]
+    return rope_facts
+
+
+def _family_fact(facts: Mapping[str, Any], value: Any) -> Any:
+    """Returns a property of a family: a constant, or the fact that it names."""
+    return facts.get(value) if isinstance(value, str) else value
+
+
+def _expert_facts(facts: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the facts of a mixture of experts."""
+    # Qwen, Mixtral and DeepSeek have different names for the number of experts.
+    counts = [facts.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    expert_facts = {
+        "num_experts": next(filter(None, counts), None),
+        "router_score_function": "sigmoid" if family.sigmoid_router else "softmax",
+        "expert_bias": family.sigmoid_router,
+        "shared_expert_gate": family.shared_expert_gate is not None,
+    }
+    shared = facts.get("n_shared_experts")
+    width = facts.get("moe_intermediate_size")
+    if isinstance(shared, int) and isinstance(width, int):
+        expert_facts["shared_expert_intermediate_size"] = shared * width
+    return expert_facts
+
+
 def is_checked(name: str) -> bool:
-    """Returns whether a flag repeats config.json or a fixed setting."""
+    """Whether a flag repeats config.json or a fixed setting."""
     return name in RESTATED or name in FIXED
 
 
 def refusal(
     unknown: Sequence[Flag], known: Collection[str], model: Mapping[str, Any] | None = None
 ) -> str:
-    """Returns one message about all refused flags, or an empty text; `known` are the flags of this program."""
-    messages = sorted(filter(None, (_judge(flag, known, model) for flag in unknown[:MAX_FLAGS])))
+    """Returns one message about all refused flags, or an empty text.
+
+    Args:
+        unknown: Flags that this program does not have.
+        known: The flags that it has.
+        model: config.json; None if there is none to compare with.
+    """
+    judgements = [_judge(flag, known, model) for flag in unknown[:MAX_FLAGS]]
+    messages = [text for _, text in sorted(filter(None, judgements))]
     if len(messages) < 2:
-        return "".join(text for _, text in messages)
+        return "".join(messages)
     count = f"more than {MAX_FLAGS}" if len(unknown) > MAX_FLAGS else str(len(messages))
     lines = [
         f"{count} flags are refused (slime-tis port SCRIPT rewrites a launch script of slime):"
     ]
-    return "\n".join([*lines, *(f"  {text}" for _, text in messages)])
+    lines += [f"  {text}" for text in messages]
+    return "\n".join(lines)
 
 
 def _judge(
     flag: Flag, known: Collection[str], model: Mapping[str, Any] | None
 ) -> tuple[int, str] | None:
-    """Returns the rank of a refusal's group and its text, or None for an accepted flag."""
-    if is_checked(flag.name):
+    """Returns the rank of a message among several, and the message; None for an accepted flag."""
+    name = flag.name
+    if is_checked(name):
         difference = disagreement(flag, model)
-        return (
-            (0, f"{difference}; remove {'it' if flag.name in FIXED else 'the flag'}.")
-            if difference
-            else None
-        )
-    if flag.name in RENAMED:
-        new = RENAMED[flag.name]
-        return 1, f"{flag.name} is {new.name} here{', ' * bool(new.note)}{new.note}."
-    replacement = VALUES.get(flag.name, {}).get(" ".join(flag.values))
+        if not difference:
+            return None
+        return 0, f"{difference}; remove {'it' if name in FIXED else 'the flag'}."
+    if name in RENAMED:
+        new = RENAMED[name]
+        note = f", {new.note}" if new.note else ""
+        return 1, f"{name} is {new.name} here{note}."
+    replacement = VALUES.get(name, {}).get(" ".join(flag.values))
     if replacement is not None:
-        return 2, f"{flag.name} is a flag of slime; write {replacement}."
-    advice = advice_for(flag.name)
+        return 2, f"{name} is a flag of slime; write {replacement}."
+    advice = advice_for(name)
     if advice is not None:
-        return 2, f"{flag.name} is not supported: {advice}."
-    if flag.name.startswith("--sglang-") and similar(flag.name, known) is None:
-        return (
-            2,
-            (
-                f"{flag.name} is a flag of SGLang servers; add --rollout-engine sglang"
-                " --sglang-launch N."
-            ),
-        )
-    return 3, f"{quoted(flag.name)[1:-1]} is not a flag; {nearest(flag.name, known)}"
+        return 2, f"{name} is not supported: {advice}."
+    # SGLang has hundreds of flags, so each unknown one may be a flag of its servers.
+    if name.startswith("--sglang-") and similar(name, known) is None:
+        advice = "add --rollout-engine sglang --sglang-launch N"
+        return 2, f"{name} is a flag of SGLang servers; {advice}."
+    return 3, f"{quoted(name)[1:-1]} is not a flag; {nearest(name, known)}"
 
 
 def disagreement(flag: Flag, model: Mapping[str, Any] | None) -> str:
-    """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value; empty if it agrees.
+    """Returns how a flag of RESTATED or FIXED differs from config.json or the fixed value.
 
-    The text is a clause without a full stop.
+    The text is a clause without a full stop; it is empty if the flag agrees, or if there is no
+    config.json to compare with.
     """
     shown = repr(" ".join(flag.values)[:80]) if flag.values else "without a value"
-    is_on = (
-        SWITCHES.get(flag.values[0].lower()) if len(flag.values) == 1 else not flag.values or None
-    )
+    is_on = _switch_value(flag)
     if flag.name in FIXED:
         allowed = FIXED[flag.name]
-        if any(_is_same(flag.values, value) for value in allowed) or (not allowed and is_on):
+        is_allowed = any(_is_same(flag.values, value) for value in allowed)
+        if is_allowed or (not allowed and is_on):
             return ""
         return f"{flag.name} is {shown} but always {' or '.join(allowed) or 'on'} here"
     restated = RESTATED[flag.name]
-    expected = checkpoint_facts(model or {}).get(restated.fact) if model is not None else None
+    expected = None if model is None else checkpoint_facts(model).get(restated.fact)
     if restated.switch is None:
-        agrees = len(flag.values) == 1 and (expected is None or _is_same(flag.values, expected))
+        is_equal = expected is None or _is_same(flag.values, expected)
+        agrees = len(flag.values) == 1 and is_equal
+    elif is_on:
+        agrees = expected is None or expected in restated.switch
+        shown = "set"
     else:
-        agrees = is_on is not None and (
-            not is_on or expected is None or expected in restated.switch
-        )
-        shown = "set" if is_on else shown
+        agrees = is_on is not None
     if agrees:
         return ""
     return f"{flag.name} is {shown} but config.json has {restated.fact} {_as_json(expected)}"
 
 
+def _switch_value(flag: Flag) -> bool | None:
+    """Returns the value of a flag as a switch, or None if its words are no switch."""
+    if not flag.values:
+        return True
+    if len(flag.values) > 1:
+        return None
+    return SWITCHES.get(flag.values[0].lower())
+
+
 def _is_same(values: tuple[str, ...], expected: Any) -> bool:
-    """Returns whether there is one value, and it is the same number or the same word."""
+    """Whether there is one value, and it is the same number or the same word."""
     text = " ".join(values)
     try:
         return math.isclose(float(text), float(expected), rel_tol=1e-9)
@@ -480,4 +534,5 @@ def _is_same(values: tuple[str, ...], expected: Any) -> bool:
 
 
 def _as_json(value: Any) -> str:
+    """Returns a fact for messages, as config.json has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)[:80]
