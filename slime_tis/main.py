@@ -82,7 +82,7 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
 
 def _run(chosen: argparse.Namespace) -> int:
     if chosen.command == "demo":
-        from slime_tis.demo import demo
+        from slime_tis.demo.demo_commands import demo
 
         return demo(chosen.out)
     if chosen.command == "port":
@@ -136,7 +136,7 @@ def _diagnose(chosen: argparse.Namespace) -> int:
             or chosen.other_checkpoint
         ):
             raise ValueError("error: --demo takes a directory and no other option.")
-        from slime_tis.demo import diagnosis_demo
+        from slime_tis.demo.demo_commands import diagnosis_demo
 
         print(diagnosis_demo(chosen.path or "slime-tis-diagnosis"))
         return 0
@@ -296,7 +296,7 @@ def train(
             return 2
         from slime_tis.trainer.engines.event_loops import THREADS
         from slime_tis.trainer.stop_signals import end_process
-        from slime_tis.trainer.train import main as run
+        from slime_tis.trainer.training_command import main as run
     except ModuleNotFoundError as error:
         return _package_is_missing(error, prog, "train")
     protect_output(keep_running=True)

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from slime_tis.trainer import sort_digits
+from slime_tis.demo import sort_digits
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

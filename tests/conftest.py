@@ -63,7 +63,7 @@ def pytest_collection_finish(session):
         for name in vars(item.module)
     }
     if used & {"run_apart", "start_apart"}:
-        import slime_tis.trainer.train  # noqa: F401  (what the forked processes run)
+        import slime_tis.trainer.training_command  # noqa: F401  (what the forked processes run)
     if used & {"run_apart", "start_apart", "spawn", "fork_server", "WeightServer"}:
         start_fork_server()
 

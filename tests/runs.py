@@ -186,7 +186,7 @@ def start_apart(flags, output, ranks=1, prepare=None):
 def fork_server():
     """Makes processes by forking one that has imported train.py and has never run autograd."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["slime_tis.trainer.train", "tests.runs"])
+    context.set_forkserver_preload(["slime_tis.trainer.training_command", "tests.runs"])
     return context
 
 

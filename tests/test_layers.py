@@ -57,8 +57,8 @@ LAYERS = (
     ("slime_tis.trainer.cli",),
     ("slime_tis.trainer.sample_pipeline", "slime_tis.trainer.memory_plan"),
     ("slime_tis.trainer.port", "slime_tis.trainer.setup"),
-    ("slime_tis.trainer.train",),
-    ("slime_tis.trainer.sort_digits",),
+    ("slime_tis.trainer.train", "slime_tis.trainer.exits"),
+    ("slime_tis.trainer.training_command",),
     ("slime_tis.demo",),
     ("slime_tis.main",),
 )

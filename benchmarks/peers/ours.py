@@ -9,11 +9,11 @@ from typing import Any
 
 from task import CLOCKS
 
-from slime_tis.trainer import setup, train
+from slime_tis.trainer import setup, training_command
 from slime_tis.trainer.cli.train_arguments import parse_args
 
 if __name__ == "__main__":
     arguments = parse_args(sys.argv[2:])
     timer: Any = setup
     timer.Timer = partial(timer.Timer, CLOCKS[sys.argv[1]])
-    sys.exit(train.main(arguments))
+    sys.exit(training_command.main(arguments))

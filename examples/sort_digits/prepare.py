@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from slime_tis.trainer.sort_digits import COMPLETE, EXPERTS_PER_TOKEN, Example, prepare
+from slime_tis.demo.sort_digits import COMPLETE, EXPERTS_PER_TOKEN, Example, prepare
 
 
 def main() -> None:

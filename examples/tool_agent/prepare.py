@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from examples.reasoning_gym.reward import encoded
 from examples.sort_digits.prepare import is_complete
 from examples.tool_agent.calculator import calculate
-from slime_tis.trainer.sort_digits import (
+from slime_tis.demo.sort_digits import (
     PAD,
     SPECIAL_TOKENS,
     make_qwen3,

@@ -15,8 +15,8 @@ from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.analysis.diagnosis.diagnose import diagnose
 from slime_tis.analysis.dumps.readers import read
 from slime_tis.analysis.dumps.what_if import what_if
+from slime_tis.demo.sort_digits import Example, prepare
 from slime_tis.policy.losses import cispo, ppo_clip, sapo
-from slime_tis.trainer.sort_digits import Example, prepare
 from tests.adapters.tiny import RoundedSampler, trainer
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch
 
 from examples.sort_digits_moe import measure, picture
 from examples.tables import read_rows
-from slime_tis.trainer import sort_digits as prepare
+from slime_tis.demo import sort_digits as prepare
 from slime_tis.trainer.cli.train_arguments import configure, parse_args
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sampling

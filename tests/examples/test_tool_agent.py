@@ -8,10 +8,10 @@ import pytest
 
 from examples.tool_agent import agent, episodes, prepare
 from examples.tool_agent.calculator import calculate
+from slime_tis.demo.sort_digits import make_tokenizer
 from slime_tis.trainer.cli.train_arguments import configure
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.engines.function_requests import Generation
-from slime_tis.trainer.sort_digits import make_tokenizer
 from tests.runs import ROOT, run_here
 
 HERE = ROOT / "examples" / "tool_agent"

@@ -29,7 +29,7 @@ class ForkedRun:
 
     def __init__(self, argv, directory, *, cwd=None, before=int):
         """Starts the run with its output in `directory`; `before` is called in the child, to limit its resources."""
-        import slime_tis.trainer.train  # noqa: F401  before the fork, so that children have it
+        import slime_tis.trainer.training_command  # noqa: F401  before the fork, so that children have it
         from slime_tis.main import train
 
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""A small policy and its prompts: sort digits, `3141592653>` → `1123345569`. `slime-tis demo` and examples use them.
+"""A small policy and its prompts: sort digits, `3141592653>` → `1123345569`.
+
+`slime-tis demo` and examples use them.
 
 Each prompt begins with `<bos>`, since prompts are tokenized without special tokens, as slime does.
 
@@ -31,11 +33,19 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-PAD, BOS, EOS = range(3)  # their first three token ids
+# ids of the special tokens, which begin the vocabulary
+PAD = 0
+BOS = 1
+EOS = 2
 CHARACTERS = (*"0123456789", ">", "Ġ")  # Ġ is how byte-level tokenizers write a space
 COMPLETE = "complete.json"
+"""File that a finished directory of prompts and checkpoint contains."""
 EXPERTS_PER_TOKEN = 2
-MAX_ANSWER_LOSS = 4.0  # nats per answer; accuracy is measured only below
+"""Experts of a mixture of experts that each token uses."""
+MAX_ANSWER_LOSS = 4.0
+"""Supervised loss, in nats per answer, below which accuracy is measured."""
+WARMUP_STEPS = 30
+"""Steps of linear learning-rate warmup in supervised training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +103,10 @@ def write_example(
     prompts: dict[str, list[dict[str, Any]]],
     report: dict[str, Any],
 ) -> None:
-    """Creates the directory `out` atomically: `checkpoint`, NAME.jsonl of each set of prompts, and `complete.json`."""
+    """Creates the directory `out` atomically.
+
+    It contains `checkpoint`, a NAME.jsonl for each set of prompts, and `complete.json`.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
@@ -121,9 +134,13 @@ def make_rows(example: Example, seed: int) -> tuple[list[dict[str, Any]], list[d
 def make_tokenizer(
     max_length: int, characters: Sequence[str] = CHARACTERS, special: Sequence[str] = SPECIAL_TOKENS
 ) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE without merges: every character is a token, and none is added to a text."""
+    """Returns a byte-level BPE without merges: every character is a token.
+
+    It adds no special tokens to a text.
+    """
     vocab = {token: index for index, token in enumerate([*special, *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>" if "<unk>" in special else None))
+    unknown = "<unk>" if "<unk>" in special else None
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     names = {f"{token[1:-1]}_token": token for token in special}
@@ -165,11 +182,9 @@ def make_qwen3(seed: int, *, hidden_size: int, experts: int = 0, **sizes: int) -
             "num_experts": experts,
             "num_experts_per_tok": EXPERTS_PER_TOKEN,
             "norm_topk_prob": True,
-        }
-        options |= {
             "moe_intermediate_size": hidden_size,
-            "tie_word_embeddings": False,
-        }  # as SGLang's Qwen3-MoE
+            "tie_word_embeddings": False,  # SGLang's Qwen3-MoE has separate output embeddings
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**options, tie_word_embeddings=True))
@@ -179,7 +194,7 @@ def make_qwen3(seed: int, *, hidden_size: int, experts: int = 0, **sizes: int) -
 
 
 def answered(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Returns tokens [rows, tokens] of prompt, label, `<eos>`: all rows are equally long."""
+    """Returns tokens [rows, tokens] of prompt, label and `<eos>`; all rows have the same length."""
     texts = [row["prompt"] + row["label"] + "<eos>" for row in rows]
     return torch.tensor(tokenizer(texts)["input_ids"])
 
@@ -192,17 +207,16 @@ def train_supervised(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=example.lr, betas=(0.9, 0.98), weight_decay=0.0
     )
-    warmup, scale = 30, 1.0
-    for step, batch in zip(
-        range(1, example.max_steps + 1), batches(train, example, seed), strict=False
-    ):
+    scale = 1.0
+    endless = batches(train, example, seed)
+    for step in range(1, example.max_steps + 1):
+        batch = next(endless)
         for group in optimizer.param_groups:
-            group["lr"] = example.lr * scale * min(1.0, step / warmup)
+            group["lr"] = example.lr * scale * min(1.0, step / WARMUP_STEPS)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         answers = batch[:, -example.digits - 1 :, None]
-        loss = (
-            -answer_log_probs(model, batch, example.digits).gather(-1, answers).squeeze(-1).mean()
-        )
+        log_probs = answer_log_probs(model, batch, example.digits)
+        loss = -log_probs.gather(-1, answers).squeeze(-1).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -213,6 +227,7 @@ def train_supervised(
         if lowest <= greedy <= highest and sampled >= example.sampled_accuracy:
             return {"steps": step, "accuracy": greedy, "sampled_accuracy": sampled}
         if greedy > highest:
+            # the step overshot the range: undo it, and go on with smaller steps
             scale /= 2
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), before, strict=True):
@@ -227,7 +242,8 @@ def batches(train: Tensor, example: Example, seed: int) -> Iterator[Tensor]:
     """Yields batches of rows without end, in a new order every epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield from train[torch.randperm(len(train), generator=generator)].split(example.batch_size)
+        order = torch.randperm(len(train), generator=generator)
+        yield from train[order].split(example.batch_size)
 
 
 def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Tensor:
@@ -240,7 +256,11 @@ def answer_log_probs(model: PreTrainedModel, tokens: Tensor, digits: int) -> Ten
 
 @torch.no_grad()
 def accuracies(model: PreTrainedModel, tokens: Tensor, digits: int) -> tuple[float, float]:
-    """Returns the share of correct greedy answers and the expected share of correct samples, from one forward pass."""
+    """Returns the share of correct greedy answers and the expected share of correct samples.
+
+    One forward pass on the correct answers gives both: a greedy answer is correct if each of its
+    tokens is the most probable one, and a sample is correct with the probability of the answer.
+    """
     log_probs = answer_log_probs(model, tokens, digits)
     answers = tokens[:, -digits - 1 :]
     greedy = (log_probs.argmax(-1) == answers).all(-1).float().mean()
