@@ -36,63 +36,66 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """The global batch that the sequences of one call belong to: who shares it, and what is known of it.
+    """The global batch of a call: the ranks that share it, and the statistics that it needs.
 
-    A call with all sequences of the rank finds what is None, and returns it as
-    `Correction.global_batch`; calls with one micro-batch each take it from there.
+    A call with all sequences of the rank computes the statistics that are None, and returns them as
+    `Correction.global_batch`. Pass that object to calls with one micro-batch each.
     """
 
     ranks: Ranks = ONE_RANK
-    """The ranks that share it."""
+    """The ranks that share the batch."""
     batch_norm_factor: Tensor | None = None
-    """Scalar, the mean weight, under `tis_batch_normalize`."""
+    """Scalar, the mean weight; needed with `tis_batch_normalize`."""
     second_moment_limit: Tensor | None = None
-    """Scalar, the smallest Δ² that is trimmed, +inf where none is, under
+    """Scalar, the smallest Δ² that is trimmed, in nats²; +inf if no token is trimmed. Needed with
     `rs_second_moment_bound`."""
     adaptive_bounds: AdaptiveBounds | None = None
-    """What sequences are rejected by under `rs_z_score` or `rs_target_fraction`."""
+    """Rejection bounds; needed with `rs_z_score` or `rs_target_fraction`."""
 
 
 THIS_CALL = GlobalBatch()
-"""The global batch of a call with all of its sequences on one rank."""
+"""The default: the sequences of the call are the global batch."""
 
 
 @dataclass(frozen=True)
 class Correction(Generic[LayoutT]):
-    """Weights to multiply into the loss, the mask of accepted tokens, and statistics; nothing carries a gradient."""
+    """Weights to multiply into the loss, mask of accepted tokens, and statistics.
+
+    No tensor carries a gradient.
+    """
 
     weights: LayoutT
     """float32, in the layout of the input: 0 at invalid tokens, 1 at valid ones when IS is off."""
     mask: LayoutT
-    """bool, in the layout of the input: the loss mask without what was rejected."""
+    """bool, in the layout of the input: the loss mask without rejected tokens."""
     statistics: Statistics
     """To be merged over micro-batches and ranks; then `statistics.metrics()`."""
     masked_in_per_sequence: Tensor
-    """[S] float64: tokens of the loss mask, over the whole sequence."""
+    """[S] float64: tokens of the loss mask in the complete sequence, over all ranks."""
     accepted_per_sequence: Tensor
-    """[S] float64: tokens of `mask`, over the whole sequence."""
+    """[S] float64: tokens of `mask` in the complete sequence, over all ranks."""
     sequence_sums: SequenceSums[Tensor]
-    """Sums over the tokens of each whole sequence, [S] float64."""
+    """Sums over the tokens of each complete sequence, [S] float64."""
     global_batch: GlobalBatch
     """The given global batch, completed by this call: mean weight, second-moment limit, bounds."""
     lengths: tuple[int, ...]
-    """Tokens of each sequence here, masked ones too; of a slice under context parallelism."""
+    """Number of tokens of each sequence, with masked tokens; of this rank's slice under context
+    parallelism."""
     rejection_normalizer: Normalizer
     """Whether `mean` divides by the accepted tokens ("kept") or by the tokens of the loss mask
     ("original")."""
 
     def loss_denominator(self, aggregation: Aggregation = "token-mean") -> Tensor:
-        """What `mean` divides by, a float64 scalar: tokens, or sequences that have any, accepted or of the loss mask.
+        """Returns the divisor of `mean`, a float64 scalar.
 
-        The values of several micro-batches and data-parallel ranks add up to the global batch's
-        values.
+        It is the number of tokens, or of sequences with at least one token; `rejection_normalizer`
+        decides whether accepted tokens count or all tokens of the loss mask. Add the values of all
+        micro-batches and data-parallel ranks to get the divisor of the global batch.
         """
         counts_S = self._counts_per_sequence()
-        return (
-            counts_S.sum()
-            if aggregation == "token-mean"
-            else (counts_S > 0).sum().to(torch.float64)
-        )
+        if aggregation == "token-mean":
+            return counts_S.sum()
+        return (counts_S > 0).sum().to(torch.float64)
 
     def mean(
         self,
@@ -101,19 +104,22 @@ class Correction(Generic[LayoutT]):
         aggregation: Aggregation = "token-mean",
         denominator: Tensor | None = None,
     ) -> Tensor:
-        """The corrected loss: Σ_t mask·weight·loss / denominator; 0 with gradients of 0 where all is rejected.
+        """The corrected loss: Σ_t mask·weight·loss / denominator.
 
-        Args: token_loss: Loss of each token in the layout of the input, with gradient. Rejected and
-            masked tokens do
-                not count, for every value of their loss; their gradient is 0, which a non-finite
-                loss turns into NaN on its way back to the model.
-            aggregation: verl's word for what is averaged: "token-mean" over all tokens,
-                "seq-mean-token-mean" over the sequences' means.
-            denominator: Of the global batch, where this is one of its micro-batches: the sum of
-                their `loss_denominator(aggregation)`; this call's when None.
+        If everything is rejected, the loss is 0 and its gradients are 0.
+
+        Args:
+            token_loss: Loss per token in the layout of the input, with gradient. Rejected and
+                masked tokens do not count, whatever their loss is. Their gradient here is 0, but
+                the chain rule multiplies it with the derivative of the loss, so a non-finite loss
+                still gives NaN in the model.
+            aggregation: verl's `loss_agg_mode`: "token-mean" averages over all tokens,
+                "seq-mean-token-mean" averages per-sequence means.
+            denominator: For a micro-batch: the sum of `loss_denominator(aggregation)` over the
+                global batch. If None, this call's own denominator.
 
         Returns:
-            Scalar of the loss's dtype, float32 at least. Nothing synchronises with the host.
+            Scalar of the loss's dtype, at least float32. There is no host synchronisation.
 
         Raises:
             ValueError: if the loss is not in the layout of the mask, or the aggregation is unknown.
@@ -122,31 +128,29 @@ class Correction(Generic[LayoutT]):
             raise ValueError(
                 f"aggregation is {aggregation!r}; choose one of {', '.join(AGGREGATIONS)}."
             )
-        shapes = _shapes(token_loss), _shapes(self.mask)
-        if shapes[0] != shapes[1]:
+        loss_shape = _shapes(token_loss)
+        mask_shape = _shapes(self.mask)
+        if loss_shape != mask_shape:
             raise ValueError(
-                f"token_loss has shape {shapes[0]} but the mask {shapes[1]}; pass the loss in the"
+                f"token_loss has shape {loss_shape} but the mask {mask_shape}; pass the loss in the"
                 " mask's layout."
             )
-        loss_N, weight_N, mask_N = (_flat(x) for x in (token_loss, self.weights, self.mask))
-        terms_N = torch.where(mask_N.bool(), loss_N, 0.0) * weight_N
+        # `where`, not a product: 0·inf is NaN
+        loss_N = torch.where(_flat(self.mask).bool(), _flat(token_loss), 0.0)
+        terms_N = loss_N * _flat(self.weights)
         if aggregation == "seq-mean-token-mean":
             inverse_S = self._counts_per_sequence().clamp_min(1).reciprocal()
-            repeats_S = torch.tensor(self.lengths, dtype=torch.int64).to(
-                inverse_S.device, non_blocking=True
-            )
-            terms_N = terms_N * inverse_S.repeat_interleave(
-                repeats_S, output_size=terms_N.numel()
-            ).to(terms_N.dtype)
-        divisor = self.loss_denominator(aggregation) if denominator is None else denominator
-        return terms_N.sum() / divisor.clamp_min(1).to(terms_N.dtype)
+            inverse_N = _per_token(inverse_S, self.lengths, terms_N.numel())
+            terms_N = terms_N * inverse_N.to(terms_N.dtype)
+        if denominator is None:
+            denominator = self.loss_denominator(aggregation)
+        return terms_N.sum() / denominator.clamp_min(1).to(terms_N.dtype)
 
     def _counts_per_sequence(self) -> Tensor:
-        return (
-            self.accepted_per_sequence
-            if self.rejection_normalizer == "kept"
-            else self.masked_in_per_sequence
-        )
+        """Tokens of each sequence by which the loss is divided, [S]."""
+        if self.rejection_normalizer == "kept":
+            return self.accepted_per_sequence
+        return self.masked_in_per_sequence
 
 
 @overload
@@ -193,35 +197,43 @@ def correct(  # noqa: PLR0913
 ) -> Correction[Any]:
     """Importance weights, rejection mask and statistics of a batch.
 
-    Δ_t = log π_train − log π_rollout on valid tokens; L aggregates Δ at the level; w = exp(clamp(L, −20, 20)),
-    bounded by the mode and divided by the batch mean if asked; what is out of bounds leaves the mask.
+    On valid tokens Δ_t = log π_train − log π_rollout. The level aggregates Δ to a log-weight L.
+    The weight is w = exp(clamp(L, −20, 20)), bounded by the mode, and divided by the batch mean if
+    `tis_batch_normalize` is set. Rejected tokens and sequences leave the mask.
+    `slime_tis.correction.reference` has the same mathematics on one page, without speed.
 
     Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-        Mismatch"
-    (Liu, Li et al. 2025, https://richardli.xyz/rl-collapse).
+    Mismatch" (Liu, Li et al. 2025, https://richardli.xyz/rl-collapse).
 
-    Args: config: What to correct and how. train_log_probs: log π_train (π_old, or the current
-        policy): a list of [T_i], [B, T], or packed [N]. rollout_log_probs: log π_rollout in the
-        same layout; in a list, None for a sample that has none. loss_mask: bool, int or float,
-        nonzero at valid tokens, in the same layout. lengths: Lengths of the sequences in packed [N]
-        tensors. current_log_probs: log π_θ in the same layout, for the divergence mask;
-        train_log_probs when None. advantages: Advantages in the same layout, for a divergence mask
-        with direction away, or bounds by sign. global_batch: The ranks that share the global batch,
-        and its statistics if this call is one micro-batch. By
-            default these sequences are the global batch. Context-parallel ranks sum one [S, k]
-            table; the levels prefix and segment gather whole responses instead, and need
-            `Ranks.slices`.
-        are_densities: The log-probs are log-densities of continuous samples, as of diffusion steps.
-            They may be of any size; a log-prob of a token of −9984 or less is an engine's code for
-            minus infinity.
+    Args:
+        config: The options of the correction.
+        train_log_probs: log π_train (π_old, or the current policy): a list of [T_i], [B, T], or
+            packed [N].
+        rollout_log_probs: log π_rollout in the same layout. In a list, None for a sample without
+            rollout log-probs.
+        loss_mask: bool, int or float, nonzero at valid tokens, in the same layout.
+        lengths: Lengths of the sequences in packed [N] tensors.
+        current_log_probs: log π_θ in the same layout, for the divergence mask. If None, it is
+            train_log_probs.
+        advantages: Advantages in the same layout. A divergence mask with direction away and bounds
+            by sign need them.
+        global_batch: The ranks that share the global batch, and its statistics if this call is one
+            micro-batch. By default these sequences are the global batch. Context-parallel ranks sum
+            one [S, k] table. The levels prefix and segment gather complete responses instead, and
+            need `Ranks.slices`.
+        are_densities: Whether the log-probs are log-densities of continuous samples, for example
+            of diffusion steps. These may have any size, but a token's log-prob of −9984 or less is
+            an engine's code for minus infinity.
 
-    Returns: Weights, mask, statistics, and tokens per sequence. Only `nonfinite_policy="raise"`
-        synchronizes with the host.
+    Returns:
+        Weights, mask, statistics, and tokens per sequence. There is a host synchronisation only
+        with `nonfinite_policy="raise"`.
 
-    Raises: TypeError: if the configuration is of another class, verl's for example. ValueError: if
-        the layouts disagree, naming the sequence and both lengths; if a token is not finite
-            under the "raise" policy; if a level needs whole sequences and there are slices without
-            their places.
+    Raises:
+        TypeError: if the configuration has another class, for example verl's.
+        ValueError: if the layouts disagree (it names the sequence and both lengths); if a token is
+            not finite under the "raise" policy; if a level needs complete sequences but the slices
+            have no positions.
     """
     if not isinstance(config, RolloutCorrectionConfig):
         raise TypeError(
@@ -239,40 +251,35 @@ def correct(  # noqa: PLR0913
     levels = whole_sequence_levels(config)
     if ranks.context is not None and levels:
         slices = _required_slices(ranks, levels[0])
-        whole = gather_slices(layout, slices, ranks)
-        known = replace(global_batch, ranks=Ranks(data=ranks.data))
+        # Every context-parallel rank corrects the complete sequences, and keeps its slices.
         result = correct(
             config,
-            **whole,
+            **gather_slices(layout, slices, ranks),
             lengths=slices.lengths,
-            global_batch=known,
+            global_batch=replace(global_batch, ranks=Ranks(data=ranks.data)),
             are_densities=are_densities,
         )
         return _sliced(result, layout, slices, ranks)
-    tokens = [token_pass(config, chunk) for chunk in layout.chunks(are_densities=are_densities)]
+    chunks = layout.chunks(are_densities=are_densities)
+    tokens = [token_pass(config, chunk) for chunk in chunks]
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
-            limit = second_moment_limit(
-                _squares(tokens, layout.device), config.rs_second_moment_bound, ranks
-            )
+            squares_N = _squares(tokens, layout.device)
+            limit = second_moment_limit(squares_N, config.rs_second_moment_bound, ranks)
             global_batch = replace(global_batch, second_moment_limit=limit)
-        tokens = [trim(config, part, limit) for part in tokens]
-    columns = sequence_columns(config)
-    no_sequence = torch.zeros(
-        0, number_of_columns(columns), dtype=torch.float64, device=layout.device
-    )
-    table = ranks.over_context(torch.cat([no_sequence, *(part.table_S for part in tokens)]))
-    sums_S: SequenceSums[Tensor] = named(columns, table.unbind(1))
-    if config.adaptive and global_batch.adaptive_bounds is None:
-        global_batch = replace(
-            global_batch, adaptive_bounds=adaptive_bounds(config, [sums_S], ranks)
-        )
-    sequences = sequence_pass(
-        config, sums_S, global_batch.adaptive_bounds if config.adaptive else None
-    )
-    statistics, scale = sequences.statistics, sequences.weight_S
+        tokens = [trim(config, chunk_pass, limit) for chunk_pass in tokens]
+    sums_S = _sequence_sums(config, tokens, layout.device, ranks)
+    bounds = None
+    if config.adaptive:
+        bounds = global_batch.adaptive_bounds
+        if bounds is None:
+            bounds = adaptive_bounds(config, [sums_S], ranks)
+            global_batch = replace(global_batch, adaptive_bounds=bounds)
+    sequences = sequence_pass(config, sums_S, bounds)
+    statistics = sequences.statistics
     _take_extremes(tokens, statistics)
+    scale = sequences.weight_S
     if config.use_tis and config.tis_batch_normalize:
         factor = global_batch.batch_norm_factor
         if factor is None:
@@ -295,6 +302,7 @@ def correct(  # noqa: PLR0913
 
 
 def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
+    """The slices of the ranks; a ValueError if there are none."""
     if ranks.slices is None:
         raise ValueError(
             f"{level} needs whole sequences, but they are sliced over context-parallel ranks; pass"
@@ -305,22 +313,42 @@ def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
 
 def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
     """Δ² of all chunks, [N]; +inf at invalid tokens."""
-    squares = [part.squares_RK.reshape(-1) for part in tokens if part.squares_RK is not None]
-    return torch.cat([torch.zeros(0, device=device), *squares])
+    squares = [torch.zeros(0, device=device)]  # `cat` needs a tensor if there is no sequence
+    for chunk_pass in tokens:
+        assert chunk_pass.squares_RK is not None, "called without a second-moment bound"
+        squares.append(chunk_pass.squares_RK.reshape(-1))
+    return torch.cat(squares)
+
+
+def _sequence_sums(
+    config: RolloutCorrectionConfig, tokens: list[TokenPass], device: torch.device, ranks: Ranks
+) -> SequenceSums[Tensor]:
+    """The sums over complete sequences, [S], from the passes over all chunks and the ranks' slices."""
+    columns = sequence_columns(config)
+    # a rank without a sequence reduces a table with the same columns as the others
+    no_sequence = torch.zeros(0, number_of_columns(columns), dtype=torch.float64, device=device)
+    tables = [no_sequence]
+    for chunk_pass in tokens:
+        tables.append(chunk_pass.table_S)
+    table = ranks.over_context(torch.cat(tables))
+    sums_S: SequenceSums[Tensor] = named(columns, table.unbind(1))
+    return sums_S
 
 
 def _policy_inputs(
     config: RolloutCorrectionConfig, **inputs: LogProbs | None
 ) -> dict[str, LogProbs]:
-    """The inputs of a divergence mask, or of bounds by the sign of the advantage, that are given.
+    """The inputs that a divergence mask, or bounds by the sign of the advantage, can use; without None.
 
     Raises:
         ValueError: the mask or the bounds depend on the advantages, which are missing.
     """
     if config.needs_advantages and inputs["advantages"] is None:
-        option, instead = "divergence_mask", "set divergence_mask_direction='both'"
+        option = "divergence_mask"
+        instead = "set divergence_mask_direction='both'"
         if config.signs_bounds:
-            option, instead = "tis_upper_bound_negative or tis_lower_bound_negative", "remove it"
+            option = "tis_upper_bound_negative or tis_lower_bound_negative"
+            instead = "remove it"
         raise ValueError(f"{option} needs advantages=; pass them, or {instead}.")
     return {name: values for name, values in inputs.items() if values is not None}
 
@@ -328,13 +356,13 @@ def _policy_inputs(
 def _sliced(
     whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks
 ) -> Correction[Any]:
-    """This rank's slices of a correction of whole sequences."""
-    weights, mask = (
-        local.shaped(slices.slice_flat(values)) for values in (whole.weights, whole.mask)
-    )
-    global_batch = replace(whole.global_batch, ranks=ranks)
+    """This rank's slices of the correction of complete sequences."""
     return replace(
-        whole, weights=weights, mask=mask, lengths=slices.local_lengths, global_batch=global_batch
+        whole,
+        weights=local.shaped(slices.slice_flat(whole.weights)),
+        mask=local.shaped(slices.slice_flat(whole.mask)),
+        lengths=slices.local_lengths,
+        global_batch=replace(whole.global_batch, ranks=ranks),
     )
 
 
@@ -346,20 +374,28 @@ def _flat(values: Tensor | list[Tensor]) -> Tensor:
 
 
 def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, ...]]:
-    return (
-        tuple(values.shape)
-        if isinstance(values, Tensor)
-        else [tuple(value.shape) for value in values]
-    )
+    """The shape of a tensor, or the shapes in a list, for comparisons and messages."""
+    if isinstance(values, Tensor):
+        return tuple(values.shape)
+    return [tuple(value.shape) for value in values]
+
+
+def _per_token(values_S: Tensor, lengths: Sequence[int], tokens: int) -> Tensor:
+    """The value of each token's sequence, [N]."""
+    repeats_S = torch.tensor(lengths, dtype=torch.int64).to(values_S.device, non_blocking=True)
+    # without `output_size` a GPU would have to report the sum of the lengths to the host
+    return values_S.repeat_interleave(repeats_S, output_size=tokens)
 
 
 def _take_extremes(tokens: list[TokenPass], statistics: Statistics) -> None:
-    """Completes the statistics, in place, by the extremes of weights that differ from token to token."""
+    """Writes the extremes of per-token weights into the statistics, in place."""
     extremes = [part.extremes for part in tokens if part.extremes is not None]
     if not extremes:
         return
+    # `smallest` has one column if the bounds depend on the advantage, else none
     lowest, highest, weight, *smallest = torch.stack(extremes).unbind(1)
-    mins, maxs = (named(EXTREMES, values.unbind()) for values in (statistics.mins, statistics.maxs))
+    mins = named(EXTREMES, statistics.mins.unbind())  # views, so that copy_ writes through
+    maxs = named(EXTREMES, statistics.maxs.unbind())
     mins.ratio.copy_(lowest.amin())
     maxs.ratio.copy_(highest.amax())
     maxs.weight.copy_(weight.amax())
@@ -373,22 +409,38 @@ def _finish(
     sequences: SequencePass,
     scale: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Blocks of final weights and masks: those of each token, times those of its sequence. Empties `tokens`."""
-    weights, masks, first = [], [], 0
+    """Multiplies the weights and masks of tokens by those of their sequences, in place.
+
+    Empties `tokens`, so that the memory of a chunk is free before the next one is finished.
+
+    Args:
+        config: The options.
+        tokens: The passes over the chunks, in order.
+        sequences: Sequence-wide verdicts.
+        scale: Scalar, or [S], by which weights are multiplied; None for 1.
+
+    Returns:
+        Blocks of float32 weights, and of bool masks, one per chunk.
+    """
+    weights = []
+    masks = []
+    first = 0  # number of the chunk's first sequence
     while tokens:
         part = tokens.pop(0)
         owner_R = part.sequence_R + first
         first += part.table_S.shape[0]
-        weight, accepted = part.weight_RK, part.accepted_RK
+        weight = part.weight_RK
         if scale is not None:
-            row_scale = scale if scale.dim() == 0 else scale.index_select(0, owner_R)[:, None]
+            row_scale = scale
+            if scale.dim() == 1:
+                row_scale = scale.index_select(0, owner_R)[:, None]
             weight.mul_(row_scale.to(weight.dtype))
         if config.touches_loss:
-            accepted.view(torch.uint8).mul_(
-                sequences.accept_S.index_select(0, owner_R).to(torch.uint8)[:, None]
-            )
+            accept_R = sequences.accept_S.index_select(0, owner_R).to(torch.uint8)
+            # products of bytes vectorise on a CPU, products of bools do not
+            part.accepted_RK.view(torch.uint8).mul_(accept_R[:, None])
         weights.append(weight.to(torch.float32))
-        masks.append(accepted)
+        masks.append(part.accepted_RK)
     return weights, masks
 
 
@@ -404,71 +456,70 @@ def off_policy_sequence_mask(
     lengths: Sequence[int] | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> LayoutT:
-    """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), with the mean over the tokens s of the sequence.
+    """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), with s over the sequence's tokens.
 
-    Each token goes by its own advantage: where the tokens of a rejected sequence have advantages of
-    both signs, those with A_t ≥ 0 are trained. Masked tokens have no part in the mean.
+    Every token uses its own advantage. If a rejected sequence has advantages of both signs, its
+    tokens with A_t ≥ 0 are trained. Masked tokens do not count in the mean.
 
-    The source's π_old is the policy as the inference engine sampled from it, so that what is
-    bounded is made of both staleness and the mismatch between the engines; TRL does the same. slime
-    takes π_old of the training engine, from which π_θ does not differ before the rollout's second
-    optimizer step.
+    In the source, π_old is the policy as the inference engine sampled from it, so the bound covers
+    both staleness and the mismatch between the engines. TRL does the same. slime uses π_old of the
+    training engine, which equals π_θ until the second optimizer step of a rollout.
 
     Source: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, off-policy sequence
-        masking, eq. 9.
+    masking, eq. 9.
 
-    Args: log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
+    Args:
+        log_probs: log π_θ, as a list of [T_i], padded [B, T], or packed [N] with `lengths`.
         old_log_probs: log π_rollout, or log π_old for slime's variant, in the same layout.
-        advantages: One per token, in the same layout, or one per sequence, [S]. loss_mask: Nonzero
-        at valid tokens, in the same layout. delta: Bound on the mean log-ratio in nats per token,
-        above 0; 0.1 is customary against π_rollout, and slime's
-            default against π_old is 1e-4.
-        nonfinite_policy: What a token with a log-prob that is not finite does to the mean: "reject"
-            excludes it, "neutral" counts it with a difference of 0, "raise" refuses it.
+        advantages: One per token, in the same layout, or one per sequence, [S].
+        loss_mask: Nonzero at valid tokens, in the same layout.
+        delta: Bound on the mean log-ratio in nats per token, above 0. 0.1 is customary against
+            π_rollout; slime's default against π_old is 1e-4.
+        nonfinite_policy: How the mean treats tokens with a non-finite log-prob: "reject" excludes
+            them, "neutral" counts them with a difference of 0, "raise" raises an error.
         lengths: Lengths of packed sequences.
-        ranks: One table is summed over the context-parallel ones, where sequences are sliced.
+        ranks: The ranks that share the sequences. Context-parallel ranks sum one table.
 
-    Returns: bool in the layout of the advantages: True at accepted tokens, or at accepted
-        sequences. A masked token is not accepted, and a sequence without tokens is.
+    Returns:
+        bool in the layout of the advantages: True at accepted tokens, or at accepted sequences.
+        Masked tokens are not accepted. Empty sequences are accepted.
 
-    Raises: ValueError: if there is not one advantage per token or per sequence, or a token is not
-        finite under "raise".
+    Raises:
+        ValueError: if there is not one advantage per token or per sequence, or a token is not
+            finite under "raise".
     """
     config = RolloutCorrectionConfig(nonfinite_policy=nonfinite_policy)
     inputs: tuple[Any, Any, Any] = (log_probs, old_log_probs, loss_mask)
-    found: Correction[Any] = correct(
+    correction: Correction[Any] = correct(
         config, *inputs, lengths=lengths, global_batch=GlobalBatch(ranks=ranks)
     )
-    sums_S = found.sequence_sums
+    sums_S = correction.sequence_sums
     is_far_S = -sums_S.log_ratio / sums_S.valid.clamp_min(1) > delta
     if isinstance(advantages, Tensor) and advantages.shape == is_far_S.shape:
         return ~((advantages < 0) & is_far_S)
-    if _shapes(advantages) != _shapes(found.mask):
+    if _shapes(advantages) != _shapes(correction.mask):
         raise ValueError(
-            f"advantages has shape {_shapes(advantages)} for {len(found.lengths)} sequences and a"
-            f" mask of shape {_shapes(found.mask)}; pass one per token or one per sequence."
+            f"advantages has shape {_shapes(advantages)} for {len(correction.lengths)} sequences"
+            f" and a mask of shape {_shapes(correction.mask)}; pass one per token or one per sequence."
         )
     advantage_N = _flat(advantages)
     mask_N = _flat(inputs[2])
-    repeats_S = torch.tensor(found.lengths, dtype=torch.int64).to(
-        is_far_S.device, non_blocking=True
-    )
-    is_far_N = is_far_S.repeat_interleave(repeats_S, output_size=advantage_N.numel())
+    is_far_N = _per_token(is_far_S, correction.lengths, advantage_N.numel())
     accepted_N = (mask_N != 0) & ~((advantage_N < 0) & is_far_N)
     if isinstance(advantages, Tensor):
         return accepted_N.view(advantages.shape)
-    return list(accepted_N.split(found.lengths))
+    return list(accepted_N.split(correction.lengths))
 
 
 def interpolate_old_log_probs(
     log_probs: Tensor, rollout_log_probs: Tensor, current_version: int, rollout_versions: Tensor
 ) -> Tensor:
-    """log π_old = log π_rollout + α·(log π_θ − log π_rollout), α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1).
+    """log π_old = log π_rollout + α·(log π_θ − log π_rollout) per token.
 
-    Between the policy that sampled a token, of version v, and the current one, of version v_θ, the
-    proximal policy is the one before the current: it lies all of the way but one step. A token
-    sampled by the current version (v = v_θ) or the one before has α = 0, so that its old policy is
-    the one that sampled it; so has a token whose version is not known (v < 0).
+    α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1), where v is the version of the weights that sampled the
+    token, and v_θ the current version. The old policy is taken to be version v_θ − 1, one step
+    before the end of a straight line from v to v_θ. Tokens of the versions v_θ and v_θ − 1 have
+    α = 0, so their old policy is the policy that sampled them. The same holds if v is unknown (< 0).
 
     Source: AReaL, "Proximal Log-Probability Approximation"
     (https://inclusionai.github.io/AReaL/algorithms/prox_approx.html), the method `loglinear`.
@@ -476,11 +527,12 @@ def interpolate_old_log_probs(
     Args:
         log_probs: log π_θ of the tokens, any shape.
         rollout_log_probs: log π_rollout, of the same shape.
-        current_version: v_θ, the number of the weights that are trained.
-        rollout_versions: v of each token, of the same shape; below 0 where it is not known.
+        current_version: v_θ, the version of the trained weights.
+        rollout_versions: v per token, of the same shape; below 0 if unknown.
 
-    Returns: Detached old log-probs. If v < 0 or v > v_θ, or a log-prob is not finite, the rollout's
-        log-prob.
+    Returns:
+        Detached old log-probs. If v < 0 or v > v_θ, or a log-prob is not finite, they are the
+        rollout's log-probs.
 
     Raises:
         ValueError: if the shapes differ.
@@ -491,9 +543,10 @@ def interpolate_old_log_probs(
             f"log_probs has shape {shapes[0]}, rollout_log_probs {shapes[1]}, rollout_versions"
             f" {shapes[2]}; pass three tensors of one shape."
         )
-    log_probs, rollout = log_probs.detach(), rollout_log_probs.detach()
+    log_probs = log_probs.detach()
+    rollout = rollout_log_probs.detach()
     lag = (current_version - rollout_versions).to(rollout.dtype)
     fraction = ((lag - 1) / lag.clamp_min(1)).clamp(0, 1)
     difference = log_probs - rollout
-    known = (rollout_versions >= 0) & is_log_prob(log_probs) & is_log_prob(rollout)
-    return torch.where(known, rollout + fraction * difference, rollout)
+    is_usable = (rollout_versions >= 0) & is_log_prob(log_probs) & is_log_prob(rollout)
+    return torch.where(is_usable, rollout + fraction * difference, rollout)

@@ -1,7 +1,7 @@
-"""The one pass over the tokens of a chunk: weight, verdict, and the row sums of everything that is measured.
+"""The one pass over the tokens of a chunk: weights, verdicts, and row sums for all metrics.
 
-`token_pass` reads a chunk once and returns two blocks and a table; all that follows works on that
-table, one row per sequence.
+`token_pass` reads a chunk once and returns two blocks and a table with one row per sequence. The
+later steps need only the table.
 
 Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence.
 """
@@ -37,19 +37,21 @@ class TokenPass:
     """The result of one pass over a chunk."""
 
     weight_RK: Tensor
-    """Bounded weight of the token, 0 at invalid tokens; 1 at valid ones where the level is
-    sequence-wide."""
+    """Bounded weight of the token, 0 at invalid tokens. If the level is sequence-wide, it is 1 at
+    valid tokens."""
     accepted_RK: Tensor
     """bool, True at valid tokens that no per-token criterion rejects."""
     squares_RK: Tensor | None
-    """Δ² at valid tokens and +inf elsewhere, for second-moment trimming alone."""
+    """Δ² at valid tokens and +inf elsewhere; None without second-moment trimming."""
     table_S: Tensor
     """`SequenceSums` of the chunk's sequences as columns, float64."""
     extremes: Tensor | None
-    """[3]: smallest and largest weight of the chunk's valid tokens before the mode, and largest
-    inside the bounds in mask mode (in other modes, before the mode too); +inf and 0 without valid
-    tokens. None without token weights. [4] where the bounds depend on the advantage: the largest
-    and the smallest weight after the mode."""
+    """Extremes of the weights of the chunk's valid tokens; None without token weights.
+
+    [0] and [1] are the smallest and largest weight before the mode, +inf and 0 without valid
+    tokens. [2] is the largest weight after the mode if the mode is mask or the bounds depend on the
+    advantage, else [1] again. [3] exists only if the bounds depend on the advantage: the smallest
+    weight after the mode."""
     sequence_R: Tensor
     """Which sequence of the chunk owns the row."""
 
@@ -66,7 +68,9 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
     """
     chunk = packed.blocks()
     tokens = log_ratios(chunk, config.nonfinite_policy)
-    weight, extremes, weight_sums = tokens.valid_RK, None, None
+    weight = tokens.valid_RK
+    extremes = None
+    weight_sums = None
     if config.has_token_weights:
         weight, extremes, weight_sums = _weigh(config, tokens, chunk)
     ratio_minus_1 = safe_expm1(tokens.log_ratio_RK)
@@ -74,49 +78,60 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
     accepted = rs_accepted
     if config.has_token_weights and config.mode.rejects:
         accepted = rs_accepted * indicator(torch.gt, weight, 0.0)
-    masked_in_R, valid_R = tokens.masked_in_RK.sum(-1), tokens.valid_R
+    masked_in_R = tokens.masked_in_RK.sum(-1)
+    valid_R = tokens.valid_R
+    # Sums of the same tensor are taken once: `is` tells that no criterion and no mode rejected.
     rs_accepted_R = valid_R if rs_accepted is tokens.valid_RK else rs_accepted.sum(-1)
     if not config.touches_loss:
+        # only metrics: the loss keeps all of its tokens, also non-finite ones
         weight = accepted = tokens.masked_in_RK
-    trims = config.rs_second_moment_bound is not None
+    accepted_R = rs_accepted_R if accepted is rs_accepted else accepted.sum(-1)
+    if tokens.nonfinite_RK is None:
+        nonfinite_R = masked_in_R - valid_R
+    else:
+        nonfinite_R = tokens.nonfinite_RK.sum(-1)
+    clamped_k3_R = None
+    if config.adaptive:
+        clamped_k3_R = clamped_k3_of(tokens.log_ratio_RK).sum(-1)
+    abs_log_ratio_R = torch.abs(tokens.log_ratio_RK, out=tokens.scratch_RK).sum(-1)
+    catastrophic_R = None
+    if config.vetoes:
+        catastrophic_R = catastrophic_tokens(config, tokens).sum(-1)
+    squares = None
+    trimmed_R = None
+    if config.rs_second_moment_bound is not None:
+        squares = torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf)
+        trimmed_R = torch.zeros_like(valid_R)  # `trim` fills it in
     advantage_R = None
     if config.signs_bounds:
         assert chunk.advantage_RK is not None
-        advantage_R = (
-            torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0).nan_to_num(0.0).sum(-1)
-        )
+        advantage = torch.where(tokens.valid_RK > 0, chunk.advantage_RK, 0.0)
+        advantage_R = advantage.nan_to_num(0.0).sum(-1)
     sums_R = SequenceSums(
         masked_in=masked_in_R,
         valid=valid_R,
-        nonfinite=(
-            masked_in_R - valid_R if tokens.nonfinite_RK is None else tokens.nonfinite_RK.sum(-1)
-        ),
+        nonfinite=nonfinite_R,
         train=tokens.train_R,
         log_ratio=tokens.log_ratio_RK.sum(-1),
-        abs_log_ratio=torch.abs(tokens.log_ratio_RK, out=tokens.scratch_RK).sum(-1),
+        abs_log_ratio=abs_log_ratio_R,
         ratio_minus_1=ratio_minus_1.sum(-1),
         ratio_minus_1_squared=_sum_of_squares(ratio_minus_1),
         rs_accepted=rs_accepted_R,
-        accepted=rs_accepted_R if accepted is rs_accepted else accepted.sum(-1),
+        accepted=accepted_R,
         weights=weight_sums,
         criteria=criteria,
-        clamped_k3=clamped_k3_of(tokens.log_ratio_RK).sum(-1) if config.adaptive else None,
-        catastrophic=catastrophic_tokens(config, tokens).sum(-1) if config.vetoes else None,
-        trimmed=torch.zeros_like(valid_R) if trims else None,
+        clamped_k3=clamped_k3_R,
+        catastrophic=catastrophic_R,
+        trimmed=trimmed_R,
         advantage=advantage_R,
     )
     table_R = stacked(sums_R).to(torch.float64)
-    table_S = torch.zeros(
-        packed.rows.end_S.numel(), table_R.shape[1], dtype=torch.float64, device=table_R.device
-    )
+    sequences = packed.rows.end_S.numel()
+    table_S = table_R.new_zeros(sequences, table_R.shape[1])
     return TokenPass(
         weight_RK=weight,
         accepted_RK=accepted.bool(),
-        squares_RK=(
-            torch.where(tokens.valid_RK > 0, tokens.log_ratio_RK.square(), torch.inf)
-            if trims
-            else None
-        ),
+        squares_RK=squares,
         table_S=table_S.index_add_(0, chunk.sequence_R, table_R),
         extremes=extremes,
         sequence_R=chunk.sequence_R,
@@ -124,15 +139,18 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
 
 
 def trim(config: RolloutCorrectionConfig, part: TokenPass, limit: Tensor) -> TokenPass:
-    """The pass without the tokens whose Δ² is at or above the limit, as `rules.second_moment_limit` has it."""
+    """The pass without the tokens whose Δ² is at or above `rejection.second_moment_limit`."""
     assert part.squares_RK is not None, "called without a second-moment bound"
     beyond_RK = (part.squares_RK >= limit.to(part.squares_RK)) & part.squares_RK.isfinite()
     accepted_RK = part.accepted_RK & ~beyond_RK
     table_S = part.table_S.clone()
     sums_S: SequenceSums[Tensor] = named(sequence_columns(config), table_S.unbind(1))
     assert sums_S.trimmed is not None
-    for sum_S, block_RK in ((sums_S.accepted, accepted_RK), (sums_S.trimmed, beyond_RK)):
-        sum_S.zero_().index_add_(0, part.sequence_R, block_RK.sum(-1, dtype=torch.float64))
+    # the sums are views of `table_S`
+    accepted_R = accepted_RK.sum(-1, dtype=torch.float64)
+    sums_S.accepted.zero_().index_add_(0, part.sequence_R, accepted_R)
+    trimmed_R = beyond_RK.sum(-1, dtype=torch.float64)
+    sums_S.trimmed.zero_().index_add_(0, part.sequence_R, trimmed_R)
     return replace(part, accepted_RK=accepted_RK, table_S=table_S)
 
 
@@ -140,10 +158,11 @@ def _apply_criteria(
     criteria: tuple[Criterion, ...], tokens: Tokens, chunk: Chunk
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """1.0 at valid tokens that all per-token criteria accept, and the row sums of the criteria."""
-    accepted_RK, sums = tokens.valid_RK, {}
+    accepted_RK = tokens.valid_RK
+    sums = {}
     for criterion in criteria:
         if criterion.uses_log_ratio:
-            continue
+            continue  # the sequence pass decides from Σ Δ
         statistic = token_statistic(criterion, tokens, chunk)
         if criterion.sums_divergence:
             sums[criterion.name] = statistic.sum(-1)
@@ -158,29 +177,33 @@ def _apply_criteria(
 def _weigh(
     config: RolloutCorrectionConfig, tokens: Tokens, chunk: Chunk
 ) -> tuple[Tensor, Tensor, WeightSums[Tensor]]:
-    """Weight of every token, the extremes, and row sums."""
-    valid, scratch = tokens.valid_RK, tokens.scratch_RK
-    raw = safe_exp(TOKEN_LEVELS[LEVELS[config.tis_level].aggregation](tokens, chunk))
-    lowest = torch.div(raw, valid, out=scratch).amin()  # x/0 is +inf: no minimum
+    """Weight of every token, the extremes as in `TokenPass`, and row sums."""
+    valid = tokens.valid_RK
+    scratch = tokens.scratch_RK
+    log_weight = TOKEN_LEVELS[LEVELS[config.tis_level].aggregation]
+    raw = safe_exp(log_weight(tokens, chunk))
+    lowest = torch.div(raw, valid, out=scratch).amin()  # invalid tokens have x/0 = +inf
     raw.mul_(valid)
     lower, upper = weight_bounds(config, chunk.advantage_RK)
     weight = config.mode.bound(raw, lower, upper)
-    if (
-        config.mode.has_lower_bound and not config.mode.rejects
-    ):  # it raises the 0 of invalid tokens, too
-        weight.mul_(valid)
+    if config.mode.has_lower_bound and not config.mode.rejects:
+        weight.mul_(valid)  # the lower bound would also raise invalid tokens from 0
     highest = raw.amax()
-    extremes = [
-        lowest,
-        highest,
-        weight.amax() if config.mode.rejects or config.signs_bounds else highest,
-    ]
+    largest_weight = highest
+    if config.mode.rejects or config.signs_bounds:
+        largest_weight = weight.amax()
+    extremes = [lowest, highest, largest_weight]
     if config.signs_bounds:
         extremes.append(torch.where(valid > 0, weight, torch.inf).amin())
     invalid_R = valid.shape[-1] - tokens.valid_R  # their ratio of 0 is below any bound
     high_R = indicator(torch.gt, raw, upper, scratch).sum(-1)
-    lower = lower.clamp_min(LOWEST_BOUND) if isinstance(lower, Tensor) else max(lower, LOWEST_BOUND)
+    # above 0, so that exactly the invalid tokens are below it, too
+    if isinstance(lower, Tensor):
+        lower = lower.clamp_min(LOWEST_BOUND)
+    else:
+        lower = max(lower, LOWEST_BOUND)
     low_R = indicator(torch.lt, raw, lower, scratch).sum(-1).sub_(invalid_R)
+    # `scratch` is overwritten below, so each sum is taken before the next difference
     minus_1 = torch.sub(weight, valid, out=scratch)
     minus_1_R = minus_1.sum(-1)
     minus_1_squared_R = _sum_of_squares(minus_1)
@@ -201,5 +224,6 @@ def _weigh(
 
 
 def _sum_of_squares(x_RK: Tensor) -> Tensor:
+    """Σ x² per row; the norm needs no temporary of the size of x."""
     norm_R: Tensor = torch.linalg.vector_norm(x_RK, dim=-1)
     return norm_R.square_()
