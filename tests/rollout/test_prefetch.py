@@ -79,6 +79,67 @@ def test_rollouts_in_flight_follow_the_lookahead_up_to_the_last():
     assert [number for number, _ in log.submitted] == [0, 1, 2]
 
 
+@dataclass
+class Pending:
+    """A rollout that is complete or not."""
+
+    groups: list[list[Sample]]
+    done: bool
+
+    def is_done(self):
+        return self.done
+
+    def result(self):
+        return self.groups
+
+
+def ahead(done):
+    """A prefetcher after its first batch, with a batch in flight for each entry of `done`."""
+    log = Log()
+    flags = iter([True, *done])
+
+    def submit(prompts, number):
+        rows = [Prompt(index=number, text="p", token_ids=(1,)) for number in prompts]
+        return Pending([[make_sample(row, [2, 3])] for row in rows], next(flags))
+
+    prefetcher = Prefetcher(log, submit, prompts=lambda: 2, depth=len(done))
+    prefetcher.next(0, 9)
+    return prefetcher
+
+
+@pytest.mark.parametrize(
+    ("done", "count"),
+    [((), 0), ((True,), 1), ((True, True), 2), ((False, True), 0), ((True, False), 1)],
+)
+def test_batches_up_to_the_first_unfinished_one_are_saved(done, count):
+    prefetcher = ahead(done)
+    assert [batch.prompts for batch in prefetcher.finished()] == [2] * count
+    assert prefetcher.state_dict()["place"] == 2  # before the batches in flight
+
+
+def test_saved_samples_stay_as_the_engine_made_them():
+    prefetcher = ahead((True,))
+    (saved,) = prefetcher.finished()
+    ((sample,), _) = prefetcher.next(1, 1)
+    sample.loss_mask[0] = 0
+    sample.metadata["seen"] = True
+    sample.reward = 1.0
+    kept = saved.groups[0][0]
+    assert (list(kept.loss_mask), kept.metadata, kept.reward) == ([1, 1], {}, None)
+    assert sample.prompt_row is kept.prompt_row
+
+
+def test_saved_batches_of_other_prompts_are_refused():
+    (saved,) = ahead((True,)).finished()
+    later = Log(place=7)
+    later.next_batch = lambda size: [
+        Prompt(index=7 + n, text="p", token_ids=(1,)) for n in range(size)
+    ]
+    prefetcher = Prefetcher(later, later.submit, prompts=lambda: 2, depth=1)
+    with pytest.raises(ValueError, match="answer other prompts than those that come next"):
+        prefetcher.restore([saved])
+
+
 class Engine:
     def __init__(self, groups):
         self.groups = groups
