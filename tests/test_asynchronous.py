@@ -28,7 +28,7 @@ def test_lookahead_makes_samples_as_many_rollouts_stale(run):
     )
 
 
-def test_stale_samples_are_left_out_and_counted(run):
+def test_stale_samples_are_not_trained(run):
     flags = ("--rollout-lookahead", "2", "--num-rollout", "4", "--use-tis")
     rows = run(*flags, "--max-weight-staleness", "1")
     assert [row["rollout/stale_samples"] for row in rows] == [0, 0, 16, 16]

@@ -55,36 +55,41 @@ def test_flags_page_is_what_its_writer_writes():
     assert (DOCS / "flags.md").read_text() == writer.render(), "run `make docs`"
 
 
-def test_commands_on_the_quick_start_are_accepted_and_refused_as_shown(task):
-    (command,) = [
-        block for block in blocks("quick_start.md", "") if block.startswith("python train.py \\")
-    ]
+def quick_start(first_words: str) -> str:
+    """The only plain block of the quick start that begins with these words."""
+    (block,) = [block for block in blocks("quick_start.md", "") if block.startswith(first_words)]
+    return block
+
+
+def test_the_command_of_the_quick_start_is_accepted():
+    command = quick_start("python train.py \\")
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
     assert got.correction.rs_z_score == 3.0 and got.correction.rs_level == "geometric"
     assert got.rollout.eval_prompt_sets == (("sort_digits", "data/sort_digits/eval.jsonl"),)
     assert got.loop.global_batch_size == 256
-    (choices,) = [
-        block for block in blocks("quick_start.md", "") if block.startswith("--use-tis\n")
-    ]
-    corrections = [
-        configure(shlex.split(task + line), {}).correction for line in choices.splitlines()
-    ]
+
+
+def test_the_choices_of_the_quick_start_are_accepted(task):
+    choices = quick_start("--use-tis\n").splitlines()
+    corrections = [configure(shlex.split(task + line), {}).correction for line in choices]
     assert [c.use_rollout_logprobs for c in corrections] == [False] * 4 + [True] * 3 + [False]
     assert [c.corrects for c in corrections] == [True] * 4 + [False] + [True] * 3
-    (chat,) = [
-        block for block in blocks("quick_start.md", "") if block.startswith("--apply-chat-template")
-    ]
-    assert configure(shlex.split(task + chat), {}).rollout.chat_template_options == {
-        "enable_thinking": False
-    }
-    (block,) = [block for block in blocks("quick_start.md", "") if block.startswith("$ ")]
-    command, message = block.splitlines()
+
+
+def test_the_chat_flags_of_the_quick_start_are_accepted(task):
+    chat = quick_start("--apply-chat-template")
+    options = configure(shlex.split(task + chat), {}).rollout.chat_template_options
+    assert options == {"enable_thinking": False}
+
+
+def test_the_wrong_command_of_the_quick_start_is_refused_as_shown(task):
+    command, message = quick_start("$ ").splitlines()
     with pytest.raises(ValueError) as error:
         configure(shlex.split(task + command.split("…")[1]), {})
     assert str(error.value) == message
 
 
-def test_commands_on_the_sglang_page_and_the_block_on_the_verl_page_are_accepted(task, tmp_path):
+def test_commands_on_the_sglang_page_are_accepted(task):
     (commands,) = [
         block for block in blocks("sglang.md", "") if block.startswith("python train.py")
     ]
@@ -95,19 +100,17 @@ def test_commands_on_the_sglang_page_and_the_block_on_the_verl_page_are_accepted
     assert [config.sglang_launch for config in found] == [1, None, None]
     assert found[0].sglang_server_args == ("--mem-fraction-static", "0.8")
     assert len(found[1].server_urls) == 2 and found[2].router_url == "http://10.0.0.4:8000"
+
+
+def test_the_block_on_the_verl_page_equals_flags(task, tmp_path):
     (block,) = blocks("verl.md", "yaml")
     (tmp_path / "verl.yaml").write_text(block)
     got = configure(shlex.split(task + "--custom-config-path verl.yaml"), {}).correction
-    same = (
+    flags = (
         "--use-tis --tis-upper-bound 2.0 --use-rs --rs-level sequence --rs-upper-bound 2.0"
-        " --rs-lower-bound 0.5 "
+        " --rs-lower-bound 0.5 --rs-veto-threshold 1e-4 --rejection-normalizer kept"
     )
-    assert (
-        got
-        == configure(
-            shlex.split(task + same + "--rs-veto-threshold 1e-4 --rejection-normalizer kept"), {}
-        ).correction
-    )
+    assert got == configure(shlex.split(task + flags), {}).correction
 
 
 @pytest.mark.parametrize("page", ["flags.md", "quick_start.md"])
@@ -168,10 +171,13 @@ def test_every_metric_of_the_correction_is_in_the_glossary(options):
     assert len(names) >= 15 and general - documented(r"train/\w+") == set()
 
 
-def test_every_metric_of_a_rollout_and_every_timed_part_is_in_the_glossary():
+def test_every_metric_of_a_rollout_is_in_the_glossary():
     failed = Sample(response_length=1, loss_mask=[0], failure="raised")
     names = {name.replace("/raised", "/REASON") for name in rollout_metrics([[failed]], 0)}
     assert names - documented(r"rollout/[\w/]+") == set()
+
+
+def test_every_timed_part_is_in_the_glossary():
     sources = (ROOT / "slime_tis").rglob("*.py")
     parts = re.findall(r'\btimer[(,] ?"(\w+)"', "".join(path.read_text() for path in sources))
     assert len(parts) >= 10
@@ -250,20 +256,29 @@ README_FILE = ROOT / "README.md"
 README = README_FILE.read_text()
 
 
-def test_extras_functions_and_pages_are_there():
+def test_the_extras_of_the_readme_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name for names in re.findall(r"\[([\w,]+)\]'", README) for name in names.split(",")}
     assert extras == {"analysis", "train"} and extras <= set(project["optional-dependencies"])
+
+
+def test_the_license_is_that_of_the_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0" and (ROOT / "LICENSE").exists()
+
+
+def test_the_function_of_the_readme_loads():
     from slime_tis.user_functions import load_function
 
     (flags,) = [
         block for block in blocks(README_FILE, "") if block.startswith("--use-tis --custom")
     ]
     assert callable(load_function(flags.split()[-1]))
-    assert [
-        page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in README
-    ] == []
+
+
+def test_the_readme_links_every_page():
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert [name for name in pages if f"docs/{name}" not in README] == []
 
 
 def test_the_command_is_accepted(tmp_path):
@@ -375,21 +390,35 @@ def test_every_link_leads_somewhere(page):
 
 
 @each_page
-def test_python_and_yaml_parse(page):
+def test_python_blocks_parse(page):
     for text in blocks(page, "python"):
         compile(text, str(page), "exec")
+
+
+@each_page
+def test_yaml_blocks_parse(page):
     for text in blocks(page, "yaml"):
         assert isinstance(yaml.safe_load(text), dict)
 
 
 @each_page
-def test_commands_name_targets_scripts_and_modules_that_are_there(page):
+def test_commands_name_existing_targets(page):
     text = page.read_text()
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
     assert set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.M)) <= targets
+
+
+@each_page
+def test_commands_name_existing_scripts(page):
+    text = page.read_text()
     for script in re.findall(r"(?:python|bash) ((?:[\w.]+/)*\w+\.(?:py|sh))\b", text):
         assert (ROOT / script).exists(), script
+
+
+@each_page
+def test_commands_name_existing_modules(page):
+    text = page.read_text()
     for module in re.findall(r"python -m ((?:examples|slime_tis|benchmarks)[\w.]*)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
 
@@ -432,12 +461,14 @@ def test_every_flag_exists(page):
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def test_files_and_shape_suffixes_of_contributing_exist():
+def test_files_of_contributing_exist():
     paths = re.findall(r"`((?:slime_tis|docs|tests)/[\w/.]*)`", CONTRIBUTING)
-    assert (
-        len(paths) > 20
-        and [path for path in paths if "NAME" not in path and not (ROOT / path).exists()] == []
-    )
+    assert len(paths) > 20
+    missing = [path for path in paths if "NAME" not in path and not (ROOT / path).exists()]
+    assert missing == []
+
+
+def test_shape_suffixes_are_those_of_contributing():
     table = CONTRIBUTING.split("## Notation")[1].split("Lists of tensors")[0]
     known = set(re.findall(r"`_([A-Z]+)`", table))
     for path in (ROOT / "slime_tis").rglob("*.py"):

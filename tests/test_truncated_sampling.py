@@ -120,7 +120,7 @@ def change(path, edit):
 SETS = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=8)
 
 
-def test_rows_by_hand_and_the_part_of_a_large_mask_alone_is_pickled():
+def test_masks_by_hand():
     mask = SamplingMask.from_sets([[5, 7], [], [1]])
     assert mask.token_ids.tolist() == [5, 7, 1]
     assert mask.lengths.tolist() == [2, 0, 1]
@@ -130,6 +130,9 @@ def test_rows_by_hand_and_the_part_of_a_large_mask_alone_is_pickled():
     assert mask.without(torch.tensor([True, False, False])).sets() == [[], [], [1]]
     assert mask != SamplingMask.from_sets([[5], [7], [1]])
     assert mask == SamplingMask.from_sets([[5, 7], [], [1]])
+
+
+def test_a_part_of_a_mask_is_pickled_without_the_others():
     first, _ = SamplingMask.from_sets([[3, 4], list(range(100_000))]).split([1, 1])
     assert len(pickle.dumps(first)) < 2_000
 
@@ -146,7 +149,7 @@ def test_selection_is_that_of_a_list(sets, data):
 
 
 @given(SETS, st.data())
-def test_split_and_cat_are_inverse(sets, data):
+def test_cat_is_the_inverse_of_split(sets, data):
     mask = SamplingMask.from_sets(sets)
     cut = data.draw(st.integers(0, len(sets)))
     parts = mask.split([cut, len(sets) - cut])

@@ -20,11 +20,20 @@ def prompts(*texts):
     return [SimpleNamespace(token_ids=ids) for ids in texts]
 
 
-def test_the_probe_is_the_longest_prompt_and_others_once_cut_and_has_two_tokens():
+def test_the_probe_begins_with_the_longest_prompt():
     assert make_probe(prompts((1,), (4, 5, 6), (1,), (2, 3))) == (4, 5, 6, 1, 2, 3)
+
+
+def test_the_probe_is_cut_to_its_limit():
     assert make_probe(prompts((1,), (4, 5, 6), (2, 3)), 5) == (4, 5, 6, 1, 2)
     assert make_probe(prompts((9,) * 1000)) == (9,) * PROBE_TOKENS
+
+
+def test_the_probe_of_one_token_repeats_it():
     assert make_probe(prompts((7,))) == (7, 7)
+
+
+def test_the_probe_takes_a_limited_number_of_prompts():
     assert len(make_probe(prompts(*((number,) for number in range(1000))))) == PROBE_PROMPTS
 
 
@@ -38,7 +47,7 @@ def test_the_probe_is_the_longest_prompt_and_others_once_cut_and_has_two_tokens(
         pytest.param(256, "fp32", None, 0.625, id="an engine that does not say"),
     ],
 )
-def test_the_bound_follows_precision_and_length(tokens, trains_in, precision, bound):
+def test_the_bound_of_the_gap(tokens, trains_in, precision, bound):
     assert max_gap(trains_in, precision, tokens) == pytest.approx(bound)
 
 
@@ -53,19 +62,30 @@ def compared(r, n, earlier, trained):
     return compare(ALONE, *now, *before)
 
 
-def test_comparison_by_hand():
+def test_half_of_an_update_arrived():
     found = compared([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
     assert (found.gap, found.gap_before, found.movement, found.received) == (0.5, 0.5, 1.0, 0.5)
     assert found.movement_received == 0.5 and not found.is_missed()
+
+
+def test_no_part_of_an_update_arrived():
     # the same as before but for a shift: nothing arrived
     missed = compared([0.3, 0.3, 0.3], [1.0, -2.0, 0.5], [0.3, 0.3, 0.3], [0.0, 0.0, 0.0])
     assert (missed.received, missed.movement_received, missed.is_missed()) == (0.0, 0.0, True)
+
+
+def test_an_update_is_missed_relative_to_its_share():
     little = compared([0.2, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
-    assert little.is_missed() and not little.is_missed(
-        share=0.3
-    )  # 0.1 is below a quarter of 1, and not of 0.3
+    assert little.is_missed()  # 0.1 is below a quarter of 1
+    assert not little.is_missed(share=0.3)
+
+
+def test_the_first_comparison_has_no_movement():
     first = compared([0.5, math.nan], [0.0, 0.0], None, None)
     assert first.gap == math.inf and math.isnan(first.received) and not first.is_missed()
+
+
+def test_weights_that_did_not_move_miss_nothing():
     unmoved = compared([0.5, 0.1], [0.0, 0.0], [0.5, 0.2], [0.0, 0.0])
     assert math.isnan(unmoved.received) and not unmoved.is_missed()
 
