@@ -143,6 +143,8 @@ class Census:
         transformer = copy.copy(self.transformer)
         transformer.tensor_model_parallel_size = config.tensor_model_parallel_size
         transformer.sequence_parallel = config.sequence_parallel
+        transformer.context_parallel_size = config.context_parallel_size
+        transformer.expert_tensor_parallel_size = config.expert_tensor_parallel_size
         # a stage holds the micro-batches of itself and of the stages after it
         in_flight = stages - index
         transformer.num_layers = transformer.num_layers // stages * in_flight

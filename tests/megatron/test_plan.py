@@ -385,6 +385,8 @@ SMOLLM2 = {
     "recompute_method": None,
     "recompute_num_layers": None,
     "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
     "qk_layernorm": False,
     "use_te_activation_func": True,
 }
@@ -454,7 +456,8 @@ CASES = {
         -1,
         4 * 30 * (PER_LAYER + 576 + 2 * 192) + HEAD,
     ),
-    "experts": (EXPERTS, 0, -1, 4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024) + HEAD),
+    "experts": (EXPERTS, 0, -1, 4 * 30 * (PER_LAYER - 2 * 1536 + 4 * 1024 + 2 * 576) + HEAD),
+    "context": ({"context_parallel_size": 2}, 0, -1, 4 * 30 * (PER_LAYER + 2 * 576) + HEAD),
 }
 
 

@@ -118,24 +118,31 @@ def _values_of_a_layer(config: TransformerConfig) -> float:
 
     * Inputs and outputs of both norms: 4 hidden vectors.
     * Queries, keys and values repeated for them, and the output of the attention twice: 5 vectors
-      of all queries. Keys and values: 2 vectors of all groups.
+      of all queries. Keys and values: 2 vectors of all groups. The attention in plain torch repeats
+      the keys and values of all context-parallel ranks.
     * With norms of queries and keys, whose inputs are views of queries, keys and values as they
       leave their layer: these too.
     * Gate and up of the MLP: 2 inner vectors, 4 for an expert, 5 with transformer-engine.
+    * The inputs of the experts, sorted by expert: one hidden vector for each chosen expert.
     """
     tensor: int = config.tensor_model_parallel_size
     queries: int = config.num_attention_heads * config.kv_channels
     groups: int = config.num_query_groups * config.kv_channels
-    attention = 5 * queries + 2 * groups
+    has_torch_layers: bool = config.use_te_activation_func  # False with transformer-engine's layers
+    repeated = 2 * config.context_parallel_size if has_torch_layers else 2
+    attention = (3 + repeated) * queries + 2 * groups
     if config.qk_layernorm:
         attention += queries + 2 * groups
-    inner = (2 if config.use_te_activation_func else 5) * config.ffn_hidden_size
+    inner = (2 if has_torch_layers else 5) * config.ffn_hidden_size
+    expert_inputs: float = 0
     if config.num_moe_experts is not None:
         sparse = config.moe_router_topk * config.moe_ffn_hidden_size
         sparse += config.moe_shared_expert_intermediate_size or 0
         has_dense_layers = 0 in config.moe_layer_freq
         inner = max(inner if has_dense_layers else 0, 4 * sparse)
-    values: float = 4 * _hidden_values(config) + (attention + inner) / tensor
+        expert_tensor = config.expert_tensor_parallel_size or tensor
+        expert_inputs = config.moe_router_topk * config.hidden_size * expert_tensor / tensor
+    values: float = 4 * _hidden_values(config) + (attention + inner) / tensor + expert_inputs
     return values
 
 
