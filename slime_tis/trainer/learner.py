@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ from slime_tis.trainer.token_gradients import TokenGradients
 from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
 from slime_tis.user_functions.tensors import check_metric_names
 
-WITH_REPLAY, WITHOUT_REPLAY = "with_replay", "without_replay"
-"""Metric prefixes of the two passes that `--measure-routing-mismatch` compares."""
+WITH_REPLAY = "with_replay"
+"""Metric prefix of a pass that replays the rollout's experts (`--measure-routing-mismatch`)."""
+WITHOUT_REPLAY = "without_replay"
+"""Metric prefix of a pass that the training router routes (`--measure-routing-mismatch`)."""
 DIFFERENCE = "routing_difference"
 """Share of tokens that the training router would send to other experts; per-layer values append the
 layer's name."""
@@ -104,22 +107,15 @@ class Learner:
         rollouts = [rollout for group in groups for rollout in by_rollout(group)]
         size = len(rollouts) // self.steps_per_rollout
         self._old_version = self.step
-        steps = [
-            self._prepare(rollouts[start : start + size]) for start in range(0, len(rollouts), size)
-        ]
-        accepted = None
-        if self.policy.reject_before_advantage:
-            accepted = [keep for step in steps for keep in self._accepted(step)]
-        elif (
-            self.rollout.max_weight_staleness is not None
-        ):  # stale samples do not count in their group's baseline
-            accepted = [
-                any(map(any, (sample.loss_mask for sample in rollout))) for rollout in rollouts
-            ]
-        elif any(sample.failure for rollout in rollouts for sample in rollout):
-            accepted = [not all(sample.failure for sample in rollout) for rollout in rollouts]
+        # all steps are prepared before the first one, so that π_old is the same for all of them
+        steps = []
+        for start in range(0, len(rollouts), size):
+            steps.append(self._prepare(rollouts[start : start + size]))
+        accepted = self._accepted_rollouts(rollouts, steps)
         advantages = iter(advantages_of(groups, accepted, self.policy, user_advantages))
-        per_rollout = [[next(advantages) for _ in rollout] for rollout in rollouts]
+        per_rollout = []
+        for rollout in rollouts:
+            per_rollout.append([next(advantages) for _ in rollout])
         local_advantages = []
         for number, step in enumerate(steps):
             step_advantages = per_rollout[number * size : (number + 1) * size]
@@ -129,7 +125,7 @@ class Learner:
                 self.parallel.data_size,
                 step.assigned_together,
             )
-            local_advantages.append([advantage for rollout in local for advantage in rollout])
+            local_advantages.append(list(chain.from_iterable(local)))
         steps = self._with_advantages(steps, local_advantages)
         if self.policy.has_token_baseline and self.parallel.is_last_stage:
             numbers = {group[0].group_index: number for number, group in enumerate(groups)}
@@ -137,11 +133,10 @@ class Learner:
             steps = with_token_baseline(
                 steps, local_advantages, corrections, numbers, self.parallel.ranks
             )
-        rows = []
+        rows: list[dict[str, float]] = []
         for step, sample_advantages in zip(steps, local_advantages, strict=True):
-            rows.append(
-                self._train_step(self._isolate_zero_advantage_groups(step), sample_advantages)
-            )
+            isolated_step = self._isolate_zero_advantage_groups(step)
+            rows.append(self._train_step(isolated_step, sample_advantages))
             if rows[-1]["train/nonfinite_gradient_steps"]:
                 is_finite = self.engine.weights_are_finite()
                 if not is_finite or self.engine.config.nonfinite_gradient == "stop":
@@ -153,10 +148,27 @@ class Learner:
             self.after_step()
         return rows
 
-    def score(self, samples: Sequence[Sample], size: int = 1) -> tuple[TrainingBatch, Tensor]:
-        """Returns all samples as a batch of every data-parallel rank, and their log-probs [L] as training has them.
+    def _accepted_rollouts(
+        self, rollouts: Sequence[Sequence[Sample]], steps: Sequence[Step]
+    ) -> list[bool] | None:
+        """Returns which rollouts count in their group's baseline; None if all do."""
+        if self.policy.reject_before_advantage:
+            accepted: list[bool] = []
+            for step in steps:
+                accepted += self._accepted(step)
+            return accepted
+        if self.rollout.max_weight_staleness is not None:
+            # stale samples have no trained token
+            return [any(any(sample.loss_mask) for sample in rollout) for rollout in rollouts]
+        is_failed = [all(sample.failure for sample in rollout) for rollout in rollouts]
+        if not any(is_failed):
+            return None
+        return [not failed for failed in is_failed]
 
-        A micro-batch has `size` samples.
+    def score(self, samples: Sequence[Sample], size: int = 1) -> tuple[TrainingBatch, Tensor]:
+        """Returns all samples as a batch of every data-parallel rank, and their log-probs [L].
+
+        The log-probs are those of training. A micro-batch has `size` samples.
         """
         batch, _ = self._with_routing([samples] * self.parallel.data_size, range(len(samples)))
         if not self.rollout.use_rollout_routing_replay:
@@ -166,6 +178,7 @@ class Learner:
     def _with_advantages(
         self, steps: Sequence[Step], advantages: Sequence[Sequence[float]]
     ) -> list[Step]:
+        """Returns the steps with advantages of each token, from the user's function if there is one."""
         steps = [
             replace(step, batch=step.batch.with_advantages(values))
             for step, values in zip(steps, advantages, strict=True)
@@ -174,41 +187,45 @@ class Learner:
         if functions.advantage is None or not self.parallel.is_last_stage:
             return steps
         tokens = [step.batch.responses.to(self.parallel.device) for step in steps]
+        # the function sees the samples of all steps at once, as slime's does
         data: dict[str, list[Any]] = {}
         for step, step_tokens, values in zip(steps, tokens, advantages, strict=True):
             for key, column in user_batch(step, step_tokens, values).items():
                 data.setdefault(key, []).extend(column)
-        advantages_L = token_advantages(
-            functions,
-            data,
-            [length for step_tokens in tokens for length in step_tokens.lengths],
-            torch.cat([step_tokens.loss_mask_L for step_tokens in tokens]),
-            seed=self._seed(),
-        )
-        per_step = advantages_L.cpu().split([sum(step_tokens.lengths) for step_tokens in tokens])
+        lengths: list[int] = []
+        for step_tokens in tokens:
+            lengths += step_tokens.lengths
+        mask_L = torch.cat([step_tokens.loss_mask_L for step_tokens in tokens])
+        advantages_L = token_advantages(functions, data, lengths, mask_L, seed=self._seed())
+        tokens_per_step = [sum(step_tokens.lengths) for step_tokens in tokens]
+        per_step = advantages_L.cpu().split(tokens_per_step)
         return [
             replace(step, batch=step.batch.with_token_values(advantages_L=values))
             for step, values in zip(steps, per_step, strict=True)
         ]
 
     def _mask_and_weights(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Returns the tokens that have advantages, and the weights of π_old that their loss is multiplied by, [L]."""
-        mask_L, config = batch.responses.loss_mask_L.to(self.parallel.device), self.correction
+        """Returns the tokens that have advantages, and their loss weights under π_old, [L] each."""
+        config = self.correction
+        mask_L = batch.responses.loss_mask_L.to(self.parallel.device)
         weights_L = torch.ones_like(mask_L)
         if config.use_tis or self.policy.reject_before_advantage:
             assert batch.responses.old_log_probs_L is not None
             correction = self._correct(batch, batch.responses.old_log_probs_L)
-            mask_L = correction.mask if self.policy.reject_before_advantage else mask_L
-            weights_L = (
-                correction.weights if config.use_tis and self.custom_tis is None else weights_L
-            )
+            if self.policy.reject_before_advantage:
+                mask_L = correction.mask
+            # a user's correction has weights of its own, which are unknown before the loss
+            if config.use_tis and self.custom_tis is None:
+                weights_L = correction.weights
         return mask_L, weights_L
 
     def _seed(self) -> int:
+        """Returns the seed of user functions, the same in a resumed run."""
         return hash((self.engine.config.seed, self.step, self.parallel.data_rank)) % 2**32
 
     @property
     def _scales_with_advantages(self) -> bool:
+        """Whether a token with advantage 0 has no gradient, for every log-prob."""
         policy = self.policy
         is_built_in = self.custom_tis is None and self.functions.loss is None
         is_scaled = is_built_in and self.correction.policy_loss not in ("dro", "kl_cov")
@@ -220,31 +237,31 @@ class Learner:
 
     def _isolate_zero_advantage_groups(self, step: Step) -> Step:
         """Moves zero-advantage groups into separate micro-batches, whose backward pass is skipped."""
-        engine, size = self.engine, self.engine.config.micro_batch_size
+        engine = self.engine
+        size = engine.config.micro_batch_size
         is_fixed = engine.token_budget is None and size is not None and step.routing_record is None
         if not (is_fixed and self._scales_with_advantages and engine.skips_backward):
             return step
         tokens = step.batch.responses
         assert tokens.advantages_L is not None
-        is_nonzero = [
-            bool(values.any()) for values in tokens.advantages_L.split(list(tokens.lengths))
-        ]
-        group_of = dict(
-            zip(step.rollouts, (sample.group_index for sample in step.samples), strict=True)
-        )
+        advantages = tokens.advantages_L.split(list(tokens.lengths))
+        group_of = {}
         samples: dict[int, list[int]] = {}
         nonzero_groups = set()
         for index, rollout in enumerate(step.rollouts):
+            group = step.samples[index].group_index
+            group_of[rollout] = group
             samples.setdefault(rollout, []).append(index)
-            if is_nonzero[index]:
-                nonzero_groups.add(group_of[rollout])
-        order = sorted(
-            samples, key=lambda rollout: group_of[rollout] not in nonzero_groups
-        )  # a stable sort
-        partition = [
-            sorted(index for position in positions for index in samples[order[position]])
-            for positions in fixed_partition(len(order), size)
-        ]
+            if advantages[index].any():
+                nonzero_groups.add(group)
+        # the sort is stable: within both halves the rollouts keep their order
+        order = sorted(samples, key=lambda rollout: group_of[rollout] not in nonzero_groups)
+        partition = []
+        for positions in fixed_partition(len(order), size):
+            indices: list[int] = []
+            for position in positions:
+                indices += samples[order[position]]
+            partition.append(sorted(indices))
         return replace(step, partition=partition)
 
     def _prepare(self, rollouts: Sequence[Sequence[Sample]]) -> Step:
@@ -254,25 +271,28 @@ class Learner:
         if self.engine.shares_prompts:
             together = assign_together([rollout[0].group_index for rollout in rollouts], size)
         shards = [shard(rollouts, rank, size, together) for rank in range(size)]
-        rank_samples = [[sample for rollout in shard for sample in rollout] for shard in shards]
-        numbers = [
-            [number for number, rollout in enumerate(shard) for _ in rollout] for shard in shards
-        ]
-        samples, rollout_numbers = (
-            rank_samples[self.parallel.data_rank],
-            numbers[self.parallel.data_rank],
-        )
-        partition, load = self.engine.micro_batches(
-            [[sample.tokens for sample in samples] for samples in rank_samples],
-            [[sample.response_length for sample in samples] for samples in rank_samples],
-            numbers,
-        )
-        recorded, missing = self._with_routing(rank_samples, rollout_numbers)
-        batch = (
-            recorded
-            if self.rollout.use_rollout_routing_replay
-            else recorded.with_routing(None, None)
-        )
+        # every rank plans the micro-batches of all ranks, so that their number is equal
+        rank_samples: list[list[Sample]] = []
+        rank_numbers: list[list[int]] = []
+        rank_tokens = []
+        rank_lengths = []
+        for rank_rollouts in shards:
+            samples: list[Sample] = []
+            numbers: list[int] = []
+            for number, rollout in enumerate(rank_rollouts):
+                samples += rollout
+                numbers += [number] * len(rollout)
+            rank_samples.append(samples)
+            rank_numbers.append(numbers)
+            rank_tokens.append([sample.tokens for sample in samples])
+            rank_lengths.append([sample.response_length for sample in samples])
+        partition, load = self.engine.micro_batches(rank_tokens, rank_lengths, rank_numbers)
+        samples = rank_samples[self.parallel.data_rank]
+        numbers = rank_numbers[self.parallel.data_rank]
+        recorded, missing = self._with_routing(rank_samples, numbers)
+        batch = recorded
+        if not self.rollout.use_rollout_routing_replay:
+            batch = recorded.with_routing(None, None)
         record: RoutingRecord | None = [] if self.engine.config.use_routing_replay else None
         if self.policy.has_token_baseline:
             columns = self._old_log_probs(batch, partition, record=record, sums_squares=True)
@@ -280,17 +300,15 @@ class Learner:
                 old_log_probs_L=columns[:, 0], sum_pi_squared_L=columns[:, 1]
             )
         elif needs_old_log_probs(self.correction, self.steps_per_rollout, self.policy):
-            batch = batch.with_token_values(
-                old_log_probs_L=self._old_log_probs(batch, partition, record=record)
-            )
+            old_log_probs_L = self._old_log_probs(batch, partition, record=record)
+            batch = batch.with_token_values(old_log_probs_L=old_log_probs_L)
         if self.policy.use_kl_loss:
             with self.engine.timer("ref_log_probs"):
-                batch = batch.with_token_values(
-                    ref_log_probs_L=self.engine.reference_log_probs(batch, partition)
-                )
+                reference_L = self.engine.reference_log_probs(batch, partition)
+                batch = batch.with_token_values(ref_log_probs_L=reference_L)
         return Step(
             samples=samples,
-            rollouts=rollout_numbers,
+            rollouts=numbers,
             assigned_together=together,
             batch=batch,
             recorded=recorded,
@@ -303,39 +321,47 @@ class Learner:
     def _with_routing(
         self, shares: Sequence[Sequence[Sample]], rollouts: Sequence[int]
     ) -> tuple[TrainingBatch, int]:
-        """Returns the batch of this rank's share with its experts, and the number of all samples without them."""
+        """Returns the batch of this rank's share with its experts.
+
+        Also returns the number of samples without experts on all ranks.
+        """
         samples = shares[self.parallel.data_rank]
-        batch, sizes = training_batch(samples, self.parallel, rollouts), self.engine.routing.sizes
+        batch = training_batch(samples, self.parallel, rollouts)
+        sizes = self.engine.routing.sizes
         if not self.rollout.records_routed_experts or sizes is None:
             return batch, 0
         receive_routing(self.parallel, shares)
         replays_weights = self.rollout.routing_replay_weights
-        is_usable = [
-            has_usable_experts(sample, sizes)
-            and (not replays_weights or has_usable_weights(sample))
-            for sample in samples
-        ]
-        pairs = list(zip(samples, is_usable, strict=True))
-        experts = [sample.rollout_routed_experts if usable else None for sample, usable in pairs]
-        weights = [sample.rollout_routing_weights if usable else None for sample, usable in pairs]
-        missing = sum(self.parallel.all_gather_data(is_usable.count(False)))
+        experts: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
+        local_missing = 0
+        for sample in samples:
+            is_usable = has_usable_experts(sample, sizes)
+            if replays_weights:
+                is_usable = is_usable and has_usable_weights(sample)
+            experts.append(sample.rollout_routed_experts if is_usable else None)
+            weights.append(sample.rollout_routing_weights if is_usable else None)
+            local_missing += not is_usable
+        missing = sum(self.parallel.all_gather_data(local_missing))
         return batch.with_routing(experts, weights if replays_weights else None), missing
 
     def _accepted(self, step: Step) -> list[bool]:
+        """Returns which rollouts of a step have an accepted token, in their order over all ranks."""
         accepted: list[bool] = []
         if self.parallel.is_last_stage:
             old_log_probs_L = step.batch.responses.old_log_probs_L
             assert old_log_probs_L is not None  # computed in _prepare for --reject-before-advantage
             accepted = [False] * (max(step.rollouts) + 1)
             correction = self._correct(step.batch, old_log_probs_L)
-            for rollout, count in zip(
-                step.rollouts, correction.accepted_per_sequence.tolist(), strict=True
-            ):
+            counts = correction.accepted_per_sequence.tolist()
+            for rollout, count in zip(step.rollouts, counts, strict=True):
                 accepted[rollout] |= count > 0
-        gathered = self.parallel.all_gather_data(self.parallel.broadcast_from_last_stage(accepted))
+        accepted = self.parallel.broadcast_from_last_stage(accepted)
+        gathered = self.parallel.all_gather_data(accepted)
         return unshard(gathered, step.assigned_together)
 
     def _correct(self, batch: TrainingBatch, train_log_probs_L: Tensor) -> Correction[Tensor]:
+        """Returns the correction of a step's samples on this rank, with statistics of all ranks."""
         tokens = batch.responses.to(self.parallel.device)
         return correct(
             self.correction,
@@ -353,17 +379,28 @@ class Learner:
         partition: list[list[int]],
         **options: Any,
     ) -> Tensor:
+        """Returns log-probs of a forward pass without gradient, and counts the pass."""
         self._old_log_prob_forwards += 1
         with self.engine.timer("old_log_probs"):
             return self.engine.log_probs(batch, partition, **options)
 
+    def _custom_tis(self) -> CustomTis | None:
+        """Returns the calls of the user's correction in the next step; None without a function."""
+        if self.custom_tis is None:
+            return None
+        return CustomTis(
+            function=self.custom_tis,
+            args=self.functions.args,
+            seed=self._seed(),
+            context_group=self.parallel.context_group,
+        )
+
     def _train_step(self, step: Step, advantages: Sequence[float]) -> dict[str, float]:
+        """Makes one optimizer step and returns its metrics."""
         batch = step.batch
-        known, custom, custom_loss = self._global_batch(batch, step), None, None
-        if self.custom_tis is not None:
-            group = self.parallel.context_group
-            args, seed = self.functions.args, self._seed()
-            custom = CustomTis(function=self.custom_tis, args=args, seed=seed, context_group=group)
+        global_batch = self._global_batch(batch, step)
+        custom = self._custom_tis()
+        custom_loss = None
         if self.functions.loss is not None:
             custom_loss = CustomLoss(
                 function=self.functions.loss, args=self.functions.args, seed=self._seed()
@@ -375,7 +412,7 @@ class Learner:
                 self.correction, self.steps_per_rollout
             ),
             version=self.step,
-            global_batch=replace(known, ranks=Ranks(context=self.parallel.ranks.context)),
+            global_batch=replace(global_batch, ranks=Ranks(context=self.parallel.ranks.context)),
             covariance=self._covariance_limit(batch),
             counts=self.parallel.context_rank == 0,
             custom=custom,
@@ -409,34 +446,32 @@ class Learner:
         )
         if not result.is_finite:
             self._token_at_fault = gradients.first_nonfinite(step, self.parallel)
-        self._dump(step, advantages, records, known)
+        self._dump(step, advantages, records, global_batch)
         with self.engine.timer("metrics"):
             routing = self.engine.routing.metrics()
             if self.rollout.records_routed_experts:
                 routing["routing_replay_missing"] = float(step.samples_without_routing)
             if measures:
                 trained = WITH_REPLAY if self.rollout.use_rollout_routing_replay else WITHOUT_REPLAY
-                statistics = (
-                    reduce(Statistics.merge, trained_mismatch)
-                    if self.parallel.is_last_stage
-                    else None
-                )
+                statistics = None
+                if self.parallel.is_last_stage:
+                    statistics = reduce(Statistics.merge, trained_mismatch)
                 measured |= self._mismatch(trained, statistics)
-            metrics = self._step_metrics(result, custom or custom_loss) | train_metrics(
-                routing | measured
-            )
-        return metrics if step.load is None else metrics | {"perf/micro_batch_load": step.load}
+            metrics = self._step_metrics(result, custom or custom_loss)
+            metrics |= train_metrics(routing | measured)
+        if step.load is not None:
+            metrics["perf/micro_batch_load"] = step.load
+        return metrics
 
     def _rate_scale(self, sums: StepSums | None) -> float:
-        scaling, share = self.engine.config.ess_lr_scaling, 1.0
+        """Returns the factor of the learning rate: the effective share of sequences, or its root."""
+        scaling = self.engine.config.ess_lr_scaling
         if scaling == "off":
-            return share
-        if sums is not None:
-            share = (
-                sums.statistics.all_reduce(self.parallel.ranks)
-                .metrics()
-                .get("effective_sequence_share", 1.0)
-            )
+            return 1.0
+        share = 1.0
+        if sums is not None:  # on the last pipeline stage
+            metrics = sums.statistics.all_reduce(self.parallel.ranks).metrics()
+            share = metrics.get("effective_sequence_share", 1.0)
         share = self.parallel.broadcast_from_last_stage(share)
         return math.sqrt(share) if scaling == "sqrt" else share
 
@@ -445,7 +480,7 @@ class Learner:
         step: Step,
         advantages: Sequence[float],
         records: Sequence[TokenRecord],
-        known: GlobalBatch,
+        global_batch: GlobalBatch,
     ) -> None:
         """Adds the step's tokens to the dump of each data-parallel rank."""
         parallel = self.parallel
@@ -462,7 +497,7 @@ class Learner:
                         advantages=advantages,
                         record_N=record_N.cpu(),
                         step=self.step,
-                        global_batch=replace(known, ranks=Ranks()),
+                        global_batch=replace(global_batch, ranks=Ranks()),
                     )
                 )
 
@@ -481,27 +516,28 @@ class Learner:
             metrics = self._mismatch(name, statistics)
             routing = self.engine.routing.metrics()
         if replays:
-            return metrics | {
-                key: value for key, value in routing.items() if key.startswith(DIFFERENCE)
-            }
-        return metrics | {
-            f"{name}/{key}": value for key, value in routing.items() if key == DIFFERENCE
-        }
+            for key, value in routing.items():
+                if key.startswith(DIFFERENCE):
+                    metrics[key] = value
+        elif DIFFERENCE in routing:
+            metrics[f"{name}/{DIFFERENCE}"] = routing[DIFFERENCE]
+        return metrics
 
     def _mismatch(self, prefix: str, statistics: Statistics | None) -> dict[str, float]:
-        metrics = (
-            {}
-            if statistics is None
-            else mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
-        )
-        return {
-            f"{prefix}/{name}": value
-            for name, value in self.parallel.broadcast_from_last_stage(metrics).items()
-        }
+        """Returns metrics of statistics on the last pipeline stage; a collective of all ranks."""
+        metrics = {}
+        if statistics is not None:
+            metrics = mismatch_metrics(statistics.all_reduce(self.parallel.ranks))
+        metrics = self.parallel.broadcast_from_last_stage(metrics)
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _global_batch(self, batch: TrainingBatch, step: Step) -> GlobalBatch:
-        """Returns the mean weight, second-moment limit and adaptive bounds of the step before its first micro-batch."""
-        correction, tokens = self.correction, batch.responses
+        """Returns statistics of the step's global batch, before the first micro-batch.
+
+        These are the mean weight, the second-moment limit and adaptive bounds.
+        """
+        correction = self.correction
+        tokens = batch.responses
         if not needs_global_batch(correction):
             return GlobalBatch()
         weights_old_policy = uses_recomputed_old_policy(correction, self.steps_per_rollout)
@@ -522,31 +558,37 @@ class Learner:
         return self._correct(batch, train_L).global_batch
 
     def _covariance_limit(self, batch: TrainingBatch) -> CovarianceLimit | None:
+        """Returns the selection of clip_cov or kl_cov in the global batch; None for other losses."""
         name = self.correction.policy_loss
         if name not in COVARIANCE_LOSSES or not self.parallel.is_last_stage:
             return None
         tokens = batch.responses.to(self.parallel.device)
-        old_L = (
-            tokens.rollout_log_probs_L
-            if self.correction.use_rollout_logprobs
-            else tokens.old_log_probs_L
+        old_L: Tensor | None = tokens.rollout_log_probs_L
+        if not self.correction.use_rollout_logprobs:
+            old_L = tokens.old_log_probs_L
+        assert old_L is not None
+        assert tokens.advantages_L is not None
+        return covariance_limit(
+            old_L.to(self.parallel.device),
+            tokens.advantages_L,
+            tokens.loss_mask_L,
+            self.policy,
+            name,
+            self.parallel.ranks,
         )
-        assert old_L is not None and tokens.advantages_L is not None
-        inputs = old_L.to(self.parallel.device), tokens.advantages_L, tokens.loss_mask_L
-        return covariance_limit(*inputs, self.policy, name, self.parallel.ranks)
 
     def _step_metrics(
         self, result: StepResult, custom: CustomTis | CustomLoss | None
     ) -> dict[str, float]:
+        """Returns the metrics of the loss and the optimizer; a collective of all ranks."""
         parallel = self.parallel
         metrics: dict[str, float] = {}
         if result.sums is not None:  # on the last pipeline stage
             if custom is not None:
                 names = parallel.all_gather_data_and_context(sorted(result.sums.custom))
                 check_metric_names(custom.function, names, "rank")
-            metrics = step_metrics(
-                result.sums.all_reduce(parallel.ranks), self.correction, self.policy
-            )
+            sums = result.sums.all_reduce(parallel.ranks)
+            metrics = step_metrics(sums, self.correction, self.policy)
         metrics = parallel.broadcast_from_last_stage(metrics)
         metrics |= {
             "grad_norm": result.grad_norm,
@@ -558,6 +600,7 @@ class Learner:
         }
         if result.loss_scale is not None:
             metrics |= {"loss_scale": result.loss_scale, "overflow_steps": float(result.overflowed)}
+            # an overflow only lowers the loss scale; the norm of its gradient means nothing
             if result.overflowed:
                 del metrics["grad_norm"]
         self._old_log_prob_forwards = 0
@@ -576,11 +619,10 @@ def nonfinite_message(
 
     `token_at_fault` is the sentence of `TokenGradients.first_nonfinite`.
     """
-    values = ", ".join(
-        f"{name} {metrics[f'train/{name}']:.3g}"
-        for name in ("loss", "grad_norm", "lr")
-        if f"train/{name}" in metrics
-    )
+    values = []
+    for name in ("loss", "grad_norm", "lr"):
+        if f"train/{name}" in metrics:
+            values.append(f"{name} {metrics[f'train/{name}']:.3g}")
     cause = (
         "Lower --lr, check rewards, coefficients and custom functions, or add --nonfinite-gradient"
         " skip."
@@ -591,6 +633,6 @@ def nonfinite_message(
             " --hf-checkpoint."
         )
     return (
-        f"the gradient of step {step} is not finite; the step was not made ({values})."
+        f"the gradient of step {step} is not finite; the step was not made ({', '.join(values)})."
         f" {token_at_fault} {cause}"
     )
