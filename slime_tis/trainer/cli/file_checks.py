@@ -1,4 +1,4 @@
-"""The files that a run reads and the directories that it writes, checked before any process group or model is built."""
+"""Checks of the files that a run reads and the directories that it writes, before a model is built."""
 
 import dataclasses
 import os
@@ -37,15 +37,16 @@ from slime_tis.trainer.storage.directories import LOCK, held, same_path, unwrita
 
 TENSOR_PARTS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes of config.json that tensor-parallel ranks divide."""
+EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+"""Options of experts that are 1 without an effect."""
 EXPERT_OPTIONS = (
-    *(
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "use_rollout_routing_replay",
-        "use_routing_replay",
-    ),
-    *("measure_routing_mismatch", "rollout_router_bits"),
+    *EXPERT_SIZES,
+    "use_rollout_routing_replay",
+    "use_routing_replay",
+    "measure_routing_mismatch",
+    "rollout_router_bits",
 )
+"""Options that only mixtures of experts have."""
 
 
 def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
@@ -62,19 +63,23 @@ def check_files(rollout: RolloutConfig, megatron: MegatronConfig) -> None:
                 " row."
             )
         if file.suffix != ".parquet":
-            next(json_lines(file), None)  # a compressed file ends the run before anything is built
-    resumes_own = None not in (megatron.load, megatron.save) and same_path(
-        str(megatron.load), str(megatron.save)
-    )
-    if megatron.load is not None and not resumes_own and not Path(megatron.load).is_dir():
+            next(json_lines(file), None)  # refuses a compressed file
+    load = megatron.load
+    if load is None:
+        return
+    # A run that continues its own checkpoints has none at its first start.
+    resumes_own = megatron.save is not None and same_path(load, megatron.save)
+    if not resumes_own and not Path(load).is_dir():
         raise ValueError(
-            f"--load is {quoted_path(megatron.load)} but there is no such directory; remove --load."
+            f"--load is {quoted_path(load)} but there is no such directory; remove --load."
         )
 
 
 def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
     """Returns the files of prompts with their flags, without the slices of rows."""
-    files = [] if rollout.prompt_data is None else [("--prompt-data", rollout.prompt_data)]
+    files = []
+    if rollout.prompt_data is not None:
+        files.append(("--prompt-data", rollout.prompt_data))
     files += [("--eval-prompt-data", path) for _, path in rollout.eval_prompt_sets]
     return [(flag, split_row_slice(path)[0]) for flag, path in files]
 
@@ -82,14 +87,18 @@ def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
 def check_model(
     megatron: MegatronConfig, rollout: RolloutConfig, world_size: int
 ) -> dict[str, Any]:
-    """Returns config.json, if the model divides over the ranks and fits the lengths of the options."""
+    """Returns config.json; refuses a model that the parallel sizes, lengths or engines do not fit."""
     if megatron.ref_load is not None:
         read_model_config(megatron.ref_load, "--ref-load")
     model = read_model_config(megatron.hf_checkpoint)
     check_generation_config(megatron.hf_checkpoint)
-    hf = load_config(megatron.hf_checkpoint) if FAMILIES[model["architectures"][0]].moe else None
-    moe = None if hf is None else moe_sizes(hf)
-    if problems := [*layout_problems(megatron, model, moe, world_size)]:
+    hf = None
+    moe = None
+    if FAMILIES[model["architectures"][0]].moe:
+        hf = load_config(megatron.hf_checkpoint)  # imports transformers, which takes seconds
+        moe = moe_sizes(hf)
+    problems = list(layout_problems(megatron, model, moe, world_size))
+    if problems:
         raise ValueError(" ".join(problems))
     if moe is None:
         _refuse_expert_options(megatron, rollout)
@@ -102,7 +111,7 @@ def check_model(
 def layout_problems(
     megatron: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int
 ) -> Iterator[str]:
-    """Yields a message for every size of the model, and number of ranks, that the parallel sizes do not divide.
+    """Yields a message for each size of the model or number of ranks that a parallel size does not divide.
 
     Args:
         megatron: Parallel sizes and recomputation.
@@ -110,45 +119,18 @@ def layout_problems(
         moe: Sizes of the experts; None for a dense model.
         world_size: Number of ranks.
     """
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    sizes = [
-        ("--tensor-model-parallel-size", tensor, part, model.get(part, tensor))
-        for part in TENSOR_PARTS
-    ]
-    sizes.append(
-        (
-            "--pipeline-model-parallel-size",
-            pipeline,
-            "num_hidden_layers",
-            model.get("num_hidden_layers", 0),
-        )
-    )
-    if moe is not None:
-        expert_tensor = megatron.expert_tensor_parallel_size or tensor
-        sizes += [
-            (
-                "--expert-model-parallel-size",
-                megatron.expert_model_parallel_size,
-                "number of experts",
-                moe.num_experts,
-            ),
-            (
-                "--expert-tensor-parallel-size",
-                expert_tensor,
-                "moe_intermediate_size",
-                moe.intermediate_size,
-            ),
-        ]
-        shared = moe.shared_intermediate_size or tensor
-        sizes.append(
-            ("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared)
-        )
-    for flag, size, part, value in sizes:
+    tensor = megatron.tensor_model_parallel_size
+    layers = model.get("num_hidden_layers", 0)
+    for flag, size, part, value in _divided_sizes(megatron, model, moe):
         if value % size:
             yield f"{flag} is {size} but the model's {part} is {value}; choose a divisor of it."
-    chunk, of_stage = megatron.recompute_num_layers, model.get("num_hidden_layers", 0) // pipeline
-    if megatron.recompute_method == "uniform" and chunk is not None and of_stage % chunk:
-        yield f"--recompute-num-layers is {chunk} but must divide the {of_stage} layers of a stage."
+    chunk = megatron.recompute_num_layers
+    stage_layers = layers // megatron.pipeline_model_parallel_size
+    if megatron.recompute_method == "uniform" and chunk is not None and stage_layers % chunk:
+        yield (
+            f"--recompute-num-layers is {chunk} but must divide the {stage_layers} layers of a"
+            " stage."
+        )
     if world_size % megatron.model_parallel_size:
         yield (
             f"the world size is {world_size} but --tensor-model-parallel-size ×"
@@ -170,6 +152,32 @@ def layout_problems(
             f" --pipeline-model-parallel-size is {megatron.expert_parallel_size}; start a multiple"
             " of that, or lower one of them."
         )
+
+
+def _divided_sizes(
+    megatron: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None
+) -> list[tuple[str, int, str, int]]:
+    """Returns each parallel size that divides a size of the model: flag, size, part, size of the part."""
+    tensor = megatron.tensor_model_parallel_size
+    pipeline = megatron.pipeline_model_parallel_size
+    layers = model.get("num_hidden_layers", 0)
+    sizes = []
+    for part in TENSOR_PARTS:
+        sizes.append(("--tensor-model-parallel-size", tensor, part, model.get(part, tensor)))
+    sizes.append(("--pipeline-model-parallel-size", pipeline, "num_hidden_layers", layers))
+    if moe is None:
+        return sizes
+    experts = megatron.expert_model_parallel_size
+    # Megatron's default is the size of the other layers.
+    expert_tensor = megatron.expert_tensor_parallel_size or tensor
+    width = moe.intermediate_size
+    shared_width = moe.shared_intermediate_size or tensor
+    sizes.append(("--expert-model-parallel-size", experts, "number of experts", moe.num_experts))
+    sizes.append(("--expert-tensor-parallel-size", expert_tensor, "moe_intermediate_size", width))
+    sizes.append(
+        ("--tensor-model-parallel-size", tensor, "inner size of the shared expert", shared_width)
+    )
+    return sizes
 
 
 def _check_experts(
@@ -196,33 +204,30 @@ def _refuse_expert_options(megatron: MegatronConfig, rollout: RolloutConfig) -> 
     """Refuses options of experts for a dense model."""
     values = {**vars(megatron), **vars(rollout)}
     for name in EXPERT_OPTIONS:
-        if values[name] not in (None, False) and (
-            values[name] != 1 or not name.startswith("expert")
-        ):
+        is_trivial = name in EXPERT_SIZES and values[name] == 1
+        if values[name] not in (None, False) and not is_trivial:
             raise ValueError(
                 f"{fields.flag(name)} is given but the model has no experts; remove it."
             )
 
 
 def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> None:
-    """Checks that prompts and responses fit into the model's context, and stop ids into its vocabulary."""
-    limit, whose = rollout.rollout_max_context_len, "the model's context"
+    """Refuses lengths that exceed the model's context, and stop ids outside of its vocabulary."""
+    limit = rollout.rollout_max_context_len
+    of_model = "the model's context"
     if isinstance(context, int) and (limit or 0) > context:
         raise ValueError(
-            f"--rollout-max-context-len is {limit} but {whose} has {context} tokens; choose at most"
-            " that."
+            f"--rollout-max-context-len is {limit} but {of_model} has {context} tokens; choose at"
+            " most that."
         )
-    for flag, length, most, holder in (
-        ("--rollout-max-response-len", rollout.rollout_max_response_len, context, whose),
-        ("--eval-max-response-len", rollout.eval_max_response_len, context, whose),
-        ("--rollout-max-prompt-len", rollout.rollout_max_prompt_len, context, whose),
-        (
-            "--rollout-max-prompt-len",
-            rollout.rollout_max_prompt_len,
-            limit,
-            "--rollout-max-context-len",
-        ),
-    ):
+    prompt_len = rollout.rollout_max_prompt_len
+    lengths = (
+        ("--rollout-max-response-len", rollout.rollout_max_response_len, context, of_model),
+        ("--eval-max-response-len", rollout.eval_max_response_len, context, of_model),
+        ("--rollout-max-prompt-len", prompt_len, context, of_model),
+        ("--rollout-max-prompt-len", prompt_len, limit, "--rollout-max-context-len"),
+    )
+    for flag, length, most, holder in lengths:
         if isinstance(most, int) and (length or 0) >= most:
             raise ValueError(
                 f"{flag} is {length} but {holder}, of prompt and response, is {most} tokens;"
@@ -237,12 +242,11 @@ def _check_lengths(rollout: RolloutConfig, context: Any, vocabulary: Any) -> Non
 
 
 def prompt_sizes(megatron: MegatronConfig, rollout: RolloutConfig) -> ModelSizes:
-    """What prompts must fit into: the model's vocabulary, and its context or a shorter one that is asked for."""
+    """Returns the model's sizes, with the context limited to --rollout-max-context-len."""
     sizes = model_sizes(read_model_config(megatron.hf_checkpoint))
-    contexts = [
-        one for one in (sizes.context_len, rollout.rollout_max_context_len) if one is not None
-    ]
-    return dataclasses.replace(sizes, context_len=min(contexts, default=None))
+    contexts = [sizes.context_len, rollout.rollout_max_context_len]
+    limits = [context for context in contexts if context is not None]
+    return dataclasses.replace(sizes, context_len=min(limits, default=None))
 
 
 def check_weights(megatron: MegatronConfig) -> None:
@@ -258,9 +262,13 @@ def check_outputs(
     reporting: ReportingConfig,
     dumps: Mapping[str, str],
 ) -> None:
-    """Refuses output paths that cannot be written, hold other files, or would replace an input of the run.
+    """Refuses output paths that cannot be written, hold other files, or would replace an input.
 
-    `dumps` has the first file of each kind of dump, by flag.
+    Args:
+        rollout: Has the files of prompts.
+        megatron: Has the checkpoints.
+        reporting: Has the run directory.
+        dumps: The first file of each kind of dump, by flag.
     """
     outputs = {
         "--output-dir": reporting.output_dir,
@@ -289,12 +297,14 @@ def check_outputs(
 
 def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> None:
     """Refuses options that differ from the ones of the newest checkpoint under --load."""
-    found = checkpoints(megatron.load) if megatron.load is not None else []
-    if not found:
+    if megatron.load is None:
+        return
+    saved_checkpoints = checkpoints(megatron.load)
+    if not saved_checkpoints:
         return
     try:
-        saved = read_state(found[-1]).get("options")
-    except Damaged:  # another checkpoint may be taken, or the run ends with what is wrong
+        saved = read_state(saved_checkpoints[-1]).get("options")
+    except Damaged:  # the run takes an older checkpoint, or ends with a message about the damage
         return
     if isinstance(saved, dict):
         check_options(saved, options)
@@ -304,7 +314,10 @@ def check_resumption(megatron: MegatronConfig, options: Mapping[str, Any]) -> No
 def held_outputs(
     megatron: MegatronConfig, reporting: ReportingConfig, *, main: bool
 ) -> Iterator[None]:
-    """Locks the run's output directories, for all ranks by the `main` process; refuses a directory or port in use."""
+    """Locks the run's output directories; refuses a directory or port in use.
+
+    Only the process with `main` locks, for all ranks.
+    """
     locks = {Path(reporting.output_dir).resolve() / LOCK: "--output-dir"}
     if megatron.save is not None:
         locks[Path(megatron.save).resolve() / LOCK] = "--save"
@@ -319,9 +332,11 @@ def held_outputs(
 
 
 def _check_port(port: int | None) -> None:
+    """Refuses a port that another program listens on."""
+    if port is None:
+        return
     try:
-        with nullcontext() if port is None else socket.create_server(("127.0.0.1", port)):
-            pass
+        socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
         raise ValueError(
             f"--prometheus-port is {port}, which is not available: {error.strerror}."
@@ -335,7 +350,7 @@ def _is_inside(inner: Path, outer: Path) -> bool:
 
 
 def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) -> None:
-    """Refuses a dump over other files than dumps of its kind, and among files that the run replaces later."""
+    """Refuses a dump that replaces a file of another kind, or that the run replaces later."""
     problem = "it is a directory" if file.is_dir() else unwritable(file.parent)
     if file.parts[0].startswith("~"):
         problem = "only a shell expands ~"
@@ -344,7 +359,7 @@ def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) ->
     elif any(_is_inside(file, output_dir / name) for name in OWN_NAMES):
         problem = "that is a name that the run itself uses"
     elif problem is None and os.path.lexists(file):
-        # imported where there is a file: they bring torch, which takes seconds
+        # Imported only if there is a file, because these modules import torch, which takes seconds.
         if flag == "--save-debug-rollout-data":
             from slime_tis.trainer.data.sample_file import check_replaceable
         else:
@@ -360,46 +375,50 @@ def _check_dump(flag: str, file: Path, output_dir: Path, save_hf: str | None) ->
 
 
 def _check_save(megatron: MegatronConfig) -> None:
-    """A directory with checkpoints is only written on by the run that resumes from it."""
-    save, load = megatron.save, megatron.load
+    """Refuses a directory with checkpoints of another run than the one that is resumed."""
+    save = megatron.save
+    load = megatron.load
     if save is None or (load is not None and same_path(save, load)):
         return
-    found = checkpoints(save)
-    if found:
+    others = checkpoints(save)
+    if others:
         raise ValueError(
             f"--save is {quoted_path(save)} but another run's checkpoints are there, up to"
-            f" {found[-1].name}; continue from them with --load {save}, or give another --save."
+            f" {others[-1].name}; continue from them with --load {save}, or give another --save."
         )
 
 
 def _check_export(
     save_hf: str, rollout: RolloutConfig, megatron: MegatronConfig, reporting: ReportingConfig
 ) -> None:
-    """Refuses an export over or around other files of the run; it may lie in the run and the working directory."""
-    target, output_dir = Path(save_hf).resolve(), Path(reporting.output_dir)
+    """Refuses an export that replaces, contains or lies in other directories of the run.
+
+    It may lie in the run directory and in the working directory.
+    """
+    target = Path(save_hf).resolve()
+    output_dir = Path(reporting.output_dir)
+    prompts = [(flag, str(file)) for flag, file in _prompt_files(rollout)]
+    own_label = "--output-dir (a name that the run itself uses)"
+    own_names = [(own_label, str(output_dir / name)) for name in sorted(OWN_NAMES)]
     used = [
         ("--hf-checkpoint", megatron.hf_checkpoint),
         ("--ref-load", megatron.ref_load),
         ("--save", megatron.save),
         ("--load", megatron.load),
-        *((flag, str(file)) for flag, file in _prompt_files(rollout)),
+        *prompts,
         ("--output-dir", reporting.output_dir),
-        *(
-            ("--output-dir (a name that the run itself uses)", str(output_dir / name))
-            for name in sorted(OWN_NAMES)
-        ),
+        *own_names,
         ("the working directory", os.getcwd()),
     ]
     for flag, path in used:
         if path is None:
             continue
+        may_contain = flag in ("--output-dir", "the working directory")
         if same_path(target, path):
             relation = "the same as"
         elif _is_inside(Path(path), target):
             relation = "above"
-        elif flag not in ("--output-dir", "the working directory") and _is_inside(
-            target, Path(path)
-        ):
+        elif not may_contain and _is_inside(target, Path(path)):
             relation = "inside"
         else:
             continue

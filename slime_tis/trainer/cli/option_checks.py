@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slime_tis.correction.modes import Criterion
 from slime_tis.errors import quoted
@@ -17,13 +18,11 @@ def check_arguments(arguments: Arguments) -> None:
     _check_hooks(arguments)
     _check_rewards(arguments)
     _check_routing_record(arguments)
-    rounding, rollout = arguments.rollout.weight_update_rounding, arguments.rollout
+    rounding = arguments.rollout.weight_update_rounding
     precision = arguments.megatron.precision
-    if (
-        rounding != "nearest"
-        and precision != "fp32"
-        and rollout.rollout_precision not in ("fp8", "int8", "int4")
-    ):
+    is_quantized = arguments.rollout.rollout_precision in ("fp8", "int8", "int4")
+    # Nothing is rounded if the rollout engine has the type of the training weights.
+    if rounding != "nearest" and precision != "fp32" and not is_quantized:
         raise ValueError(
             f"--weight-update-rounding {rounding} has no effect with --{precision}, the weights'"
             " own type."
@@ -32,7 +31,9 @@ def check_arguments(arguments: Arguments) -> None:
 
 def check_correction(arguments: Arguments) -> None:
     """Checks the correction against the loss, the steps and the group size."""
-    correction, function = arguments.correction, arguments.custom_tis_function_path
+    correction = arguments.correction
+    policy = arguments.policy
+    function = arguments.custom_tis_function_path
     if function is not None and not (correction.corrects or correction.get_mismatch_metrics):
         raise ValueError(
             f"--custom-tis-function-path is {function!r} but nothing calls it; "
@@ -42,59 +43,72 @@ def check_correction(arguments: Arguments) -> None:
         raise ValueError(
             "--policy-loss reinforce has no old policy to recompute; add --use-rollout-logprobs."
         )
-    steps = arguments.loop.num_steps_per_rollout
-    on_policy = (
-        steps == 1
-        and not correction.use_rollout_logprobs
-        and correction.old_logprobs == "recompute"
-    )
-    if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old" and on_policy:
-        raise ValueError(
-            "--opsm-policy old has no effect with one optimizer step; raise"
-            " --num-steps-per-rollout."
-        )
-    if (
-        correction.divergence_mask is not None
-        and correction.divergence_mask_anchor == "old"
-        and on_policy
-    ):
-        raise ValueError(
-            "--divergence-mask-anchor old has no effect with one optimizer step; raise"
-            " --num-steps-per-rollout."
-        )
-    if arguments.policy.has_token_baseline:
+    _check_old_policy(arguments)
+    if policy.has_token_baseline:
         _check_token_baseline(arguments)
-    if arguments.policy.reject_before_advantage and correction.needs_advantages:
+    if policy.reject_before_advantage and correction.needs_advantages:
         raise ValueError(
             "--reject-before-advantage has no advantages yet; drop it, or what needs them:"
             " --tis-upper-bound-negative, --tis-lower-bound-negative, --divergence-mask without"
             " --divergence-mask-direction both."
         )
-    rollout, loop = arguments.rollout, arguments.loop
-    stale = (rollout.rollout_lookahead, rollout.partial_rollout, rollout.rollout_function_path)
-    is_fresh = (
-        steps == 1
-        and rollout.update_weights_interval == 1
-        and not any((*stale, loop.load_debug_rollout_data))
-    )
-    if arguments.policy.staleness_decay < 1 and is_fresh:
+    if policy.staleness_decay < 1 and _is_always_fresh(arguments):
         raise ValueError(
             "--staleness-decay has no effect, because the trained weights sample all tokens; add"
             " --num-steps-per-rollout, --update-weights-interval, --rollout-lookahead or"
             " --partial-rollout, or drop it."
         )
-    group, estimator = arguments.rollout.n_samples_per_prompt, arguments.policy.advantage_estimator
+    group = arguments.rollout.n_samples_per_prompt
     if group < 2 and arguments.rollout.custom_reward_post_process_path is None:
         raise ValueError(
-            f"--n-samples-per-prompt is {group} but --advantage-estimator {estimator} compares the "
-            "samples of a prompt; raise it to 2 or more."
+            f"--n-samples-per-prompt is {group} but --advantage-estimator"
+            f" {policy.advantage_estimator} compares the samples of a prompt; raise it to 2 or"
+            " more."
         )
 
 
+def _check_old_policy(arguments: Arguments) -> None:
+    """Refuses options of the old policy if it always equals the trained one."""
+    correction = arguments.correction
+    # The first step of a rollout recomputes old log-probs with the weights that it trains.
+    on_policy = (
+        arguments.loop.num_steps_per_rollout == 1
+        and not correction.use_rollout_logprobs
+        and correction.old_logprobs == "recompute"
+    )
+    if not on_policy:
+        return
+    if arguments.policy.use_opsm and arguments.policy.opsm_policy == "old":
+        raise ValueError(
+            "--opsm-policy old has no effect with one optimizer step; raise"
+            " --num-steps-per-rollout."
+        )
+    if correction.divergence_mask is not None and correction.divergence_mask_anchor == "old":
+        raise ValueError(
+            "--divergence-mask-anchor old has no effect with one optimizer step; raise"
+            " --num-steps-per-rollout."
+        )
+
+
+def _is_always_fresh(arguments: Arguments) -> bool:
+    """Whether the weights that are trained have sampled every token."""
+    rollout = arguments.rollout
+    has_other_samples = (
+        rollout.rollout_lookahead
+        or rollout.partial_rollout
+        or rollout.rollout_function_path
+        or arguments.loop.load_debug_rollout_data
+    )
+    if has_other_samples:
+        return False
+    return arguments.loop.num_steps_per_rollout == 1 and rollout.update_weights_interval == 1
+
+
 def _check_token_baseline(arguments: Arguments) -> None:
-    """Refuses options that need one advantage for each sample, or advantages before there are any."""
-    policy, correction = arguments.policy, arguments.correction
-    wrong = {
+    """Refuses options that need one advantage per sample, or need it before the baseline exists."""
+    policy = arguments.policy
+    correction = arguments.correction
+    conflicts = {
         "--normalize-advantages": policy.normalize_advantages,
         "--use-opsm": policy.use_opsm,
         "--custom-advantage-function-path": policy.custom_advantage_function_path,
@@ -105,7 +119,7 @@ def _check_token_baseline(arguments: Arguments) -> None:
             correction.use_tis and correction.needs_advantages
         ),
     }
-    for name, is_set in wrong.items():
+    for name, is_set in conflicts.items():
         if is_set:
             raise ValueError(
                 f"--advantage-estimator optimal_token_baseline does not work with {name}; remove"
@@ -145,13 +159,11 @@ REPLACED = {
 
 def _check_hooks(arguments: Arguments) -> None:
     """Refuses options that a user function leaves without effect."""
+    # The last one has custom_tis_function_path.
     configs = (arguments.policy, arguments.rollout, arguments.loop, arguments)
-    values = {
-        name: getattr(config, name)
-        for config in configs
-        for name in OPTIONS
-        if hasattr(config, name)
-    }
+    values: dict[str, Any] = {}
+    for config in configs:
+        values |= {name: getattr(config, name) for name in OPTIONS if hasattr(config, name)}
     for function, options in REPLACED.items():
         for name in options:
             if values[function] and values[name] != OPTIONS[name].default:
@@ -173,37 +185,34 @@ def _check_rewards(arguments: Arguments) -> None:
     rollout = arguments.rollout
     if rollout.rm_type is not None or rollout.custom_rm_path is not None:
         return
-    # loaded samples have rewards, and so may samples of user functions; the engine's held-out
-    # answers have none
+    if rollout.custom_generate_function_path is not None:
+        return
+    # Loaded samples have rewards, and so may samples of user functions. The engine's answers to
+    # held-out prompts have none.
     has_rewards = (
         arguments.loop.load_debug_rollout_data is not None
         or rollout.rollout_function_path is not None
     )
-    if rollout.custom_generate_function_path is None and (
-        rollout.eval_prompt_data or not has_rewards
-    ):
+    if rollout.eval_prompt_data or not has_rewards:
         raise ValueError(
             "--rm-type is unset and so is --custom-rm-path; add one of them to score responses."
         )
 
 
 def _check_routing_record(arguments: Arguments) -> None:
-    """Refuses --use-routing-replay without a pass to record, or with a measurement that it would disturb."""
-    steps, correction, rollout = (
-        arguments.loop.num_steps_per_rollout,
-        arguments.correction,
-        arguments.rollout,
-    )
-    assert steps is not None
+    """Refuses --use-routing-replay without a pass to record, or if it disturbs a measurement."""
+    steps = arguments.loop.num_steps_per_rollout
+    rollout = arguments.rollout
+    assert steps is not None  # derived by train_arguments
     if not arguments.megatron.use_routing_replay:
         return
     if rollout.measure_routing_mismatch is not None and not rollout.use_rollout_routing_replay:
         raise ValueError(
             "--measure-routing-mismatch compares training with and without the rollout engine's"
-            " experts, but --use-routing-replay trains with others; add"
+            " experts, but --use-routing-replay replays the trainer's own routing; add"
             " --use-rollout-routing-replay, or remove one of the two."
         )
-    if not needs_old_log_probs(correction, steps, arguments.policy):
+    if not needs_old_log_probs(arguments.correction, steps, arguments.policy):
         raise ValueError(
             "--use-routing-replay is on but there is no pass for old log-probs to record"
             " (--use-rollout-logprobs, or one optimizer step per rollout); use"
@@ -212,8 +221,9 @@ def _check_routing_record(arguments: Arguments) -> None:
 
 
 def check_ranks(arguments: Arguments, world_size: int) -> None:
-    """Checks whether the samples of a step divide over the data-parallel ranks and their micro-batches."""
-    megatron, size = arguments.megatron, arguments.loop.global_batch_size or 0
+    """Refuses samples of a step that do not divide over data-parallel ranks and micro-batches."""
+    megatron = arguments.megatron
+    size = arguments.loop.global_batch_size or 0
     data_parallel = world_size // megatron.model_parallel_size
     if size % data_parallel:
         raise ValueError(
@@ -221,20 +231,19 @@ def check_ranks(arguments: Arguments, world_size: int) -> None:
             f"choose a multiple of {data_parallel}."
         )
     micro = megatron.micro_batch_size
-    if micro is not None and (size // data_parallel) % micro:
+    samples = size // data_parallel
+    if micro is not None and samples % micro:
         raise ValueError(
-            f"--micro-batch-size is {micro} but a rank has {size // data_parallel} samples in a"
-            f" step; choose a divisor of {size // data_parallel}."
+            f"--micro-batch-size is {micro} but a rank has {samples} samples in a step; choose a"
+            f" divisor of {samples}."
         )
 
 
 def check_dump(arguments: Arguments) -> None:
     """Checks that the first file of samples exists; a resumed run begins with a later file."""
-    rollout, pattern, load = (
-        arguments.rollout,
-        arguments.loop.load_debug_rollout_data,
-        arguments.megatron.load,
-    )
+    rollout = arguments.rollout
+    pattern = arguments.loop.load_debug_rollout_data
+    load = arguments.megatron.load
     if rollout.allow_truncation_bias and rollout.rollout_engine == "local" and pattern is None:
         raise ValueError(
             "--allow-truncation-bias has no effect with --rollout-engine local, which records token"
@@ -260,7 +269,9 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
             f"--tis-lower-bound is {correction.tis_lower_bound} but --tis-mode"
             f" {correction.tis_mode} has no lower bound; choose clip or mask for both."
         )
-    for criterion in filter(_rejects_any_precision, correction.rejections):
+    for criterion in correction.rejections:
+        if not _rejects_any_precision(criterion):
+            continue
         yield (
             f"the bounds {criterion.lower:.6g} to {criterion.upper:.6g} of {criterion.name} on the"
             " mean log-ratio are within ±1 %, which already rejects 25 % of healthy sequences of"
@@ -277,10 +288,10 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
             f"--get-mismatch-metrics does not turn off {' and '.join(acting)}; remove it to measure"
             " alone."
         )
-    loop, warm_up = arguments.loop, arguments.megatron.lr_warmup_iters
-    steps = (loop.num_rollout or 0) * (
-        loop.num_steps_per_rollout or 0
-    )  # 0 where num_epoch bounds the run
+    loop = arguments.loop
+    warm_up = arguments.megatron.lr_warmup_iters
+    # 0 if --num-epoch decides the length of the run
+    steps = (loop.num_rollout or 0) * (loop.num_steps_per_rollout or 0)
     if steps and warm_up >= steps:
         yield (
             f"--lr-warmup-iters is {warm_up} but the run has {steps} optimizer steps; it never"
@@ -290,7 +301,7 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
 
 
 def _about_idle_options(arguments: Arguments) -> Iterator[str]:
-    """Warns about sampling functions if samples are loaded, idle clip ranges, and stale samples without correction."""
+    """Yields warnings about uncalled functions, idle clip ranges, and stale samples without correction."""
     rollout = arguments.rollout
     names = [
         "dynamic_sampling_filter_path",
@@ -299,33 +310,35 @@ def _about_idle_options(arguments: Arguments) -> Iterator[str]:
     ]
     if not rollout.eval_prompt_data:
         names.append("custom_generate_function_path")
-    unused = " and ".join(map(flag, _changed(rollout, *names)))
+    unused = " and ".join(flag(name) for name in _changed(rollout, *names))
     if arguments.loop.load_debug_rollout_data is not None and unused:
         yield f"{unused} will not be called: --load-debug-rollout-data has samples already."
-    steps, policy = arguments.loop.num_steps_per_rollout, arguments.policy
+    steps = arguments.loop.num_steps_per_rollout
+    policy = arguments.policy
     names = _changed(policy, "eps_clip", "eps_clip_high", "eps_clip_c")
     if steps is not None and names and clip_is_inactive(arguments.correction, steps):
+        settings = [f"{flag(name)} is {getattr(policy, name):g}" for name in names]
         yield (
-            f"{' and '.join(f'{flag(name)} is {getattr(policy, name):g}' for name in names)}, but"
-            " with one optimizer step per rollout all ratios are 1; raise --num-steps-per-rollout,"
-            " or add --use-rollout-logprobs."
+            f"{' and '.join(settings)}, but with one optimizer step per rollout all ratios are 1;"
+            " raise --num-steps-per-rollout, or add --use-rollout-logprobs."
         )
     names = _changed(rollout, "rollout_lookahead", "update_weights_interval")
     if names and not (corrects_staleness(arguments.correction) or policy.stays_close_to_rollouts):
+        settings = [f"{flag(name)} is {getattr(rollout, name)}" for name in names]
         yield (
-            f"{' and '.join(f'{flag(name)} is {getattr(rollout, name)}' for name in names)}, so"
-            " samples come from older weights, and nothing corrects that; add --use-opsm,"
+            f"{' and '.join(settings)}, so samples come from older weights, and nothing corrects that; add --use-opsm,"
             " --use-tis or --use-rollout-logprobs."
         )
 
 
 def _changed(config: object, *names: str) -> list[str]:
+    """Returns the names of options that differ from their defaults."""
     return [name for name in names if getattr(config, name) != OPTIONS[name].default]
 
 
 def _rejects_any_precision(criterion: Criterion) -> bool:
-    """Whether fixed bounds on the geometric mean ratio are tighter than 1 %: bf16 alone differs by more."""
-    by_mean = criterion.aggregation == "mean" and criterion.lower is not None
-    return by_mean and (
-        criterion.upper < 1.01 - 1e-9 or (criterion.lower or 0.0) > 1 / (1.01 - 1e-9)
-    )
+    """Whether fixed bounds on the geometric mean ratio are within 1 %, which bf16 exceeds."""
+    if criterion.aggregation != "mean" or criterion.lower is None:
+        return False
+    limit = 1.01 - 1e-9  # bounds of exactly 1.01 are accepted
+    return criterion.upper < limit or criterion.lower > 1 / limit

@@ -1,4 +1,4 @@
-"""What train.py and `slime-tis plan` say about a ported command, with stand-ins for files of another machine."""
+"""The messages of train.py and `slime-tis plan` about a ported command, with stand-ins for files of another machine."""
 
 import json
 import logging
@@ -72,7 +72,7 @@ class Verdict:
     missing: list[str] = field(default_factory=list)
     """Files and packages that this machine lacks."""
     memory: list[str] = field(default_factory=list)
-    """What does not fit into a GPU, or why that is not known."""
+    """Pipeline stages that do not fit into a GPU, or why the memory is unknown."""
 
 
 def check(flags: Words, ranks: int, model: Mapping[str, Any] | None, gpu_memory: float) -> Verdict:
@@ -183,40 +183,46 @@ def _make_stand_ins(flags: Words, folder: Path, model: Mapping[str, Any] | None)
     return {"--hf-checkpoint": (str(checkpoint),), "--prompt-data": (str(prompts),)}
 
 
-def _with_stand_ins(  # noqa: C901
+def _with_stand_ins(
     flags: Words, folder: Path, required: Words, verdict: Verdict
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the command with files of a temporary directory in place of missing inputs and of all outputs."""
-    (checkpoint,) = required["--hf-checkpoint"]
-    (prompts,) = required["--prompt-data"]
+    """Returns the command with files in a temporary folder for missing inputs and all outputs."""
     words: dict[str, tuple[str, ...]] = {}
     for name, values in flags.items():
-        is_unknown = any(OPEN in value for value in values)
-        if name in ("--hf-checkpoint", "--ref-load"):
-            words[name] = (_model_directory(name, " ".join(values), checkpoint, verdict),)
-        elif name in ("--prompt-data", "--eval-prompt-data"):
-            words[name] = tuple(_prompt_file(name, value, prompts, verdict) for value in values)
-            if name == "--eval-prompt-data" and len(values) > 1:  # NAME FILE NAME FILE …
-                words[name] = tuple(
-                    given if index % 2 == 0 else checked
-                    for index, (given, checked) in enumerate(zip(values, words[name], strict=True))
-                )
-        elif name in OUTPUTS:
-            words[name] = (str(folder / name.removeprefix("--")),)
-        elif name in DUMPS and values:
-            words[name] = (str(folder / name.removeprefix("--") / PurePath(values[0]).name),)
-        elif name == "--dump-details":
-            words[name] = (str(folder / "dump"),)
-        elif name == "--load":  # port keeps it only where it equals --save
-            words[name] = (str(folder / "save"),)
-        elif name == "--custom-config-path" and not Path(" ".join(values)).is_file():
-            verdict.missing.append(f"{name} {' '.join(values)}; its options are not checked.")
-        elif not is_unknown:
-            words[name] = values
-        elif name in REQUIRED:
-            words[name] = REQUIRED[name]
+        stand_in = _stand_in(name, values, folder, required, verdict)
+        if stand_in is not None:
+            words[name] = stand_in
     words.setdefault("--output-dir", (str(folder / "run"),))
     return words
+
+
+def _stand_in(
+    name: str, values: tuple[str, ...], folder: Path, required: Words, verdict: Verdict
+) -> tuple[str, ...] | None:
+    """Returns the values of a flag for the check; None for a flag that cannot be checked."""
+    if name in ("--hf-checkpoint", "--ref-load"):
+        (checkpoint,) = required["--hf-checkpoint"]
+        return (_model_directory(name, " ".join(values), checkpoint, verdict),)
+    if name in ("--prompt-data", "--eval-prompt-data"):
+        (prompts,) = required["--prompt-data"]
+        files = [_prompt_file(name, value, prompts, verdict) for value in values]
+        if name == "--eval-prompt-data" and len(values) > 1:
+            files[::2] = values[::2]  # NAME FILE NAME FILE …
+        return tuple(files)
+    if name in OUTPUTS:
+        return (str(folder / name.removeprefix("--")),)
+    if name in DUMPS and values:
+        return (str(folder / name.removeprefix("--") / PurePath(values[0]).name),)
+    if name == "--dump-details":
+        return (str(folder / "dump"),)
+    if name == "--load":  # port keeps it only if it equals --save
+        return (str(folder / "save"),)
+    if name == "--custom-config-path" and not Path(" ".join(values)).is_file():
+        verdict.missing.append(f"{name} {' '.join(values)}; its options are not checked.")
+        return None
+    if any(OPEN in value for value in values):
+        return REQUIRED.get(name)
+    return values
 
 
 def _model_directory(name: str, directory: str, stand_in: str, verdict: Verdict) -> str:
@@ -248,7 +254,7 @@ def _is_real_model(words: Words, folder: str) -> bool:
 def _memory_problems(
     megatron: MegatronConfig, arguments: Arguments, ranks: int, gpu_memory: float
 ) -> list[str]:
-    """Returns what does not fit into the memory of a GPU, as `slime-tis plan` computes it."""
+    """Returns the pipeline stages that do not fit into a GPU, as `slime-tis plan` computes them."""
     try:
         from slime_tis.trainer.memory_plan import GIB, USABLE, census
     except ModuleNotFoundError as error:
