@@ -1,4 +1,4 @@
-"""Log-ratios between the training and the rollout policy, with handled non-finite tokens, aggregated at a level.
+"""Log-ratios of the training and the rollout policy, without non-finite values, and their levels.
 
 Shapes: suffix _RK is [rows, row width] of a `Chunk`, _S is per sequence.
 """
@@ -13,13 +13,14 @@ from slime_tis.correction.config import LOG_PROB_LIMIT, RolloutCorrectionConfig
 from slime_tis.correction.layout import LONGEST_SEQUENCE, Chunk
 
 Bound = float | Tensor
-"""A bound of all values, or a tensor of their shape."""
+"""One bound for all values, or a tensor of bounds with the values' shape."""
 
 LOG_RATIO_BOUND = 20.0
-"""exp is taken of log-ratios clamped to ±20 (2e-9 to 5e8): against overflow, never a modelling
-choice."""
+"""Log-ratios are clamped to ±20 nats before exp (ratios 2e-9 to 5e8). This only prevents overflow;
+it is not a modelling choice."""
 FLOAT16_LOG_RATIO_BOUND = 8.0
-"""The same in float16, which ends at e^11: a ratio of e^8 leaves room for an advantage of 20."""
+"""The same in float16, whose largest number is e^11: a ratio of e^8 times an advantage of 20 still
+fits."""
 LOG_RATIO_LIMIT = 1e6
 """A difference of log-densities of this size is treated as non-finite. Log-densities of continuous
 samples may have any size themselves; log-probs of tokens are below `LOG_PROB_LIMIT`, and so differ
@@ -27,68 +28,82 @@ by less than this."""
 
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 LARGEST_ROW_SUM = 1e30
-"""Two log-probs of −3e38 make a ratio of 1 and a sum that overflows; sums of rows are kept below
-this."""
+"""Row sums of log-probs are clamped to this. Log-densities of −3e38 in both policies have a ratio of
+1, but their sum would overflow."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a chunk, their log-ratio finite. Everything is 0 where `valid_RK` is."""
+    """The tokens of a chunk, with finite log-ratios. All fields are 0 at invalid tokens."""
 
     masked_in_RK: Tensor
-    """1.0 where the loss mask is."""
+    """1.0 at the tokens of the loss mask."""
     valid_RK: Tensor
-    """1.0 where the loss mask is and the token may be used: all of it under the neutral policy."""
+    """1.0 at usable tokens of the loss mask; under the neutral policy all of them are usable."""
     nonfinite_RK: Tensor | None
-    """1.0 where the loss mask is and the log-ratio is not finite; None where that is masked_in −
+    """1.0 at tokens of the loss mask with a non-finite log-ratio; None if that is simply masked_in −
     valid."""
     valid_R: Tensor
     """Number of valid tokens of the row."""
     train_R: Tensor
-    """Σ log π_train of the row, over the tokens whose log-ratio is finite."""
+    """Σ log π_train of the row, over tokens with a finite log-ratio."""
     log_ratio_RK: Tensor
     """Δ = log π_train − log π_rollout."""
     scratch_RK: Tensor
-    """Memory for temporaries: what is in the cache already is faster than what is new."""
+    """Scratch buffer for temporaries, reused because it is still in cache."""
 
 
 def log_ratios(chunk: Chunk, nonfinite_policy: str) -> Tokens:
     """Δ_t = where(valid, log π_train − log π_rollout, 0), with handled non-finite tokens.
 
-    "reject" makes a non-finite token invalid, "neutral" gives it Δ = 0, and "raise" refuses it with
-    a ValueError. Multiplication with a mask and `nan_to_num` (inf·0 is NaN) vectorise on a CPU;
-    `where` and boolean tensors do not.
+    "reject" makes a non-finite token invalid, "neutral" gives it Δ = 0, and "raise" raises a
+    ValueError.
     """
+    # Products with a float mask, and `nan_to_num` because inf·0 is NaN: these vectorise on a CPU,
+    # `where` and bool tensors do not.
     difference = chunk.train_RK - chunk.rollout_RK
     if chunk.are_densities:
         finite = difference.abs().lt_(LOG_RATIO_LIMIT).mul_(chunk.mask_RK)
     else:
-        larger = torch.maximum(
-            chunk.train_RK.abs(), chunk.rollout_RK.abs()
-        )  # NaN if one of them is
+        # `maximum` is NaN if one of both is NaN, and NaN is not below the limit
+        larger = torch.maximum(chunk.train_RK.abs(), chunk.rollout_RK.abs())
         finite = larger.lt_(LOG_PROB_LIMIT).mul_(chunk.mask_RK)
     log_ratio = difference.mul_(finite).nan_to_num_(0.0)
     if nonfinite_policy == "raise":
         _raise_nonfinite(chunk, chunk.mask_RK - finite)
-    valid = chunk.mask_RK if nonfinite_policy == "neutral" else finite
+    if nonfinite_policy == "neutral":
+        valid = chunk.mask_RK
+        nonfinite = chunk.mask_RK - finite
+    else:
+        valid = finite
+        nonfinite = None
     scratch = torch.mul(chunk.train_RK, finite).nan_to_num_(0.0)
     train = scratch.sum(-1).nan_to_num_(0.0).clamp_(-LARGEST_ROW_SUM, LARGEST_ROW_SUM)
-    nonfinite = chunk.mask_RK - finite if nonfinite_policy == "neutral" else None
-    return Tokens(chunk.mask_RK, valid, nonfinite, valid.sum(-1), train, log_ratio, scratch)
+    return Tokens(
+        masked_in_RK=chunk.mask_RK,
+        valid_RK=valid,
+        nonfinite_RK=nonfinite,
+        valid_R=valid.sum(-1),
+        train_R=train,
+        log_ratio_RK=log_ratio,
+        scratch_RK=scratch,
+    )
 
 
 def sequence_log_weights(aggregation: str, log_ratio_sum_S: Tensor, valid_S: Tensor) -> Tensor:
-    """L of a whole sequence: "sum" Σ_t Δ_t, or "mean" Σ_t Δ_t / n, 0 where there is no valid token."""
-    return log_ratio_sum_S if aggregation == "sum" else log_ratio_sum_S / valid_S.clamp_min(1)
+    """L of a sequence: Σ_t Δ_t for "sum", Σ_t Δ_t / n for "mean"; 0 if it has no valid token."""
+    if aggregation == "sum":
+        return log_ratio_sum_S
+    return log_ratio_sum_S / valid_S.clamp_min(1)
 
 
 def is_log_prob(log_probs: Tensor) -> Tensor:
-    """Bool: whether each value can be a log-prob: finite, and not an engine's code for minus infinity."""
+    """Whether values can be log-probs (bool): finite, and not an engine's code for minus infinity."""
     return log_probs.abs() < LOG_PROB_LIMIT
 
 
 def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
-    """The log-probs, moved to at most 20 nats from `other`; equal to `other` where one of both is not a log-prob.
+    """Log-probs that differ from `other` by at most 20 nats; `other` itself if one of both is unusable.
 
     For losses of other libraries, which take exp of the difference without a bound.
     """
@@ -101,8 +116,8 @@ def within_bound(log_probs: Tensor, other: Tensor) -> Tensor:
 def safe_exp(log_weight: Tensor) -> Tensor:
     """exp(clamp(L, −20, 20)), with a gradient of 0 outside; ±8 in float16.
 
-    Every ratio of the library comes from here or from `safe_expm1`: exp of a log-ratio beyond 88
-    overflows float32, and an infinite ratio makes the gradient NaN even where a clip or a mask
+    All ratios of the library come from here or from `safe_expm1`. exp of a log-ratio above 88
+    overflows float32, and an infinite ratio makes the gradient NaN even if a clip or a mask
     multiplies it with 0.
     """
     bound = FLOAT16_LOG_RATIO_BOUND if log_weight.dtype == torch.float16 else LOG_RATIO_BOUND
@@ -110,37 +125,40 @@ def safe_exp(log_weight: Tensor) -> Tensor:
 
 
 def safe_expm1(log_ratio: Tensor) -> Tensor:
-    """ρ − 1 = expm1(clamp(Δ, −20, 20)), with the relative accuracy of the dtype however small Δ is."""
+    """ρ − 1 = expm1(clamp(Δ, −20, 20)), with full relative accuracy for any small Δ."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1_()
 
 
 def indicator(
     compare: Callable[..., Tensor], x: Tensor, bound: Bound, out: Tensor | None = None
 ) -> Tensor:
-    """1.0 where `compare(x, bound)` holds, 0.0 elsewhere, in the dtype of x, written to `out` if given.
-
-    A comparison written into floats vectorises on a CPU; one into bools, and sums of bools, do not.
-    """
+    """1.0 where `compare(x, bound)` holds, else 0.0, in the dtype of x; written to `out` if given."""
+    # A comparison into floats vectorises on a CPU; a comparison into bools, and their sum, do not.
     if not isinstance(bound, Tensor):
         bound = in_float32(bound)
-    return compare(x, bound, out=torch.empty_like(x) if out is None else out)
+    if out is None:
+        out = torch.empty_like(x)
+    return compare(x, bound, out=out)
 
 
 def in_float32(bound: float) -> float:
-    """A bound as float32 can hold it: torch refuses larger numbers, and no weight or divergence reaches them."""
+    """The bound, clamped to float32's range: torch refuses larger numbers in comparisons."""
     return max(-LARGEST_FLOAT32, min(bound, LARGEST_FLOAT32))
 
 
 def weight_bounds(config: RolloutCorrectionConfig, advantage: Tensor | None) -> tuple[Bound, Bound]:
-    """Lower and upper bound of the weights, as tensors of the advantage's shape where they depend on its sign."""
+    """Lower and upper bound of the weights.
+
+    They are tensors of the advantage's shape if the bounds depend on its sign, else numbers.
+    """
     lower, upper = map(in_float32, config.is_bounds)
     if not config.signs_bounds:
         return lower, upper
     assert advantage is not None, "called without advantages"
-    pairs = zip((lower, upper), map(in_float32, config.is_bounds_negative), strict=True)
-    lowers, uppers = (
-        torch.full_like(advantage, x).masked_fill_(advantage < 0, negative) for x, negative in pairs
-    )
+    lower_negative, upper_negative = map(in_float32, config.is_bounds_negative)
+    is_negative = advantage < 0
+    lowers = torch.full_like(advantage, lower).masked_fill_(is_negative, lower_negative)
+    uppers = torch.full_like(advantage, upper).masked_fill_(is_negative, upper_negative)
     return lowers, uppers
 
 
@@ -151,17 +169,19 @@ def prefix_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
     within_row = tokens.log_ratio_RK.cumsum(-1, dtype=torch.float64)
     totals = within_row[:, -1].index_select(0, order_R)
     before_row = totals.cumsum(0) - totals
+    # minus the value at the sequence's first row: sums do not cross sequences
     carried = before_row - before_row.index_select(0, torch.searchsorted(sequence_R, sequence_R))
     within_row += torch.empty_like(carried).index_copy_(0, order_R, carried)[:, None]
     return within_row.to(tokens.log_ratio_RK.dtype)
 
 
 def segment_sums(tokens: Tokens, chunk: Chunk) -> Tensor:
-    """Σ Δ over the contiguous run of the loss mask around t, a turn."""
+    """Σ Δ over the turn of t: the contiguous run of tokens of the loss mask that contains t."""
     order_R = chunk.order()
     sequence_R = chunk.sequence_R.index_select(0, order_R)
     inside = tokens.masked_in_RK.index_select(0, order_R)
     log_ratio = tokens.log_ratio_RK.index_select(0, order_R)
+    # a run starts at a token of the mask whose predecessor in the sequence is not in the mask
     previous = torch.cat([inside.new_zeros(1), inside.view(-1)])[:-1].view(inside.shape)
     new_sequence = torch.cat([sequence_R.new_full((1,), -1), sequence_R])[:-1].ne(sequence_R)
     previous[:, 0].mul_(new_sequence.logical_not())
@@ -182,15 +202,17 @@ TOKEN_LEVELS: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
 
 
 def _raise_nonfinite(chunk: Chunk, nonfinite_RK: Tensor) -> None:
-    """Names the first such token; the one deliberate synchronisation with the host."""
+    """Raises a ValueError that names the first non-finite token; this synchronises with the host."""
     if not nonfinite_RK.any():
         return
     rows, columns = nonfinite_RK.nonzero().unbind(1)
-    first = int(
-        (chunk.sequence_R[rows] * LONGEST_SEQUENCE + chunk.offset_R[rows] + columns).argmin()
-    )
-    row, column = int(rows[first]), int(columns[first])
-    sequence, position = int(chunk.sequence_R[row]), int(chunk.offset_R[row]) + column
+    # rows are not in the order of sequences: boundary rows come last
+    order = chunk.sequence_R[rows] * LONGEST_SEQUENCE + chunk.offset_R[rows] + columns
+    first = int(order.argmin())
+    row = int(rows[first])
+    column = int(columns[first])
+    sequence = int(chunk.sequence_R[row])
+    position = int(chunk.offset_R[row]) + column
     raise ValueError(
         f"sequence {chunk.first + sequence}, position {position}: train log-prob"
         f" {chunk.train_RK[row, column].item()}, rollout log-prob"

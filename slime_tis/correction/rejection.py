@@ -1,4 +1,4 @@
-"""Which tokens and sequences leave the loss: rejection criteria, the veto, adaptive bounds, second-moment trimming.
+"""Rejection of tokens and sequences: criteria, veto, adaptive bounds, second-moment trimming.
 
 Shapes: suffix _RK is [rows, row width] of a `Chunk`, _S per sequence, _N per value of this rank.
 """
@@ -26,21 +26,21 @@ from slime_tis.correction.ratio import (
 from slime_tis.correction.sums import SequenceSums
 
 K3_RANGE = 1.0
-"""k3 is measured with Δ clamped to ±1, ratios of 1/e to e, where healthy tokens lie down to fp8.
-Rejected tokens must not widen the bounds: a token of +20 nats would raise the plain mean by e^20/N,
-now by 0.7/N."""
+"""k3 is measured with Δ clamped to ±1 (ratios of 1/e to e), which covers healthy tokens even in fp8.
+Outliers must not widen the bounds that should reject them: a token of +20 nats would raise the
+plain mean by e^20/N, with the clamp by 0.7/N."""
 LOG_PROB_TOLERANCE = 5e-5
-"""Mean log-ratio, in nats per token, that is never a reason to reject: float32 log-probs of large
-vocabularies differ by 1e-5 to 2e-5 with one sign, which over thousands of otherwise equal tokens is
-many deviations of nothing."""
+"""A mean log-ratio up to this, in nats per token, never rejects. Float32 log-probs of large
+vocabularies differ by 1e-5 to 2e-5, always with the same sign. Over thousands of otherwise equal
+tokens that would be many standard deviations, because the deviation is nearly 0."""
 SMALLEST_K3 = 1e-12
-"""Divisor where two engines agree exactly; their deviations are 0 by the tolerance above."""
+"""Smallest k3 as a divisor, for engines that agree exactly; the tolerance above makes their z 0."""
 LARGEST_Z_SCORE = 1e18
-"""No sequence comes near, with 1e6 nats per token and a k3 of 1e-12 neither; a larger bound would
-overflow sums."""
+"""Largest z-score bound. No sequence reaches it, not even with 1e6 nats per token and a k3 of 1e-12;
+larger bounds would overflow sums."""
 SCORE_TOLERANCE = 1e-5
-"""Scores this close, relatively, are equal: a sum is rounded differently where micro-batches are
-cut differently."""
+"""Scores with a relative difference up to this are equal: another cut into micro-batches rounds sums
+differently."""
 DIGIT_BITS = 9
 """Bits of the result that one round of the search finds: seven rounds for the 63 of a float64
 without sign."""
@@ -64,35 +64,38 @@ DIVERGENCES: dict[str, Callable[[Tokens, Chunk], Tensor]] = {
         )
     ),
 }
-"""The divergence of each token by the name that `modes.CRITERIA` has for it, 0 where the token is
-not valid.
+"""Per-token divergences by their names in `modes.CRITERIA`; 0 at invalid tokens.
 
-Source: "Approximating KL Divergence", Schulman 2020 (http://joschu.net/blog/kl-approx.html). error
-    = exp(|Δ|): NeMo-RL,
-nemo_rl/algorithms/grpo.py, seq_logprob_error_threshold.
+Source: "Approximating KL Divergence", Schulman 2020 (http://joschu.net/blog/kl-approx.html).
+error = exp(|Δ|) is NeMo-RL's, nemo_rl/algorithms/grpo.py, seq_logprob_error_threshold.
 """
 
 
 def divergence_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
-    """D_t of the divergence mask, float64; 0 where the token is not valid or a log-prob is not finite.
+    """D_t of the divergence mask, float64; 0 if the token is invalid or a log-prob is not finite.
 
-    With direction away D_t is 0 where the advantage does not push the policy further away, and at
-    negative advantages it is scaled to the bound of positive ones.
+    With direction away, D_t is 0 unless the advantage pushes the policy further away. At negative
+    advantages D_t is scaled, so that the bound of positive advantages applies to both.
     """
-    current_RK = chunk.train_RK if chunk.current_RK is None else chunk.current_RK
+    current_RK = chunk.current_RK
+    if current_RK is None:
+        current_RK = chunk.train_RK
     anchor_RK = chunk.rollout_RK if criterion.anchor == "rollout" else chunk.train_RK
     counts_RK = (tokens.valid_RK > 0) & is_log_prob(current_RK) & is_log_prob(anchor_RK)
-    log_p, log_q = (torch.where(counts_RK, values_RK, 0.0) for values_RK in (current_RK, anchor_RK))
+    log_p = torch.where(counts_RK, current_RK, 0.0)
+    log_q = torch.where(counts_RK, anchor_RK, 0.0)
     divergence_RK = BINARY_DIVERGENCES[criterion.divergence](log_p, log_q)
     if criterion.bound_negative is None:
         return divergence_RK
     assert chunk.advantage_RK is not None
     scale_RK = torch.where(chunk.advantage_RK < 0, criterion.upper / criterion.bound_negative, 1.0)
-    return torch.where(chunk.advantage_RK * (log_p - log_q) > 0, divergence_RK * scale_RK, 0.0)
+    # A > 0 raises π and A < 0 lowers it: with the sign of log π/μ it moves away from μ
+    moves_away_RK = chunk.advantage_RK * (log_p - log_q) > 0
+    return torch.where(moves_away_RK, divergence_RK * scale_RK, 0.0)
 
 
 def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tensor:
-    """The per-token quantity of a criterion: L_t at the level for k1, else the divergence of the token."""
+    """The per-token quantity of a criterion: L_t of its level for k1, else the token's divergence."""
     if criterion.anchor is not None:
         return divergence_statistic(criterion, tokens, chunk)
     if criterion.divergence == "k1" and criterion.per_token:
@@ -101,34 +104,36 @@ def token_statistic(criterion: Criterion, tokens: Tokens, chunk: Chunk) -> Tenso
 
 
 def accepted(criterion: Criterion, statistic: Tensor) -> Tensor:
-    """1.0 where a statistic (of any shape) lies within the bounds of the criterion, which for k1 are logarithms."""
+    """1.0 where a statistic of any shape is within the bounds of the criterion, log-bounds for k1."""
     if criterion.lower is None:
         return indicator(torch.le, statistic, criterion.upper)
     log_lower, log_upper = criterion.log_bounds
     within = indicator(torch.le, statistic, log_upper)
-    return within.mul_(indicator(torch.ge, statistic, log_lower)) if criterion.lower else within
+    if criterion.lower:
+        within.mul_(indicator(torch.ge, statistic, log_lower))
+    return within
 
 
 def catastrophic_tokens(config: RolloutCorrectionConfig, tokens: Tokens) -> Tensor:
-    """1.0 at tokens whose unclamped ratio is below the veto threshold or above the upper one, 0 elsewhere."""
-    below = above = None
+    """1.0 at tokens whose unclamped ratio is below the veto threshold or above the upper one."""
+    catastrophic = None
     if config.rs_veto_threshold is not None:
-        below = indicator(
-            torch.lt, tokens.log_ratio_RK, math.log(config.rs_veto_threshold), tokens.scratch_RK
-        )
+        log_lower = math.log(config.rs_veto_threshold)
+        catastrophic = indicator(torch.lt, tokens.log_ratio_RK, log_lower, tokens.scratch_RK)
     if config.rs_veto_upper_threshold is not None:
-        above = indicator(torch.gt, tokens.log_ratio_RK, math.log(config.rs_veto_upper_threshold))
-    verdicts = [verdict for verdict in (below, above) if verdict is not None]
-    return verdicts[0] if len(verdicts) == 1 else verdicts[0].add_(verdicts[1])
+        log_upper = math.log(config.rs_veto_upper_threshold)
+        above = indicator(torch.gt, tokens.log_ratio_RK, log_upper)
+        catastrophic = above if catastrophic is None else catastrophic.add_(above)
+    assert catastrophic is not None, "called without a veto"
+    return catastrophic
 
 
 def sequence_accepted(
     criterion: Criterion, sums_S: SequenceSums[Tensor], bounds: "AdaptiveBounds | None" = None
 ) -> Tensor:
-    """1.0 for each sequence that a sequence-wide criterion accepts, or that has no valid token.
+    """1.0 for each sequence that a sequence-wide criterion accepts; empty sequences are accepted.
 
-    The maximum goes by the number of tokens out of bounds, so that context parallelism needs a sum
-    over ranks only.
+    A maximum is compared by counting tokens out of bounds, which context-parallel ranks can sum.
     """
     if criterion.adaptive:
         assert bounds is not None, "called without the bounds of the global batch"
@@ -144,15 +149,15 @@ def sequence_accepted(
 class AdaptiveBounds:
     """Rejection bounds of the sequences of one global batch; float64 scalars, the same on all ranks.
 
-    They follow the length of a sequence and the noise of the batch. Sampled by π_rollout, Δ_t has
-    mean −KL_t and variance about 2·KL_t, and Σ_t (Δ_t + KL_t) is a martingale, so that the
-    variances add up. With k3 for the KL of an average token, a sequence of n tokens has
+    They adapt to the length of a sequence and the noise of the batch. Under π_rollout, Δ_t has mean
+    −KL_t and variance about 2·KL_t. Σ_t (Δ_t + KL_t) is a martingale, so variances add up. With k3
+    as the KL of an average token, a sequence of n tokens has
 
         Σ_t Δ_t ≈ −k3·n ± √(2·k3·n),        mean_t Δ_t ≈ −k3 ± √(2·k3/n)
 
-    and is judged by its number of these deviations:  z = |Σ_t Δ_t + k3·n| / √(2·k3·n). No fixed bound does that: one
-    that is wide at 3,000 tokens is narrow at 12. Sum (sequence level) and mean (geometric level) have the same z.
-    examples/rejection_bounds/README.md has the simulation.
+    and the bound is on its number of standard deviations, z = |Σ_t Δ_t + k3·n| / √(2·k3·n). A fixed
+    bound cannot do that: if it is wide at 3,000 tokens, it is narrow at 12. Sum (sequence level) and
+    mean (geometric level) have the same z. examples/rejection_bounds/README.md has the simulation.
     """
 
     k3: Tensor
@@ -164,10 +169,9 @@ class AdaptiveBounds:
     """Valid tokens of the median sequence, at which the bounds are reported."""
 
     def accepted(self, sums_S: SequenceSums[Tensor]) -> Tensor:
-        """1.0 for each sequence within the bounds, as a sequence without valid tokens is."""
-        return (_z_scores(sums_S.valid, sums_S.log_ratio, self.k3) <= self.z_score).to(
-            torch.float64
-        )
+        """1.0 for each sequence within the bounds; empty sequences are accepted."""
+        scores_S = _z_scores(sums_S.valid, sums_S.log_ratio, self.k3)
+        return (scores_S <= self.z_score).to(torch.float64)
 
     def log_bounds(self, level: str) -> tuple[Tensor, Tensor]:
         """Logarithms of the lower and upper bound on the ratio of a sequence of median length.
@@ -186,12 +190,13 @@ def adaptive_bounds(
 ) -> AdaptiveBounds:
     """The bounds of a global batch from the tables of its micro-batches.
 
-    Args: config: With `rs_z_score` or `rs_target_fraction`. tables: `Correction.sequence_sums` of
-        each micro-batch of this rank, made under the same config. ranks: That share the batch;
-        small tables are summed over the data-parallel ones.
+    Args:
+        config: The options, with `rs_z_score` or `rs_target_fraction`.
+        tables: `Correction.sequence_sums` of each micro-batch of this rank, under the same config.
+        ranks: The ranks that share the batch. Data-parallel ranks sum small tables.
 
     Returns:
-        For the `GlobalBatch` of each of the micro-batches. Nothing synchronises with the host.
+        The bounds for the `GlobalBatch` of all micro-batches. There is no host synchronisation.
 
     Raises:
         ValueError: if the config has neither option, or there is no table.
@@ -208,66 +213,69 @@ def adaptive_bounds(
     n = torch.cat([table.valid for table in tables])
     log_ratio = torch.cat([table.log_ratio for table in tables])
     clamped_k3 = torch.cat([table.clamped_k3 for table in tables if table.clamped_k3 is not None])
-    ranks = replace(ranks, context=None)  # the tables are of whole sequences
-    nonempty, tokens, total = ranks.over_data(
-        torch.stack([(n > 0).sum(), n.sum(), clamped_k3.sum()])
-    ).unbind()
-    k3 = total / tokens.clamp_min(1)
-    median_length = order_statistic(_where_positive(n, n), (nonempty - 1).div(2).floor(), ranks)
+    ranks = replace(ranks, context=None)  # the tables already are sums over complete sequences
+    totals = ranks.over_data(torch.stack([(n > 0).sum(), n.sum(), clamped_k3.sum()]))
+    nonempty, tokens, total_k3 = totals.unbind()
+    k3 = total_k3 / tokens.clamp_min(1)
+    median_index = (nonempty - 1).div(2).floor()
+    median_length = order_statistic(_where_positive(n, n), median_index, ranks)
     if config.rs_z_score is not None:
         z_score = torch.full_like(k3, min(config.rs_z_score, LARGEST_Z_SCORE))
     else:
         assert config.rs_target_fraction is not None
-        rejected = (
-            config.rs_target_fraction * nonempty + 1e-9
-        ).floor()  # 0.29 · 100 is 28.999999999999996
+        # 0.29 · 100 is 28.999999999999996 in float64
+        rejected = (config.rs_target_fraction * nonempty + 1e-9).floor()
         scores = _where_positive(n, _z_scores(n, log_ratio, k3))
         z_score = order_statistic(scores, nonempty - 1 - rejected, ranks) * (1 + SCORE_TOLERANCE)
     return AdaptiveBounds(k3, z_score, median_length)
 
 
 def clamped_k3_of(log_ratio: Tensor) -> Tensor:
-    """exp(Δ) − 1 − Δ of Δ clamped to ±`K3_RANGE`, in float64: float32 would keep three digits of it at 1e-4."""
+    """exp(Δ) − 1 − Δ of Δ clamped to ±`K3_RANGE`, in float64."""
+    # float32 would keep only three digits at Δ = 1e-4
     clamped = log_ratio.to(torch.float64).clamp(-K3_RANGE, K3_RANGE)
     return torch.expm1(clamped).sub_(clamped)
 
 
 def _z_scores(n_S: Tensor, log_ratio_S: Tensor, k3: Tensor) -> Tensor:
-    """z = max(|Σ_t Δ_t + k3·n| − tolerance·n, 0) / √(2·k3·n) of each sequence, 0 where it has no valid token."""
+    """z = max(|Σ_t Δ_t + k3·n| − tolerance·n, 0) / √(2·k3·n) per sequence; 0 without valid tokens."""
     beyond_S = (log_ratio_S + k3 * n_S).abs() - LOG_PROB_TOLERANCE * n_S
-    return beyond_S.clamp_min(0) / (2 * k3.clamp_min(SMALLEST_K3) * n_S.clamp_min(1)).sqrt()
+    deviation_S = (2 * k3.clamp_min(SMALLEST_K3) * n_S.clamp_min(1)).sqrt()
+    return beyond_S.clamp_min(0) / deviation_S
 
 
 def _where_positive(x_S: Tensor, values_S: Tensor) -> Tensor:
-    """The values where x > 0, +inf elsewhere, which no order statistic counts."""
+    """The values where x > 0, else +inf, which order statistics ignore."""
     return torch.where(x_S > 0, values_S, math.inf)
 
 
 def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK) -> Tensor:
-    """The smallest Δ² that has to leave, +inf where none has to.
+    """The smallest Δ² to drop, +inf if there is none.
 
-    limit = min {v : mean(Δ² ≤ v) > bound}: with Δ² sorted upwards, the mean of the first m grows with m, and the
-    first value that brings it above the bound leaves with all that are larger. Tokens that tie with it leave too,
-    so that their order does not matter.
+    limit = min {v : mean(Δ² ≤ v) > bound}. With Δ² in ascending order, the mean of the first m values
+    grows with m. The first value that raises it above the bound is dropped, and all larger values.
+    Ties are dropped as well, so the order of tokens does not matter.
 
     Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
     (https://arxiv.org/abs/2510.01161), section 4.
 
-    Args: squares_N: Δ² of this rank's valid tokens; +inf or NaN at others, which are never counted.
-        bound: On the mean over the remaining tokens. ranks: That share the batch; a float64 [512,
-        2] table is summed over them in a number of rounds that does
-            not depend on the data. Tokens are not gathered.
+    Args:
+        squares_N: Δ² of this rank's valid tokens; +inf or NaN at others, which do not count.
+        bound: Bound on the mean Δ² of the remaining tokens, in nats².
+        ranks: The ranks that share the batch. They sum a float64 [512, 2] table in seven rounds,
+            whatever the data are. Tokens are not gathered.
 
     Returns:
-        float64 scalar, the same on all ranks. Nothing synchronises with the host.
+        float64 scalar, the same on all ranks. There is no host synchronisation.
     """
     ordered = squares_N.nan_to_num(torch.inf, torch.inf).sort().values.to(torch.float64)
-    if (
-        not ranks.is_one
-    ):  # all Δ² below the limit are within the bound, and with the values equal to it they are not
-        return largest_value(
-            ordered, ordered, lambda count, total: total / count.clamp_min(1) <= bound, ranks
-        )
+    if not ranks.is_one:
+
+        def is_within_bound(count: Tensor, total: Tensor) -> Tensor:
+            return total / count.clamp_min(1) <= bound
+
+        # the limit is the largest v for which the values below v still are within the bound
+        return largest_value(ordered, ordered, is_within_bound, ranks)
     counts = torch.arange(1, ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     within = (ordered.cumsum(0) / counts <= bound).sum()
     beyond = torch.cat([ordered, ordered.new_full((1,), torch.inf)])
@@ -275,15 +283,16 @@ def second_moment_limit(squares_N: Tensor, bound: float, ranks: Ranks = ONE_RANK
 
 
 def order_statistic(values_N: Tensor, index: Tensor, ranks: Ranks = ONE_RANK) -> Tensor:
-    """The value at `index` of all ranks' values in ascending order; +inf beyond the last one, 0 before the first.
+    """The value at `index` of all ranks' values in ascending order.
 
     Args:
-        values_N: This rank's values, not negative; +inf and NaN are not counted.
+        values_N: This rank's values, not negative; +inf and NaN are ignored.
         index: Scalar, counted from 0.
-        ranks: That share the values; each round sums a float64 [512, 2] table over them.
+        ranks: The ranks that share the values. Each round sums a float64 [512, 2] table.
 
     Returns:
-        float64 scalar, the same on all ranks. Nothing synchronises with the host.
+        float64 scalar, the same on all ranks: +inf after the last value, 0 before the first. There
+        is no host synchronisation.
     """
     ordered = values_N.to(torch.float64).nan_to_num(torch.inf, torch.inf).sort().values
     return largest_value(ordered, torch.zeros_like(ordered), lambda count, _: count <= index, ranks)
@@ -292,17 +301,18 @@ def order_statistic(values_N: Tensor, index: Tensor, ranks: Ranks = ONE_RANK) ->
 def largest_value(
     ordered_N: Tensor, terms_N: Tensor, holds: Callable[[Tensor, Tensor], Tensor], ranks: Ranks
 ) -> Tensor:
-    """The largest v for which `holds(count, total)` of the values below v, +inf if it holds for all of them.
+    """The largest v for which the values below v satisfy `holds(count, total)`; +inf if all do.
 
-    The bits of v are found from the highest down, some in each round: non-negative floats are
-    ordered as their bits. A round asks, for every value of the next bits, how many values of all
-    ranks lie below, and for the sum of their terms.
+    Non-negative floats are ordered like their bits, so v is found from its highest bits down,
+    `DIGIT_BITS` per round. Each round tries all 512 values of the next bits: for each candidate, the
+    ranks sum how many of their values are smaller, and the terms of these values.
 
-    Args: ordered_N: This rank's values, float64, not negative, ascending. terms_N: float64, the
-        contribution of each to the total. holds: Count and total of the values below each of 512
-        candidates to bool [512]; once false for a
-            candidate it is false for all larger ones.
-        ranks: As of `order_statistic`.
+    Args:
+        ordered_N: This rank's values, float64, not negative, ascending.
+        terms_N: The contribution of each value to the total, float64.
+        holds: From count and total below each of 512 candidates to bool [512]. If it is false for
+            one candidate, it must be false for all larger ones.
+        ranks: The ranks that share the values.
     """
     total = torch.cat([terms_N.new_zeros(1), terms_N.cumsum(0)])
     digits = torch.arange(1 << DIGIT_BITS, device=ordered_N.device)
@@ -313,8 +323,7 @@ def largest_value(
         table = torch.stack([counts.to(torch.float64), total.index_select(0, counts)], 1)
         table = ranks.all_reduce(table)
         below = holds(table[:, 0], table[:, 1])
-        last = (
-            below.sum().sub(1).clamp_min(0)
-        )  # the first was within a round ago, but for rounding between ranks
+        # candidate 0 held in the previous round, up to rounding across ranks
+        last = below.sum().sub(1).clamp_min(0)
         bits = candidates.index_select(0, last.reshape(1))
     return bits.view(torch.float64)[0]

@@ -1,4 +1,4 @@
-"""What is decided once all tokens have been seen: verdicts and weights of whole sequences, on the reduced table.
+"""Per-sequence weights and rejection, after the token pass, computed from the reduced table.
 
 Shapes: suffix _S is per sequence.
 """
@@ -20,9 +20,9 @@ from slime_tis.correction.ratio import (
 from slime_tis.correction.rejection import AdaptiveBounds, sequence_accepted
 from slime_tis.correction.statistics import Statistics
 from slime_tis.correction.sums import (
-    BOUNDS,
     EXTREMES,
     BatchSums,
+    BoundSums,
     Counts,
     Extremes,
     PerplexitySums,
@@ -33,24 +33,24 @@ from slime_tis.correction.sums import (
 )
 
 LARGEST_EXPONENT = 700.0
-"""The ratio of a whole sequence is reported up to e^700, where float64 ends; its weight ends at
-e^20."""
+"""Largest log-ratio of a sequence in the metrics, in nats: exp overflows float64 above 709. The
+weight itself is limited to e^20."""
 LOG_PPL_BOUND = 80.0
 """exp of a perplexity is taken up to e^80, so that sums of perplexities stay finite."""
 
 
 @dataclass(frozen=True)
 class SequencePass:
-    """Weights and verdicts of whole sequences, and what they add to the statistics."""
+    """Weights and verdicts per sequence, and the statistics of the batch."""
 
     weight_S: Tensor | None
-    """Bounded weight of the sequence; None where weights differ from token to token or are off."""
+    """Bounded weight of the sequence; None if weights differ from token to token or are off."""
     accept_S: Tensor
-    """1.0 where the sequence as a whole is accepted."""
+    """1.0 if the sequence is accepted, 0.0 if it is rejected as a unit."""
     accepted_S: Tensor
     """Number of accepted tokens."""
     statistics: Statistics
-    """Without the extremes of weights that differ from token to token."""
+    """Complete except for the extremes of per-token weights, which the token pass has."""
 
 
 def sequence_pass(
@@ -62,32 +62,43 @@ def sequence_pass(
 
     Args:
         config: The options.
-        sums_S: Sums over whole sequences, reduced over context-parallel ranks.
-        bounds: Of the global batch, where rejection is adaptive.
+        sums_S: Sums over complete sequences, reduced over context-parallel ranks.
+        bounds: Adaptive bounds of the global batch; None if rejection is not adaptive.
     """
     nonempty_S = (sums_S.valid > 0).to(torch.float64)
     measured_S = (sums_S.masked_in > sums_S.nonfinite).to(torch.float64)
-    log_weight_S, weight_S, weights, mean_weights = None, None, sums_S.weights, None
+    weight_S = None
+    ratio_S = None
+    weights = sums_S.weights
+    mean_weights = None
+    mean_weight_S = None
     if weights is not None:
         weights, mean_weights = _token_weights(config, sums_S, weights, nonempty_S)
+        mean_weight_S = mean_weights.total
     elif config.use_tis:
         aggregation = LEVELS[config.tis_level].aggregation
         log_weight_S = sequence_log_weights(aggregation, sums_S.log_ratio, sums_S.valid)
         weight_S, weights = _sequence_weights(config, sums_S, log_weight_S, nonempty_S)
+        ratio_S = _ratio(log_weight_S, LARGEST_EXPONENT)
     accept_S, rejected = _rejection(config, sums_S, bounds)
     if sums_S.catastrophic is not None:
         accept_S = accept_S * (sums_S.catastrophic == 0)
     if weight_S is not None and config.mode.rejects:
         accept_S = accept_S * indicator(torch.gt, weight_S, 0.0)
     accepted_S = accept_S * sums_S.accepted
-    perplexity, bound_terms = perplexities(sums_S), None
+    perplexity = perplexities(sums_S)
+    bound_terms = None
     if bounds is not None:
-        values = (bounds.k3, bounds.z_score, *bounds.log_bounds(config.rs_level))
-        bound_terms = named(BOUNDS, [value * nonempty_S for value in values])
-    ratio_S = None if log_weight_S is None else _ratio(log_weight_S, LARGEST_EXPONENT)
-    mean_weight_S = None
-    if mean_weights is not None:
-        mean_weight_S = mean_weights.total
+        log_lower, log_upper = bounds.log_bounds(config.rs_level)
+        bound_terms = BoundSums(
+            k3=bounds.k3 * nonempty_S,
+            z_score=bounds.z_score * nonempty_S,
+            log_lower=log_lower * nonempty_S,
+            log_upper=log_upper * nonempty_S,
+        )
+    veto = None
+    if sums_S.catastrophic is not None:
+        veto = _counts(sums_S.catastrophic)
     extremes = Extremes(
         log_ppl_diff=_present(perplexity.log_ppl_diff, measured_S),
         ratio=_present(ratio_S, nonempty_S),
@@ -95,28 +106,28 @@ def sequence_pass(
         weight=_present(weight_S, nonempty_S),
         sequence_log_ratio=_present(sums_S.log_ratio, nonempty_S),
     )
-    table = torch.nn.functional.pad(
-        stacked(extremes), (0, 0, 0, 1), value=torch.nan
-    )  # amin needs a row
+    # amin of no rows is an error: one row of NaN is added, which counts neither as min nor as max
+    table = torch.nn.functional.pad(stacked(extremes), (0, 0, 0, 1), value=torch.nan)
     mins = table.masked_fill(table.isnan(), torch.inf).amin(0)
     maxs = table.masked_fill(table.isnan(), -torch.inf).amax(0)
-    # Relative to the largest: a sum of exp(Σ Δ) would overflow, or be 0 in a batch whose Σ Δ are
-    # all below −700.
+    # exp(Σ Δ) is summed relative to the largest: the plain sum would overflow, or be 0 in a batch
+    # whose Σ Δ are all below −700.
     largest_log_ratio = named(EXTREMES, maxs.unbind()).sequence_log_ratio
-    relative_S = torch.where(
-        nonempty_S > 0, sums_S.log_ratio - largest_log_ratio, -torch.inf
-    ).exp_()
+    relative_log_S = sums_S.log_ratio - largest_log_ratio
+    relative_S = torch.where(nonempty_S > 0, relative_log_S, -torch.inf).exp_()
+    bounded_S = sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     terms_S = BatchSums(
         sequences=nonempty_S,
         measured_sequences=measured_S,
         masked_in_tokens=sums_S.masked_in,
         tokens=sums_S.valid,
         nonfinite_tokens=sums_S.nonfinite,
-        **{name: getattr(sums_S, name) for name in ("log_ratio", "abs_log_ratio", "ratio_minus_1")},
+        log_ratio=sums_S.log_ratio,
+        abs_log_ratio=sums_S.abs_log_ratio,
+        ratio_minus_1=sums_S.ratio_minus_1,
+        # ρ² − 1 = (ρ − 1)² + 2·(ρ − 1), without cancellation for ρ near 1
         ratio_squared_minus_1=sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1,
-        sequence_ratio_squared_minus_1=torch.expm1(
-            2 * sums_S.log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        ),
+        sequence_ratio_squared_minus_1=torch.expm1(2 * bounded_S),
         accepted_tokens=accepted_S,
         sequence_weight=relative_S,
         sequence_weight_squared=relative_S.square(),
@@ -125,27 +136,27 @@ def sequence_pass(
         mean_weights=mean_weights,
         rejected=rejected,
         bounds=bound_terms,
-        veto=None if sums_S.catastrophic is None else _counts(sums_S.catastrophic),
+        veto=veto,
         trimmed_tokens=sums_S.trimmed,
     )
     return SequencePass(
         weight_S=weight_S,
         accept_S=accept_S,
         accepted_S=accepted_S,
-        statistics=Statistics(
-            config=config,
-            sums=stacked(terms_S).sum(0),
-            mins=mins,
-            maxs=maxs,
-        ),
+        statistics=Statistics(config=config, sums=stacked(terms_S).sum(0), mins=mins, maxs=maxs),
     )
 
 
 def perplexities(sums_S: SequenceSums[Tensor]) -> PerplexitySums[Tensor]:
-    """The terms of each sequence, [S]; 0 without a finite token, which one that counts as ratio 1 (neutral) is not."""
+    """Perplexities of each sequence, [S]: exp(−mean_t log π_t) over its finite tokens.
+
+    They are 0 if the sequence has no finite token; neutral tokens do not count.
+    """
     finite_S = sums_S.masked_in - sums_S.nonfinite
-    n_S, measured_S = finite_S.clamp_min(1), (finite_S > 0).to(torch.float64)
-    training_S, difference_S = -sums_S.train / n_S, -sums_S.log_ratio / n_S
+    n_S = finite_S.clamp_min(1)
+    measured_S = (finite_S > 0).to(torch.float64)
+    training_S = -sums_S.train / n_S
+    difference_S = -sums_S.log_ratio / n_S
     rollout_S = training_S - difference_S
     return PerplexitySums(
         training_log_ppl=training_S,
@@ -164,7 +175,10 @@ def _sequence_weights(
     log_weight_S: Tensor,
     nonempty_S: Tensor,
 ) -> tuple[Tensor, WeightSums[Tensor]]:
-    """The bounded weight of each sequence; it counts once per sequence with a valid token."""
+    """The bounded weight of each sequence, and its terms of the sums.
+
+    A sequence counts once, and only if it has a valid token.
+    """
     lower, upper = weight_bounds(config, sums_S.advantage)
     raw_S = safe_exp(log_weight_S)
     weight_S = config.mode.bound(raw_S, lower, upper)
@@ -187,9 +201,11 @@ def _token_weights(
     weights: WeightSums[Tensor],
     nonempty_S: Tensor,
 ) -> tuple[WeightSums[Tensor], WeightSums[Tensor]]:
-    """The sums over tokens, and over sequences of the mean weight of their tokens."""
+    """The sums over tokens, and the terms of sums over per-sequence mean weights."""
     lower, upper = weight_bounds(config, sums_S.advantage)
-    before_S = sums_S.ratio_minus_1 if weights.before_minus_1 is None else weights.before_minus_1
+    before_S = weights.before_minus_1
+    if before_S is None:
+        before_S = sums_S.ratio_minus_1  # the same at the token level
     assert weights.before is not None
     n_S = sums_S.valid.clamp_min(1)
     raw_S = _mean_weight(weights.before, before_S, n_S)
@@ -209,7 +225,7 @@ def _token_weights(
 
 
 def _mean_weight(total_S: Tensor, minus_1_S: Tensor, n_S: Tensor) -> Tensor:
-    """Σw/n of each sequence below 1/2, else 1 + Σ(w − 1)/n: whichever of the two sums has more digits of it."""
+    """Mean weight: Σw/n if it is below 1/2, else 1 + Σ(w − 1)/n, which is then more accurate."""
     mean_S = total_S / n_S
     return torch.where(mean_S < 0.5, mean_S, 1 + minus_1_S / n_S)
 
@@ -217,8 +233,14 @@ def _mean_weight(total_S: Tensor, minus_1_S: Tensor, n_S: Tensor) -> Tensor:
 def _rejection(
     config: RolloutCorrectionConfig, sums_S: SequenceSums[Tensor], bounds: AdaptiveBounds | None
 ) -> tuple[Tensor, dict[str, Counts[Tensor]]]:
-    """1.0 where all sequence-wide criteria accept the sequence; the tokens that any ("") and each criterion rejects."""
-    accept_S, rejected = torch.ones_like(sums_S.valid), {}
+    """Applies the rejection criteria to sequences.
+
+    Returns:
+        1.0 for each sequence that all sequence-wide criteria accept, and the rejected tokens by the
+        name of the criterion, first those of any criterion under "".
+    """
+    accept_S = torch.ones_like(sums_S.valid)
+    rejected = {}
     for criterion in config.rejections:
         if criterion.per_token:
             rejected_S = sums_S.criteria[criterion.name]
@@ -233,17 +255,17 @@ def _rejection(
 
 
 def _present(x_S: Tensor | None, present_S: Tensor) -> Tensor:
-    """The values of the sequences that have one, NaN elsewhere."""
-    return (
-        torch.full_like(present_S, torch.nan)
-        if x_S is None
-        else torch.where(present_S > 0, x_S, torch.nan)
-    )
+    """The values of the present sequences, NaN elsewhere; only NaN without values."""
+    if x_S is None:
+        return torch.full_like(present_S, torch.nan)
+    return torch.where(present_S > 0, x_S, torch.nan)
 
 
 def _counts(tokens_S: Tensor) -> Counts[Tensor]:
+    """Tokens, and 1.0 for each sequence with at least one of them."""
     return Counts(tokens=tokens_S, sequences=(tokens_S > 0).to(torch.float64))
 
 
 def _ratio(log_ratio_S: Tensor, bound: float) -> Tensor:
+    """exp of log-ratios clamped to ±bound."""
     return log_ratio_S.clamp(-bound, bound).exp_()

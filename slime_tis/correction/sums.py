@@ -1,8 +1,7 @@
-"""The named sums: of each sequence, and over sequences; their fields are the columns of the tables that ranks reduce.
+"""Named sums per sequence and per batch; their fields are the columns of the tables that ranks reduce.
 
-Which optional parts there are follows from the configuration alone, so that a rank without a
-sequence has the same columns as the others. `stacked` and `named` go from fields to columns and
-back.
+Only the configuration decides which optional parts exist, so a rank without a sequence has the same
+columns as the others. `stacked` converts fields to columns, `named` converts columns to fields.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,10 +20,10 @@ SumsT = TypeVar("SumsT")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSums(Generic[V]):
-    """Σ of weights w: of the tokens of a sequence, of all tokens or sequences, or of the mean weights of sequences.
+    """Sums of weights w, over tokens, over sequences, or over per-sequence mean weights.
 
-    Sums of w and of w − 1 are both needed. In float32, w − 1 has no digit of a weight of e^−17
-    left, and w only a few digits of the difference between 1 and 1.000001.
+    Both Σw and Σ(w − 1) are kept, for accuracy in float32: w − 1 is exactly −1 for a weight of
+    e^−17, and w has only a few digits of the difference between 1 and 1.000001.
     """
 
     before: V | None
@@ -48,7 +47,7 @@ class WeightSums(Generic[V]):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSums(Generic[V]):
-    """Σ over the tokens of a sequence. `correct` has them as [S] float64 tensors, over whole sequences."""
+    """Σ over the tokens of a sequence; in `Correction`, [S] float64 tensors of complete sequences."""
 
     masked_in: V
     """Tokens of the loss mask."""
@@ -59,7 +58,7 @@ class SequenceSums(Generic[V]):
     train: V
     """log π_train, over finite tokens."""
     log_ratio: V
-    """Δ, over valid tokens, as everything below."""
+    """Δ, over valid tokens; so are the sums below."""
     abs_log_ratio: V
     """|Δ|."""
     ratio_minus_1: V
@@ -69,9 +68,9 @@ class SequenceSums(Generic[V]):
     rs_accepted: V
     """Tokens that no per-token rejection criterion rejects."""
     accepted: V
-    """Tokens that mask mode and trimming accept, too."""
+    """Tokens that per-token criteria, mask mode and trimming all accept."""
     weights: WeightSums[V] | None
-    """Where weights differ from token to token."""
+    """None unless weights differ from token to token."""
     criteria: dict[str, V]
     """By the name of a criterion: its divergence, if that is summed, or its tokens out of bounds;
     without the criteria that follow from Σ Δ."""
@@ -82,12 +81,12 @@ class SequenceSums(Generic[V]):
     trimmed: V | None
     """Tokens that second-moment trimming rejects."""
     advantage: V | None
-    """Advantages, where the bounds of the weights depend on their sign."""
+    """Advantages, if the bounds of the weights depend on their sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexitySums(Generic[V]):
-    """Σ over the sequences with a finite token, of the mean log-probs of their finite tokens."""
+    """Σ over sequences with a finite token; perplexities are of their finite tokens."""
 
     training_log_ppl: V
     training_ppl: V
@@ -151,7 +150,7 @@ class BatchSums(Generic[V]):
     bounds: BoundSums[V] | None
     """Under adaptive bounds."""
     veto: Counts[V] | None
-    """Catastrophic tokens, where there is a veto."""
+    """Catastrophic tokens, under a veto."""
     trimmed_tokens: V | None
     """Under second-moment trimming."""
 
@@ -172,7 +171,7 @@ class Extremes(Generic[V]):
 
 
 def stacked(sums: object) -> Tensor:
-    """All fields, in their order, as columns [S, k] (or as [k] where they are scalars)."""
+    """All fields, in their order, as columns [S, k], or as [k] if they are scalars."""
     return torch.stack(_values(sums), -1)
 
 
@@ -191,14 +190,19 @@ def number_of_columns(like: object) -> int:
 
 @lru_cache(maxsize=64)
 def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
-    """The parts that the sums of a sequence have under a configuration; the values of the fields mean nothing."""
-    before = None if config.tis_level == "token" else 0.0
+    """The optional parts of a sequence's sums under a configuration; the values are placeholders."""
+    weights = None
+    if config.has_token_weights:
+        before = None if config.tis_level == "token" else 0.0
+        weights = _blank(WeightSums, before_minus_1=before)
+    criteria = {}
+    for criterion in config.rejections:
+        if not criterion.uses_log_ratio:
+            criteria[criterion.name] = 0.0
     return _blank(
         SequenceSums,
-        weights=_blank(WeightSums, before_minus_1=before) if config.has_token_weights else None,
-        criteria={
-            criterion.name: 0.0 for criterion in config.rejections if not criterion.uses_log_ratio
-        },
+        weights=weights,
+        criteria=criteria,
         clamped_k3=0.0 if config.adaptive else None,
         catastrophic=0.0 if config.vetoes else None,
         trimmed=0.0 if config.rs_second_moment_bound is not None else None,
@@ -208,20 +212,22 @@ def sequence_columns(config: RolloutCorrectionConfig) -> SequenceSums[Any]:
 
 @lru_cache(maxsize=64)
 def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
-    """The parts that the sums of a batch have under a configuration; the values of the fields mean nothing."""
-    counts, rejections = _blank(Counts), config.rejections
+    """The optional parts of a batch's sums under a configuration; the values are placeholders."""
+    counts = _blank(Counts)
+    mean_weights = None
+    if config.has_token_weights:
+        mean_weights = _blank(WeightSums, before=None, before_minus_1=None)
+    rejected = {}
+    if config.rejections:
+        rejected[""] = counts
+    for criterion in config.rejections:
+        rejected[criterion.name] = counts
     return _blank(
         BatchSums,
         perplexity=_blank(PerplexitySums),
         weights=_blank(WeightSums) if config.use_tis else None,
-        mean_weights=(
-            _blank(WeightSums, before=None, before_minus_1=None)
-            if config.has_token_weights
-            else None
-        ),
-        rejected=dict.fromkeys(
-            ["", *(criterion.name for criterion in rejections)] if rejections else [], counts
-        ),
+        mean_weights=mean_weights,
+        rejected=rejected,
         bounds=_blank(BoundSums) if config.adaptive else None,
         veto=counts if config.vetoes else None,
         trimmed_tokens=0.0 if config.rs_second_moment_bound is not None else None,
@@ -229,23 +235,24 @@ def batch_columns(config: RolloutCorrectionConfig) -> BatchSums[Any]:
 
 
 def _blank(cls: type[SumsT], **parts: Any) -> SumsT:
+    """An object with these parts, and 0.0 in all other fields."""
     names = (field.name for field in fields(cls))  # type: ignore[arg-type]
     return cls(**{name: parts.get(name, 0.0) for name in names})
 
 
 EXTREMES: Extremes[Any] = _blank(Extremes)
 """The fields of the extremes, which every configuration has."""
-BOUNDS: BoundSums[Any] = _blank(BoundSums)
 _VALUES = (Tensor, float, int)
 
 
 def _parts(node: Any) -> dict[str, Any]:
-    return (
-        node if isinstance(node, dict) else vars(node)
-    )  # `dataclasses.fields` would cost more than small sums do
+    """The fields of a dataclass, or the items of a dict, in their order."""
+    # `dataclasses.fields` would take longer than the sums of a small batch
+    return node if isinstance(node, dict) else vars(node)
 
 
 def _values(node: Any) -> list[Any]:
+    """The numbers or tensors of an object and its parts, depth first; None is left out."""
     values: list[Any] = []
     for part in _parts(node).values():
         if isinstance(part, _VALUES):
@@ -256,14 +263,13 @@ def _values(node: Any) -> list[Any]:
 
 
 def _filled(node: Any, values: Iterator[Any]) -> Any:
-    parts = {
-        name: (
-            next(values)
-            if isinstance(part, _VALUES)
-            else None
-            if part is None
-            else _filled(part, values)
-        )
-        for name, part in _parts(node).items()
-    }
+    """A copy of an object with the next values of the iterator, in the order of `_values`."""
+    parts = {}
+    for name, part in _parts(node).items():
+        if isinstance(part, _VALUES):
+            parts[name] = next(values)
+        elif part is None:
+            parts[name] = None
+        else:
+            parts[name] = _filled(part, values)
     return parts if isinstance(node, dict) else type(node)(**parts)
