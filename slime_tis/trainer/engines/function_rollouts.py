@@ -32,14 +32,17 @@ class FunctionCall:
     complete: bool = False
 
     def first_sample(self) -> Sample:
-        """Returns the function's input: the aborted sample if it is alone in its rollout, else a fresh sample."""
-        fresh = Sample(prompt_row=self.prompt, tokens=list(self.prompt.token_ids))
-        sample = self.samples[0] if len(self.samples) == 1 else fresh
-        sample.group_index, sample.index, sample.rollout_id = (
-            self.group_index,
-            self.number,
-            self.number,
-        )
+        """Returns the function's input: the aborted sample, or a fresh one.
+
+        A rollout of several samples starts again, because a function continues only one sample.
+        """
+        if len(self.samples) == 1:
+            sample = self.samples[0]
+        else:
+            sample = Sample(prompt_row=self.prompt, tokens=list(self.prompt.token_ids))
+        sample.group_index = self.group_index
+        sample.index = self.number
+        sample.rollout_id = self.number
         return sample
 
 
@@ -48,30 +51,33 @@ def resumed_groups(
 ) -> list[list[FunctionCall]]:
     """Returns the calls for unfinished groups, then `n_samples` calls for each prompt."""
     rollouts = [(group[0].row, by_rollout(group)) for group in unfinished]
-    rollouts += [(prompt, [[] for _ in range(n_samples)]) for prompt in prompts]
-    seen: Counter[int] = Counter()
+    for prompt in prompts:
+        no_samples: list[list[Sample]] = [[] for _ in range(n_samples)]
+        rollouts.append((prompt, no_samples))
+    # A prompt may occur several times; the occurrence gives each group its own random numbers.
+    occurrences: Counter[int] = Counter()
     numbers = count()
     groups = []
-    for group_index, (prompt, segments) in enumerate(rollouts):
-        groups.append(
-            [
-                FunctionCall(
-                    prompt=prompt,
-                    group_index=group_index,
-                    number=next(numbers),
-                    key=SampleKey(
-                        seed=seed,
-                        prompt_index=prompt.index,
-                        occurrence=seen[prompt.index],
-                        sample=index,
-                    ),
-                    samples=samples,
-                    complete=bool(samples) and not is_unfinished(samples),
-                )
-                for index, samples in enumerate(segments)
-            ]
-        )
-        seen[prompt.index] += 1
+    for group_index, (prompt, samples_by_rollout) in enumerate(rollouts):
+        calls = []
+        for index, samples in enumerate(samples_by_rollout):
+            key = SampleKey(
+                seed=seed,
+                prompt_index=prompt.index,
+                occurrence=occurrences[prompt.index],
+                sample=index,
+            )
+            call = FunctionCall(
+                prompt=prompt,
+                group_index=group_index,
+                number=next(numbers),
+                key=key,
+                samples=samples,
+                complete=bool(samples) and not is_unfinished(samples),
+            )
+            calls.append(call)
+        groups.append(calls)
+        occurrences[prompt.index] += 1
     return groups
 
 
@@ -105,24 +111,26 @@ class FunctionBatch:
     end_requests: Callable[[], Awaitable[None]] | None = None
     """Makes the engine answer requests with abort."""
     end_sample: Callable[[int], None] = lambda number: None
-    """Gets the number of each call that ended."""
+    """Called with the number of every call that ended."""
 
     def __post_init__(self) -> None:
         self._wanted = len(self.groups) if self.num_groups is None else self.num_groups
         self._complete = sum(map(is_complete, self.groups))
-        self._stopping = self._ended = False
+        self._stopping = False
+        """Enough groups are complete: calls that have not started are skipped."""
+        self._ended = False
+        """`run` cancels the remaining calls."""
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
     async def run(self) -> None:
         """Calls the function until enough groups are complete; raises the exception of a call."""
         gate = asyncio.Semaphore(self.concurrency)
-        tasks = [
-            asyncio.create_task(self._call(call, group, gate))
-            for group in self.groups
-            for call in group
-            if not call.complete
-        ]
+        tasks = []
+        for group in self.groups:
+            for call in group:
+                if not call.complete:
+                    tasks.append(asyncio.create_task(self._call(call, group, gate)))
         try:
             while self._complete < self._wanted and self._failure is None:
                 self._changed.clear()
@@ -146,6 +154,7 @@ class FunctionBatch:
     async def _call(
         self, call: FunctionCall, group: Sequence[FunctionCall], gate: asyncio.Semaphore
     ) -> None:
+        """Calls the function once and stores its samples; an exception ends the batch."""
         async with gate:
             if self._stopping or self._failure is not None:
                 return
@@ -154,10 +163,13 @@ class FunctionBatch:
             )
             try:
                 samples = await self.function(call.first_sample(), engine)
+                # After an abort, a function may still return a complete rollout.
                 call.complete = not (self._stopping and is_unfinished(samples))
                 call.samples = samples
                 self._complete += is_complete(group)
             except asyncio.CancelledError:
+                # Not cancelled by `run`: the function cancelled itself, which must not look like
+                # the end of the batch.
                 if self._ended:
                     raise
                 self.fail(CustomFunctionError(CANCELLED))
@@ -178,20 +190,28 @@ def calls_over_ranks(
         make(share)
         return [[call.samples for call in group] for group in share]
 
-    for group, made in zip(groups, map_over_ranks(make_share, groups), strict=True):
-        for call, samples in zip(group, made, strict=True):
+    # A rank fills only the calls of its share; the others' samples are in the result.
+    samples_of_groups = map_over_ranks(make_share, groups)
+    for group, samples_of_calls in zip(groups, samples_of_groups, strict=True):
+        for call, samples in zip(group, samples_of_calls, strict=True):
             call.samples = samples
     return numbered(groups)
 
 
 def numbered(groups: Sequence[Sequence[FunctionCall]]) -> list[list[Sample]]:
-    """Returns the samples of each group, numbered from 0; a missing call has one sample without a response."""
-    numbered_groups, number = [], 0
+    """Returns the samples per group; rollouts are numbered from 0.
+
+    A call without samples has one sample without a response.
+    """
+    numbered_groups = []
+    number = 0
     for group_index, group in enumerate(groups):
         samples = []
         for call in group:
             for sample in call.samples or [call.first_sample()]:
-                sample.group_index, sample.index, sample.rollout_id = group_index, number, number
+                sample.group_index = group_index
+                sample.index = number
+                sample.rollout_id = number
                 samples.append(sample)
             number += 1
         numbered_groups.append(samples)

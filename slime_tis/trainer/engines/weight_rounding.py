@@ -28,10 +28,11 @@ DTYPES: dict[Precision, torch.dtype] = {
 }
 """Tensor dtypes of precisions; fp8, int8 and int4 weights are emulated in float32."""
 FP8_MAX = 448.0
+"""Largest float8_e4m3fn number."""
 FLOATS = {"fp16": (10, -14), "bf16": (7, -126), "fp8": (3, -6)}
-"""Mantissa bits and exponent of the smallest normal number of each floating-point format."""
+"""Per floating-point format: mantissa bits, and the exponent of the smallest normal number."""
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895314e38, "fp8": FP8_MAX, "int8": 127.0, "int4": 7.0}
-"""Largest number of each format, before a scale."""
+"""Largest number per format, before a scale."""
 CHANCES = 2**16
 """Number of distinct random values of stochastic rounding: float32 has 16 more bits than
 bfloat16."""
@@ -84,9 +85,9 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def row_scale(weight_OI: Tensor, largest: float) -> Tensor:
     """max |w| / largest of each row; the smallest normal number for rows of (almost) zeros."""
-    return (weight_OI.abs().amax(-1, keepdim=True) / largest).clamp_min(
-        torch.finfo(torch.float32).tiny
-    )
+    scale_O1 = weight_OI.abs().amax(-1, keepdim=True) / largest
+    # A scale of 0 would make 0 / 0 = NaN of a row of zeros.
+    return scale_O1.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
@@ -97,7 +98,7 @@ def round_nearest(weight: Tensor, precision: Precision) -> Tensor:
 
 
 def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Generator) -> Tensor:
-    """One of the two nearest numbers of the precision, the nearer with the greater probability, in float32.
+    """One of the two nearest numbers of the precision, in float32; the nearer is likelier.
 
       w' = sgn(w) · s · h · ⌊|w| / (s·h) + u⌋,   u uniform in [0, 1),   E[w'] = w
 
@@ -111,50 +112,62 @@ def round_stochastic(weight: Tensor, precision: Precision, generator: torch.Gene
     largest = LARGEST[precision]
     scale = row_scale(weight, largest) if precision in ROUNDINGS else None
     scaled = weight.abs()
-    if (
-        scale is not None
-    ):  # division may make the largest number of a row smaller, and change its scale
+    if scale is not None:
         scaled = scaled / scale
+        # Division may make the row's largest number smaller; then the engine would compute another
+        # scale from the rounded row.
         scaled = torch.where(scaled > largest * (1 - 1e-6), largest, scaled)
     step = spacing(scaled, precision)
     chance = torch.empty_like(scaled, dtype=torch.int32).random_(CHANCES, generator=generator)
-    rounded = (
-        (scaled / step).add_(chance.float().div_(CHANCES)).floor_().mul_(step).clamp_max_(largest)
-    )
-    return torch.copysign(rounded if scale is None else rounded.mul_(scale), weight)
+    uniform = chance.float().div_(CHANCES)
+    # In place, because an embedding may have several GB in float32.
+    rounded = (scaled / step).add_(uniform).floor_().mul_(step).clamp_max_(largest)
+    if scale is not None:
+        rounded.mul_(scale)
+    return torch.copysign(rounded, weight)
 
 
 def spacing(magnitude: Tensor, precision: Precision) -> Tensor:
-    """The distance of neighbouring numbers of a precision at non-negative float32 numbers; 1 for integers."""
+    """Distance of neighbouring numbers of a precision at non-negative float32 numbers.
+
+    It is 2^(exponent − mantissa bits), and 1 for the integer formats.
+    """
     if precision not in FLOATS:
         return torch.ones_like(magnitude)
     mantissa, lowest = FLOATS[precision]
+    # Bits 23 to 30 of a float32 are its exponent + 127. Below the smallest normal number, the
+    # distance stays constant (subnormal numbers).
     exponent = (magnitude.contiguous().view(torch.int32) >> 23).sub_(127).clamp_min_(lowest)
-    return ((exponent - mantissa + 127).clamp_min_(1) << 23).view(torch.float32)
+    # At least 1: the distance must itself be a normal float32 number.
+    biased = (exponent - mantissa + 127).clamp_min_(1)
+    return (biased << 23).view(torch.float32)
 
 
 @dataclass(frozen=True)
 class WeightRounder:
-    """Rounds the tensors of each update (--weight-update-rounding); a version sent again is rounded identically."""
+    """Rounds the weights of every update (--weight-update-rounding).
+
+    The same version is always rounded identically, so all engines and repeated sends agree.
+    """
 
     rounding: Rounding
     seed: int
 
     def __call__(self, name: str, weight: Tensor, precision: Precision, version: int) -> Tensor:
-        """The tensor to send; without rounding or in a precision that holds it, the tensor itself."""
+        """Returns the tensor to send; it is `weight` itself if no stochastic rounding is needed."""
         if self.rounding == "nearest" or not rounds(weight.dtype, precision):
             return weight
         digest = hashlib.sha256(f"{self.seed} {name} {version}".encode()).digest()
-        generator = torch.Generator(weight.device).manual_seed(
-            int.from_bytes(digest[:8], "big") >> 1
-        )
-        return round_stochastic(weight, precision, generator).to(
-            DTYPES.get(precision, torch.float32)
-        )
+        seed = int.from_bytes(digest[:8], "big") >> 1  # torch takes seeds below 2^63
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        rounded = round_stochastic(weight, precision, generator)
+        return rounded.to(DTYPES.get(precision, torch.float32))
 
 
 def rounds(dtype: torch.dtype, precision: Precision) -> bool:
     """Whether an engine of this precision rounds weights of this dtype."""
-    return (
-        precision in ROUNDINGS or torch.promote_types(dtype, DTYPES[precision]) != DTYPES[precision]
-    )
+    if precision in ROUNDINGS:
+        return True
+    engine_dtype = DTYPES[precision]
+    # A wider common type means that the engine's type cannot represent every weight.
+    return torch.promote_types(dtype, engine_dtype) != engine_dtype

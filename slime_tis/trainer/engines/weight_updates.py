@@ -38,7 +38,10 @@ completely."""
 BLOCKS = 32
 """Blocks of rows and of columns with known changes; a shard of up to `BLOCKS` / 2 ranks contains
 one."""
-EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+"""Name of the token embedding in Hugging Face checkpoints."""
+OUTPUT_LAYER = "lm_head.weight"
+"""Name of the output layer in Hugging Face checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +66,19 @@ class WeightUpdates:
         *,
         samples_all: bool,
     ) -> None:
-        """`precision_of` an unknown tensor is None; `samples_all` also samples unrounded tensors, for `sent_rows`."""
+        """Creates an empty record; the first update has no metrics.
+
+        Args:
+            rounder: Rounds the tensors that are sent.
+            precision_of: The engine's precision of a tensor, by name; None for an unknown tensor.
+            samples_all: Also sample unrounded tensors, for `sent_rows`.
+        """
         self.rounder = rounder
         self.sampled: dict[str, SampledRows] = {}
         self.precision: Precision | None = None
         """The coarsest known precision of a sampled tensor."""
-        self._precision_of, self._samples_all = precision_of, samples_all
+        self._precision_of = precision_of
+        self._samples_all = samples_all
         self._version: int | None = None
         self._earlier: dict[str, SampledRows] = {}
         self._sent: dict[str, SentRows] = {}
@@ -76,12 +86,20 @@ class WeightUpdates:
         self._earlier_sums: dict[str, Tensor] = {}
 
     def source(self, weights: WeightSource, version: int) -> WeightSource:
-        """The rounded weights of this version; a source may be called again for the same version."""
+        """Returns the source of the rounded weights of this version, which records samples.
+
+        The source may be called again for the same version.
+        """
 
         def rounded() -> Iterator[tuple[str, Tensor]]:
+            # A repeated version keeps the samples of the version before it.
             if version != self._version:
-                self._earlier, self._earlier_sums = self.sampled, self._sums
-            self._version, self.sampled, self._sent, self._sums = version, {}, {}, {}
+                self._earlier = self.sampled
+                self._earlier_sums = self._sums
+            self._version = version
+            self.sampled = {}
+            self._sent = {}
+            self._sums = {}
             for name, weight in weights():
                 precision = self._precision_of(name)
                 if precision is None:
@@ -89,40 +107,48 @@ class WeightUpdates:
                     continue
                 sent = self.rounder(name, weight, precision, version)
                 if self._samples_all or rounds(weight.dtype, precision):
-                    stride = row_stride(weight)
-                    trained = weight[::stride].detach().float()
-                    self.sampled[name] = SampledRows(
-                        trained=trained.to("cpu", copy=True),
-                        sent=round_nearest(sent[::stride].detach(), precision).to("cpu", copy=True),
-                        share=trained.numel() / weight.numel(),
-                        rounded=rounds(weight.dtype, precision),
-                    )
+                    self.sampled[name] = sampled_rows(weight, sent, precision)
                     self.precision = coarser(precision, self.precision or precision)
                 if self._samples_all:
                     rows = round_nearest(sent.detach(), precision)
-                    stride = 1 if rows.numel() < MAX_SAMPLED_ELEMENTS else row_stride(rows)
-                    first = random.Random(f"{version} {name}").randrange(min(stride, len(rows)))
-                    sums = self._sums[name] = block_sums(rows)
-                    changed = sums != self._earlier_sums.get(name, sums)
-                    self._sent[name] = SentRows(
-                        first=first,
-                        stride=stride,
-                        rows=rows[first::stride].to("cpu", copy=True),
-                        changed=bool(changed.any()),
-                        changed_everywhere=bool(changed.all()),
-                    )
+                    self._record_sent(name, rows, version)
                 yield name, sent
 
         return rounded
 
+    def _record_sent(self, name: str, rows: Tensor, version: int) -> None:
+        """Keeps the rows that the engine must have and whether they differ from the last update."""
+        stride = 1
+        if rows.numel() >= MAX_SAMPLED_ELEMENTS:
+            stride = row_stride(rows)
+        # Each version checks other rows, so that a stale row is found sooner or later. The name in
+        # the seed makes tensors of equal shape check different rows.
+        first = random.Random(f"{version} {name}").randrange(min(stride, len(rows)))
+        sums = block_sums(rows)
+        self._sums[name] = sums
+        # The first update has nothing to compare with and counts as unchanged.
+        changed = sums != self._earlier_sums.get(name, sums)
+        self._sent[name] = SentRows(
+            first=first,
+            stride=stride,
+            rows=rows[first::stride].to("cpu", copy=True),
+            changed=bool(changed.any()),
+            changed_everywhere=bool(changed.all()),
+        )
+
     def metrics(self) -> dict[str, float]:
-        """rollout/update_… of the last update, tensors weighted by size; empty if no rounded weight moved."""
+        """Returns rollout/update_… of the last update; empty if no rounded weight moved.
+
+        Tensors are weighted by size: the sums over sampled rows are divided by the sampled share.
+        """
         moved = absorbed = square = absorbed_square = product = 0.0
         for name in self.sampled.keys() & self._earlier.keys():
-            now, before = self.sampled[name], self._earlier[name]
+            now = self.sampled[name]
+            before = self._earlier[name]
             if not now.rounded:
                 continue
-            trained, received = now.trained - before.trained, now.sent - before.sent
+            trained = now.trained - before.trained
+            received = now.sent - before.sent
             lost = (received == 0) & (trained != 0)
             moved += trained.count_nonzero().item() / now.share
             absorbed += lost.count_nonzero().item() / now.share
@@ -140,21 +166,26 @@ class WeightUpdates:
     @property
     def moved(self) -> bool:
         """Whether the update changed any sampled row in the engine's precision."""
-        pairs = ((self._earlier.get(name), now) for name, now in self.sampled.items())
-        return any(
-            before is not None and not torch.equal(before.sent, now.sent) for before, now in pairs
-        )
+        for name in self.sampled.keys() & self._earlier.keys():
+            if not torch.equal(self._earlier[name].sent, self.sampled[name].sent):
+                return True
+        return False
 
     def sent_rows(self) -> dict[str, SentRows]:
-        """The rows that the engine must contain after an update; a tied output layer has the embedding's rows."""
-        tied = {OUTPUT_LAYER: self._sent[EMBEDDING]} if EMBEDDING in self._sent else {}
-        return tied | self._sent
+        """Returns the rows that the engine must contain after an update, by tensor name."""
+        rows: dict[str, SentRows] = {}
+        # A tied output layer is not sent, but an engine may list it: it has the embedding's rows.
+        if EMBEDDING in self._sent:
+            rows[OUTPUT_LAYER] = self._sent[EMBEDDING]
+        return rows | self._sent
 
     def save_samples(self, directory: Path) -> None:
-        """Writes the last version's samples into an unfinished checkpoint, for the metrics of the next update."""
-        torch.save(
-            {name: vars(rows) for name, rows in self.sampled.items()}, directory / UPDATE_SAMPLES
-        )
+        """Writes the last version's samples into an unfinished checkpoint.
+
+        A resumed run needs them for the metrics of its first update.
+        """
+        fields = {name: vars(rows) for name, rows in self.sampled.items()}
+        torch.save(fields, directory / UPDATE_SAMPLES)
 
     def load_samples(self, directory: Path, version: int) -> None:
         """Restores the samples of this version; without the file the next update has no metrics.
@@ -175,11 +206,27 @@ class WeightUpdates:
         self._version = version
 
 
+def sampled_rows(weight: Tensor, sent: Tensor, precision: Precision) -> SampledRows:
+    """Returns evenly spaced rows of a trained tensor and of the tensor sent for it."""
+    stride = row_stride(weight)
+    trained = weight[::stride].detach().float()
+    # An engine rounds what it gets to nearest, also if --weight-update-rounding did not.
+    rounded = round_nearest(sent[::stride].detach(), precision)
+    return SampledRows(
+        # `copy`: the trainer changes a CPU tensor in place at its next step.
+        trained=trained.to("cpu", copy=True),
+        sent=rounded.to("cpu", copy=True),
+        share=trained.numel() / weight.numel(),
+        rounded=rounds(weight.dtype, precision),
+    )
+
+
 def block_sums(weight: Tensor) -> Tensor:
     """Sums of the bits of each block of a float32 tensor's rows and columns, on the CPU.
 
     A changed sum proves a changed block; two changes that cancel in a sum go unnoticed.
     """
+    # Sums of bits as integers are exact and do not depend on the order of summation.
     bits_OI = weight.contiguous().view(torch.int32).reshape(len(weight), -1)
     block_totals = []
     for sums in (bits_OI.sum(1, dtype=torch.int64), bits_OI.sum(0, dtype=torch.int64)):
@@ -193,4 +240,6 @@ def row_stride(weight: Tensor) -> int:
     """Distance of sampled rows: MIN_ROW_STRIDE, or more if that samples too many elements."""
     width = weight.numel() // len(weight)
     rows = max(MAX_SAMPLED_ELEMENTS // width, 1)
-    return max(MIN_ROW_STRIDE, -(-len(weight) // rows) | 1)
+    # Rounded up, and made odd as MIN_ROW_STRIDE is.
+    stride = -(-len(weight) // rows) | 1
+    return max(MIN_ROW_STRIDE, stride)

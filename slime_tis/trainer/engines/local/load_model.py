@@ -22,10 +22,11 @@ VOCABULARIES = (
 
 
 def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the complete causal language model of a directory, in evaluation mode and without gradients.
+    """Returns the causal language model of a directory, in evaluation mode and without gradients.
 
-    Raises: ValueError: The directory has no model, or tensors are missing, unknown to the model, or
-        not finite.
+    Raises:
+        ValueError: The directory has no model, or tensors are missing, unknown to the model, or
+            not finite.
     """
     config = read_model_config(path)
     try:
@@ -38,10 +39,13 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint directory; ValueError without one."""
-    if not any(
-        (Path(path) / name).is_file() for name in VOCABULARIES
-    ):  # transformers would make an empty one
+    """Returns the tokenizer of a checkpoint directory.
+
+    Raises:
+        ValueError: The directory has no tokenizer, or the tokenizer does not load.
+    """
+    # Without a vocabulary file, transformers would return an empty tokenizer.
+    if not any((Path(path) / name).is_file() for name in VOCABULARIES):
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, which has no tokenizer: none of"
             f" {', '.join(VOCABULARIES)}; copy its files there."
@@ -50,9 +54,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # of transformers, tokenizers and huggingface_hub, which share no class
+    # Errors of transformers, tokenizers and huggingface_hub have no common base class.
+    except Exception as error:
         raise ValueError(
             f"--hf-checkpoint is {str(path)!r}, whose tokenizer does not load: {first_line(error)}."
         ) from error
@@ -60,11 +63,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Every weight of a model under its name in a checkpoint file, as views of the model's own tensors.
+    """Returns all weights by their names in a checkpoint file, as views of the model's tensors.
 
-    transformers holds the experts of a layer in two tensors, `gate_up_proj` [experts, 2 · inner,
-    hidden] and `down_proj` [experts, hidden, inner]; files, and serving engines, have three
-    matrices of each expert.
+    transformers stores the experts of a layer in two tensors, `gate_up_proj` [experts, 2 · inner,
+    hidden] and `down_proj` [experts, hidden, inner]. Files and serving engines have three matrices
+    per expert.
     """
     persistent = model.state_dict().keys()
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -73,35 +76,40 @@ def weights_by_file_name(model: PreTrainedModel) -> dict[str, Tensor]:
         layer = name.rpartition(".")[0]
         if name.endswith(".experts.gate_up_proj"):
             for i, expert in enumerate(weight):
-                weights[f"{layer}.{i}.gate_proj.weight"], weights[f"{layer}.{i}.up_proj.weight"] = (
-                    expert.chunk(2)
-                )
+                gate, up = expert.chunk(2)
+                weights[f"{layer}.{i}.gate_proj.weight"] = gate
+                weights[f"{layer}.{i}.up_proj.weight"] = up
         elif name.endswith(".experts.down_proj"):
-            weights |= {f"{layer}.{i}.down_proj.weight": expert for i, expert in enumerate(weight)}
+            for i, expert in enumerate(weight):
+                weights[f"{layer}.{i}.down_proj.weight"] = expert
         elif name in persistent:
             weights[name] = weight
     return weights
 
 
 def linear_weight_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names, in a checkpoint file, of the weights that 8-bit and 4-bit engines round: linear layers and experts."""
+    """Returns the checkpoint names of the weights that 8-bit and 4-bit engines round.
+
+    These are linear layers and experts. Engines keep the output layer and the gate of a shared
+    expert, a single row, in the model's precision.
+    """
     output_layer = model.get_output_embeddings()
-    linear = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not output_layer
-        and not name.endswith(".shared_expert_gate")
-    }
-    return frozenset(
-        linear | {name for name in weights_by_file_name(model) if ".mlp.experts." in name}
-    )
+    names = {name for name in weights_by_file_name(model) if ".mlp.experts." in name}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module is output_layer:
+            continue
+        if not name.endswith(".shared_expert_gate"):
+            names.add(f"{name}.weight")
+    return frozenset(names)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End-of-sequence tokens of the generation configuration, or the tokenizer's where that names none."""
+    """Returns the end-of-sequence tokens of the generation configuration, else the tokenizer's."""
     ids = model.generation_config.eos_token_id
-    ids = tokenizer.eos_token_id if ids is None else ids
+    if ids is None:
+        ids = tokenizer.eos_token_id
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    if isinstance(ids, (list, tuple)):
+        return tuple(ids)
+    return (ids,)

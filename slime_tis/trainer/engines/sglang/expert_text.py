@@ -1,6 +1,6 @@
 """Decodes the routed experts of an answer while it arrives.
 
-Their text may be 98 % of an answer, and is never held in memory as a whole.
+Their text may be 98 % of an answer, so it is decoded in blocks and never kept completely.
 """
 
 import binascii
@@ -33,62 +33,72 @@ class ExpertText:
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout
-        self._block = layout.num_bytes(
-            max(BLOCK_CHARACTERS // layout.num_bytes(3), 1) * 3
-        )  # 3 rows need no padding
-        self._place: Literal["before", "inside", "after"] = "before"
+        # A multiple of 3 rows has a multiple of 3 bytes, which base64 encodes without padding.
+        rows = max(BLOCK_CHARACTERS // layout.num_bytes(3), 1) * 3
+        self._block = layout.num_bytes(rows)
+        self._position: Literal["before", "inside", "after"] = "before"
         self._held = bytearray()
         """Before the text: bytes that may begin its name. Inside: characters that do not fill a
         block yet."""
         self._characters = 0
         self._problem = ""
+        """First problem in the text; the rest is counted but not decoded."""
         moe = layout.moe
         self._dtype = np.uint8 if expert_dtype(moe.num_experts) is torch.uint8 else np.int16
         self._blocks = [np.empty((0, len(moe.layers), moe.top_k), self._dtype)]
 
     def cut(self, chunk: bytes) -> bytes:
         """Returns the next part of the answer without the text of experts, which it decodes."""
-        if self._place == "after":
+        if self._position == "after":
             return chunk
         start = 0
-        if self._place == "before":
+        if self._position == "before":
             chunk = bytes(self._held) + chunk
-            name = chunk.find(b'"routed_experts"')  # a search for the expression alone is slow
-            found = NAME.search(chunk, max(name - 1, 0)) if name >= 0 else None
-            if found is None:
+            # Searching the plain name first is much faster than only the regular expression.
+            name = chunk.find(b'"routed_experts"')
+            match = NAME.search(chunk, max(name - 1, 0)) if name >= 0 else None
+            if match is None:
                 self._held = bytearray(chunk[-NAME_BYTES:])
                 return chunk[:-NAME_BYTES]
-            self._place, self._held, start = "inside", bytearray(), found.end()
+            self._position = "inside"
+            self._held = bytearray()
+            start = match.end()
         end = chunk.find(b'"', start)
         if end >= 0:
-            self._place = "after"
-        self._take(memoryview(chunk)[start : end if end >= 0 else len(chunk)])
-        return chunk[:start] + (chunk[end:] if end >= 0 else b"")
+            self._position = "after"
+        else:
+            end = len(chunk)
+        self._take(memoryview(chunk)[start:end])
+        return chunk[:start] + chunk[end:]
 
     def end(self) -> bytes:
         """Returns the end of the answer, which `cut` has held back."""
-        return bytes(self._held) if self._place == "before" else b""
+        return bytes(self._held) if self._position == "before" else b""
 
     def experts(self, num_rows: int) -> Tensor:
-        """Returns uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k]; raises InvalidAnswer."""
+        """Returns the experts as uint8 (up to 256 experts) or int16 [`num_rows`, sparse layers, k].
+
+        Raises:
+            InvalidAnswer: The text is missing, has another length, or cannot be the experts of
+                `num_rows` tokens.
+        """
         expected = self._layout.num_bytes(num_rows)
-        if self._place == "before":
+        if self._position == "before":
             raise InvalidAnswer("it has no routed_experts")
         if self._characters != expected:
             raise InvalidAnswer(f"routed_experts has {self._characters} characters, not {expected}")
         if self._problem:
             raise InvalidAnswer(self._problem)
         experts = np.concatenate(self._blocks)
-        if any(
-            map(_has_duplicates, np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS)))
-        ):
-            if layers := [
-                layer for i, layer in enumerate(self._layout.moe.layers) if not experts[:, i].any()
-            ]:
-                raise InvalidAnswer(
-                    f"routed_experts is all zeros in layer {layers[0]}: the server's kernels do not"
-                    " record them"
-                )
+        blocks = np.split(experts, range(COMPARED_ROWS, num_rows, COMPARED_ROWS))
+        if any(map(_has_duplicates, blocks)):
+            # SGLang returns zeros if its kernels do not record experts: the message names the cause.
+            for i, layer in enumerate(self._layout.moe.layers):
+                if not experts[:, i].any():
+                    raise InvalidAnswer(
+                        f"routed_experts is all zeros in layer {layer}: the server's kernels do not"
+                        " record them"
+                    )
             raise InvalidAnswer("routed_experts has the same expert twice for a token")
         return torch.from_numpy(experts)
 
@@ -106,34 +116,34 @@ class ExpertText:
             self._decode(text[start : start + self._block])
             start += self._block
         self._held += text[start:]
-        if self._place == "after" and self._held:
+        if self._position == "after" and self._held:
             self._decode(self._held)
 
     def _decode(self, text: bytearray | memoryview) -> None:
-        layout, moe = self._layout, self._layout.moe
+        """Appends the experts of complete rows to the blocks, or records the problem."""
         if self._problem:
             return
+        layout = self._layout
+        moe = layout.moe
         try:
             data = pybase64.b64decode(text, validate=True)
-            every_layer = np.frombuffer(data, "<u4").reshape(
-                -1, layout.num_hidden_layers, moe.top_k
-            )
+            # Unsigned: a negative number becomes large, so one comparison finds both errors.
+            experts = np.frombuffer(data, "<u4")
+            experts = experts.reshape(-1, layout.num_hidden_layers, moe.top_k)
         except (ValueError, binascii.Error):
             self._problem = "routed_experts is not base64 of whole rows"
             return
-        part = (
-            every_layer
-            if len(moe.layers) == layout.num_hidden_layers
-            else every_layer[:, list(moe.layers)]
-        )
-        if part.max(initial=0) >= moe.num_experts:
-            wrong = part.view("<i4")
+        # Indexing copies, so it is skipped if every layer has experts.
+        if len(moe.layers) != layout.num_hidden_layers:
+            experts = experts[:, list(moe.layers)]
+        if experts.max(initial=0) >= moe.num_experts:
+            signed = experts.view("<i4")
             self._problem = (
-                f"routed_experts has {wrong.min()} to {wrong.max()}, but there are"
+                f"routed_experts has {signed.min()} to {signed.max()}, but there are"
                 f" {moe.num_experts} experts"
             )
             return
-        self._blocks.append(part.astype(self._dtype))
+        self._blocks.append(experts.astype(self._dtype))
 
 
 def _has_duplicates(experts: npt.NDArray[np.integer[Any]]) -> bool:

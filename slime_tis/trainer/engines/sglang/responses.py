@@ -44,9 +44,10 @@ INPUT_MARGIN = 6
 """SGLang's max_req_input_len is this much shorter than the context: it reserves tokens for the
 response."""
 TOP_K_TIE_MARGIN = 4
-"""With top-p only, top-k is the servers' limit on sampling masks minus 1/4 of it. Tokens as likely
-as the last one also enter the mask, and a server aborts a request whose mask is larger than its
-limit."""
+"""With top-p only, top-k is set to 3/4 of the servers' mask limit: 1 / TOP_K_TIE_MARGIN stays free.
+
+Tokens as likely as the last one also enter the mask, and a server aborts a request whose mask is
+larger than its limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +138,9 @@ class PendingSample:
 
     @property
     def unrecorded_layer(self) -> int | None:
-        """The first layer that sent all tokens of a response to expert 0: its kernels record nothing. Else None."""
+        """First layer whose kernels record nothing: all tokens have expert 0. Else None."""
         experts = self.answer.routed_experts
-        # with more experts per token, ExpertText has seen that they differ
+        # For k > 1, ExpertText already checks that a token's experts are distinct.
         if not self.is_complete or experts is None or not len(experts) or experts.shape[-1] > 1:
             return None
         layers = (experts == 0).all(-1).all(0).nonzero().flatten().tolist()
