@@ -34,11 +34,11 @@ class TokenLossInputs:
     """log π_old, without gradient."""
     advantages_L: Tensor
     over_sequence: Callable[..., Tensor]
-    """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each whole sequence, at
-    each of its tokens; a collective of the context-parallel ranks."""
+    """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each complete sequence,
+    at each of its tokens; a collective of the context-parallel ranks."""
     prefix_sums: Callable[[Tensor], Tensor]
-    """Sums of [L] values over the accepted tokens of the whole sequence up to each token; such a
-    collective, too."""
+    """Sums of [L] values over the accepted tokens of the complete sequence up to each token; also a
+    context-parallel collective."""
     config: PolicyConfig
     selected_L: Tensor | None = None
     """bool, tokens of a large covariance, for clip_cov and kl_cov."""
@@ -55,9 +55,9 @@ class TokenLossInputs:
 
 
 def bounded(log_values: Tensor) -> Tensor:
-    """Log-probs, or differences of two, within ±9984: what is beyond comes from a code for minus infinity.
+    """Log-probs, or differences of two, within ±9984: larger values are codes for minus infinity.
 
-    The gradient is 0 where the bound acts. NaN becomes 0, ±inf the bound; other values keep all
+    The gradient is 0 at bounded values. NaN becomes 0, ±inf the bound; other values keep all
     bits. float16, which ends at 65504, has a bound of ±512.
     """
     bound = 512.0 if log_values.dtype == torch.float16 else LOG_PROB_LIMIT
@@ -70,9 +70,8 @@ def policy_ratio(log_prob_L: Tensor, old_log_prob_L: Tensor) -> Tensor:
     Source of the bound: verl, core_algos.py, compute_policy_loss_vanilla.
     """
     log_ratio_L = bounded(log_prob_L - old_log_prob_L)
-    if (
-        log_prob_L.dtype == torch.float16
-    ):  # which has to hold the gradient, also where the ratio is float32
+    if log_prob_L.dtype == torch.float16:
+        # the gradient is float16 even if the ratio is float32, so it must fit, too
         log_ratio_L = log_ratio_L.clamp(-FLOAT16_LOG_RATIO_BOUND, FLOAT16_LOG_RATIO_BOUND)
     return safe_exp(log_ratio_L)
 
@@ -224,17 +223,18 @@ def vespo(log_prob_L: Tensor, sequence_log_ratio_L: Tensor, advantage_L: Tensor)
         (k, λ) = (2, 3) where A_t ≥ 0, else (3, 2)
 
     Source: "VESPO", Shen et al. (https://arxiv.org/abs/2602.10693); k and λ as in TRL,
-        grpo_trainer.py,
-    get_gamma_weights.
+        grpo_trainer.py, get_gamma_weights.
 
-    Args: log_prob_L: log π_θ, with gradient. sequence_log_ratio_L: Σ_t log(π_θ/π_old), each term
-        clamped to ±20, of the whole sequence at each of its tokens,
-            without gradient.
+    Args:
+        log_prob_L: log π_θ, with gradient.
+        sequence_log_ratio_L: Σ_t log(π_θ/π_old) of the complete sequence at each of its tokens,
+            without gradient; each term clamped to ±20.
         advantage_L: advantages.
     """
     log_w_L = sequence_log_ratio_L.double().nan_to_num(0.0).clamp(math.log(1e-8), 20)
     positive_L = advantage_L >= 0
-    shape_L, rate_L = where(positive_L, 2.0, 3.0), where(positive_L, 3.0, 2.0)
+    shape_L = where(positive_L, 2.0, 3.0)  # k of the paper
+    rate_L = where(positive_L, 3.0, 2.0)  # λ of the paper
     weight_L = (shape_L * log_w_L + rate_L * -log_w_L.expm1()).exp()
     return -weight_L.to(log_prob_L.dtype) * advantage_L * bounded(log_prob_L)
 
@@ -274,7 +274,8 @@ def kl_cov(
     """
     assert selected_L is not None
     log_ratio_L = bounded(log_prob_L - old_log_prob_L)
-    return -safe_exp(log_ratio_L) * advantage_L + where(selected_L, coef * log_ratio_L.abs(), 0.0)
+    penalty_L = where(selected_L, coef * log_ratio_L.abs(), 0.0)
+    return -safe_exp(log_ratio_L) * advantage_L + penalty_L
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,21 +313,18 @@ def covariance_limit(
     name: str,
     ranks: Ranks = ONE_RANK,
 ) -> CovarianceLimit:
-    """The selection of the loss clip_cov, within its bounds, or kl_cov; without a host synchronisation.
+    """The selection of clip_cov, within its bounds, or kl_cov; without a host synchronisation.
 
-    It is made among the tokens of the mask that have a log-prob, of all ranks.
+    Selects among masked-in tokens with a log-prob, of all ranks.
     """
-    bounds = (
-        (config.clip_cov_lower_bound, config.clip_cov_upper_bound)
-        if name == "clip_cov"
-        else (-math.inf, math.inf)
-    )
+    bounds = (-math.inf, math.inf)
+    if name == "clip_cov":
+        bounds = (config.clip_cov_lower_bound, config.clip_cov_upper_bound)
     log_probs_L = torch.where(mask_L > 0, log_probs_L.detach(), math.nan)
     counts_L = is_log_prob(log_probs_L)
     values = torch.stack([torch.ones_like(log_probs_L), advantages_L, log_probs_L]).double()
-    count, advantage, log_prob = ranks.all_reduce(
-        torch.where(counts_L, values, 0.0).flatten(1).sum(1)
-    ).unbind()
+    local_sums = torch.where(counts_L, values, 0.0).flatten(1).sum(1)
+    count, advantage, log_prob = ranks.all_reduce(local_sums).unbind()
     n = count.clamp_min(1)
     zero = torch.zeros_like(n)
     limit = CovarianceLimit(
@@ -337,13 +335,15 @@ def covariance_limit(
         gap=zero + math.inf,
     )
     c_N = torch.where(counts_L, limit.candidates(log_probs_L, advantages_L), -math.inf).flatten()
+    # one more −inf: amax refuses an empty tensor, and a rank may have no tokens
     highest = ranks.all_reduce(torch.cat([c_N, c_N.new_full((1,), -math.inf)]).amax(), "max")
+    # 1e-9 against rounding, as 0.29 · 100 is 28.999…; at least one is selected, as in verl
     index = (config.cov_ratio * count + 1e-9).floor().clamp_min(1) - 1
     return replace(limit, highest=highest, gap=order_statistic(highest - c_N, index, ranks))
 
 
 def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
-    """PPO with the ratio of the prefix up to the token and a clip range that grows with the token's position t.
+    """PPO with the ratio of the prefix up to the token; the clip range grows with its position t.
 
         s_t = min(Π_{i≤t} π_θ/π_old, e^10), gradient of token t alone;   bounds (1−ε_low)^√t, (1+ε_high)^√t and c^√t
 
@@ -358,7 +358,7 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
         bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     )
     highest = FLOAT16_LOG_RATIO_BOUND if log_prob_L.dtype == torch.float16 else 10.0
-    # no bound from below, as its authors have it: a small ratio does not overflow
+    # no lower bound, as in the authors' code: a small ratio does not overflow
     ratio_L = (prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(highest).exp()
     power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
     bounded_L = ratio_L.clamp(
@@ -368,10 +368,11 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
 
 
 CPPO_LOWEST_WEIGHT = 0.8
+"""Weight w_t of the last token of a sequence in `cppo`; the first one has 1."""
 
 
 def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
-    """Policy gradient without the tokens that exceed a divergence threshold, or the budget of their prefix.
+    """Policy gradient without tokens that exceed a divergence threshold or their prefix's budget.
 
         L_t = −M_t r_t A_t,   M_t = 1 where A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
         S_t = Σ_{i≤t} w_i D_i,   W_t = Σ_{i≤t} w_i,   D = |π_θ − π_old|,   w_t from 1 at t = 1 to 0.8 at the end
@@ -383,7 +384,8 @@ def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     log_prob_L = bounded(x.log_probs_L.detach())
     old_log_prob_L = bounded(x.old_log_probs_L)
     one_L = torch.ones_like(log_prob_L, dtype=torch.float64)
-    position_L, length_L = x.prefix_sums(one_L), x.over_sequence(one_L, mean=False)
+    position_L = x.prefix_sums(one_L)
+    length_L = x.over_sequence(one_L, mean=False)
     weight_L = 1 - (1 - CPPO_LOWEST_WEIGHT) * (position_L - 1) / (length_L - 1).clamp_min(1)
     divergence_L = weight_L * binary_tv(log_prob_L, old_log_prob_L)
     budget_L = x.config.eps_clip + x.config.experimental_cppo_budget * (
@@ -409,6 +411,7 @@ def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta
 def _clipped(
     ratio_L: Tensor, bounded_L: Tensor, advantage_L: Tensor, dual_clip: float | Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """The pessimistic loss of a ratio and its clipped value, and 1.0 at tokens without gradient."""
     plain_L = -ratio_L * advantage_L
     clipped_L = -bounded_L * advantage_L
     loss_L = maximum(plain_L, clipped_L)
@@ -462,35 +465,38 @@ def kl_estimate(
         raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
     kl_L = estimate(difference_L)
     if ratio_L is not None:
-        largest = (
-            torch.finfo(kl_L.dtype).max / 4
-        )  # float16 ends at 65504, before the product of both bounds
+        # float16 ends at 65504, before the product of both bounds
+        largest = torch.finfo(kl_L.dtype).max / 4
         kl_L = (ratio_L * kl_L).clamp(-largest, largest)
     return kl_L.clamp(-10, 10) if kind == "low_var_kl" else kl_L
 
 
 def _k1(difference_L: Tensor) -> Tensor:
+    """d."""
     return difference_L
 
 
 def _k2(difference_L: Tensor) -> Tensor:
+    """d²/2."""
     return _squared(difference_L) / 2
 
 
 def _squared(difference_L: Tensor) -> Tensor:
-    bound = (
-        128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT
-    )  # float16 cannot hold 256²
+    """d², bounded; the gradient is 0 beyond the bound."""
+    # float16 cannot hold 256²
+    bound = 128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT
     return bounded(difference_L).clamp(-bound, bound).square()
 
 
 def _k3(difference_L: Tensor) -> Tensor:
+    """e^{−d} + d − 1; expm1 keeps the digits of small d."""
     bound = FLOAT16_LOG_RATIO_BOUND if difference_L.dtype == torch.float16 else LOG_RATIO_BOUND
     difference_L = difference_L.clamp_min(-bound)
     return (-difference_L).expm1() + difference_L
 
 
 def _unclipped(loss_L: Tensor) -> tuple[Tensor, Tensor]:
+    """The returns of a loss that clips no token."""
     return loss_L, zeros_like(loss_L.detach())
 
 

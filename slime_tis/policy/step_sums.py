@@ -1,4 +1,4 @@
-"""The sums of a step's loss: how they merge over micro-batches and ranks, and the metrics that follow from them.
+"""The sums of a step's loss: merging over micro-batches and ranks, and the metrics from the sums.
 
 Shapes: suffix _L the response tokens a rank holds, packed; _S the sequences.
 """
@@ -25,7 +25,7 @@ from slime_tis.policy.response_tokens import ResponseTokens, expand
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """What the loss of a token consists of, and what is reported with it; or the sum of each over tokens.
+    """Terms of the loss and values reported with it, per token or summed over tokens.
 
     All are [L] per token, or float64 scalars as sums.
     """
@@ -41,8 +41,8 @@ class LossTerms:
     entropy_loss: Tensor
     """Entropy of the distribution that the token was predicted from."""
     entropy_gap: Tensor
-    """Entropy plus log π_θ: 0 on average where tokens are drawn from the very distribution they are
-    predicted from."""
+    """Entropy plus log π_θ: 0 on average if tokens are sampled from the distribution that predicts
+    them."""
     kl_loss: Tensor
     """Estimate of the KL divergence from the reference policy."""
 
@@ -53,19 +53,18 @@ class LossTerms:
     @classmethod
     def unstack(cls, values: Tensor) -> "LossTerms":
         """The inverse of `stack`."""
-        return cls(
-            **{field.name: value for field, value in zip(fields(cls), values.unbind(), strict=True)}
-        )
+        names = [field.name for field in fields(cls)]
+        return cls(**dict(zip(names, values.unbind(), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSums:
-    """The mergeable sums of the loss. Metrics come from the merged sums, once per step; all are float64."""
+    """The mergeable sums of the loss, in float64; metrics are computed once per step, after merging."""
 
     terms: LossTerms
     """Numerators over accepted tokens or sequences, of this rank's tokens."""
     loss_denominator: Tensor
-    """Accepted tokens, or rollouts that have any. This and the next three are 0 but on
+    """Accepted tokens, or rollouts that have any. This and the next three are nonzero only on
     context-parallel rank 0."""
     original_denominator: Tensor
     """The same before rejection."""
@@ -75,7 +74,7 @@ class StepSums:
     statistics: Statistics
     """The correction's statistics."""
     old_policy_statistics: Statistics
-    """Those between π_old itself and π_rollout, under --get-mismatch-metrics; else empty."""
+    """Statistics of π_old against π_rollout, under --get-mismatch-metrics; else empty."""
     staleness: Tensor
     """[buckets, 4] sums of the mismatch by staleness, of this rank's tokens."""
     turns: Tensor
@@ -93,7 +92,7 @@ class StepSums:
     custom correction, over `loss_denominator` of a custom loss."""
 
     def merge(self, other: "StepSums") -> "StepSums":
-        """The sums of two micro-batches together."""
+        """The sums of two micro-batches."""
         added = [a + b for a, b in zip(self._tensors(), other._tensors(), strict=True)]
         return replace(
             self._with_tensors(added),
@@ -102,52 +101,61 @@ class StepSums:
         )
 
     def all_reduce(self, ranks: Ranks) -> "StepSums":
-        """The sums of all context- and data-parallel ranks; a collective of the last pipeline stage."""
+        """The sums of all context- and data-parallel ranks.
+
+        A collective of the last pipeline stage.
+        """
         tensors = self._tensors()
-        flat = ranks.all_reduce(torch.cat([x.reshape(-1) for x in tensors]))
-        parts = flat.split([x.numel() for x in tensors])
+        # one collective for all sums, which are all float64
+        flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        reduced = [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
         return replace(
-            self._with_tensors([part.view_as(x) for part, x in zip(parts, tensors, strict=True)]),
+            self._with_tensors(reduced),
             statistics=self.statistics.all_reduce(ranks),
             old_policy_statistics=self.old_policy_statistics.all_reduce(ranks),
         )
 
     def _tensors(self) -> list[Tensor]:
-        """Everything that is added over micro-batches and ranks."""
-        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return [
-            *own,
-            *vars(self.terms).values(),
-            *(self.custom[name] for name in sorted(self.custom)),
-        ]
+        """The tensors that are added over micro-batches and ranks."""
+        tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        tensors += vars(self.terms).values()
+        # sorted: functions on several ranks may return their metrics in different orders
+        tensors += [self.custom[name] for name in sorted(self.custom)]
+        return tensors
 
     def _with_tensors(self, values: Sequence[Tensor]) -> "StepSums":
+        """The same sums with other tensors, in the order of `_tensors`."""
         rest = iter(values)
-        own: dict[str, Any] = {
-            name: next(rest) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        changes: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changes[name] = next(rest)
         terms = LossTerms(**{name: next(rest) for name in vars(self.terms)})
-        return replace(
-            self, **own, terms=terms, custom=dict(zip(sorted(self.custom), rest, strict=True))
-        )
+        custom = dict(zip(sorted(self.custom), rest, strict=True))
+        return replace(self, **changes, terms=terms, custom=custom)
 
 
 def step_metrics(
     sums: StepSums, correction: RolloutCorrectionConfig, policy: PolicyConfig
 ) -> dict[str, float]:
-    """The metrics of one optimizer step, without the prefix train/, from sums of all micro-batches and ranks."""
-    terms = sums.terms.stack() / sums.loss_denominator.clamp_min(1)
-    metrics = dict(zip((field.name for field in fields(LossTerms)), terms.tolist(), strict=True))
+    """The metrics of one optimizer step, without the prefix train/.
+
+    `sums` are those of all micro-batches and ranks.
+    """
+    denominator = sums.loss_denominator.clamp_min(1)
+    original_denominator = sums.original_denominator.clamp_min(1)
+    means = (sums.terms.stack() / denominator).tolist()
+    names = [field.name for field in fields(LossTerms)]
+    metrics = dict(zip(names, means, strict=True))
     metrics["loss"] = (
         metrics["pg_loss"]
         - policy.entropy_coef * metrics["entropy_loss"]
         + policy.kl_loss_coef * metrics["kl_loss"]
     )
     if sums.rollout_pull is not None:
-        metrics["loss"] += policy.rollout_pull_coef * float(
-            sums.rollout_pull / sums.loss_denominator.clamp_min(1)
-        )
-    if policy.loss_type == "custom_loss":
+        metrics["loss"] += policy.rollout_pull_coef * float(sums.rollout_pull / denominator)
+    if policy.loss_type == "custom_loss":  # whose loss has the other terms already
         metrics["loss"] = metrics["pg_loss"]
     if not policy.use_kl_loss:
         del metrics["kl_loss"]
@@ -156,42 +164,40 @@ def step_metrics(
         sums.accepted_tokens / sums.masked_in_tokens.clamp_min(1)
     )
     if correction.get_mismatch_metrics:
-        of_old_policy = sums.old_policy_statistics.metrics()
-        metrics |= {
-            name: value for name, value in of_old_policy.items() if name != "gradient_kept_fraction"
-        }
-    metrics |= metrics_by(STALENESS, sums.staleness) | metrics_by(TURN, sums.turns)
+        old_policy_metrics = sums.old_policy_statistics.metrics()
+        # this correction rejects nothing; the fraction is that of the loss, from above
+        old_policy_metrics.pop("gradient_kept_fraction", None)
+        metrics |= old_policy_metrics
+    metrics |= metrics_by(STALENESS, sums.staleness)
+    metrics |= metrics_by(TURN, sums.turns)
     metrics |= worst_worker(sums.workers)
-    original = sums.original_denominator.clamp_min(1)
-    # The function of a custom loss reduces its metrics itself, over accepted tokens.
-    custom_denominator = (
-        sums.loss_denominator.clamp_min(1) if policy.loss_type == "custom_loss" else original
-    )
     if sums.rollout_pull is not None:
-        metrics["rollout_pull"] = float(sums.rollout_pull / original)
+        metrics["rollout_pull"] = float(sums.rollout_pull / original_denominator)
     if sums.opsm_clipped is not None:
-        metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original)
-    return metrics | _under_free_names(
-        {name: float(value / custom_denominator) for name, value in sums.custom.items()}, metrics
-    )
+        metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original_denominator)
+    custom_denominator = original_denominator
+    if policy.loss_type == "custom_loss":
+        # the function of a custom loss reduces its metrics itself, over accepted tokens
+        custom_denominator = denominator
+    custom = {name: float(value / custom_denominator) for name, value in sums.custom.items()}
+    return metrics | _under_free_names(custom, metrics)
 
 
 RESERVED = (
-    *(
-        "grad_norm",
-        "lr",
-        "loss_denominator",
-        "old_log_prob_forwards",
-        "skipped_steps",
-        "nonfinite_gradient_steps",
-    ),
-    *("loss_scale", "overflow_steps"),
+    "grad_norm",
+    "lr",
+    "loss_denominator",
+    "old_log_prob_forwards",
+    "skipped_steps",
+    "nonfinite_gradient_steps",
+    "loss_scale",
+    "overflow_steps",
 )
 """Metrics of a step that the learner adds."""
 
 
 def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[str, float]:
-    """The metrics of a custom function; one that is named like a metric of ours is called custom_NAME."""
+    """The metrics of a custom function; names of the library's metrics get the prefix custom_."""
     taken = {*own, *RESERVED}
     metrics = {name: value for name, value in custom.items() if name not in taken}
     for name in sorted(taken & custom.keys()):
@@ -204,10 +210,13 @@ def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[s
 
 @dataclass(frozen=True)
 class LossReduction:
-    """Masked sums whose quotient by `denominator` is the mean over tokens, or over rollouts of their token means."""
+    """Masked sums; divided by `denominator` they are a mean.
+
+    It is the mean over tokens, or over rollouts of their token means.
+    """
 
     scale_L: Tensor
-    """float32: what one token counts, 0 where it is masked."""
+    """float32: the factor of each token, 0 if it is masked."""
     denominator: Tensor
     """float64 scalar: tokens, or rollouts that have any."""
 
@@ -225,7 +234,7 @@ class LossReduction:
 
         Args:
             mask_L: bool, the tokens that count.
-            counts_S: float64, the tokens that each whole sequence is averaged over.
+            counts_S: float64, the tokens that each complete sequence is averaged over.
             lengths: tokens of each sequence on this rank.
             rollouts: rollout of each sequence, from 0; its segments are averaged together.
             per_token: average over tokens, not over sequences.
@@ -233,9 +242,8 @@ class LossReduction:
         if per_token:
             return cls(mask_L.float(), counts_S.sum())
         rollout_S = torch.tensor(rollouts, dtype=torch.int64).to(counts_S.device, non_blocking=True)
-        counts_R = counts_S.new_zeros(max(rollouts, default=-1) + 1).index_add_(
-            0, rollout_S, counts_S
-        )
+        zeros_R = counts_S.new_zeros(max(rollouts, default=-1) + 1)
+        counts_R = zeros_R.index_add_(0, rollout_S, counts_S)
         # A rollout without tokens has no token of the mask that its factor would reach.
         inverse_S = (1 / counts_R.clamp_min(1)).float()[rollout_S]
         return cls(
@@ -244,12 +252,13 @@ class LossReduction:
         )
 
     def sum(self, term_L: Tensor) -> Tensor:
-        """Σ scale · term, with gradient; a masked token contributes nothing, for every value of its term."""
+        """Σ scale · term, with gradient; masked tokens contribute 0 for every value of their term."""
         return torch.where(self.scale_L > 0, term_L, 0.0) @ self.scale_L
 
     def sum_each(self, terms: Tensor) -> Tensor:
         """The sums of several terms [n, L], float64 [n], without gradient."""
-        return torch.where(self.scale_L > 0, terms.detach(), 0.0).double() @ self.scale_L.double()
+        masked_terms = torch.where(self.scale_L > 0, terms.detach(), 0.0)
+        return masked_terms.double() @ self.scale_L.double()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +301,13 @@ def sums_by(
     loss_mask_L: Tensor,
     number_L: Tensor,
 ) -> Tensor:
-    """Sums over the tokens of each bucket: count, Δ, e^Δ − 1 and |Δ|, with Δ = log π_train − log π_rollout.
+    """Sums over the tokens of each bucket: count, Δ, e^Δ − 1 and |Δ|.
 
-    Tokens without both log-probs (`is_log_prob`) are omitted. `number_L` is the int64 number that
-    buckets are ranges of. Returns float64 [buckets, 4], to be added over micro-batches and ranks.
+        Δ = log π_train − log π_rollout
+
+    Tokens that lack one of the two log-probs (`is_log_prob`) are omitted. `number_L` is the int64
+    number that buckets are ranges of. Returns float64 [buckets, 4], to be added over micro-batches
+    and ranks.
     """
     log_ratio_L = (train_log_probs_L - rollout_log_probs_L).double()
     valid_L = (loss_mask_L != 0) & is_log_prob(train_log_probs_L) & is_log_prob(rollout_log_probs_L)
@@ -304,13 +316,14 @@ def sums_by(
     columns = torch.stack([valid_L.double(), log_ratio_L, ratio_minus_1_L, log_ratio_L.abs()], 1)
     first = torch.tensor(by.first).to(number_L.device, non_blocking=True)
     bucket_L = torch.bucketize(number_L, first, right=True)
-    return columns.new_zeros(len(by.buckets), columns.shape[1]).index_add_(0, bucket_L, columns)
+    sums = columns.new_zeros(len(by.buckets), columns.shape[1])
+    return sums.index_add_(0, bucket_L, columns)
 
 
 def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
-    """KL, k3 KL, mean absolute difference and share of the tokens of each bucket that has any.
+    """KL, k3 KL, mean absolute difference and token share of each bucket that has tokens.
 
-    Empty where all tokens are in the first bucket: the metrics of all tokens then are the same.
+    Empty if all tokens are in the first bucket: its metrics equal the metrics of all tokens.
     """
     rows = sums.tolist()
     total = sum(row[0] for row in rows)
@@ -319,28 +332,33 @@ def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
     metrics = {}
     for name, (count, log_ratio, ratio_minus_1, difference) in zip(by.buckets, rows, strict=True):
         if count:
-            metrics[f"mismatch_kl_{by.name}_{name}"] = -log_ratio / count
-            metrics[f"mismatch_k3_kl_{by.name}_{name}"] = (
-                max(ratio_minus_1 - log_ratio, 0.0) / count
-            )
-            metrics[f"train_rollout_logprob_abs_diff_{by.name}_{name}"] = difference / count
-            metrics[f"token_fraction_{by.name}_{name}"] = count / total
+            suffix = f"{by.name}_{name}"
+            k3_sum = max(ratio_minus_1 - log_ratio, 0.0)  # below 0 only by rounding
+            metrics[f"mismatch_kl_{suffix}"] = -log_ratio / count
+            metrics[f"mismatch_k3_kl_{suffix}"] = k3_sum / count
+            metrics[f"train_rollout_logprob_abs_diff_{suffix}"] = difference / count
+            metrics[f"token_fraction_{suffix}"] = count / total
     return metrics
 
 
 def worst_worker(sums: Tensor) -> dict[str, float]:
-    """The server with the largest mean abs(Δ), and the ratio to the mean of the others; empty with one server."""
-    count, difference = sums[:, 0], sums[:, 3]
+    """The server with the largest mean abs(Δ), and its ratio to the mean of the others.
+
+    Empty with one server.
+    """
+    count = sums[:, 0]
+    difference = sums[:, 3]
+    # servers with few tokens are never the worst one
     mean = torch.where(count >= MIN_WORKER_TOKENS, difference / count.clamp_min(1), -1.0)
     worst = int(mean.argmax())
     others = count.sum() - count[worst]
     if mean[worst] < 0 or others < MIN_WORKER_TOKENS:
         return {}
-    of_others = (difference.sum() - difference[worst]) / others
+    mean_of_others = (difference.sum() - difference[worst]) / others
     return {
         "worst_worker": float(worst),
         "worst_worker_abs_diff": float(mean[worst]),
-        "worst_worker_ratio": float(mean[worst] / of_others.clamp_min(SMALLEST_DIFFERENCE)),
+        "worst_worker_ratio": float(mean[worst] / mean_of_others.clamp_min(SMALLEST_DIFFERENCE)),
     }
 
 
@@ -357,13 +375,20 @@ REPLAY_METRICS = {
 
 
 def mismatch(tokens: ResponseTokens, log_probs_L: Tensor, ranks: Ranks) -> Statistics:
-    """Statistics of the training engine's log-probs against the rollout engine's, over the context-parallel ranks."""
-    known = GlobalBatch(ranks=Ranks(context=ranks.context).with_slices(tokens.slices))
-    inputs = log_probs_L, tokens.rollout_log_probs_L, tokens.loss_mask_L
-    return correct(REPLAY_CONFIG, *inputs, lengths=tokens.lengths, global_batch=known).statistics
+    """Statistics of training log-probs against rollout log-probs, over the context-parallel ranks."""
+    context_ranks = Ranks(context=ranks.context).with_slices(tokens.slices)
+    correction = correct(
+        REPLAY_CONFIG,
+        log_probs_L,
+        tokens.rollout_log_probs_L,
+        tokens.loss_mask_L,
+        lengths=tokens.lengths,
+        global_batch=GlobalBatch(ranks=context_ranks),
+    )
+    return correction.statistics
 
 
 def mismatch_metrics(statistics: Statistics) -> dict[str, float]:
-    """mismatch_k3_kl, train_rollout_logprob_abs_diff, ratio_max and ratio_min of merged statistics."""
+    """The metrics of `REPLAY_METRICS` from merged statistics, under their names here."""
     metrics = statistics.metrics()
     return {name: metrics[metric] for metric, name in REPLAY_METRICS.items() if metric in metrics}
