@@ -18,18 +18,33 @@ SERVER = "--rollout-engine sglang --sglang-url http://a:1 "
 SAMPLES = {bool: ("true", True), int: ("7", 7), float: ("2e-1", 0.2), str: ("word", "word")}
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "custom_config_path"])
-def test_every_option_is_read_from_its_flag_and_from_yaml(name, tmp_path):
-    """`build` passes each value to the field of this name."""
+NAMES = [name for name in OPTIONS if name != "custom_config_path"]
+
+
+def sample_value(name):
+    """A text for an option, and its value."""
     option = OPTIONS[name]
-    text, value = (
-        (option.type.choices[-1],) * 2 if option.type.choices else SAMPLES[option.type.item]
-    )
-    value = (value,) if option.type.is_list else value
+    if option.type.choices:
+        choice = option.type.choices[-1]
+        return choice, choice
+    text, value = SAMPLES[option.type.item]
+    return text, (value,) if option.type.is_list else value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_read_from_its_flag(name):
+    """`build` passes each value to the field of this name."""
+    text, expected = sample_value(name)
     flags = read_flags(COMMAND_LINE, flags_of([flag(name), text]), {})
-    assert flags.given[name].value == value and type(flags.given[name].value) is type(value)
+    value = flags.given[name].value
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_read_from_yaml(name, tmp_path):
+    text, expected = sample_value(name)
     (tmp_path / "run.yaml").write_text(f"{name}: {text}\n")
-    assert read_yaml(tmp_path / "run.yaml", {}, OPTIONS, ALIASES)[name].value == value
+    assert read_yaml(tmp_path / "run.yaml", {}, OPTIONS, ALIASES)[name].value == expected
 
 
 LANDINGS = [
@@ -97,7 +112,7 @@ LANDINGS = [
 @pytest.mark.parametrize(
     ("flags", "section", "field", "value"), LANDINGS, ids=[row[0] or "none" for row in LANDINGS]
 )
-def test_derived_and_combined_values(base, flags, section, field, value):
+def test_values_of_several_options(base, flags, section, field, value):
     got = getattr(getattr(configured(base + flags), section), field)
     assert got == value and type(got) is type(value)
 
@@ -156,47 +171,69 @@ def test_old_names_are_read_as_the_new_ones(base, tmp_path, old, new):
     assert str(by_flag[new]) in (value, "True") and by_flag[new] != OPTIONS[new].default
 
 
-def test_the_namespace_has_slimes_names_and_the_bounds_that_nobody_set(base):
-    args = configured(
-        base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3"
-    ).namespace
-    assert (args.use_tis, args.tis_mode, args.tis_level, args.tis_upper_bound) == (
-        True,
-        "truncate",
-        "token",
-        3.0,
-    )
-    assert (args.tis_clip, args.tis_clip_low, args.mis_upper_bound, args.mis_level) == (
-        3.0,
-        0.0,
-        3.0,
-        "token",
-    )
-    assert (args.use_rs, args.rs_level, args.rs_veto_threshold) == (False, "token", 1e-4)
-    assert (args.eps_clip, args.eps_clip_high, args.context_parallel_size) == (0.3, 0.3, 1)
-    assert configured(base + "--use-tis --tis-lower-bound 0.5").namespace.tis_clip_low == 0.5
-    assert args.opsm_delta == 0.1
+# (name of slime or of this program, value)
+NAMESPACE = {
+    "use_tis": True,
+    "tis_mode": "truncate",
+    "tis_level": "token",
+    "tis_upper_bound": 3.0,
+    "tis_clip": 3.0,
+    "tis_clip_low": 0.0,
+    "mis_upper_bound": 3.0,
+    "mis_level": "token",
+    "use_rs": False,
+    "rs_level": "token",
+    "rs_veto_threshold": 1e-4,
+    "eps_clip": 0.3,
+    "eps_clip_high": 0.3,
+    "context_parallel_size": 1,
+    "opsm_delta": 0.1,
+}
 
-    def bounds(flags):
-        args = configured(base + flags).namespace
-        return args.tis_lower_bound, args.rs_lower_bound, args.rs_upper_bound
 
-    assert bounds("--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.25") == (
-        0.5,
-        0.8,
-        1.25,
-    )
-    assert bounds("--use-tis --tis-upper-bound 4 --use-rs") == (0.25, 0.25, 4.0)
-    assert bounds("--use-tis --use-rs --rs-lower-bound 0.9") == (0.5, 0.9, 2.0)
-    assert bounds("--use-tis --use-rs --tis-clip-low 0") == (0.0, 0.0, 2.0)
-    assert (
-        bounds("--use-tis --tis-upper-bound 0.8")[0] is None
-    )  # mode truncate, which has no lower bound
-    line = (
-        "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis"
-        " --tis-upper-bound 3"
-    )
-    assert configured(base + line).namespace.tis_upper_bound == 3.0
+def test_the_namespace_has_slimes_names(base):
+    line = base + "--use-tis --tis-clip 3 --rs-veto-threshold 1e-4 --eps-clip 0.3"
+    args = configured(line).namespace
+    assert {name: getattr(args, name) for name in NAMESPACE} == NAMESPACE
+
+
+# (flags, attributes of the namespace)
+DERIVED_BOUNDS = [
+    (
+        "--use-tis --use-rs --rs-level geometric --rs-upper-bound 1.25",
+        {"tis_lower_bound": 0.5, "rs_lower_bound": 0.8, "rs_upper_bound": 1.25},
+    ),
+    (
+        "--use-tis --tis-upper-bound 4 --use-rs",
+        {"tis_lower_bound": 0.25, "rs_lower_bound": 0.25, "rs_upper_bound": 4.0},
+    ),
+    (
+        "--use-tis --use-rs --rs-lower-bound 0.9",
+        {"tis_lower_bound": 0.5, "rs_lower_bound": 0.9, "rs_upper_bound": 2.0},
+    ),
+    (
+        "--use-tis --use-rs --tis-clip-low 0",
+        {"tis_lower_bound": 0.0, "rs_lower_bound": 0.0, "rs_upper_bound": 2.0},
+    ),
+    # mode truncate, which has no lower bound
+    ("--use-tis --tis-upper-bound 0.8", {"tis_lower_bound": None}),
+    ("--use-tis --tis-lower-bound 0.5", {"tis_clip_low": 0.5}),
+    (
+        (
+            "--get-mismatch-metrics --custom-tis-function-path custom_tis.tis.vanilla_tis"
+            " --tis-upper-bound 3"
+        ),
+        {"tis_upper_bound": 3.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "bounds"), DERIVED_BOUNDS, ids=[flags for flags, _ in DERIVED_BOUNDS]
+)
+def test_the_namespace_has_derived_bounds(base, flags, bounds):
+    args = configured(base + flags).namespace
+    assert {name: getattr(args, name) for name in bounds} == bounds
 
 
 # (flags, option without effect, part of the message)
@@ -217,19 +254,21 @@ IDLE = [
 
 
 @pytest.mark.parametrize(("flags", "option", "part"), IDLE, ids=[row[0] for row in IDLE])
-def test_an_option_without_effect_is_refused_on_the_command_line_and_in_yaml(
-    base, tmp_path, flags, option, part
-):
+def test_a_flag_without_effect_is_refused(base, flags, option, part):
     """tests/faults/test_command_lines.py tries every option."""
     message = refusal(base + flags)
-    assert (
-        message.startswith(f"{option} is ") and "no effect without" in message and part in message
-    )
+    assert message.startswith(f"{option} is ")
+    assert "no effect without" in message and part in message
+
+
+@pytest.mark.parametrize(("flags", "option", "part"), IDLE, ids=[row[0] for row in IDLE])
+def test_a_yaml_key_without_effect_is_refused(base, tmp_path, flags, option, part):
     values = [words.partition(" ") for words in flags.removeprefix("--").split(" --")]
     lines = [f"{name.replace('-', '_')}: {value or 'true'}\n" for name, _, value in values]
     (tmp_path / "run.yaml").write_text("".join(lines))
     message = refusal(base + "--custom-config-path run.yaml")
-    assert message.startswith(f"{option[2:].replace('-', '_')} in run.yaml is ") and part in message
+    key = option[2:].replace("-", "_")
+    assert message.startswith(f"{key} in run.yaml is ") and part in message
 
 
 @pytest.mark.parametrize(
@@ -259,25 +298,24 @@ def test_options_of_a_switch_that_is_off_are_ignored(base, tmp_path, yaml_text, 
     assert configured(base + "--custom-config-path run.yaml " + flags) == configured(base)
 
 
-def test_help_is_grouped_and_every_option_has_a_text_and_a_default():
-    text = build_parser().format_help()
-    titles = [
-        line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")
-    ]
+def test_help_has_the_titles_of_the_groups():
+    lines = build_parser().format_help().splitlines()
+    titles = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles == ["options", *TITLES]
-    unwrapped = "".join(text.split())
+
+
+def test_help_has_the_text_of_every_option():
+    unwrapped = "".join(build_parser().format_help().split())
     for option in OPTIONS.values():
-        assert option.help.endswith(".")
-        assert (
-            "".join(f"{option.help}({'; '.join(help_notes(COMMAND_LINE, option))})".split())
-            in unwrapped
-        )
+        notes = "; ".join(help_notes(COMMAND_LINE, option))
+        text = f"{option.help}({notes})"
+        assert option.help.endswith(".") and "".join(text.split()) in unwrapped, option.name
 
 
 @pytest.mark.parametrize(
     "argv", [["--help"], ["DUMP", "--help"], ["DUMP", "--use-tis", "-h"]], ids=" ".join
 )
-def test_help_of_what_if_is_its_own_wherever_the_flag_stands(argv, capsys):
+def test_help_of_what_if_at_every_position(argv, capsys):
     with pytest.raises(SystemExit) as end:
         main(["what-if", *argv])
     assert end.value.code == 0
@@ -285,6 +323,6 @@ def test_help_of_what_if_is_its_own_wherever_the_flag_stands(argv, capsys):
 
 
 def test_help_shows_both_forms_of_a_switch_that_is_on():
-    shown = " ".join(build_parser().format_help().split())
-    assert "--progress, --no-progress Progress bar, if stderr is a terminal. (default: on)" in shown
-    assert "--no-use-tis" not in shown
+    text = " ".join(build_parser().format_help().split())
+    assert "--progress, --no-progress Progress bar, if stderr is a terminal. (default: on)" in text
+    assert "--no-use-tis" not in text

@@ -148,26 +148,36 @@ def test_verls_policy_loss_is_translated(base):
     actor = "actor_rollout_ref.actor."
     words = (
         f"{actor}policy_loss.loss_mode=dppo_kl {actor}clip_ratio_low=0.03"
-        f" {actor}clip_ratio_high=0.04 "
+        f" {actor}clip_ratio_high=0.04 {actor}clip_ratio_c=20 "
     )
-    got = configured(words + f"{actor}clip_ratio_c=20 {base} --num-steps-per-rollout 2")
-    mask, policy = got.correction, got.policy
-    assert (mask.policy_loss, mask.divergence_mask, mask.divergence_mask_anchor) == (
-        "cispo",
-        "binary_kl",
-        "old",
-    )
-    assert mask.divergence_bounds == (0.04, 0.03) and (policy.eps_clip, policy.eps_clip_high) == (
-        1.0,
-        19.0,
-    )
-    assert "must be one of vanilla" in refusal(f"{actor}policy_loss.loss_mode=geo_mean {base}")
-    assert "is not read" in refusal(f"{actor}ppo_epochs=3 {base}")
-    bypass = (
-        "algorithm.rollout_correction.bypass_mode=True"
-        " algorithm.rollout_correction.loss_type=ppo_clip"
-    )
-    assert "drop one of them" in refusal(f"{actor}policy_loss.loss_mode=sapo {bypass} {base}")
+    got = configured(f"{words}{base} --num-steps-per-rollout 2")
+    loss = (got.correction.policy_loss, got.correction.divergence_mask)
+    assert loss == ("cispo", "binary_kl")
+    assert got.correction.divergence_mask_anchor == "old"
+    assert got.correction.divergence_bounds == (0.04, 0.03)
+    assert (got.policy.eps_clip, got.policy.eps_clip_high) == (1.0, 19.0)
+
+
+BYPASS = (
+    "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=ppo_clip"
+)
+# (overrides, part of the message)
+BAD_POLICY_LOSSES = {
+    "unknown loss": (
+        "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
+        "must be one of vanilla",
+    ),
+    "other option": ("actor_rollout_ref.actor.ppo_epochs=3", "is not read"),
+    "two losses": (
+        f"actor_rollout_ref.actor.policy_loss.loss_mode=sapo {BYPASS}",
+        "drop one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "part"), BAD_POLICY_LOSSES.values(), ids=BAD_POLICY_LOSSES)
+def test_wrong_policy_losses_are_refused(base, words, part):
+    assert part in refusal(f"{words} {base}")
 
 
 # (overrides of actor_rollout_ref.actor as in verl's scripts, options here)
