@@ -129,7 +129,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("flags", "part"), REFUSALS, ids=[ascii(row[0][:60]) for row in REFUSALS])
-def test_refusal_names_flag_and_problem(base, flags, part):
+def test_refusal_names_the_flag_with_its_problem(base, flags, part):
     message = refusal(base + flags)
     assert part in message and "s3cret" not in message
     assert any(word.split("=")[0] in message for word in flags.split())
@@ -153,28 +153,33 @@ def test_sizes_that_do_not_divide_over_the_ranks(base, flags, world_size, part):
     assert part in refusal(base + flags, world_size)
 
 
-def test_a_missing_flag_and_an_empty_prompt_file_are_named(base, tmp_path):
+def test_a_required_flag_is_named():
     assert "--hf-checkpoint is unset but required" in refusal("--prompt-data train.jsonl")
+
+
+def test_an_empty_prompt_file_is_refused(base, tmp_path):
     (tmp_path / "train.jsonl").write_text("")
     assert "the file is empty" in refusal(base)
 
 
-def test_refusal_exits_with_code_2_and_one_line(base, capsys):
-    for flags in ("--use-tiss", ""):  # without weights
-        with pytest.raises(SystemExit) as stop:
-            parse_args(shlex.split(base + flags))
-        captured = capsys.readouterr()
-        assert stop.value.code == 2 and captured.err.count("\n") == 1 and captured.out == ""
+@pytest.mark.parametrize("flags", ["--use-tiss", ""], ids=["unknown flag", "no weights"])
+def test_a_refused_command_exits_with_status_2(base, capsys, flags):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(shlex.split(base + flags))
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.count("\n") == 1 and captured.out == ""
 
 
-def test_warnings_are_one_line_each_and_replayed_truncation_is_none(whole, capsys):
+def test_a_usual_command_has_no_warning(whole, capsys):
     parse_args(shlex.split(whole))
     assert capsys.readouterr().err == ""
-    parse_args(
-        shlex.split(
-            whole + "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"
-        )
-    )
+
+
+def test_warnings_are_one_line_each(whole, capsys):
+    """Truncated sampling with recorded token sets has no warning."""
+    flags = "--rollout-top-p 0.9 --get-mismatch-metrics --use-tis --tis-lower-bound 0.5"
+    parse_args(shlex.split(whole + flags))
     bound, measures = capsys.readouterr().err.splitlines()
     assert bound.startswith("warning: --tis-lower-bound is 0.5") and "--use-tis" in measures
 
@@ -216,7 +221,7 @@ WARNINGS = [
 
 
 @pytest.mark.parametrize(("flags", "words"), WARNINGS, ids=[row[0] for row in WARNINGS])
-def test_a_combination_that_is_probably_not_intended_is_warned_about(whole, capsys, flags, words):
+def test_warnings_about_combinations(whole, capsys, flags, words):
     parse_args(shlex.split(whole + flags))
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == (words is not None)

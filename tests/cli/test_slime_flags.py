@@ -188,18 +188,26 @@ def test_a_suggestion_is_made_where_it_is_plausible(word, found):
     assert similar(word, KNOWN) == found
 
 
-def test_no_table_names_a_flag_of_this_program_or_one_flag_twice_and_advice_names_existing_flags():
-    advised = [name for flags in (*ADVICE, *OTHER_EXPERIMENTS) for name in flags.split()]
-    names = [
-        *RESTATED,
-        *FIXED,
-        *RENAMED,
-        *SLIME_ONLY,
-        *(name for name in advised if not name.endswith("*")),
-    ]
-    assert not FLAGS.intersection(names)
-    assert len(set(names)) == len(names)
+ADVISED = [name for flags in (*ADVICE, *OTHER_EXPERIMENTS) for name in flags.split()]
+IN_TABLES = [
+    *RESTATED,
+    *FIXED,
+    *RENAMED,
+    *SLIME_ONLY,
+    *(name for name in ADVISED if not name.endswith("*")),
+]
+
+
+def test_no_table_has_a_flag_of_this_program():
+    assert not FLAGS.intersection(IN_TABLES)
     assert not [name for name in FLAGS if advice_for(name)]
+
+
+def test_no_flag_is_in_two_tables():
+    assert len(set(IN_TABLES)) == len(IN_TABLES)
+
+
+def test_advice_names_existing_flags():
     servers = {
         "--nnodes",
         "--nproc-per-node",
@@ -207,25 +215,30 @@ def test_no_table_names_a_flag_of_this_program_or_one_flag_twice_and_advice_name
         "--sglang-base-gpu-id",
         "--sglang-quantization",
     }
-    texts = [
-        *ADVICE.values(),
-        *OTHER_EXPERIMENTS.values(),
-        *(new for row in VALUES.values() for new in row.values()),
-    ]
-    recommended = {
-        word.strip(",;:.") for text in texts for word in text.split() if word.startswith("--")
-    }
+    texts = [*ADVICE.values(), *OTHER_EXPERIMENTS.values()]
+    for row in VALUES.values():
+        texts += row.values()
+    words = " ".join(texts).split()
+    recommended = {word.strip(",;:.") for word in words if word.startswith("--")}
     assert recommended <= FLAGS | servers | {"--eval-", "--help"}
 
 
-def test_restated_flags_and_flags_of_servers_are_checked_by_the_command_line(base, tmp_path):
+def test_restated_flags_that_agree_are_accepted(base):
     configured(base + "--num-layers 2 --hidden-dropout 0")
+
+
+def test_a_restated_flag_is_compared_with_the_checkpoint(base):
+    assert "num_hidden_layers 2" in refusal_of(base + "--num-layers 28")
+
+
+def test_a_restated_flag_is_compared_with_a_checkpoint_of_yaml(base, tmp_path):
     (tmp_path / "run.yaml").write_text("hf_checkpoint: model\n")
     flags = base.removeprefix("--hf-checkpoint model ")
-    assert "num_hidden_layers 2" in refusal_of(base + "--num-layers 28")
-    assert "num_hidden_layers 2" in refusal_of(
-        flags + "--custom-config-path run.yaml --num-layers 28"
-    )
+    message = refusal_of(flags + "--custom-config-path run.yaml --num-layers 28")
+    assert "num_hidden_layers 2" in message
+
+
+def test_a_renamed_flag_is_no_flag_of_servers(base):
     line = base + "--rollout-engine sglang --sglang-launch 1 --sglang-server-concurrency 8"
     assert refusal_of(line) == "--sglang-server-concurrency is --sglang-concurrency here."
 

@@ -11,18 +11,30 @@ from slime_tis.trainer.cli.train_arguments import describe, options_in_force
 from tests.cli.conftest import configured, refusal
 
 
-def test_yaml_reads_lists_mappings_nulls_and_underscored_text(base, tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "eval-prompt-data: {easy: eval.jsonl, hard: hard.jsonl}\nrollout_stop_token_ids: [2, 5]\n"
-        "rollout_rs: token_k1\nrollout_rs_threshold: 0.5_2\nlabel_key: null\nsave:\n"
-    )
+def test_yaml_reads_a_list(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("rollout_stop_token_ids: [2, 5]\n")
+    got = configured(base + "--custom-config-path run.yaml")
+    assert got.rollout.rollout_stop_token_ids == (2, 5)
+
+
+def test_yaml_reads_a_mapping(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("eval-prompt-data: {easy: eval.jsonl, hard: hard.jsonl}\n")
     got = configured(base + "--custom-config-path run.yaml")
     assert got.rollout.eval_prompt_sets == (("easy", "eval.jsonl"), ("hard", "hard.jsonl"))
-    assert got.rollout.rollout_stop_token_ids == (2, 5)
+
+
+def test_yaml_reads_nulls(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("label_key: null\nsave:\n")
+    got = configured(base + "--custom-config-path run.yaml")
+    assert got.rollout.label_key is None and got.megatron.save is None
+
+
+def test_yaml_reads_text_with_underscores(base, tmp_path):
+    (tmp_path / "run.yaml").write_text("rollout_rs: token_k1\nrollout_rs_threshold: 0.5_2\n")
+    got = configured(base + "--custom-config-path run.yaml")
     assert got.correction.rollout_rs_threshold == "0.5_2"  # YAML's own reading is the number 0.52
     (criterion,) = got.correction.rejections
     assert (criterion.lower, criterion.upper) == (0.5, 2.0)
-    assert got.rollout.label_key is None and got.megatron.save is None
 
 
 # (content of run.yaml, part of the message)
@@ -107,43 +119,62 @@ def test_preset_gives_the_fields_of_its_table(base, name):
     )  # "0.01" is 0.01
 
 
-def test_command_line_wins_over_yaml_wins_over_preset_wins_over_default(base, tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "rollout-correction-preset: decoupled_seq_is_rs\nrs_upper_bound: 4.0\ntis_upper_bound:"
-        " 5.0\nlr: 1e-4\n"
-    )
+# (config, field, value, its source)
+PRECEDENCE = [
+    ("correction", "use_tis", True, "preset"),
+    ("correction", "tis_level", "sequence", "preset"),
+    ("correction", "rs_lower_bound", 0.5, "preset"),
+    ("correction", "rs_upper_bound", 4.0, "YAML over preset"),
+    # though it is the default's value
+    ("correction", "tis_upper_bound", 2.0, "flag over YAML"),
+    ("correction", "rejection_normalizer", "kept", "default"),
+    ("megatron", "lr", 1e-4, "YAML, as text"),
+]
+SOURCES = (
+    "rollout-correction-preset: decoupled_seq_is_rs\nrs_upper_bound: 4.0\n"
+    "tis_upper_bound: 5.0\nlr: 1e-4\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "source"), PRECEDENCE, ids=[row[1] for row in PRECEDENCE]
+)
+def test_precedence_of_sources(base, tmp_path, section, field, value, source):
+    (tmp_path / "run.yaml").write_text(SOURCES)
     got = configured(base + "--custom-config-path run.yaml --tis-upper-bound 2.0")
-    assert got.correction.use_tis and got.correction.tis_level == "sequence"  # preset
-    assert got.correction.rs_lower_bound == 0.5  # preset
-    assert got.correction.rs_upper_bound == 4.0  # YAML over preset
-    assert got.correction.tis_upper_bound == 2.0  # flag over YAML, though it is the default's value
-    assert got.correction.rejection_normalizer == "kept"  # default
-    assert got.megatron.lr == 1e-4  # YAML reads it as text
-    other = configured(
-        base
-        + "--custom-config-path run.yaml --rollout-correction-preset decoupled_token_is --no-use-rs"
-    )
-    assert other.correction.tis_level == "token" and not other.correction.use_rs
+    assert getattr(getattr(got, section), field) == value, source
+
+
+def test_a_preset_of_the_command_line_wins_over_yaml(base, tmp_path):
+    (tmp_path / "run.yaml").write_text(SOURCES)
+    flags = "--rollout-correction-preset decoupled_token_is --no-use-rs"
+    correction = configured(base + f"--custom-config-path run.yaml {flags}").correction
+    assert correction.tis_level == "token" and not correction.use_rs
 
 
 LISTS = ["--eval-prompt-data eval.jsonl", "--rollout-stop-token-ids 2 5"]
 
 
 @pytest.mark.parametrize("flags", LISTS)
-def test_none_unsets_lists_and_takes_other_options_back_to_their_default(base, flags):
+def test_none_unsets_a_list(base, flags):
     assert configured(base + f"{flags} {flags.split()[0]} none") == configured(base)
-    assert (
-        configured(
-            base + "--rollout-engine sglang --sglang-url none --sglang-launch 1"
-        ).sglang.sglang_url
-        is None
-    )
+
+
+def test_none_unsets_a_text(base):
+    got = configured(base + "--rollout-engine sglang --sglang-url none --sglang-launch 1")
+    assert got.sglang.sglang_url is None
+
+
+def test_none_takes_a_number_back_to_its_default(base):
     assert configured(base + "--lr 1e-4 --lr none").megatron.lr == 1e-6
-    assert (
-        configured(base + "--use-tis=false")
-        == configured(base + "--use-tis false")
-        == configured(base)
-    )
+
+
+@pytest.mark.parametrize("flag", ["--use-tis=false", "--use-tis false"])
+def test_a_switch_takes_a_value(base, flag):
+    assert configured(base + flag) == configured(base)
+
+
+def test_values_after_an_equals_sign(base):
     assert configured(base + "--use-tis=true --tis-level=sequence").correction.use_tis
 
 
