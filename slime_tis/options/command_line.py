@@ -120,7 +120,7 @@ CORRECTION_SWITCHES = (
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows the value of an option once, after all its names; argparse repeats it after each name."""
+    """Shows the value of an option once, after its names; argparse repeats it after each name."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34)
@@ -221,7 +221,7 @@ def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str,
             continue
         option, is_off = spellings[item.name]
         if not is_off:
-            # Which of two names has priority would be arbitrary; a --no- form may follow as an override.
+            # Two names have no order of priority; a --no- form may follow, as an override.
             first = first_names.setdefault(option.name, item.name)
             if first != item.name:
                 raise ValueError(f"{first} and {item.name} are one option; remove one of the two.")
@@ -242,7 +242,7 @@ def read_flags(line: CommandLine, flags: Sequence[Flag], overrides: Mapping[str,
 
 
 def _values_of(item: Flag, option: Option, is_off: bool) -> tuple[str, ...]:
-    """Returns the words of a flag's value, at least one; of a switch `true` or `false` if it has none."""
+    """Returns the words of a flag's value, at least one: true or false for a switch without one."""
     if is_off and "=" in item.word:
         raise ValueError(f"{item.name} takes no value.")
     if is_off:
@@ -388,7 +388,7 @@ def _without_effect(entry: Given, unmet: Sequence[Need]) -> str:
 
 
 def _turned_off(switch: Given | None, entry: Given) -> bool:
-    """Whether a switch was turned off by the source of an option, or set by an overriding source."""
+    """Whether an option's source turned the switch off, or an overriding source set it."""
     if switch is None:
         return False
     if switch.source > entry.source:

@@ -1,4 +1,4 @@
-"""Fields of configs: types and limits as annotations, which `check_fields` checks in `__post_init__`.
+"""Fields of configs: annotations declare types and limits; `check_fields` checks the values.
 
     lr: Annotated[float, Limits(ge=0, le=1)] = 1e-6
     tis_mode: Literal["truncate", "clip", "mask"] = "truncate"
@@ -38,7 +38,7 @@ class Limits:
     """Advice at the end of a refusal."""
 
     def allow(self, value: float) -> bool:
-        """Whether a number lies within the limits; NaN never does, infinity only if `also` has it."""
+        """Whether a number is allowed; NaN never is, infinity only if `also` has it."""
         if value in self.also:
             return True
         if not _is_finite(value):
@@ -48,7 +48,7 @@ class Limits:
         return above and below
 
     def __str__(self) -> str:
-        """The limits for --help and messages: `1 to 4096`, `above 0 and below 1`, `1 to 9, or 0`."""
+        """The limits in words: `1 to 4096`, `above 0 and below 1`, `1 to 9, or 0`."""
         specials = [_plain(value) for value in self.also]
         if self.ge is not None and self.le is not None:
             return ", or ".join([f"{_plain(self.ge)} to {_plain(self.le)}", *specials])
@@ -86,7 +86,7 @@ class FieldType:
         return get_args(self.kind)[0] if self.is_list else self.kind
 
     def __str__(self) -> str:
-        """The type in the words of messages: `a whole number, 1 to 4096`, `one of truncate, clip, mask`."""
+        """The type in words: `a whole number, 1 to 4096`, `one of truncate, clip, mask`."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         text = NAMES[self.item]
@@ -117,7 +117,7 @@ def option(
             apply.
 
     Returns:
-        A dataclass field whose metadata are the keyword arguments of `slime_tis.options.values.Option`.
+        A dataclass field; its metadata are arguments of `slime_tis.options.values.Option`.
     """
     metadata = {"group": group, "metavar": metavar, "needs": needs, "suffices": suffices}
     return dataclasses.field(default=default, metadata=metadata)

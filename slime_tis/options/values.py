@@ -129,7 +129,7 @@ def read_given(label: str, option: Option, value: Any, source: Source) -> Given:
 
 
 def is_unset(value: Any) -> bool:
-    """Whether a value resets an option to its default: None, none, ~ or null, also as the only item."""
+    """Whether a value resets an option: None, none, ~ or null, also as the only item of a list."""
     if isinstance(value, list | tuple) and len(value) == 1:
         (value,) = value
     return value is None or (isinstance(value, str) and value.strip().lower() in NULLS)

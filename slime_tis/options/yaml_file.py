@@ -1,4 +1,4 @@
-"""Options of --custom-config-path: names of options as keys, and verl's blocks or Hydra overrides."""
+"""Options of --custom-config-path: option names as keys, and verl's blocks or Hydra overrides."""
 
 import json
 import re
@@ -153,7 +153,7 @@ def _check_nesting(text: str, path: Path) -> None:
 
 
 def _plain(node: Any, file: str) -> Any:
-    """Returns a node as mappings, lists, text and None; refuses a repeated key, which YAML permits."""
+    """Returns a node as mappings, lists, text and None; refuses repeated keys, as PyYAML does not."""
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, file) for item in node.value]
     if isinstance(node, yaml.ScalarNode):

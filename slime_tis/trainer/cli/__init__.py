@@ -1,1 +1,1 @@
-"""The command line: flags from the fields of the configs, YAML, presets, checks before the start, and the tools."""
+"""The command line of train.py: its options, checks before the start, advice on slime's flags."""

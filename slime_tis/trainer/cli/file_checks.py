@@ -1,4 +1,4 @@
-"""Checks of the files that a run reads and the directories that it writes, before a model is built."""
+"""Checks of the files that a run reads and of its outputs, before a model is built."""
 
 import dataclasses
 import os
@@ -87,7 +87,7 @@ def _prompt_files(rollout: RolloutConfig) -> list[tuple[str, Path]]:
 def check_model(
     megatron: MegatronConfig, rollout: RolloutConfig, world_size: int
 ) -> dict[str, Any]:
-    """Returns config.json; refuses a model that the parallel sizes, lengths or engines do not fit."""
+    """Returns config.json; refuses a model that does not fit the parallel sizes or lengths."""
     if megatron.ref_load is not None:
         read_model_config(megatron.ref_load, "--ref-load")
     model = read_model_config(megatron.hf_checkpoint)
@@ -111,7 +111,7 @@ def check_model(
 def layout_problems(
     megatron: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None, world_size: int
 ) -> Iterator[str]:
-    """Yields a message for each size of the model or number of ranks that a parallel size does not divide.
+    """Yields a message for each size or number of ranks that a parallel size does not divide.
 
     Args:
         megatron: Parallel sizes and recomputation.
@@ -157,7 +157,7 @@ def layout_problems(
 def _divided_sizes(
     megatron: MegatronConfig, model: Mapping[str, Any], moe: MoeSizes | None
 ) -> list[tuple[str, int, str, int]]:
-    """Returns each parallel size that divides a size of the model: flag, size, part, size of the part."""
+    """Returns rows of flag, parallel size, part of the model, size of the part."""
     tensor = megatron.tensor_model_parallel_size
     pipeline = megatron.pipeline_model_parallel_size
     layers = model.get("num_hidden_layers", 0)
@@ -183,7 +183,7 @@ def _divided_sizes(
 def _check_experts(
     megatron: MegatronConfig, rollout: RolloutConfig, hf: Any, moe: MoeSizes
 ) -> None:
-    """Checks that prompts are not shared, and that the rollout engine samples from the same model."""
+    """Refuses shared prompts, and models that SGLang reads in another way."""
     directory = megatron.hf_checkpoint
     if megatron.share_prompts:
         raise ValueError("--share-prompts does not work with mixtures of experts; remove it.")
@@ -250,7 +250,7 @@ def prompt_sizes(megatron: MegatronConfig, rollout: RolloutConfig) -> ModelSizes
 
 
 def check_weights(megatron: MegatronConfig) -> None:
-    """Checks by the headers of the weights that all tensors of config.json exist with their shapes."""
+    """Checks in the headers of the weights that all tensors exist with the right shapes."""
     for directory in (megatron.hf_checkpoint, megatron.ref_load):
         if directory is not None:
             check_tensors(directory, read_model_config(directory))

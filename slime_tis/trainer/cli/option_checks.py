@@ -301,7 +301,7 @@ def warnings_of(arguments: Arguments) -> Iterator[str]:
 
 
 def _about_idle_options(arguments: Arguments) -> Iterator[str]:
-    """Yields warnings about uncalled functions, idle clip ranges, and stale samples without correction."""
+    """Yields warnings about uncalled functions, idle clip ranges and uncorrected stale samples."""
     rollout = arguments.rollout
     names = [
         "dynamic_sampling_filter_path",
@@ -326,8 +326,8 @@ def _about_idle_options(arguments: Arguments) -> Iterator[str]:
     if names and not (corrects_staleness(arguments.correction) or policy.stays_close_to_rollouts):
         settings = [f"{flag(name)} is {getattr(rollout, name)}" for name in names]
         yield (
-            f"{' and '.join(settings)}, so samples come from older weights, and nothing corrects that; add --use-opsm,"
-            " --use-tis or --use-rollout-logprobs."
+            f"{' and '.join(settings)}, so samples come from older weights, and nothing corrects"
+            " that; add --use-opsm, --use-tis or --use-rollout-logprobs."
         )
 
 

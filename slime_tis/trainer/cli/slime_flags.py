@@ -1,4 +1,4 @@
-"""How `train.py` and `slime-tis port` handle flags and values of slime and Megatron: literal tables."""
+"""Tables of flags and values of slime and Megatron, for `train.py` and `slime-tis port`."""
 
 import math
 import re
@@ -21,7 +21,7 @@ class Restated:
 
     fact: str
     switch: tuple[Any, ...] | None = None
-    """For a switch, the facts that it agrees with; None if the flag's value has to equal the fact."""
+    """For a switch, the facts that agree with it; None if the value must equal the fact."""
 
 
 @dataclass(frozen=True)

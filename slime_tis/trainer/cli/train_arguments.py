@@ -53,7 +53,7 @@ from slime_tis.trainer.options.sglang import PREFIX, SGLangConfig, check_server_
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:
-    """Reads and checks the configuration of a run; exits with status 2 and a message if it is refused."""
+    """Reads and checks the configuration of a run; exits with status 2 if it is refused."""
     try:
         arguments = configure(sys.argv[1:] if argv is None else argv, os.environ, prog=prog)
         check_weights(arguments.megatron)
@@ -136,7 +136,7 @@ def _first_dumps(loop: LoopConfig) -> dict[str, str]:
 
 
 def effective_config(arguments: Arguments) -> dict[str, Any]:
-    """Returns options with presets, aliases and derived sizes resolved, in the order of the groups."""
+    """Returns options in the order of --help, with presets, aliases and derived sizes resolved."""
     values: dict[str, Any] = {}
     for config in vars(arguments).values():
         if dataclasses.is_dataclass(config):
@@ -287,7 +287,7 @@ def _peek_at_model(flags: Sequence[Flag]) -> dict[str, Any] | None:
 
 
 def _resolve_steps(rollout: RolloutConfig, loop: LoopConfig) -> LoopConfig:
-    """Derives global_batch_size and num_steps_per_rollout from each other; both unset are one step."""
+    """Derives global_batch_size and num_steps_per_rollout from each other; one step if both are unset."""
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     total = f"a rollout has {samples} samples (--rollout-batch-size × --n-samples-per-prompt)"
     if samples > MOST_SAMPLES:
