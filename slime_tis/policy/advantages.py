@@ -12,7 +12,8 @@ from slime_tis.policy.config import PolicyConfig
 MAX_REWARD = 1e150
 """Largest magnitude of a reward: the squares of larger ones overflow in float64, and all advantages
 would be 0."""
-EPSILON = 1e-6  # keeps a group whose rewards are all equal at advantage 0 instead of 0/0
+EPSILON = 1e-6
+"""Added to standard deviations: equal rewards of a group get advantage 0 instead of 0/0."""
 ROUNDING = 1e-12
 """An advantage below this share of the return is the rounding of a weighted mean of equal
 returns."""
@@ -73,9 +74,8 @@ def reinforce_plus_plus_baseline(
     the weights of the batch statistics.
     """
     centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
-    return _as(
-        rewards, whiten(centred, valid_tokens if accepted is None else valid_tokens * accepted)
-    )
+    weights = valid_tokens if accepted is None else valid_tokens * accepted
+    return _as(rewards, whiten(centred, weights))
 
 
 def optimal_token_baseline(
@@ -89,7 +89,7 @@ def optimal_token_baseline(
     zero_tail: bool = True,
     ranks: Ranks = ONE_RANK,
 ) -> Tensor:
-    """Advantages whose baseline at each position minimizes the variance of the gradient of the prompt's samples.
+    """Advantages with the baseline at each position that minimizes the gradient's variance.
 
         A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,   e = (1 − π)² + Σ_{v≠y} π_v²
 
@@ -120,16 +120,15 @@ def optimal_token_baseline(
     if weights_BT is not None:
         energy_BT = energy_BT * weights_BT.double().square()
     path_BT = torch.where((mask_BT > 0) & energy_BT.isfinite(), energy_BT, 0.0).cumsum(1) * mask_BT
-    is_longer_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device) < mask_BT.sum(
-        1, keepdim=True
-    )
+    position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    is_longer_BT = position_T < mask_BT.sum(1, keepdim=True)
     columns = torch.stack([path_BT, returns_BT * path_BT, is_longer_BT.double()], 2)
+    # ranks may have other samples and lengths: all use the largest size, so that sums add up
     size = [int(group_B.max()) + 1 if len(group_B) else 0, mask_BT.shape[1]]
     groups, width = ranks.over_data(torch.tensor(size, device=mask_BT.device), "max").tolist()
     padding = columns.new_zeros(len(columns), width - columns.shape[1], 3)
-    columns = pad(
-        torch.cat([columns, padding], 1), (0, 1), value=1.0
-    )  # the last column counts samples
+    # the last column, of ones, counts samples
+    columns = pad(torch.cat([columns, padding], 1), (0, 1), value=1.0)
     sums = ranks.over_data(columns.new_zeros(groups, width, 4).index_add_(0, group_B, columns))
     total_BT, weighted_BT, longer_BT, samples_BT = sums[group_B, : mask_BT.shape[1]].unbind(2)
     baseline_BT = torch.where((total_BT > 0) & (samples_BT > 1), weighted_BT / total_BT, 0.0)
@@ -158,7 +157,7 @@ def minimum_variance_baseline(
     *,
     log_weights_B: Tensor | None = None,
 ) -> Tensor:
-    """Advantages whose baseline minimizes the variance of the weighted gradient of the prompt's samples.
+    """Advantages with the baseline of each prompt that minimizes the weighted gradient's variance.
 
         A_i = R_i − b,   b = Σ_i w_i² ‖g_i‖² R_i / Σ_i w_i² ‖g_i‖²   over the samples of a prompt
 
@@ -191,9 +190,8 @@ def minimum_variance_baseline(
         logits = log_share_B[members]
         if not logits.isneginf().all():
             rewards = rewards_B[members].double()
-            relative = (
-                rewards - rewards.min()
-            )  # 0 for equal rewards, whose weighted mean would be off by rounding
+            # 0 for equal rewards, whose weighted mean would be off by rounding
+            relative = rewards - rewards.min()
             advantages_B[members] = relative - logits.softmax(0) @ relative
     return advantages_B
 
@@ -223,13 +221,17 @@ def advantages(
     accepted: Tensor | None = None,
     given: Tensor | None = None,
 ) -> Tensor:
-    """The advantages [G, n] that the options ask for; `given` ones replace the estimator's. Arguments as above."""
+    """The advantages [G, n] that the options choose; `given` ones replace the estimator's.
+
+    Arguments as in `grpo` and `reinforce_plus_plus_baseline`.
+    """
     values = given
     if values is None:
         values = ESTIMATORS[config.advantage_estimator](rewards, valid_tokens, config, accepted)
     if not config.normalize_advantages:
         return values
-    return whiten(values, valid_tokens if accepted is None else valid_tokens * accepted)
+    weights = valid_tokens if accepted is None else valid_tokens * accepted
+    return whiten(values, weights)
 
 
 ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Tensor]] = {
@@ -242,9 +244,8 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
             rewards, valid, accepted=accepted
         )
     ),
-    "optimal_token_baseline": (
-        lambda rewards, *_: rewards
-    ),  # the trainer subtracts a baseline from each token's
+    # the trainer subtracts a baseline from the reward at each token
+    "optimal_token_baseline": lambda rewards, *_: rewards,
 }
 """Estimators by their command-line name."""
 

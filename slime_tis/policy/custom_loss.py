@@ -84,15 +84,14 @@ class CustomTis:
         # slime's functions multiply with the mask: log-probs of tokens that were not sampled are 0
         # there, NaN here
         missing_L = (tokens.loss_mask_L <= 0) & ~is_log_prob(tokens.rollout_log_probs_L)
+        rollout_log_probs_L = tokens.rollout_log_probs_L.masked_fill(missing_L, 0.0)
         new_loss_L, masks, metrics = call_custom_tis(
             self.function,
             self.args,
             seed=self.seed + len(self.metric_names),
             pg_loss=loss_L,
             train_log_probs=list(train_log_probs_L.split(lengths)),
-            rollout_log_probs=list(
-                tokens.rollout_log_probs_L.masked_fill(missing_L, 0.0).split(lengths)
-            ),
+            rollout_log_probs=list(rollout_log_probs_L.split(lengths)),
             loss_masks=list(tokens.loss_mask_N.split(tokens.response_lengths)),
             total_lengths=list(tokens.total_lengths),
             response_lengths=list(tokens.response_lengths),
@@ -107,8 +106,10 @@ class CustomTis:
         check_metric_names(
             self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch"
         )
+        # the masks are those of complete responses, so no collective is needed to count
         accepted_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
-        return new_loss_L, torch.cat(tokens.slices.slice_list(masks)) > 0, accepted_S, metrics
+        mask_L = torch.cat(tokens.slices.slice_list(masks)) > 0
+        return new_loss_L, mask_L, accepted_S, metrics
 
 
 @dataclass(kw_only=True)
@@ -165,7 +166,10 @@ class CustomLoss:
 
 
 def loss_batch(tokens: ResponseTokens, sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns copies under slime's keys: one tensor per sample, this rank's slices or whole masks and sequences."""
+    """Returns copies under slime's keys, one tensor per sample.
+
+    Masks and sequences are complete; other values are this rank's slices.
+    """
     batch: dict[str, Any] = {
         "unconcat_tokens": [sequence.clone() for sequence in sequences],
         "total_lengths": list(tokens.total_lengths),
@@ -201,10 +205,13 @@ def reduced_loss(
     function = functions.reducer
     assert function is not None
     masks = list(mask_N.clone().split(tokens.response_lengths))
+    # slime's reducers have no parameter `args`; those of this library may read options
     options = {"args": functions.args} if accepted(function, ("args",)) else {}
-    lengths = list(tokens.total_lengths), list(tokens.response_lengths)
+    total_lengths = list(tokens.total_lengths)
+    response_lengths = list(tokens.response_lengths)
     with isolated_global_state(seed), calling(function):
-        loss = function(*lengths, masks, per_token, **options)(loss_L)
+        reducer = function(total_lengths, response_lengths, masks, per_token, **options)
+        loss = reducer(loss_L)
     return checked_scalar(loss, loss_L, describe(function), "reduced loss", "pg_loss")
 
 
@@ -224,18 +231,16 @@ def token_advantages(
     assert function is not None
     with torch.no_grad():
         call(function, functions.args, rollout_data, seed=seed)
-    name, values = describe(function), rollout_data.get("advantages")
+    name = describe(function)
+    values = rollout_data.get("advantages")
     if not isinstance(values, list | tuple) or len(values) != len(lengths):
         raise CustomFunctionError(
             f"{name} left {kind(values)} as rollout_data['advantages']; leave a list of"
             f" {len(lengths)} tensors."
         )
     for index, (value, length) in enumerate(zip(values, lengths, strict=True)):
-        if (
-            not isinstance(value, Tensor)
-            or value.shape != (length,)
-            or not value.is_floating_point()
-        ):
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if not is_float or value.shape != (length,):
             raise CustomFunctionError(
                 f"{name} left {kind(value)} as the advantages of sample {index}; leave a float"
                 f" tensor of shape ({length},), one value per response token."
@@ -250,7 +255,10 @@ def token_advantages(
 
 
 def checked_scalar(value: Any, source: Tensor, name: str, role: str, source_name: str) -> Tensor:
-    """Returns a function's loss as a scalar; raises CustomFunctionError if it is not finite or has no gradient."""
+    """Returns a function's loss as a scalar.
+
+    Raises CustomFunctionError if it is not finite or has no gradient.
+    """
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         raise CustomFunctionError(
             f"{name} returned {kind(value)} as the {role}; return a scalar tensor."

@@ -116,10 +116,12 @@ def with_token_baseline(
         rows += ranks.over_context(tokens.slices.scatter(columns_L)).split(tokens.response_lengths)
     log_probs_BT, squares_BT, mask_BT, weights_BT = pad_sequence(rows, batch_first=True).unbind(2)
     is_last_BT = (mask_BT > 0) & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
-    reward_B = torch.tensor(
-        [reward for of_step in rewards for reward in of_step], dtype=torch.float64
-    )
-    groups = [group_numbers[sample.group_index] for step in steps for sample in step.samples]
+    all_rewards: list[float] = []
+    groups: list[int] = []
+    for step, step_rewards in zip(steps, rewards, strict=True):
+        all_rewards += step_rewards
+        groups += [group_numbers[sample.group_index] for sample in step.samples]
+    reward_B = torch.tensor(all_rewards, dtype=torch.float64)
     advantages_BT = optimal_token_baseline(
         torch.where(is_last_BT, reward_B.to(mask_BT)[:, None], 0.0),
         mask_BT,
@@ -129,19 +131,18 @@ def with_token_baseline(
         weights_BT=weights_BT,
         ranks=Ranks(data=ranks.data),
     ).float()
-    values_N = iter(
-        [values_T[: len(row)] for values_T, row in zip(advantages_BT, rows, strict=True)]
-    )
-    per_step = [torch.cat([next(values_N) for _ in step.samples]) for step in steps]
-    return [
-        replace(
-            step,
-            batch=step.batch.with_token_values(
-                advantages_L=step.batch.responses.slices.slice_flat(values).cpu()
-            ),
-        )
-        for step, values in zip(steps, per_step, strict=True)
+    # without the padding, sample by sample in the order of the steps
+    sample_values = [
+        values_T[: len(row)] for values_T, row in zip(advantages_BT, rows, strict=True)
     ]
+    remaining = iter(sample_values)
+    with_advantages = []
+    for step in steps:
+        values_N = torch.cat([next(remaining) for _ in step.samples])
+        values_L = step.batch.responses.slices.slice_flat(values_N).cpu()
+        batch = step.batch.with_token_values(advantages_L=values_L)
+        with_advantages.append(replace(step, batch=batch))
+    return with_advantages
 
 
 def training_batch(

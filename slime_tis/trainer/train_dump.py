@@ -34,16 +34,15 @@ def in_order(
 ) -> Tensor:
     """Returns the records of all micro-batches in the order of the batch, float32 [L, 6]."""
     order = [sample for samples in partition for sample in samples]
-    parts = torch.cat([record.stack() for record in records]).split(
-        [lengths[sample] for sample in order]
-    )
+    stacked = torch.cat([record.stack() for record in records])
+    parts = stacked.split([lengths[sample] for sample in order])
     sample_records = dict(zip(order, parts, strict=True))
     return torch.cat([sample_records[sample] for sample in range(len(order))])
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDump:
-    """The samples of an optimizer step on a data-parallel rank, with the loss's values of their tokens."""
+    """The samples of an optimizer step on a data-parallel rank, with values of their tokens."""
 
     samples: Sequence[Sample]
     advantages: Sequence[float]
@@ -76,7 +75,8 @@ class TrainDump:
     """Writes the steps of each rollout to one file, in a thread. Failed writes are reported on stderr."""
 
     def __init__(self, settings: DumpSettings, rank: int) -> None:
-        self._settings, self._rank = settings, rank
+        self._settings = settings
+        self._rank = rank
         self._steps: list[StepDump] = []
         self._thread = ThreadPoolExecutor(1, "train dump")
         self._writes: list[Future[None]] = []
