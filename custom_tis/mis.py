@@ -47,19 +47,20 @@ def compute_mis_weights(
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
 ) -> tuple[list[Tensor] | None, list[Tensor], dict[str, list[Tensor]]]:
-    """Importance weights, rejection masks and metrics of whole responses.
+    """Importance weights, rejection masks and metrics of complete responses.
 
     Args:
-        args: Reads use_tis, tis_*, use_rs, rs_* where they are there.
-        train_log_probs: Per response, [T_i].
-        rollout_log_probs: Per response, [T_i].
-        loss_masks: Per response, [T_i].
+        args: The options use_tis, tis_*, use_rs and rs_*, if present.
+        train_log_probs: log π_train per response, [T_i].
+        rollout_log_probs: log π_rollout per response, [T_i].
+        loss_masks: 1 at tokens that count, per response, [T_i].
 
-    Returns: Weights per response, None without `use_tis`; masks per response; metrics per response,
+    Returns:
+        Weights per response (None without `use_tis`), masks per response, and metrics per response,
         [T_i] each.
 
     Raises:
-        ValueError: if the lists or the lengths disagree, or the options mean nothing.
+        ValueError: if the lists or the lengths disagree, or the options are inconsistent.
     """
     config = config_from_args(args)
     found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
@@ -89,45 +90,47 @@ def compute_mis_weights_with_cp(  # noqa: PLR0913
     adaptive_bounds: AdaptiveBounds | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """The same behind slime's custom TIS contract, on this rank's slices.
+    """The same for slime's custom TIS contract, on this rank's slices.
 
-    Sequence sums are one all-reduce over the context-parallel group; at the levels prefix and
-    segment that all-reduce joins the tokens themselves.
+    One all-reduce over the context-parallel group adds the sums of sequences. At the levels prefix
+    and segment, it gathers the tokens instead.
 
     Args beyond slime's contract, which `template.py` describes:
         batch_norm_factor: Mean weight of the global batch; None uses these responses.
         second_moment_limit: Δ² from which tokens of the global batch are trimmed.
-        adaptive_bounds: What its sequences are judged by under rs_z_score or rs_target_fraction.
+        adaptive_bounds: Rejection bounds of the global batch for rs_z_score or rs_target_fraction.
         kwargs: `log_probs` and `advantages` of the current policy, which train.py passes and a
-            divergence mask needs; `cp_group` or `parallel_state` name the context-parallel group
-            where there is one.
+            divergence mask needs; `cp_group` or `parallel_state` for the context-parallel group,
+            if there is one.
 
     Returns:
-        pg_loss times the weights, whole-response masks, and metrics [N] with the prefix mis_.
+        pg_loss times the weights, masks of complete responses, and metrics [N] with the prefix
+        mis_.
 
     Raises:
-        ValueError: if an option asks for the global batch, and the trainer says nothing of it.
+        ValueError: if an option needs statistics of the global batch, but the trainer passes none.
     """
-    config, context = config_from_args(args), context_parallel(kwargs)
+    config = config_from_args(args)
+    context = context_parallel(kwargs)
     slices = context.slices(total_lengths, response_lengths, kwargs.get("max_seq_lens"))
-    known = GlobalBatch(
+    global_batch = GlobalBatch(
         ranks=context.ranks.with_slices(slices),
         batch_norm_factor=batch_norm_factor,
         second_moment_limit=second_moment_limit,
         adaptive_bounds=adaptive_bounds,
     )
     for name in config.batch_options:
-        if getattr(known, GLOBAL_BATCH_OPTIONS[name]) is None:
+        if getattr(global_batch, GLOBAL_BATCH_OPTIONS[name]) is None:
             raise ValueError(
-                f"{name} is {getattr(config, name)} and goes by the global batch, but this trainer"
-                " calls with micro-batches; remove it, or train with train.py."
+                f"{name} is {getattr(config, name)}, which needs statistics of the global batch,"
+                " but this trainer passes micro-batches; remove it, or train with train.py."
             )
     inputs = train_log_probs, rollout_log_probs, slices.slice_list(loss_masks)
     policy: dict[str, Any] = {
         "current_log_probs": kwargs.get("log_probs"),
         "advantages": kwargs.get("advantages"),
     }
-    found = correct(config, *inputs, **policy, global_batch=known)
+    found = correct(config, *inputs, **policy, global_batch=global_batch)
     metrics = _metrics(config, found, inputs, context)
     if config.use_tis:
         weights = torch.cat(found.weights)

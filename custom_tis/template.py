@@ -2,17 +2,17 @@
 
     train.py … --use-tis --custom-tis-function-path my_correction.py:soft_tis
 
-What the trainer hands over, on this context-parallel rank:
+The trainer passes, on this context-parallel rank:
     pg_loss              [N]: the token losses, one response after another
     train_log_probs      list of [T_i]: log π_train of the same tokens, without gradient
     rollout_log_probs    list of [T_i]: log π_rollout
-    loss_masks           list of whole responses: 1 at tokens that count
+    loss_masks           list of complete responses: 1 at tokens that count
     total_lengths        list of int: prompt and response
     response_lengths     list of int: response
     kwargs               log_probs (the current policy, without gradient), advantages, cp_group
-What it wants back:
+Returns:
     pg_loss              [N], with its gradient
-    masks                list of whole responses: what the loss is averaged over
+    masks                list of complete responses: nonzero at tokens in the mean of the loss
     metrics              name to [N]: averaged over the tokens of `loss_masks`, and logged
 """
 

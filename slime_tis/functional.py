@@ -36,13 +36,16 @@ def correct(
     Computes in float32, or in float64 where log-probs are. `tis_batch_normalize` divides by the
     mean weight of this call. Meta tensors give meta tensors.
 
-    Raises: ValueError: an option needs the values of the batch, advantages are missing, or a tensor
-        is float8.
+    Raises:
+        ValueError: if an option needs the values of the batch, advantages are missing, or a tensor
+            is float8.
     """
-    wrong = config.batch_options + ["nonfinite_policy"] * (config.nonfinite_policy == "raise")
-    if wrong:
+    options = config.batch_options
+    if config.nonfinite_policy == "raise":
+        options.append("nonfinite_policy")
+    if options:
         raise ValueError(
-            f"{', '.join(wrong)} needs the values of the batch; call slime_tis.correct instead."
+            f"{', '.join(options)} needs the values of the batch; call slime_tis.correct instead."
         )
     if config.needs_advantages and advantages is None:
         raise ValueError(

@@ -214,10 +214,8 @@ class RolloutCorrectionConfig:
     def _problems_of_divergence_mask(self) -> Iterator[str]:
         if self.divergence_mask is None:
             return
-        is_directed, is_sequence = (
-            self.divergence_mask_direction == "away",
-            self.divergence_mask_level == "sequence",
-        )
+        is_directed = self.divergence_mask_direction == "away"
+        is_sequence = self.divergence_mask_level == "sequence"
         if self.divergence_mask == "binary_tv" and max(self.divergence_bounds) >= 1:
             yield (
                 "--divergence-mask-bound of binary_tv is 1 or more, which accepts all tokens; use"
@@ -289,10 +287,10 @@ class RolloutCorrectionConfig:
     @property
     def signs_bounds(self) -> bool:
         """Whether the bounds of the importance weight depend on the sign of the advantage."""
-        return self.use_tis and (self.tis_lower_bound_negative, self.tis_upper_bound_negative) != (
-            None,
-            None,
+        has_negative_bound = (
+            self.tis_lower_bound_negative is not None or self.tis_upper_bound_negative is not None
         )
+        return self.use_tis and has_negative_bound
 
     @property
     def has_token_weights(self) -> bool:
@@ -349,7 +347,7 @@ class RolloutCorrectionConfig:
 
     @property
     def vetoes(self) -> bool:
-        """Whether one token can reject its whole sequence."""
+        """Whether one token can reject its complete sequence."""
         return self.rs_veto_threshold is not None or self.rs_veto_upper_threshold is not None
 
     @property
@@ -359,7 +357,7 @@ class RolloutCorrectionConfig:
 
     @property
     def needs_advantages(self) -> bool:
-        """Whether the divergence mask or the bounds of the weights go by the sign of the advantage."""
+        """Whether the divergence mask or the bounds of the weights depend on the advantage's sign."""
         return self.signs_bounds or (
             self.divergence_mask is not None and self.divergence_mask_direction == "away"
         )
@@ -390,7 +388,7 @@ class RolloutCorrectionConfig:
 
     @property
     def touches_loss(self) -> bool:
-        """Whether the mask and the weights act on the loss; metrics alone leave it as it is."""
+        """Whether the mask and the weights act on the loss; with only metrics they do not."""
         return self.corrects or self.use_rollout_logprobs
 
     @property

@@ -1,7 +1,7 @@
-"""The ranks that share a global batch: their reductions, their slices of responses, and whole responses from slices.
+"""Ranks that share a global batch: their reductions, and slices of responses and how to join them.
 
-Shapes: suffix _N is per token of the whole responses, one response after another; _L per token of
-    this rank's slices.
+Shapes: suffix _N is per token of the complete responses, one response after another; _L is per
+token of this rank's slices.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ def context_parallel_slices(
     """The response tokens whose log-probs rank `rank` of `size` computes, as two slices into the response.
 
     Zigzag: the sequence is cut into 2·size chunks of ⌈total/(2·size)⌉ positions, and rank r holds
-        chunks r
-    and 2·size − 1 − r. The logits at position p predict token p + 1, so that the response tokens
-    belong to positions prompt − 1 … total − 2. An empty share is `slice(0, 0)`.
+    chunks r and 2·size − 1 − r. The logits at position p predict token p + 1, so the response
+    tokens belong to positions prompt − 1 … total − 2. An empty share is `slice(0, 0)`.
 
-    Args: total_length: Tokens of prompt and response. response_length: Tokens of the response.
-        rank: Rank in the context-parallel group. size: Size of the group; with 1 the whole response
-        is the first slice. padded_length: The length that is cut into chunks where sequences are
-        padded; total_length if None.
+    Args:
+        total_length: Tokens of prompt and response.
+        response_length: Tokens of the response.
+        rank: Rank in the context-parallel group.
+        size: Size of the group; with 1 the complete response is the first slice.
+        padded_length: The length that is cut into chunks, if sequences are padded; total_length if
+            None.
 
     Raises:
         ValueError: if the lengths or the rank are impossible.
@@ -65,11 +67,9 @@ def context_parallel_slices(
     def share(index: int) -> slice:
         first = max(index * chunk, prompt_length - 1)
         last = min((index + 1) * chunk, total_length - 1)
-        return (
-            slice(first + 1 - prompt_length, last + 1 - prompt_length)
-            if first < last
-            else slice(0, 0)
-        )
+        if first >= last:
+            return slice(0, 0)
+        return slice(first + 1 - prompt_length, last + 1 - prompt_length)
 
     return share(rank), share(2 * size - 1 - rank)
 
@@ -140,10 +140,14 @@ def response_slices(
     for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
         padded = None if padded_lengths is None else padded_lengths[i]
         first, second = context_parallel_slices(total, response, rank, size, padded)
-        a, b = first.start, first.stop
-        c, d = (second.start, second.stop) if second.stop > second.start else (response, response)
-        pieces += [a, b - a, c - b, d - c, response - d]
-        local.append(b - a + d - c)
+        if second.stop <= second.start:
+            # an empty second slice is put at the end, so that pieces stay in order
+            second = slice(response, response)
+        first_length = first.stop - first.start
+        second_length = second.stop - second.start
+        between = second.start - first.stop
+        pieces += [first.start, first_length, between, second_length, response - second.stop]
+        local.append(first_length + second_length)
     return ResponseSlices(tuple(pieces), tuple(local), tuple(response_lengths))
 
 
@@ -174,14 +178,16 @@ class Ranks:
     ) -> Ranks:
         """The ranks of torch.distributed's process groups; pickled, they can reduce nothing in another process.
 
-        Args: context: The context-parallel group; None where sequences are whole. data: The
-            data-parallel group; None where one rank has the whole batch. data_and_context: The
-            group of the ranks of both, Megatron-core's data-parallel group with context
+        Args:
+            context: The context-parallel group; None if sequences are not sliced.
+            data: The data-parallel group; None if one rank has all sequences.
+            data_and_context: The group of both, Megatron-core's data-parallel group with context
                 parallelism: one collective instead of two.
             slices: Positions of this rank's slices, from `response_slices`.
 
-        Raises: ValueError: if there is no group: `torch.distributed.group.WORLD` is None before
-            `init_process_group`.
+        Raises:
+            ValueError: if there is no group: `torch.distributed.group.WORLD` is None before
+                `init_process_group`.
         """
         if context is None and data is None:
             raise ValueError(

@@ -117,11 +117,11 @@ class PackedChunk:
 
 
 class Rows:
-    """Which rows of K tokens the sequences of a chunk lie in.
+    """Maps the sequences of a chunk to rows of K tokens.
 
-    First come the rows in order, each owned by the sequence of its first token; then, for each
-    sequence, its boundary
-    row: its first row again, for its tokens in a row of another sequence.
+    First come all rows in order; each is owned by the sequence of its first token. Then comes one
+    boundary row per sequence: a copy of the row in which it begins, for its tokens in a row that
+    another sequence owns.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Rows:
             length_S: Its length in tokens.
             tokens: Number of tokens of the chunk.
             width: K.
-            aligned: Whether every row is one sequence's alone.
+            aligned: Whether no row is shared by two sequences.
         """
         self.end_S, self.length_S, self.width = end_S, length_S, width
         self.tokens, self.aligned = tokens, aligned
@@ -256,9 +256,9 @@ class Layout:
 def as_layout(inputs: Mapping[str, LogProbs], lengths: Sequence[int] | None) -> Layout:
     """The layout of the inputs of `correct`, by their names in `INPUTS`.
 
-    Raises: ValueError: if the inputs are not of one layout, device, number of sequences and
-        lengths, or log-probs are not
-            of floating point.
+    Raises:
+        ValueError: if the inputs differ in layout, device, number of sequences or lengths, or
+            log-probs are not floating-point numbers.
     """
     train = inputs["train_log_probs"]
     is_tensor = isinstance(train, Tensor)

@@ -1,6 +1,6 @@
 """verl 0.9.1's `rollout_corr_helper`: its public names, signatures and metrics, on this library.
 
-`RolloutCorrectionConfig` is verl's class, with its fields and presets; `to_config()` makes of it
+`RolloutCorrectionConfig` is verl's class, with its fields and presets. `to_config()` converts it to
 the `slime_tis.RolloutCorrectionConfig` that `slime_tis.correct` takes.
 
 Also the older API of the documents: `rollout_rs="token"|"sequence"|"geometric"` with

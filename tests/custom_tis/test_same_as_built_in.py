@@ -213,7 +213,7 @@ def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_
     train = list(torch.tensor(log_probs).split(tokens.lengths))
     with pytest.raises(
         ValueError,
-        match=r"rs_second_moment_bound is 0.1 and goes by the global batch, but this trainer calls",
+        match=r"rs_second_moment_bound is 0.1, which needs statistics of the global batch, but",
     ):
         compute_mis_weights_with_cp(
             Namespace(rs_second_moment_bound=0.1),
