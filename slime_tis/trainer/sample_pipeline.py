@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from tqdm import tqdm
@@ -70,10 +71,18 @@ class SampleSource:
     """Whether the first retokenized sample of the run was shown."""
 
     def next(self, rollout_id: int, version: int) -> Rollout:
-        """Returns the next rollout; a collective. `version` is the number of optimizer steps so far."""
-        start, hooks, options = time.monotonic(), self.hooks, self.arguments.rollout
+        """Returns the next rollout; a collective.
+
+        Args:
+            rollout_id: Number of the rollout.
+            version: Optimizer steps made so far, from which the staleness of tokens is counted.
+        """
+        start = time.monotonic()
+        hooks = self.hooks
+        options = self.arguments.rollout
         is_loaded = self.arguments.loop.load_debug_rollout_data is not None
-        groups, sampled, metrics = self._load(rollout_id) if is_loaded else self._sample(rollout_id)
+        produce = self._load if is_loaded else self._sample
+        groups, sampled, metrics = produce(rollout_id)
         seconds = time.monotonic() - start
         if not is_loaded:
             hooks.process(SAMPLE_FILTER, groups)
@@ -84,7 +93,8 @@ class SampleSource:
         are_episodes = options.custom_generate_function_path is not None
         measured = metrics | rollout_metrics(groups, version, are_episodes=are_episodes)
         if not hooks.logs_rollout(rollout_id, groups, metrics, seconds):
-            measured = {}
+            measured = {}  # the user's function has logged them
+        # metrics above count all samples; from here on, samples and tokens lose their loss mask
         mask_removed_samples(groups)
         measured["rollout/stale_samples"] = mask_stale_samples(
             groups, version, options.max_weight_staleness
@@ -102,6 +112,7 @@ class SampleSource:
         return Rollout(groups=groups, metrics=measured, advantages=advantages)
 
     def _load(self, rollout_id: int) -> tuple[Groups, Groups, dict[str, float]]:
+        """Returns the groups of --load-debug-rollout-data, in the form of `_sample`."""
         loop, rollout = self.arguments.loop, self.arguments.rollout
         assert loop.load_debug_rollout_data is not None
         path = loop.load_debug_rollout_data.format(rollout_id=rollout_id)
@@ -130,6 +141,7 @@ class SampleSource:
         return collected.groups, collected.sampled, collected.metrics
 
     def _scored_batches(self, rollout_id: int) -> Iterator[Groups]:
+        """Yields batches with rewards without end; dynamic sampling takes as many as it needs."""
         shown = self.is_main and self.arguments.reporting.progress
         while True:
             with self.timer("generate"), shown_progress(self.prefetcher.progress, shown=shown):
@@ -144,7 +156,10 @@ class SampleSource:
             yield groups
 
     def _warn_about_retokenized(self, rollout_id: int, groups: Groups) -> None:
-        """Prints once per run where a sample differs from the sampled tokens; metrics count the others."""
+        """Prints once per run where a sample differs from the sampled tokens.
+
+        Metrics count the later ones.
+        """
         message = retokenized_message(groups)
         if message is not None and self.is_main and not self.has_warned:
             tqdm.write(f"warning: rollout {rollout_id}: {message}", file=sys.stderr)
@@ -152,62 +167,74 @@ class SampleSource:
 
 
 def mask_removed_samples(groups: Sequence[Sequence[Sample]]) -> None:
-    """Zeroes the loss mask of samples with `remove_sample`; their rewards still count in their group's baseline."""
-    for sample in (sample for group in groups for sample in group):
+    """Zeroes the loss mask of samples with `remove_sample`.
+
+    Their rewards still count in their group's baseline.
+    """
+    for sample in chain(*groups):
         if sample.remove_sample:
             sample.loss_mask = [0] * len(sample.loss_mask)
 
 
 def mask_stale_samples(groups: Sequence[Sequence[Sample]], version: int, limit: int | None) -> int:
-    """Zeroes the loss mask of samples whose oldest token was sampled more than `limit` versions ago."""
+    """Zeroes the loss mask of samples whose oldest token was sampled more than `limit` versions ago.
+
+    Returns:
+        The number of these samples.
+    """
     if limit is None:
         return 0
-    samples = [sample for group in groups for sample in group]
-    stale = [
-        sample
-        for sample in samples
-        if version - min(sample.trained_versions, default=version) > limit
-    ]
-    for sample in stale:
-        sample.loss_mask = [0] * len(sample.loss_mask)
-    return len(stale)
+    count = 0
+    for sample in chain(*groups):
+        oldest = min(sample.trained_versions, default=version)
+        if version - oldest > limit:
+            sample.loss_mask = [0] * len(sample.loss_mask)
+            count += 1
+    return count
 
 
 def mask_earlier_tokens(groups: Sequence[Sequence[Sample]]) -> float:
-    """Zeroes the loss mask of tokens that older weights than those of the sample's last token sampled."""
-    trained = masked = 0
-    for sample in (sample for group in groups for sample in group):
+    """Zeroes the loss mask of tokens sampled by older weights than the sample's last token.
+
+    Returns:
+        The share of trained tokens that were masked.
+    """
+    trained = 0
+    masked = 0
+    for sample in chain(*groups):
         newest = max(sample.trained_versions, default=0)
-        earlier = [
-            m > 0 and v < newest
-            for m, v in zip(sample.loss_mask, sample.weight_versions, strict=True)
-        ]
-        trained, masked = trained + sum(m > 0 for m in sample.loss_mask), masked + sum(earlier)
-        sample.loss_mask = [0 if e else m for e, m in zip(earlier, sample.loss_mask, strict=True)]
+        loss_mask = []
+        for value, version in zip(sample.loss_mask, sample.weight_versions, strict=True):
+            is_trained = value > 0
+            is_earlier = is_trained and version < newest
+            trained += is_trained
+            masked += is_earlier
+            loss_mask.append(0 if is_earlier else value)
+        sample.loss_mask = loss_mask
     return masked / max(trained, 1)
 
 
 def check_sampling_masks(
     groups: Sequence[Sequence[Sample]], *, truncates_sampling: bool
 ) -> dict[str, float]:
-    """Removes sampling masks that exclude the sampled token, and returns metrics of the masks of a rollout.
+    """Removes sampling masks that exclude the sampled token, and returns metrics of all masks.
 
     Under such a mask the sampled token would have probability 0. Its rollout log-prob becomes NaN,
     so that --nonfinite-policy handles the token.
     """
-    samples = [sample for group in groups for sample in group]
+    samples = list(chain(*groups))
     if not truncates_sampling and all(sample.sampling_mask is None for sample in samples):
         return {}
-    masks = [
-        sample.sampling_mask or SamplingMask.unrecorded(sample.response_length)
-        for sample in samples
-    ]
+    masks = []
+    tokens: list[int] = []
+    loss_mask: list[int] = []
+    for sample in samples:
+        masks.append(sample.sampling_mask or SamplingMask.unrecorded(sample.response_length))
+        tokens += sample.response_ids
+        loss_mask += sample.loss_mask
     all_masks = SamplingMask.cat(masks)
-    token_ids = torch.tensor(
-        [token for sample in samples for token in sample.response_ids], dtype=torch.int32
-    )
-    violations = ~all_masks.contains(token_ids)
-    trained = torch.tensor([value for sample in samples for value in sample.loss_mask]) > 0
+    violations = ~all_masks.contains(torch.tensor(tokens, dtype=torch.int32))
+    trained = torch.tensor(loss_mask) > 0
     recorded = all_masks.lengths > 0
     if violations.any():
         per_sample = violations.split([len(mask) for mask in masks])
@@ -216,24 +243,21 @@ def check_sampling_masks(
                 sample.sampling_mask = mask.without(positions)
                 for position in positions.nonzero().squeeze(1).tolist():
                     sample.rollout_log_probs[position] = math.nan
+    mask_tokens = float(all_masks.lengths.sum())
+    missing = float((trained & ~recorded).sum())
     return {
-        "rollout/sampling_mask_tokens": (
-            float(all_masks.lengths.sum()) / max(int(recorded.sum()), 1)
-        ),
-        "rollout/sampling_mask_missing": (
-            float((trained & ~recorded).sum()) / max(int(trained.sum()), 1)
-        ),
+        "rollout/sampling_mask_tokens": mask_tokens / max(int(recorded.sum()), 1),
+        "rollout/sampling_mask_missing": missing / max(int(trained.sum()), 1),
         "rollout/sampling_mask_violations": float(violations.sum()),
     }
 
 
 def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> None:
     """Raises ValueError if a trained sample has no mask, although sampling was truncated."""
-    missing = sum(
-        sample.sampling_mask is None and any(sample.loss_mask)
-        for group in groups
-        for sample in group
-    )
+    missing = 0
+    for sample in chain(*groups):
+        if sample.sampling_mask is None and any(sample.loss_mask):
+            missing += 1
     if missing:
         raise ValueError(
             f"{missing} samples of the rollout data {str(path)!r} have no sampling mask; remove"
@@ -244,9 +268,13 @@ def require_sampling_masks(path: str, groups: Sequence[Sequence[Sample]]) -> Non
 
 @contextmanager
 def shown_progress(progress: Callable[[], tuple[int, int]], *, shown: bool) -> Iterator[None]:
-    """Shows a bar of responses while the caller waits inside the block; `progress` returns finished and total work.
+    """Shows a bar of responses while the caller waits inside the block.
 
-    A separate thread redraws the bar, on a terminal only.
+    A separate thread redraws the bar, only on a terminal.
+
+    Args:
+        progress: Returns the numbers of finished and of all responses.
+        shown: False to show nothing.
     """
     if not shown:
         yield
@@ -254,13 +282,12 @@ def shown_progress(progress: Callable[[], tuple[int, int]], *, shown: bool) -> I
     over = threading.Event()
 
     def watch() -> None:
-        with tqdm(
-            desc="responses", unit="", leave=False, delay=PROGRESS_INTERVAL, disable=None
-        ) as bar:
+        bar = tqdm(desc="responses", unit="", leave=False, delay=PROGRESS_INTERVAL, disable=None)
+        with bar:
             while not over.wait(PROGRESS_INTERVAL):
                 bar.n, bar.total = progress()
                 bar.refresh()
-                bar.delay = 0  # otherwise tqdm takes it for never shown, and does not clear it
+                bar.delay = 0  # otherwise tqdm thinks the bar was never drawn, and leaves it
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()

@@ -22,12 +22,12 @@ class TrainingBatch:
     """Samples of one data-parallel rank."""
 
     tokens: list[Tensor]
-    """Whole sequences, prompt and response, int64 [total]."""
+    """Sequences of prompt and response, int64 [total]."""
     responses: ResponseTokens
     """The response tokens that this context-parallel rank owns."""
     sampling_masks: list[SamplingMask] | None = None
-    """The tokens that could be sampled at each of these, one mask per response; None for all
-    tokens."""
+    """The tokens that could be sampled at each response token, one mask per response; None if every
+    token of the vocabulary could be sampled."""
     routed_experts: Sequence[Tensor | None] | None = None
     """Experts to replay in each sequence, [tokens - 1, sparse layers, k]; None: the routers
     choose."""
@@ -38,28 +38,31 @@ class TrainingBatch:
         return len(self.tokens)
 
     def select(self, samples: Sequence[int]) -> "TrainingBatch":
-        """The samples at these indices, in that order."""
-        masks, experts, weights = self.sampling_masks, self.routed_experts, self.routing_weights
+        """Returns the samples at these indices, in that order."""
+
+        def chosen(values: Sequence[T] | None) -> list[T] | None:
+            return None if values is None else [values[i] for i in samples]
+
         return TrainingBatch(
             tokens=[self.tokens[i] for i in samples],
             responses=self.responses.select(samples),
-            sampling_masks=None if masks is None else [masks[i] for i in samples],
-            routed_experts=None if experts is None else [experts[i] for i in samples],
-            routing_weights=None if weights is None else [weights[i] for i in samples],
+            sampling_masks=chosen(self.sampling_masks),
+            routed_experts=chosen(self.routed_experts),
+            routing_weights=chosen(self.routing_weights),
         )
 
     def with_routing(
         self, experts: Sequence[Tensor | None] | None, weights: Sequence[Tensor | None] | None
     ) -> "TrainingBatch":
-        """The same samples with the experts to replay, and their weights."""
+        """Returns the same samples with the experts to replay, and their weights."""
         return replace(self, routed_experts=experts, routing_weights=weights)
 
     def with_token_values(self, **values_L: Tensor) -> "TrainingBatch":
-        """The same samples with these fields [L] of `ResponseTokens`."""
+        """Returns the same samples with these fields [L] of `ResponseTokens`."""
         return replace(self, responses=replace(self.responses, **values_L))  # type: ignore[arg-type]
 
     def with_advantages(self, per_sample: Sequence[float]) -> "TrainingBatch":
-        """The same samples with every sample's advantage at each of its tokens."""
+        """Returns the same samples with every sample's advantage at each of its tokens."""
         return replace(self, responses=self.responses.with_advantages(per_sample))
 
 
@@ -75,35 +78,48 @@ def make_batch(  # noqa: PLR0913
     sampling_masks: Sequence[SamplingMask | None] = (),
     rollouts: Sequence[int] | None = None,
 ) -> TrainingBatch:
-    """Builds a batch from whole sequences; of the responses, this context-parallel rank's slices.
+    """Builds a batch from complete sequences, with this context-parallel rank's response slices.
 
-    Log-probs are NaN if the engine gave none, weight versions are in optimizer steps. Each sample
-    may be a segment of the rollout with its number in `rollouts`. `sampling_masks` is empty if
-    sampling is not truncated.
+    Args:
+        tokens: Token ids of prompt and response, per sample.
+        loss_masks: 1 for trained response tokens, else 0; one per response token, as in all
+            arguments below.
+        rollout_log_probs: Log-probs of the rollout engine in nats; NaN if it returned none.
+        weight_versions: The optimizer step of the weights that sampled the token.
+        context_rank: This rank in its context-parallel group.
+        context_size: Number of context-parallel ranks.
+        workers: Number of the rollout worker that sampled the token.
+        sampling_masks: One mask per sample, None for one without a record; empty if sampling is
+            not truncated.
+        rollouts: Number of the rollout that each sample is a segment of.
+
+    Raises:
+        ValueError: The arguments disagree about the number of response tokens.
     """
     totals = [len(ids) for ids in tokens]
     lengths = [len(mask) for mask in loss_masks]
-    masks = [
-        SamplingMask.unrecorded(length) if mask is None else mask
-        for mask, length in zip(sampling_masks or [None] * len(lengths), lengths, strict=True)
-    ]
-    named: dict[str, Sequence[Sized]] = {
+    masks = []
+    for mask, length in zip(sampling_masks or [None] * len(lengths), lengths, strict=True):
+        masks.append(SamplingMask.unrecorded(length) if mask is None else mask)
+    fields: dict[str, Sequence[Sized]] = {
         "rollout_log_probs": rollout_log_probs,
         "weight_versions": weight_versions,
-        **({} if workers is None else {"workers": workers}),
-        "sampling_masks": masks,
     }
-    for name, rows in named.items():
-        if (row_lengths := [len(row) for row in rows]) != lengths:
+    if workers is not None:
+        fields["workers"] = workers
+    fields["sampling_masks"] = masks
+    for name, rows in fields.items():
+        row_lengths = [len(row) for row in rows]
+        if row_lengths != lengths:
             raise ValueError(
                 f"{name} has {row_lengths} response tokens per sample but loss_masks has {lengths}."
             )
     slices = response_slices(totals, lengths, context_rank, context_size)
 
     def flat(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-        return torch.from_numpy(
-            np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)])
-        )
+        arrays = [np.asarray(row, dtype) for row in rows]
+        # np.concatenate refuses an empty list, which an empty batch would give
+        return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))
 
     loss_mask_N = flat(loss_masks, np.float32)
     local_masks = None
@@ -128,28 +144,40 @@ def make_batch(  # noqa: PLR0913
 
 
 def shard(items: Sequence[T], rank: int, size: int, together: int = 1) -> list[T]:
-    """The items of data-parallel rank `rank` of `size`: every size-th run of `together` items."""
-    return [
-        item
-        for start in range(rank * together, len(items), size * together)
-        for item in items[start : start + together]
-    ]
+    """Returns the items of data-parallel rank `rank` of `size`.
+
+    Runs of `together` consecutive items are dealt to the ranks in turn.
+    """
+    share: list[T] = []
+    for start in range(rank * together, len(items), size * together):
+        share += items[start : start + together]
+    return share
 
 
 def unshard(shards: Sequence[Sequence[T]], together: int = 1) -> list[T]:
-    """All items in their order, from the equally long shards of the data-parallel ranks."""
-    starts = range(0, len(shards[0]), together)
-    return [
-        item for start in starts for of_rank in shards for item in of_rank[start : start + together]
-    ]
+    """Returns all items in their order before `shard`; all shards have the same length."""
+    items: list[T] = []
+    for start in range(0, len(shards[0]), together):
+        for share in shards:
+            items += share[start : start + together]
+    return items
 
 
 def assign_together(groups: Sequence[Hashable], size: int) -> int:
-    """The longest runs of samples, given each one's group, that ranks can get equally and without cutting a group."""
-    return math.gcd(len(groups) // size, *(len(list(group)) for _, group in groupby(groups)))
+    """Returns how many consecutive samples `shard` keeps together.
+
+    This is the largest divisor of a rank's number of samples and of the size of every group. So all
+    ranks get equally many samples, and no run has samples of two groups.
+
+    Args:
+        groups: The group of each sample.
+        size: Number of data-parallel ranks.
+    """
+    group_sizes = [len(list(group)) for _, group in groupby(groups)]
+    return math.gcd(len(groups) // size, *group_sizes)
 
 
 def fixed_partition(count: int, micro_batch_size: int | None) -> list[list[int]]:
-    """Samples 0 … count−1 in runs of `micro_batch_size`, or in one run if it is None."""
+    """Returns samples 0 … count−1 in runs of `micro_batch_size`, or in one run if it is None."""
     size = micro_batch_size or max(count, 1)
     return [list(range(start, min(start + size, count))) for start in range(0, count, size)]

@@ -1,9 +1,11 @@
-"""Weights of Hugging Face checkpoints and of megatron-core: tensor-, pipeline- and expert-parallel shards, both ways.
+"""Converts weights between Hugging Face checkpoints and megatron-core, in both directions.
 
+The weights of megatron-core are tensor-, pipeline- and expert-parallel shards.
 Every Megatron weight consists of one or more Hugging Face tensors. `RULES` lists them, and
 `LAYOUTS` defines how each kind is split over the tensor-parallel ranks and joined.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,36 +25,53 @@ from slime_tis.trainer.megatron.parallel import Parallel
 
 @dataclass(frozen=True)
 class Layout:
-    """Splits whole tensors of one kind of parameter into tensor-parallel shards, and joins them."""
+    """Splits tensors of one kind of parameter into tensor-parallel shards, and joins them."""
 
     split: Callable[[list[Tensor], int, int, HfConfig], Tensor]
-    """(whole tensors, rank, size, hf_config) → this rank's shard."""
+    """(complete tensors, rank, size, hf_config) → this rank's shard."""
     join: Callable[[list[Tensor], HfConfig], list[Tensor]]
-    """(shards of all ranks, hf_config) → whole tensors."""
+    """(shards of all ranks, hf_config) → complete tensors."""
 
 
 def _split_vocab(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
-    rows = -(-hf.vocab_size // size)
+    """Returns this rank's rows; zeros pad the vocabulary to a multiple of the number of ranks."""
+    rows = math.ceil(hf.vocab_size / size)
     shard = tensors[0][rank * rows : (rank + 1) * rows]
     return torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
 
 
 def _split_qkv(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
-    """Megatron stores, for every key-value group, its query heads, then its key, then its value."""
+    """Returns this rank's key-value groups.
+
+    For each group, Megatron stores its query heads, then its key, then its value.
+    """
     groups = hf.num_key_value_heads
     per_group = [tensor.unflatten(0, (groups, -1)) for tensor in tensors]
     return torch.cat(per_group, 1).chunk(size)[rank].flatten(0, 1)
 
 
 def _join_qkv(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
+    """Returns query, key and value; the inverse of `_split_qkv`."""
     joined = torch.cat(shards).unflatten(0, (hf.num_key_value_heads, -1))
     queries = hf.num_attention_heads // hf.num_key_value_heads
     head = joined.shape[1] // (queries + 2)
     return [tensor.flatten(0, 1) for tensor in joined.split([queries * head, head, head], 1)]
 
 
+def _split_gated(tensors: list[Tensor], rank: int, size: int, hf: HfConfig) -> Tensor:
+    """Returns this rank's rows of the gate projection, then those of the up projection."""
+    shards = [tensor.chunk(size, -2)[rank] for tensor in tensors]
+    return torch.cat(shards, -2)
+
+
 def _join_gated(shards: list[Tensor], hf: HfConfig) -> list[Tensor]:
-    gates, ups = zip(*(shard.chunk(2, -2) for shard in shards), strict=True)
+    """Returns the gate and the up projection; the inverse of `_split_gated`."""
+    gates = []
+    ups = []
+    for shard in shards:
+        gate, up = shard.chunk(2, -2)
+        gates.append(gate)
+        ups.append(up)
     return [torch.cat(gates, -2), torch.cat(ups, -2)]
 
 
@@ -66,10 +85,7 @@ LAYOUTS = {
     ),
     "vocab": Layout(_split_vocab, lambda shards, hf: [torch.cat(shards)[: hf.vocab_size]]),
     "qkv": Layout(_split_qkv, _join_qkv),
-    "gated": Layout(
-        lambda t, rank, size, hf: torch.cat([part.chunk(size, -2)[rank] for part in t], -2),
-        _join_gated,
-    ),
+    "gated": Layout(_split_gated, _join_gated),
 }
 
 # Megatron name (within its layer) → layout, Hugging Face names. transformer-engine fuses a norm
@@ -77,8 +93,18 @@ LAYOUTS = {
 LAYER_RULES: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("replicated", "input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": ("replicated", "input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": ("qkv", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": ("qkv", *(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.linear_qkv.weight": (
+        "qkv",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "self_attention.linear_qkv.bias": (
+        "qkv",
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+    ),
     "self_attention.q_layernorm.weight": ("replicated", "self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": ("replicated", "self_attn.k_norm.weight"),
     "self_attention.linear_proj.weight": ("rows", "self_attn.o_proj.weight"),
@@ -114,7 +140,14 @@ rank."""
 def rule(
     name: str, hf: HfConfig, first_layer: int, first_expert: int = 0
 ) -> tuple[Layout, list[str]]:
-    """The layout and the Hugging Face tensors of a Megatron weight, named as on a rank with this layer and expert."""
+    """Returns the layout of a Megatron weight and the names of its Hugging Face tensors.
+
+    Args:
+        name: Megatron's name, which counts layers and experts from the rank's first one.
+        hf: Configuration of the model.
+        first_layer: The rank's first layer.
+        first_expert: The rank's first routed expert.
+    """
     if name in RULES:
         layout, *sources = RULES[name]
         return LAYOUTS[layout], sources
@@ -135,7 +168,8 @@ class HfTensors:
     """The tensors of a Hugging Face checkpoint directory, read one at a time."""
 
     def __init__(self, directory: str | Path, *, tied: bool) -> None:
-        self.tied, self.files = tied, tensor_files(directory)
+        self.tied = tied
+        self.files = tensor_files(directory)
 
     def __getitem__(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
@@ -158,7 +192,11 @@ class HfTensors:
 
 
 def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> None:
-    """Fills this rank's shard of the model from a Hugging Face checkpoint; ValueError if a tensor is unusable."""
+    """Fills this rank's shard of the model from a Hugging Face checkpoint.
+
+    Raises:
+        ValueError: A tensor is missing, unreadable, not finite, or has another shape.
+    """
     check_tensors(directory, read_model_config(directory))
     tensors = HfTensors(directory, tied=model.hf_config.tie_word_embeddings)
     hf = model.hf_config
@@ -166,10 +204,14 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
     first_expert = _first_expert(model, parallel, parallel.expert_rank)
     for name, parameter in named_weights(model.module).items():
         layout, sources = rule(name, hf, first_layer, first_expert)
-        rank, size = parallel.tensor_rank, parallel.tensor_size
-        if EXPERT.search(name) is not None:
-            rank, size = parallel.expert_tensor_rank, parallel.expert_tensor_size
-        shard = layout.split([tensors[source] for source in sources], rank, size, hf)
+        if EXPERT.search(name) is None:
+            rank = parallel.tensor_rank
+            size = parallel.tensor_size
+        else:
+            rank = parallel.expert_tensor_rank
+            size = parallel.expert_tensor_size
+        complete = [tensors[source] for source in sources]
+        shard = layout.split(complete, rank, size, hf)
         if shard.shape != parameter.shape:
             raise ValueError(
                 f"{directory}: {sources} give {tuple(shard.shape)} for {name}"
@@ -180,37 +222,42 @@ def load_hf_weights(model: Model, directory: str | Path, parallel: Parallel) -> 
 
 
 def named_hf_tensors(model: Model, parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """Streams the model's weights as whole tensors under Hugging Face names; every rank must iterate to the end."""
+    """Streams the model's weights as complete tensors under Hugging Face names.
+
+    A collective: every rank must iterate to the end.
+    """
     weights = named_weights(model.module)
     for stage in range(parallel.pipeline_size):
         mine = stage == parallel.pipeline_rank
         first_layer = stage * (model.config.num_layers // parallel.pipeline_size)
-        for names in parallel.broadcast_from_stage(
-            _gathering_order(weights, parallel) if mine else [], stage
-        ):
+        batches = _gathering_order(weights, parallel) if mine else []
+        for names in parallel.broadcast_from_stage(batches, stage):
             if names == ["output_layer.weight"] and model.hf_config.tie_word_embeddings:
                 continue
-            whole = (
-                _whole([weights[name].detach() for name in names], names[0], model, parallel)
-                if mine
-                else None
-            )
+            complete = None
+            if mine:
+                shards = [weights[name].detach() for name in names]
+                complete = _gather_shards(shards, names[0], model, parallel)
             if parallel.pipeline_size > 1:
-                whole = _broadcast_tensors(whole, stage, parallel)
-            assert whole is not None
-            yield from _under_hf_names(names, whole, model, parallel, first_layer)
+                complete = _broadcast_tensors(complete, stage, parallel)
+            assert complete is not None
+            yield from _under_hf_names(names, complete, model, parallel, first_layer)
 
 
 def named_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """The weights on this rank: parameters, and the biases of routers, which are not trained."""
-    biases = (
-        (name, buffer) for name, buffer in module.named_buffers() if name.endswith(".expert_bias")
-    )
-    return dict([*module.named_parameters(), *biases])
+    """Returns the weights on this rank: parameters, and the biases of routers.
+
+    These biases are buffers, since they are not trained by gradients.
+    """
+    weights: dict[str, Tensor] = dict(module.named_parameters())
+    for name, buffer in module.named_buffers():
+        if name.endswith(".expert_bias"):
+            weights[name] = buffer
+    return weights
 
 
 def copied_weights(module: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of `named_weights`."""
+    """Returns a copy of `named_weights`."""
     return {name: weight.detach().clone() for name, weight in named_weights(module).items()}
 
 
@@ -232,7 +279,10 @@ def replaced_weights(module: torch.nn.Module, weights: dict[str, Tensor]) -> Ite
 
 
 def _gathering_order(weights: dict[str, Tensor], parallel: Parallel) -> list[list[str]]:
-    """The names of this rank's weights: each alone, except experts' weights with the same role, which are batched."""
+    """Returns the names of this rank's weights in the batches in which they are gathered.
+
+    Experts' weights with the same role are gathered together, other weights one by one.
+    """
     by_role: dict[str, list[str]] = {}
     for name in weights:
         by_role.setdefault(EXPERT.sub("*", name), []).append(name)
@@ -244,32 +294,39 @@ def _gathering_order(weights: dict[str, Tensor], parallel: Parallel) -> list[lis
     return batches
 
 
-def _whole(shards: list[Tensor], name: str, model: Model, parallel: Parallel) -> list[Tensor]:
-    """The Hugging Face tensors [weights, …] of this rank's shards: one weight, or one for each expert of all ranks."""
+def _gather_shards(
+    shards: list[Tensor], name: str, model: Model, parallel: Parallel
+) -> list[Tensor]:
+    """Returns the Hugging Face tensors [weights, …] that consist of these shards on all ranks.
+
+    `weights` is 1, or the number of experts on all ranks for a batch of experts' weights. `name` is
+    the name of the first shard.
+    """
     layout, _ = rule(name, model.hf_config, 0)
     if EXPERT.search(name) is None:
-        gathered = (
-            shards
-            if layout is LAYOUTS["replicated"]
-            else _all_gather(shards[0], parallel.tensor_group)
-        )
+        gathered = shards
+        if layout is not LAYOUTS["replicated"]:
+            gathered = _all_gather(shards[0], parallel.tensor_group)
         return [tensor[None] for tensor in layout.join(gathered, model.hf_config)]
-    stacked = layout.join(
-        _all_gather(torch.stack(shards), parallel.expert_tensor_group), model.hf_config
-    )
+    gathered = _all_gather(torch.stack(shards), parallel.expert_tensor_group)
+    stacked = layout.join(gathered, model.hf_config)
     return [torch.cat(_all_gather(tensor, parallel.expert_group)) for tensor in stacked]
 
 
 def _under_hf_names(
-    names: Sequence[str], whole: list[Tensor], model: Model, parallel: Parallel, first_layer: int
+    names: Sequence[str], tensors: list[Tensor], model: Model, parallel: Parallel, first_layer: int
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor of `_gather_shards` with its name, in the order of experts' owners."""
     owners = 1 if EXPERT.search(names[0]) is None else parallel.expert_size
     for index, (owner, name) in enumerate(product(range(owners), names)):
-        _, targets = rule(name, model.hf_config, first_layer, _first_expert(model, parallel, owner))
-        yield from zip(targets, (tensor[index] for tensor in whole), strict=True)
+        first_expert = _first_expert(model, parallel, owner)
+        _, targets = rule(name, model.hf_config, first_layer, first_expert)
+        for target, tensor in zip(targets, tensors, strict=True):
+            yield target, tensor[index]
 
 
 def _first_expert(model: Model, parallel: Parallel, owner: int) -> int:
+    """Returns the first routed expert of expert-parallel rank `owner`; 0 for a dense model."""
     return owner * ((model.config.num_moe_experts or 0) // parallel.expert_size)
 
 
@@ -286,11 +343,12 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def _broadcast_tensors(
     tensors: list[Tensor] | None, stage: int, parallel: Parallel
 ) -> list[Tensor]:
-    described = parallel.broadcast_from_stage([(t.shape, t.dtype) for t in tensors or []], stage)
-    device = parallel.device
-    tensors = tensors or [
-        torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described
-    ]
+    """Returns the tensors of pipeline stage `stage`; `tensors` is None on the other stages."""
+    sizes = [(tensor.shape, tensor.dtype) for tensor in tensors or []]
+    sizes = parallel.broadcast_from_stage(sizes, stage)
+    if tensors is None:
+        device = parallel.device
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:
         dist.broadcast(tensor, group=parallel.pipeline_group, group_src=stage)

@@ -1,4 +1,7 @@
-"""Writes a Hugging Face checkpoint directory with the configuration and tokenizer of another checkpoint."""
+"""Writes a Hugging Face checkpoint directory.
+
+Its configuration and tokenizer are those of another checkpoint.
+"""
 
 import json
 import shutil
@@ -20,11 +23,17 @@ SHARD_BYTES = 5 * 2**30
 
 
 def side_files(directory: Path) -> list[Path]:
-    """Returns the files that `write_hf_checkpoint` copies: `SIDE_FILES` without hidden files and weight indices."""
-    files = [path for path in directory.iterdir() if path.is_file() and path.suffix in SIDE_FILES]
-    return sorted(
-        file for file in files if file.name[0] != "." and not file.name.endswith(".index.json")
-    )
+    """Returns the files that `write_hf_checkpoint` copies, sorted.
+
+    These are `SIDE_FILES` without hidden files and indices of weights.
+    """
+    files = []
+    for path in directory.iterdir():
+        is_hidden = path.name.startswith(".")
+        is_index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in SIDE_FILES and not is_hidden and not is_index:
+            files.append(path)
+    return sorted(files)
 
 
 def write_hf_checkpoint(
@@ -32,9 +41,10 @@ def write_hf_checkpoint(
 ) -> None:
     """Writes a checkpoint that transformers, SGLang and other readers of safetensors load.
 
-    Args: directory: Existing directory without weights. named_tensors: Tensors by Hugging Face
-        name, consumed lazily; after an OSError the caller must exhaust them if
-            iterating is a collective.
+    Args:
+        directory: Existing directory without weights.
+        named_tensors: Tensors by Hugging Face name, consumed lazily; after an OSError the caller
+            must exhaust them if iterating is a collective.
         like: Checkpoint whose configuration and tokenizer are copied; config.json gets the `dtype`
             of the matrices.
         shard_bytes: Maximum size of a file of weights, except for a single larger tensor.
@@ -49,23 +59,24 @@ def write_hf_checkpoint(
     for name, tensor in named_tensors:
         if shard and size + tensor.nbytes > shard_bytes:
             shards.append(_write_shard(directory, len(shards), shard))
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-        (matrix_dtypes if tensor.dim() > 1 else vector_dtypes).add(tensor.dtype)
-        del tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+        dtypes = matrix_dtypes if tensor.dim() > 1 else vector_dtypes
+        dtypes.add(tensor.dtype)
+        del tensor  # frees it on the GPU before the next one is gathered
     shards.append(_write_shard(directory, len(shards), shard))
     _name_shards(directory, shards, total)
-    dtypes = (
-        matrix_dtypes or vector_dtypes
-    )  # vectors may be more precise: the biases of routers are in float32
+    # vectors may be more precise: the biases of routers are in float32
+    dtypes = matrix_dtypes or vector_dtypes
     if len(dtypes) == 1:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        path = directory / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)  # the field's name before transformers 4.56
         config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        (directory / "config.json").write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
-        )
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> list[str]:
@@ -78,14 +89,18 @@ def _write_shard(directory: Path, index: int, tensors: dict[str, Tensor]) -> lis
 
 
 def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
-    """Renames the files to names with the number of files, and writes the index of several files."""
+    """Gives the files their final names, and writes the index if there are several.
+
+    The names contain the number of files, which was unknown while they were written.
+    """
     if len(shards) == 1:
         _partial(directory, 0).rename(directory / SINGLE)
         return
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, file in enumerate(files):
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         _partial(directory, i).rename(directory / file)
-    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
