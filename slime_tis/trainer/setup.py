@@ -73,12 +73,15 @@ class Process:
     opened: ExitStack
 
     def close_at_end(self, resource: RolloutEngine | Reporter | TrainDump) -> None:
-        """Closes it after the run, also after an error, which takes precedence over an error of `close`."""
+        """Closes a resource after the run.
+
+        If the run ends with an error, that error takes precedence over an error of `close`.
+        """
 
         def close(kind: type[BaseException] | None, *_: object) -> None:
-            with (
-                suppress(OSError) if kind is not None else nullcontext()
-            ):  # the disk may be what failed
+            # after an error, which may be a full disk, `close` must not hide that error
+            guard = nullcontext() if kind is None else suppress(OSError)
+            with guard:
                 resource.close()
 
         self.opened.push(close)
@@ -126,7 +129,10 @@ class Run:
     """Metrics of finished optimizer steps that are not logged yet."""
 
     def health_state(self) -> HealthState:
-        """Returns the counters of the health warnings after all steps, also those that are not logged yet."""
+        """Returns the counters of the health warnings after all steps.
+
+        These include steps that are not logged yet.
+        """
         health = copy.deepcopy(self.health)
         for row in self.unreported:
             health.check(row)
@@ -233,7 +239,8 @@ def refusing_prompts() -> Iterator[None]:
 def load_data(process: Process, resumed: TrainerState | None) -> Data:
     """Loads the tokenizer and the prompts, and checks that every prompt can be scored."""
     arguments = process.arguments
-    rollout, tokenizer = arguments.rollout, load_tokenizer(arguments.megatron.hf_checkpoint)
+    rollout = arguments.rollout
+    tokenizer = load_tokenizer(arguments.megatron.hf_checkpoint)
     sizes = prompt_sizes(arguments.megatron, rollout)
     dataset: PromptDataset | CustomDataSource
     with refusing_prompts():
@@ -302,7 +309,7 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
         timer=process.timer,
-        # one rank of several cannot stop alone
+        # a single rank must not stop on its own
         check_interrupts=process.interrupts.check if parallel.size == 1 else lambda: None,
     )
     return Learner(
@@ -383,7 +390,10 @@ def build_sampler(process: Process, data: Data, weights: PolicyWeights) -> Rollo
 def build_engine_check(
     process: Process, data: Data, weights: PolicyWeights, resumed: TrainerState | None
 ) -> EngineCheck:
-    """Builds the comparison of both engines; a resumed run and one that only samples, or does not, make none."""
+    """Builds the comparison of both engines.
+
+    It is skipped when resuming, for debug rollouts and for loaded rollouts.
+    """
     arguments = process.arguments
     rollout, loop = arguments.rollout, arguments.loop
     is_made = (

@@ -1,10 +1,11 @@
-"""The policy's weights on their way to the rollout engine, and whether they arrive (`--check-weight-sync`).
+"""Sends the policy's weights to the rollout engine, and checks their arrival.
 
-Three checks follow every update, from the most exact to the most general:
+With `--check-weight-sync`, three checks follow every update, from the most exact to the most
+general:
 
     tensors    each copy of the weights contains the sent values, if the engine can read its weights
-    movement   the probe's log-probs moved as in training                  mean |Δr| is not far below mean |Δn|
-    gap        the probe's log-probs are near the training engine's        gap = mean |r − n|
+    movement   the probe's log-probs moved as in training:  mean |Δr| is not far below mean |Δn|
+    gap        the probe's log-probs are near the training engine's:  gap = mean |r − n|
 
 n are the probe's log-probs of the training engine, r of the rollout engine, and Δ is the change
 since the last update. An engine that misses an update has Δr = 0, also if rounding and kernels
@@ -14,6 +15,7 @@ cause a gap at every update.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -29,8 +31,10 @@ from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.options.rollout import RolloutConfig
 
-PROBE_PROMPTS, PROBE_TOKENS = 64, 512
-"""Number of prompts in the probe, and its length in tokens."""
+PROBE_PROMPTS = 64
+"""Largest number of prompts in the probe."""
+PROBE_TOKENS = 512
+"""Largest length of the probe, in tokens."""
 MIN_TOKENS = 16
 """Shortest probe whose movement is checked, in tokens."""
 MIN_RECEIVED = 0.5
@@ -77,10 +81,20 @@ class SyncCheck:
 
 
 def max_gap(trains_in: Precision, samples_in: Precision | None, tokens: int) -> float:
-    """Returns the largest mean |r − n| over this number of tokens that precision explains; None counts as fp8."""
-    return MAX_GAP[coarser(trains_in, samples_in or "fp8")] * (
-        1 + SHORT_PROBE_MARGIN / math.sqrt(tokens)
-    )
+    """Returns the largest mean |r − n| that the precisions of the two engines explain.
+
+        MAX_GAP[the coarser precision] · (1 + SHORT_PROBE_MARGIN / √tokens)
+
+    Args:
+        trains_in: Precision of the training engine.
+        samples_in: Precision of the rollout engine; None, if it is unknown, counts as fp8.
+        tokens: Number of tokens in the mean.
+
+    Returns:
+        The bound in nats per token.
+    """
+    precision = coarser(trains_in, samples_in or "fp8")
+    return MAX_GAP[precision] * (1 + SHORT_PROBE_MARGIN / math.sqrt(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +106,17 @@ class Comparison:
     gap_before: float = math.nan
     """Mean |r − n'| to the training engine at the previous check."""
     movement: float = math.nan
+    """Mean |Δn|, in nats per token; NaN at the first check, as the fields below."""
     movement_received: float = math.nan
+    """Mean |Δr|, in nats per token."""
     received: float = math.nan
     """⟨Δr, Δn⟩ / ⟨Δn, Δn⟩; NaN also if nothing moved."""
 
     def is_missed(self, share: float = 1.0) -> bool:
-        """Returns whether only training's log-probs moved, if this share of the update survived rounding."""
+        """Returns whether only training's log-probs moved.
+
+        `share` of the update survived rounding, so that at least this share of the movement is due.
+        """
         return self.movement_received < MIN_MOVEMENT * share * self.movement
 
 
@@ -116,21 +135,22 @@ class PolicyWeights:
     def connect(
         self, sampler: RolloutEngine, prompts: Sequence[Prompt], context_len: int | None
     ) -> None:
-        """Sets the receiver; `prompts` make the probe, and `context_len` limits its tokens."""
+        """Sets the receiver.
+
+        Args:
+            sampler: The rollout engine.
+            prompts: Of the training data; the probe consists of some of them.
+            context_len: Context of the model in tokens, which limits the probe; None if unlimited.
+        """
         rounder = WeightRounder(self.config.weight_update_rounding, self.megatron.seed)
         checks = self.config.check_weight_sync
-        self.sampler, self.updates = (
-            sampler,
-            WeightUpdates(rounder, sampler.weight_precision, samples_all=checks),
-        )
+        self.sampler = sampler
+        self.updates = WeightUpdates(rounder, sampler.weight_precision, samples_all=checks)
         if checks:
-            limits = [
-                limit
-                for limit in (PROBE_TOKENS, context_len, sampler.max_context_len)
-                if limit is not None
-            ]
+            limits = (PROBE_TOKENS, context_len, sampler.max_context_len)
+            probe_len = min(limit for limit in limits if limit is not None)
             self.check = SyncCheck(
-                probe=make_probe(prompts, min(limits)),
+                probe=make_probe(prompts, probe_len),
                 bound=self.config.weight_sync_bound,
                 trains_in=self.megatron.precision,
             )
@@ -140,7 +160,10 @@ class PolicyWeights:
         return self.learner.step
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yields the current weights, rounded for the rollout engine, by Hugging Face name; a collective."""
+        """Yields the current weights by Hugging Face name, rounded for the rollout engine.
+
+        A collective.
+        """
         return self.updates.source(self.learner.engine.named_hf_tensors, self.version())()
 
     def send(self) -> dict[str, float]:
@@ -156,22 +179,42 @@ class PolicyWeights:
 
     @property
     def are_loaded_by_the_engine(self) -> bool:
-        """Whether the rollout engine has loaded exactly the weights to train, so that no first update is needed."""
+        """Whether the rollout engine has loaded exactly the weights to train.
+
+        Then no update is needed before the first rollout.
+        """
         precisions = {self.config.rollout_precision, self.megatron.precision}
         return self.config.rollout_engine == "local" and precisions == {"fp32"}
 
 
 def make_probe(prompts: Sequence[Prompt], limit: int = PROBE_TOKENS) -> tuple[int, ...]:
-    """Returns the token ids of the longest prompt and of other distinct prompts: two to `limit` tokens."""
-    texts = dict.fromkeys(tuple(prompt.token_ids) for prompt in prompts[:PROBE_PROMPTS])
-    probe: tuple[int, ...] = sum(dict.fromkeys([max(texts, key=len), *texts]), ())[:limit]
-    return probe if len(probe) > 1 else probe * 2
+    """Returns the token ids of the longest prompt and of other distinct prompts.
+
+    These are two to `limit` tokens.
+    """
+    texts = [tuple(prompt.token_ids) for prompt in prompts[:PROBE_PROMPTS]]
+    longest = max(texts, key=len)
+    distinct = dict.fromkeys([longest, *texts])  # a set that keeps the order
+    probe = tuple(chain(*distinct))[:limit]
+    if len(probe) == 1:  # a log-prob needs a token before it
+        return probe * 2
+    return probe
 
 
 def check_weight_sync(
     engine: TrainingEngine, sampler: RolloutEngine, check: SyncCheck, updates: WeightUpdates
 ) -> dict[str, float]:
-    """Compares the rollout engine with the sent tensors and with the training engine after an update; a collective."""
+    """Compares the rollout engine with the sent tensors and with the training engine.
+
+    A collective, after every update.
+
+    Returns:
+        Metrics of the copy of the weights with the largest gap.
+
+    Raises:
+        ValueError: A copy of the weights differs from the sent ones, its log-probs are too far
+            from the training engine's, or did not follow their movement.
+    """
     after = f"parameter-sync error: after the update to step {sampler.weight_version}"
     for copy, names in sampler.wrong_weights(updates.sent_rows()).items():
         count = engine.parallel.largest(len(names))
@@ -181,24 +224,20 @@ def check_weight_sync(
                 f"{after} {count} tensors of {copy} differ from the sent tensors{first}."
             )
     precision, share = _expectation(engine, updates, check.trains_in)
-    bound = (
-        max_gap(check.trains_in, precision, len(check.probe) - 1)
-        if check.bound is None
-        else check.bound
-    )
+    bound = check.bound
+    if bound is None:
+        bound = max_gap(check.trains_in, precision, len(check.probe) - 1)
+    context_rank = engine.parallel.context_rank
+    context_size = engine.parallel.context_size
     trained_L: Tensor | None = None
     received_L: dict[str, Tensor] = {}
     comparisons: list[Comparison] = []
     for copy, log_probs in sampler.prompt_log_probs(check.probe).items():
-        count, context = (
-            len(log_probs),
-            (
-                engine.parallel.context_rank,
-                engine.parallel.context_size,
-            ),
+        count = len(log_probs)
+        batch = make_batch(
+            [check.probe], [[1] * count], [log_probs], [[0] * count], context_rank, context_size
         )
-        batch = make_batch([check.probe], [[1] * count], [log_probs], [[0] * count], *context)
-        if trained_L is None:
+        if trained_L is None:  # the same for every copy
             with engine.at_temperature(1.0):
                 trained_L = engine.log_probs(batch, [[0]])
         received_L[copy] = batch.responses.rollout_log_probs_L.to(trained_L)
@@ -223,7 +262,8 @@ def check_weight_sync(
                 f" average in training and by {comparison.movement_received:.3g} in {copy}; check"
                 " that it applies every update."
             )
-    check.trained_L, check.received_L = trained_L, received_L
+    check.trained_L = trained_L
+    check.received_L = received_L
     if not comparisons:
         return {}
     worst = asdict(max(comparisons, key=lambda comparison: comparison.gap))
@@ -239,12 +279,17 @@ def _expectation(
     or training is the coarser of the two, so that its noise moves the probe further than the
     update. Ranks that send nothing know neither value and get both from the others.
     """
-    precision, received = updates.precision, 0.0
-    level = 0 if precision is None else 1 + COARSENESS.index(precision)
-    if precision is not None and updates.moved and coarser(trains_in, precision) == precision:
-        received = updates.metrics().get("rollout/update_received", 1.0)
+    precision = updates.precision
+    level = 0  # on a rank that sends nothing
+    received = 0.0
+    if precision is not None:
+        level = 1 + COARSENESS.index(precision)
+        if updates.moved and coarser(trains_in, precision) == precision:
+            received = updates.metrics().get("rollout/update_received", 1.0)
     level = engine.parallel.largest(level)
-    share = engine.parallel.largest(round(1000 * min(max(received, 0.0), 1.0))) / 1000
+    # `largest` compares integers: thousandths are fine enough
+    thousandths = round(1000 * min(max(received, 0.0), 1.0))
+    share = engine.parallel.largest(thousandths) / 1000
     return (COARSENESS[level - 1] if level else None), share
 
 
@@ -255,24 +300,35 @@ def compare(
     earlier_L: Tensor | None,
     trained_earlier_L: Tensor | None,
 ) -> Comparison:
-    """Compares r of a copy of the weights with n on all ranks, now and at the previous check if any; a collective."""
+    """Compares the log-probs of a copy of the weights with the training engine's; a collective.
+
+    Args:
+        parallel: The ranks, which own slices of the probe.
+        received_L: r, this rank's slice.
+        trained_L: n, this rank's slice.
+        earlier_L: r at the previous check; None if there was none.
+        trained_earlier_L: n at the previous check; None if there was none.
+
+    Returns:
+        The comparison over all ranks' slices, equal on every rank.
+    """
     values = {"gap": math.nan}
     if parallel.is_last_stage:
 
         def total(*terms: Tensor) -> list[float]:
+            """Returns the sum of each term over the probe, which every data-parallel rank has."""
             sums = torch.stack([term.double().sum() for term in terms])
-            return [
-                value / parallel.data_size for value in parallel.ranks.all_reduce(sums).tolist()
-            ]
+            over_ranks: list[float] = parallel.ranks.all_reduce(sums).tolist()
+            return [value / parallel.data_size for value in over_ranks]
 
-        r, n = received_L.double(), trained_L.double()
+        r = received_L.double()
+        n = trained_L.double()
         tokens, distance = total(torch.ones_like(n), (r - n).abs())
         values["gap"] = math.inf if math.isnan(distance) else distance / tokens
         if trained_earlier_L is not None:
-            dn = n - trained_earlier_L.double()
-            before, moved, square = total(
-                (r - trained_earlier_L.double()).abs(), dn.abs(), dn.square()
-            )
+            n_before = trained_earlier_L.double()
+            dn = n - n_before
+            before, moved, square = total((r - n_before).abs(), dn.abs(), dn.square())
             values |= {"gap_before": before / tokens, "movement": moved / tokens}
             if earlier_L is not None:
                 dr = r - earlier_L.double()

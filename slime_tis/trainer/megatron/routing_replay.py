@@ -1,7 +1,8 @@
 """Routing replay: mixture-of-experts layers send tokens to recorded experts.
 
     I_t = experts that the rollout engine chose (R3), or this engine's pass for log π_old (R2)
-    g_i = softmax over i ∈ I_t of the current router's logits   (or the model's other function of the logits at I_t)
+    g_i = softmax over i ∈ I_t of the current router's logits
+          (or the model's other function of the logits at I_t)
     y_t = Σ_{i ∈ I_t} g_i E_i(x_t)
 
 The weights g are the current router's, so that the gradient reaches router and hidden states.
@@ -10,21 +11,22 @@ through:
 
     g_i := g̃_i + (g_i − stopgrad(g_i))
 
-Sources: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", Ma et
-    al.
-(https://arxiv.org/abs/2510.11370), eq. 5 and 6 (R3); "Group Sequence Policy Optimization", Zheng et
-al. (https://arxiv.org/abs/2507.18071), section 5.3 (R2); the straight-through estimator:
-"Estimating or Propagating Gradients Through Stochastic Neurons", Bengio et al.
-(https://arxiv.org/abs/1308.3432).
+Sources:
+    R3: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers",
+        Ma et al. (https://arxiv.org/abs/2510.11370), eq. 5 and 6.
+    R2: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071),
+        section 5.3.
+    The straight-through estimator: "Estimating or Propagating Gradients Through Stochastic
+        Neurons", Bengio et al. (https://arxiv.org/abs/1308.3432).
 
-Shapes: suffix _T the tokens of a micro-batch that this rank's routers see, _TK with k experts each,
-    _TE with all of
-them.
+Shapes: suffix _T the tokens of a micro-batch that this rank's routers see, _TK their k experts,
+_TE all experts.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,9 +56,9 @@ class MicroBatchRouting:
     is_fed_T: Tensor
     """bool: tokens that are followed by another token of their sequence."""
     is_recorded_T: Tensor
-    """bool: of these, tokens with a record in `experts`."""
+    """bool: tokens of `is_fed_T` with a record in `experts`."""
     differs_T: Tensor
-    """bool, set by the layers: tokens for which a router would have chosen another set than
+    """bool, set by the layers: tokens for which a router would not have chosen the set in
     `experts`."""
     taken: Tensor | None
     """int16 [T, layers, k], set by the layers: the experts of every token; None if they are not
@@ -72,7 +74,8 @@ class LayerReplay:
     """
 
     def __init__(self, routing: "RoutingReplay", index: int) -> None:
-        self._routing, self._index = routing, index
+        self._routing = routing
+        self._index = index
         self._current: MicroBatchRouting | None = None
         self.to_recompute: deque[MicroBatchRouting | None] = deque()
         """The micro-batches that ran without gradient, and will run again with it."""
@@ -85,21 +88,36 @@ class LayerReplay:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Scores [T, k] and experts [T, k] of every token, given scores [T, experts] and the router's choice."""
+        """Returns the scores [T, k] and the experts [T, k] of every token.
+
+        The signature is that of megatron-core's `RouterReplay`.
+
+        Args:
+            scores: Of all experts, [T, experts].
+            topk: Number of experts per token, k.
+            num_groups: Groups of experts from which some models choose; None without groups.
+            group_topk: Groups per token.
+            compute_topk: Returns the scores and the experts that the router chooses.
+        """
         recomputes = torch.is_grad_enabled() and bool(self.to_recompute)
-        self._current = current = (
-            self.to_recompute.popleft() if recomputes else self._routing.current
-        )
+        current = self.to_recompute.popleft() if recomputes else self._routing.current
+        self._current = current
         if self._routing.trains and not torch.is_grad_enabled():
             self.to_recompute.append(current)
         values, chosen = compute_topk(scores, topk, num_groups, group_topk)
         if current is None:
             return values, chosen
-        recorded = chosen if current.experts is None else current.experts[:, self._index].long()
-        taken = torch.where(recorded >= 0, recorded, chosen) if self._routing.replays else chosen
-        if not recomputes:
+        recorded = chosen
+        if current.experts is not None:
+            recorded = current.experts[:, self._index].long()
+        taken = chosen
+        if self._routing.replays:
+            taken = torch.where(recorded >= 0, recorded, chosen)
+        if not recomputes:  # count each token once
             self._note(current, taken, chosen, recorded)
-        return (values, chosen) if current.experts is None else (scores.gather(1, taken), taken)
+        if current.experts is None:
+            return values, chosen
+        return scores.gather(1, taken), taken
 
     def combine(
         self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor]
@@ -114,10 +132,9 @@ class LayerReplay:
         ):
             return None
         router_TE, routing_map = output
-        weights_TK, experts_TK = (
-            current.weights[:, self._index].to(router_TE),
-            current.experts[:, self._index].long(),
-        )
+        weights_TK = current.weights[:, self._index].to(router_TE)
+        experts_TK = current.experts[:, self._index].long()
+        # tokens without a record have expert -1 and weight NaN: they keep the router's weights
         replayed_TE = torch.zeros_like(router_TE).scatter(1, experts_TK.clamp_min(0), weights_TK)
         value_TE = torch.where(weights_TK[:, :1].isnan(), router_TE.detach(), replayed_TE)
         return value_TE + (router_TE - router_TE.detach()), routing_map
@@ -126,22 +143,26 @@ class LayerReplay:
     def _note(
         self, current: MicroBatchRouting, taken: Tensor, chosen: Tensor, recorded: Tensor
     ) -> None:
+        """Writes the layer's experts into the record, and counts loads and differences."""
         if current.taken is not None:
             current.taken[:, self._index] = taken
         counts = self._routing.counts
         fed_TK = current.is_fed_T[:, None].expand_as(taken)
         counts[self._index].scatter_add_(0, taken.flatten(), fed_TK.flatten().to(counts))
         if current.experts is not None:
-            differs_T = current.is_recorded_T & (
-                recorded.sort(-1).values != chosen.sort(-1).values
-            ).any(-1)
+            # sets are compared: the order of a token's experts has no effect
+            is_other_set_T = (recorded.sort(-1).values != chosen.sort(-1).values).any(-1)
+            differs_T = current.is_recorded_T & is_other_set_T
             counts[self._index, -2] += current.is_recorded_T.sum()
             counts[self._index, -1] += differs_T.sum()
             current.differs_T.logical_or_(differs_T)
 
 
 class RoutingReplay:
-    """Replays, records and counts the routing of this rank's sparse layers; a dense model has none."""
+    """Replays, records and counts the routing of this rank's sparse layers.
+
+    A dense model has none; then `sizes` is None and every method does nothing.
+    """
 
     def __init__(
         self,
@@ -152,25 +173,24 @@ class RoutingReplay:
         sequence_parallel: bool,
     ) -> None:
         self.current: MicroBatchRouting | None = None
-        self.trains, self.replays = False, True
+        self.trains = False
+        self.replays = True
         self.counts = torch.zeros(0)
         """float64 [layers, experts + 2] of a pass: tokens of each expert, tokens with recorded
         experts, and tokens with recorded experts for which the router chooses another set."""
-        self.sizes, self._parallel, self._splits = (
-            sizes,
-            parallel,
-            sequence_parallel and parallel.tensor_size > 1,
-        )
+        self.sizes = sizes
+        self._parallel = parallel
+        self._splits = sequence_parallel and parallel.tensor_size > 1
         self._record: RoutingRecord | None = None
         self._source: Sequence[Tensor] | None = None
         self._compared: list[tuple[Tensor, Tensor]] = []
         routers = [child for child in module.modules() if isinstance(child, MoeRouter)]
         self._layers = [LayerReplay(self, index) for index in range(len(routers))]
-        self._layer_indices = (
-            []
-            if sizes is None
-            else [sizes.layers.index(router.layer_number - 1) for router in routers]
-        )
+        self._layer_indices: list[int] = []
+        if sizes is not None:  # megatron-core counts layers from 1
+            self._layer_indices = [
+                sizes.layers.index(router.layer_number - 1) for router in routers
+            ]
         for router, layer in zip(routers, self._layers, strict=True):
             router.router_replay = layer
             router.register_forward_hook(layer.combine)
@@ -183,14 +203,28 @@ class RoutingReplay:
         record: RoutingRecord | None = None,
         source: RoutingRecord | None = None,
     ) -> None:
-        """Prepares for a pass; `source`, the record of another pass, is replayed instead of the batch's experts."""
-        self.trains, self.replays, self._record, self._source = trains, replays, record, source
-        self.current, self._compared = None, []
+        """Prepares for a pass.
+
+        Args:
+            trains: Whether a backward pass follows.
+            replays: False to let the routers choose, and only count differences.
+            record: Gets the experts used in each micro-batch.
+            source: Record of another pass, replayed instead of the batch's experts.
+        """
+        self.trains = trains
+        self.replays = replays
+        self._record = record
+        self._source = source
+        self.current = None
+        self._compared = []
         for layer in self._layers:
             layer.to_recompute.clear()
         if self.sizes is not None:
-            shape, device = (len(self._layers), self.sizes.num_experts + 2), self._parallel.device
-            self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
+            self.counts = torch.zeros(
+                (len(self._layers), self.sizes.num_experts + 2),
+                dtype=torch.float64,
+                device=self._parallel.device,
+            )
 
     def fill(self, micro: MicroBatch) -> None:
         """Sets the routing of the micro-batch whose forward pass comes next."""
@@ -198,19 +232,21 @@ class RoutingReplay:
             return
         rows = slice(None)
         if self._splits:
+            # sequence parallelism: each tensor-parallel rank routes its share of the tokens
             size = len(micro.is_fed_T) // self._parallel.tensor_size
-            rows = slice(self._parallel.tensor_rank * size, (self._parallel.tensor_rank + 1) * size)
-        is_fed_T = is_recorded_T = micro.is_fed_T[rows]
+            start = self._parallel.tensor_rank * size
+            rows = slice(start, start + size)
+        is_fed_T = micro.is_fed_T[rows]
+        is_recorded_T = is_fed_T
         if self._source is not None:
             experts: Tensor | None = self._source[len(self._compared)]
         else:
             experts = self._of_layers(micro.routed_experts, rows)
             recorded = micro.routed_experts
-            is_recorded_T = (
-                torch.zeros_like(is_fed_T)
-                if recorded is None
-                else is_fed_T & (recorded[rows, 0, 0] >= 0)
-            )
+            if recorded is None:
+                is_recorded_T = torch.zeros_like(is_fed_T)
+            else:  # a token has a record in all layers or in none
+                is_recorded_T = is_fed_T & (recorded[rows, 0, 0] >= 0)
         taken = None
         if self._record is not None:
             shape = (len(is_fed_T), len(self._layers), self.sizes.top_k)
@@ -227,57 +263,63 @@ class RoutingReplay:
         self._compared.append((is_recorded_T, self.current.differs_T))
 
     def end(self) -> None:
-        """Ends a pass."""
-        self.current, self.trains = None, False
+        """Ends a pass.
+
+        Raises:
+            RuntimeError: A layer has not recomputed every micro-batch, so replay was out of step.
+        """
+        self.current = None
+        self.trains = False
         if any(layer.to_recompute for layer in self._layers):
             raise RuntimeError("routing replay: a layer has not recomputed every micro-batch")
 
     def metrics(self) -> dict[str, float]:
-        """Loads and differences of the last pass over all ranks, see docs/metrics.md; a collective."""
+        """Returns loads and differences of the last pass over all ranks; a collective.
+
+        docs/metrics.md describes them.
+        """
         if self.sizes is None:
             return {}
-        parallel, counts = self._parallel, self.counts
-        layers = torch.zeros(
-            len(self.sizes.layers), self.sizes.num_experts + 2, dtype=torch.float64
-        )
+        parallel = self._parallel
+        shape = (len(self.sizes.layers), self.sizes.num_experts + 2)
+        layers = torch.zeros(shape, dtype=torch.float64)
         in_any_layer = torch.zeros(2, dtype=torch.float64)
         recorded_T, differs_T = self._in_any_layer()
-        if (
-            self._splits or parallel.tensor_rank == 0
-        ):  # else all tensor-parallel ranks see the same tokens
-            layers[self._layer_indices] = counts.cpu()
+        # without sequence parallelism all tensor-parallel ranks see the same tokens: count them once
+        if self._splits or parallel.tensor_rank == 0:
+            layers[self._layer_indices] = self.counts.cpu()
             if parallel.is_last_stage:
                 in_any_layer = torch.stack([recorded_T.sum(), differs_T.sum()]).double().cpu()
         summed = torch.cat([layers.flatten(), in_any_layer]).to(parallel.device)
         if parallel.size > 1:
             dist.all_reduce(summed)
-        layers, (any_recorded, any_differs) = (
-            summed[:-2].view_as(layers).cpu(),
-            summed[-2:].tolist(),
-        )
+        layers = summed[:-2].view_as(layers).cpu()
+        any_recorded, any_differs = summed[-2:].tolist()
         metrics = {}
-        load, (recorded, differing) = layers[:, :-2], layers[:, -2:].T
+        load = layers[:, :-2]
+        recorded, differing = layers[:, -2:].T
         if bool((load.sum(1) > 0).all()):
             share = load / load.sum(1, keepdim=True)
             metrics = {"expert_load_max": float(share.max()), "expert_load_min": float(share.min())}
         if any_recorded:
             metrics["routing_difference"] = any_differs / any_recorded
-            for layer, of_layer in zip(
-                self.sizes.layers, (differing / recorded).tolist(), strict=True
-            ):
-                metrics[f"routing_difference/layer_{layer}"] = of_layer
+            per_layer = (differing / recorded).tolist()
+            for layer, difference in zip(self.sizes.layers, per_layer, strict=True):
+                metrics[f"routing_difference/layer_{layer}"] = difference
         return metrics
 
     def _of_layers(self, values: Tensor | None, rows: slice) -> Tensor | None:
         return None if values is None else values[rows][:, self._layer_indices]
 
     def _in_any_layer(self) -> tuple[Tensor, Tensor]:
-        """Bool over this rank's tokens: with a record, and with a difference in any layer."""
-        recorded_T, differs_T = (torch.cat(masks) for masks in zip(*self._compared, strict=True))
+        """Returns bools over this rank's tokens: with a record, with a difference in any layer."""
+        recorded, differs = zip(*self._compared, strict=True)
+        recorded_T = torch.cat(recorded)
+        differs_T = torch.cat(differs)
         if self._parallel.pipeline_size > 1:
-            differs = differs_T.to(torch.uint8)
-            dist.all_reduce(differs, dist.ReduceOp.MAX, self._parallel.pipeline_group)
-            differs_T = differs > 0
+            bytes_T = differs_T.to(torch.uint8)
+            dist.all_reduce(bytes_T, dist.ReduceOp.MAX, self._parallel.pipeline_group)
+            differs_T = bytes_T > 0
         return recorded_T, differs_T
 
 
@@ -288,8 +330,9 @@ sample."""
 
 def drop_routing(groups: Sequence[Sequence[Sample]]) -> None:
     """Removes the experts of samples, and their weights."""
-    for sample in (sample for group in groups for sample in group):
-        sample.rollout_routed_experts = sample.rollout_routing_weights = None
+    for sample in chain(*groups):
+        sample.rollout_routed_experts = None
+        sample.rollout_routing_weights = None
 
 
 def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> None:
@@ -299,26 +342,26 @@ def receive_routing(parallel: Parallel, shares: Sequence[Sequence[Sample]]) -> N
     """
     if parallel.size == 1:
         return
-    values = [
-        [(sample, name, getattr(sample, name)) for sample in share for name in FIELDS]
-        for share in shares
-    ]
-    box = [
-        [
-            [None if value is None else (value.shape, value.dtype) for *_, value in share]
-            for share in values
-        ]
-    ]
+    slots = []  # of every value: data-parallel rank, sample, field
+    for data_rank, share in enumerate(shares):
+        for sample in share:
+            slots += [(data_rank, sample, name) for name in FIELDS]
+    descriptions: list[tuple[torch.Size, torch.dtype] | None] = []
+    for _, sample, name in slots:
+        value = getattr(sample, name)
+        descriptions.append(None if value is None else (value.shape, value.dtype))
+    # only rank 0 has the values: the other ranks learn from it which ones exist. One object in a
+    # list, because every object is sent in a message of its own.
+    box = [descriptions]
     dist.broadcast_object_list(box, src=0)
-    for data_rank, (share, descriptions) in enumerate(zip(values, box[0], strict=True)):
-        for (sample, name, value), description in zip(share, descriptions, strict=True):
-            if parallel.is_main:
-                if description is not None:
-                    _pass_on(parallel, data_rank, value.contiguous().flatten().view(torch.uint8))
-            elif parallel.data_rank == data_rank:
-                setattr(
-                    sample, name, None if description is None else _received(parallel, *description)
-                )
+    for (data_rank, sample, name), description in zip(slots, box[0], strict=True):
+        if parallel.is_main:
+            if description is not None:
+                value = getattr(sample, name)
+                _pass_on(parallel, data_rank, value.contiguous().flatten().view(torch.uint8))
+        elif parallel.data_rank == data_rank:
+            value = None if description is None else _received(parallel, *description)
+            setattr(sample, name, value)
 
 
 def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -327,7 +370,7 @@ def _received(parallel: Parallel, shape: torch.Size, dtype: torch.dtype) -> Tens
 
 
 def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
-    """Sends bytes from rank 0 to the first rank of a data-parallel rank, and from there to its other ranks.
+    """Sends bytes from rank 0 to the ranks of a data-parallel rank, the first one before the others.
 
     Megatron's groups have no common group of a data-parallel rank: the bytes go through its
     context-parallel, tensor-parallel and pipeline-parallel groups. They are bytes because NCCL has
@@ -336,7 +379,8 @@ def _pass_on(parallel: Parallel, data_rank: int, data: Tensor) -> Tensor:
     if not data.numel():
         return data
     data = data.to(parallel.device)
-    is_first_stage, is_first_slice = parallel.is_first_stage, parallel.tensor_rank == 0
+    is_first_stage = parallel.is_first_stage
+    is_first_slice = parallel.tensor_rank == 0
     if data_rank > 0 and is_first_stage and is_first_slice and parallel.context_rank == 0:
         if parallel.is_main:
             dist.send(data, group=parallel.data_group, group_dst=data_rank)

@@ -80,7 +80,10 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether gradient and loss are finite, but for an overflow that a lower loss scale prevents."""
+        """Whether gradient and loss are finite.
+
+        True also for an fp16 overflow, which lowers the loss scale.
+        """
         return self.overflowed or math.isfinite(self.grad_norm)
 
 
