@@ -15,7 +15,7 @@ NO_TOKEN = (
     "No trained token has a log-prob, or a gradient of its log-prob, that is not finite: "
     "the overflow is in the model's backward pass."
 )
-"""Said if no token is at fault."""
+"""The sentence if no token is at fault."""
 
 
 class TokenGradients:
@@ -44,25 +44,28 @@ class TokenGradients:
         for values_L in (inputs.log_probs_L, inputs.entropy_L):
             if values_L.requires_grad:
                 values_L.register_hook(look)
-        if (
-            inputs.logits is not None and inputs.logits.requires_grad
-        ):  # a user's loss goes through them
+        # the gradient of a user's loss flows through the logits and bypasses the log-probs
+        if inputs.logits is not None and inputs.logits.requires_grad:
             inputs.logits.register_hook(look_at_logits)
 
     def first_nonfinite(self, step: Step, parallel: Parallel) -> str:
-        """The first trained token with a non-finite gradient or log-prob, as a sentence; a collective of all ranks."""
+        """The first trained token with a non-finite gradient or log-prob, as a sentence.
+
+        A collective of all ranks.
+        """
         sentence = None
         if parallel.is_last_stage:
             sentence = self._on_this_rank(step, parallel)
         sentences = parallel.all_gather_data(sentence)
-        found = next((each for each in sentences if each is not None), NO_TOKEN)
-        return parallel.broadcast_from_last_stage(found)
+        first_sentence = next((text for text in sentences if text is not None), NO_TOKEN)
+        return parallel.broadcast_from_last_stage(first_sentence)
 
     def _on_this_rank(self, step: Step, parallel: Parallel) -> str | None:
+        """The sentence about this data-parallel rank's samples; None if no token is at fault."""
         tokens = step.batch.responses
-        columns = torch.stack(
-            [torch.cat(self._log_probs).float(), torch.cat(self._are_finite).float()], 1
-        )
+        log_probs = torch.cat(self._log_probs).float()
+        are_finite = torch.cat(self._are_finite).float()
+        columns = torch.stack([log_probs, are_finite], 1)
         columns_L = _in_batch_order(columns, step.partition, tokens.lengths)
         # NaN and infinity stay what they are: the other ranks add 0
         columns_N = parallel.ranks.over_context(tokens.slices.scatter(columns_L)).cpu()
