@@ -1,8 +1,8 @@
-"""Exceptions that end a run with one message, and the exit status of each.
+"""Exceptions that end a run with one message, and their exit statuses.
 
     ValueError
      ├── CommandLineError         a flag does not fit the files that it names: status 2
-     └── CustomFunctionError      a user-defined function cannot be loaded or breaks its contract: status 2
+     └── CustomFunctionError      a user function cannot be loaded or breaks its contract: status 2
     RuntimeError
      ├── NonFiniteGradient        a gradient is NaN or infinite: status 1
      ├── OtherRankFailed          another rank raised an error: status 1
@@ -39,7 +39,10 @@ class OtherRankFailed(RuntimeError):
 
 
 class RunStopped(RuntimeError):
-    """The run ended before its last rollout; the message has the reason, the checkpoint and how to resume."""
+    """The run ended before its last rollout.
+
+    The message has the reason, the checkpoint and how to resume.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -48,15 +51,18 @@ class RunStopped(RuntimeError):
 
 def one_line(text: str, limit: int = 80) -> str:
     """Returns the text on one line, with control characters escaped, cut to `limit` characters."""
-    text = " ".join(text.split())[: limit + 1]
-    text = "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
-    )
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    # Cut before the escapes, which make a long binary text four times longer.
+    words = " ".join(text.split())[: limit + 1]
+    escaped = ""
+    for character in words:
+        escaped += character if character.isprintable() else repr(character)[1:-1]
+    if len(escaped) <= limit:
+        return escaped
+    return escaped[: limit - 1] + "…"
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an exception's text without a final full stop, or the type if the text is empty."""
+    """Returns the first line of an exception's text without a full stop; its type if it has no text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return one_line(lines[0], 300).rstrip(".")
 
@@ -75,4 +81,6 @@ def quoted(value: object, length: int = 80) -> str:
 def quoted_path(path: object) -> str:
     """Returns the repr of a path, without the middle if it is longer than 160 characters."""
     text = repr(str(path))
-    return text if len(text) <= 160 else f"{text[:60]}…{text[-90:]}"
+    if len(text) <= 160:
+        return text
+    return f"{text[:60]}…{text[-90:]}"

@@ -1,13 +1,13 @@
 """The command `slime-tis`, and what `python train.py` calls.
 
-    slime-tis train --hf-checkpoint DIR …    trains; `python train.py …` in a checkout does the same
-    slime-tis demo                           trains a tiny model for a minute and writes a report on its mismatch
+    slime-tis train --hf-checkpoint DIR …    trains, as `python train.py …` in a checkout
+    slime-tis demo                           trains a tiny model for a minute and reports its mismatch
     slime-tis port run.sh                    prints a launch script of slime in this program's flags
-    slime-tis plan --world-size N [FLAGS]    prints the memory of each rank for a model and a layout, without a GPU
+    slime-tis plan --world-size N [FLAGS]    prints the memory per rank of a layout, without a GPU
     slime-tis report RUN_OR_DUMP             writes one HTML file on a run or on dumps of its tokens
     slime-tis what-if RUN_OR_DUMP [FLAGS]    prints what corrections would have done to these tokens
-    slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch between training and rollout
-    slime-tis recommend RUN_OR_DUMP          prints the correction that the comparison study supports for this mismatch
+    slime-tis diagnose RUN_OR_DUMP           names the causes of the mismatch
+    slime-tis recommend RUN_OR_DUMP          prints the correction that the study recommends for it
 
 A command line is read and checked before torch, transformers and Megatron-core are imported, which
 takes seconds.
@@ -35,7 +35,7 @@ TRAINING_COMMANDS = ("demo", "port", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status, 2 for what it refuses, 130 after Ctrl-C."""
+    """Runs a command; returns its exit status: 2 if it is refused, 130 after Ctrl-C."""
     owns_process = argv is None
     argv = _own_command_line() if argv is None else list(argv)
     if argv[:1] == ["train"]:
@@ -73,9 +73,8 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Na
         chosen.flags = flags
     elif flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    if chosen.command == "what-if" and {"-h", "--help"} & set(
-        chosen.flags
-    ):  # after DUMP, argparse keeps them as flags
+    # After DUMP, argparse keeps --help as one of the flags.
+    if chosen.command == "what-if" and {"-h", "--help"} & set(chosen.flags):
         parser.parse_args(["what-if", "--help"])
     return chosen
 
@@ -243,10 +242,9 @@ def _parser() -> argparse.ArgumentParser:
     two = "name the differences between two: options, precisions, size and cause of the mismatch"
     add("--compare", nargs=2, metavar="RUN_OR_DUMP", help=two)
     limits = (
-        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X, abs=X (mean abs(Δ)),"
-        " cause (any but "
+        "exit with status 1 if a limit is exceeded or cannot be checked: k3=X,"
+        " abs=X (mean abs(Δ)), cause (any but healthy)"
     )
-    limits += "healthy)"
     add("--fail-on", default="", metavar="LIMITS", help=limits)
 
     add = command(
@@ -272,8 +270,8 @@ def _parser() -> argparse.ArgumentParser:
 ASCII = ("ANSI_X3.4-1968", "US-ASCII", "ASCII")
 """Names of the encoding of the locale C if Python's UTF-8 mode is switched off."""
 ASCII_LOCALE = (
-    "error: the locale's encoding is ASCII, in which torch cannot read its own files; set PYTHONUTF8=1 or"
-    " LC_ALL=C.UTF-8."
+    "error: the locale's encoding is ASCII, in which torch cannot read its own files;"
+    " set PYTHONUTF8=1 or LC_ALL=C.UTF-8."
 )
 
 
@@ -301,9 +299,8 @@ def train(
         return _package_is_missing(error, prog, "train")
     protect_output(keep_running=True)
     status = run(arguments)
-    if (
-        owns_process and THREADS.running
-    ):  # Python aborts where a daemon thread holds a lock of stdin, or runs C++
+    # Python aborts at its exit if a daemon thread holds a lock of stdin, or runs C++.
+    if owns_process and THREADS.running:
         sys.stdout.flush()
         sys.stderr.flush()
         end_process(status)
@@ -311,7 +308,10 @@ def train(
 
 
 def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) -> int:
-    """Prints how to install a package; returns the exit status. A missing module of slime_tis itself is a defect."""
+    """Prints how to install a package; returns the exit status.
+
+    A missing module of slime_tis itself is a defect, and is raised.
+    """
     package = (error.name or "slime_tis").split(".")[0]
     if package == "slime_tis":
         raise error
@@ -323,7 +323,7 @@ def _package_is_missing(error: ModuleNotFoundError, command: str, extra: str) ->
 
 
 def what_if_table(path: str, flags: Sequence[str]) -> str:
-    """Returns the table of `slime-tis what-if` for flags of a correction; without flags for presets and a sweep."""
+    """Returns the table of `slime-tis what-if` for flags; without flags for presets and a sweep."""
     from slime_tis.analysis.dumps.what_if import as_text, policy_of, what_if
     from slime_tis.analysis.report.report_inputs import open_source
     from slime_tis.correction import RolloutCorrectionConfig
@@ -343,7 +343,10 @@ def what_if_table(path: str, flags: Sequence[str]) -> str:
 
 
 def _own_command_line() -> list[str]:
-    """The command line of this process, which Ctrl-C ends without a traceback until the run takes signals over."""
+    """Returns the command line of this process.
+
+    Until the run handles signals itself, Ctrl-C ends the process without a traceback.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return sys.argv[1:]
