@@ -98,20 +98,24 @@ class PackedChunk:
 
     def blocks(self) -> Chunk:
         """The chunk as blocks, in the working precision."""
-        rows, working = self.rows, self.working_dtype
+        rows = self.rows
+        working = self.working_dtype
+        current = None
+        if self.current_N is not None:
+            current = rows.to_blocks(self.current_N).to(working)
+        advantage = None
+        if self.advantage_N is not None:
+            advantage = rows.to_blocks(self.advantage_N).to(working)
+        mask = _indicator(rows.to_blocks(self.mask_N), working)
         return Chunk(
             train_RK=rows.to_blocks(self.train_N).to(working),
             rollout_RK=rows.to_blocks(self.rollout_N).to(working),
-            mask_RK=rows.mask_foreign_(_indicator(rows.to_blocks(self.mask_N), working)),
+            mask_RK=rows.mask_foreign_(mask),
             sequence_R=rows.owner_R,
             offset_R=rows.offset_R,
             first=self.first,
-            current_RK=(
-                None if self.current_N is None else rows.to_blocks(self.current_N).to(working)
-            ),
-            advantage_RK=(
-                None if self.advantage_N is None else rows.to_blocks(self.advantage_N).to(working)
-            ),
+            current_RK=current,
+            advantage_RK=advantage,
             are_densities=self.are_densities,
         )
 
@@ -136,14 +140,19 @@ class Rows:
             width: K.
             aligned: Whether no row is shared by two sequences.
         """
-        self.end_S, self.length_S, self.width = end_S, length_S, width
-        self.tokens, self.aligned = tokens, aligned
+        self.end_S = end_S
+        self.length_S = length_S
+        self.width = width
+        self.tokens = tokens
+        self.aligned = aligned
         self.full_rows = max(-(-tokens // width), 1)
         """Number of rows without the boundary rows."""
         self.padded_len = self.full_rows * width
         """Tokens that the rows hold: the last row may end after the chunk's last token."""
-        device, count = end_S.device, end_S.numel()
-        self.start_S = start_S = end_S - length_S
+        device = end_S.device
+        count = end_S.numel()
+        start_S = end_S - length_S
+        self.start_S = start_S
         row_starts = torch.arange(0, self.padded_len, width, device=device)
         owner_R = torch.searchsorted(self.end_S, row_starts, right=True).clamp_max_(count - 1)
         if not self.aligned:
@@ -151,9 +160,10 @@ class Rows:
                 self.full_rows - 1
             )
             boundary = self._boundary_S * width
-            row_starts = torch.cat(
-                [row_starts, torch.where(boundary < start_S, boundary, boundary - width)]
-            )
+            # A sequence that begins at a row's start owns that row. Its boundary row gets an
+            # offset of −width, so that none of its tokens count twice.
+            boundary_starts = torch.where(boundary < start_S, boundary, boundary - width)
+            row_starts = torch.cat([row_starts, boundary_starts])
             owner_R = torch.cat([owner_R, torch.arange(count, device=device)])
         self.owner_R = owner_R
         """Which sequence of the chunk owns the row."""
@@ -162,34 +172,44 @@ class Rows:
         come first."""
 
     def to_blocks(self, flat_N: Tensor) -> Tensor:
-        """Tokens of the chunk as blocks [R, K], with the rows that sequences begin in twice; a view where it can be."""
+        """Tokens of the chunk as blocks [R, K]: all rows, then boundary rows; a view if aligned."""
         gap = self.padded_len - flat_N.numel()
         if gap > 0:
             flat_N = torch.cat([flat_N, flat_N.new_zeros(gap)])
         rows = flat_N.view(self.full_rows, self.width)
-        return rows if self.aligned else torch.cat([rows, rows.index_select(0, self._boundary_S)])
+        if self.aligned:
+            return rows
+        return torch.cat([rows, rows.index_select(0, self._boundary_S)])
 
     def mask_foreign_(self, mask_RK: Tensor) -> Tensor:
-        """Clears a mask, in place, at tokens of another sequence than the row's owner: each token counts once."""
+        """Clears a mask, in place, at tokens that the row's owner does not have.
+
+        Each token then counts exactly once.
+        """
         if self.aligned:
             return mask_RK
         column = torch.arange(self.width, device=mask_RK.device)
-        rows, boundary_rows = mask_RK[: self.full_rows], mask_RK[self.full_rows :]
-        rows.view(-1)[self.tokens :].zero_()
+        rows = mask_RK[: self.full_rows]
+        boundary_rows = mask_RK[self.full_rows :]
+        rows.view(-1)[self.tokens :].zero_()  # the last row may end in the next chunk
         position = self.offset_R[self.full_rows :, None] + column
         boundary_rows.mul_((position >= 0) & (position < self.length_S[:, None]))
         owner_S = self.owner_R.index_select(0, self._boundary_S)
         left_S = self.end_S.index_select(0, owner_S) - self._boundary_S * self.width
-        rows.index_copy_(
-            0, self._boundary_S, rows.index_select(0, self._boundary_S) * (column < left_S[:, None])
-        )
+        # a row with several boundaries is written several times, with the same values
+        owned = rows.index_select(0, self._boundary_S) * (column < left_S[:, None])
+        rows.index_copy_(0, self._boundary_S, owned)
         return mask_RK
 
     def from_blocks(self, blocks_RK: Tensor) -> Tensor:
-        """Blocks, 0 at tokens of another sequence than the row's owner, as tokens; the blocks are overwritten."""
+        """Blocks as tokens; overwrites the blocks, which must be 0 at tokens of other owners."""
         if self.aligned:
             return blocks_RK.view(-1)
-        numbers = blocks_RK.view(torch.uint8) if blocks_RK.dtype == torch.bool else blocks_RK
+        numbers = blocks_RK
+        if blocks_RK.dtype == torch.bool:
+            numbers = blocks_RK.view(
+                torch.uint8
+            )  # added as bytes; the owners of a token do not overlap
         numbers[: self.full_rows].index_add_(0, self._boundary_S, numbers[self.full_rows :])
         return blocks_RK[: self.full_rows].view(-1)
 
@@ -207,12 +227,13 @@ class Layout:
             lengths: Tokens of each sequence.
             shape: Shape of the results; None for a list of sequences.
         """
-        self.tokens, self.lengths, self._shape = tokens, lengths, shape
+        self.tokens = tokens
+        self.lengths = lengths
+        self._shape = shape
         self.device = device_of(tokens["train_log_probs"])
         self._width = row_width(lengths)
-        self._spans = _spans(
-            lengths, CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS
-        )
+        chunk_tokens = CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS
+        self._spans = _spans(lengths, chunk_tokens)
         self._rows = list(self._rows_of_chunks()) if lengths else []
 
     def chunks(self, *, are_densities: bool = False) -> Iterator[PackedChunk]:

@@ -24,31 +24,31 @@ from slime_tis.correction.sums import (
 )
 
 SMALLEST_BATCH_MEAN = 1e-8
-"""Weights whose mean is not above this are not normalized."""
+"""Weights are not normalized if their mean is this small or smaller."""
 
 
 def usable_mean(mean: Tensor) -> Tensor:
-    """The mean weight, or 1 where weights cannot be divided by it: too small, or NaN."""
+    """The mean weight, or 1 if it is too small to divide by, or NaN."""
     return torch.where(mean > SMALLEST_BATCH_MEAN, mean, torch.ones_like(mean))
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """The mergeable table of some sequences under one configuration: sums, minima and maxima, no averages.
+    """The mergeable sums, minima and maxima of some sequences under one configuration.
 
-    Micro-batches and ranks merge by adding and by min and max. The ratios of sequences are summed
-    relative to their maximum, so their two sums are first brought to the common maximum. The
-    columns depend on the options alone, so that a rank with no sequence merges with the others.
+    To merge micro-batches and ranks, sums are added, and extremes are merged by min and max. Ratios
+    of sequences are summed relative to the batch's maximum, so merging first converts both sums to
+    the common maximum. Columns depend only on the options, so a rank without a sequence merges, too.
     """
 
     config: RolloutCorrectionConfig
     sums: Tensor
-    """`BatchSums` as columns, float64 [k], of whole sequences: the same on every context-parallel
+    """`BatchSums` of complete sequences as columns, float64 [k]: the same on every context-parallel
     rank, to be added over data-parallel ranks."""
     mins: Tensor
     """Minima over this rank's tokens and sequences, `Extremes` as columns, float64 [m]."""
     maxs: Tensor
-    """Maxima over them, likewise."""
+    """Maxima over this rank's tokens and sequences, in the same columns."""
 
     @classmethod
     def empty(
@@ -88,7 +88,10 @@ class Statistics:
         )
 
     def all_reduce(self, ranks: Ranks) -> "Statistics":
-        """The statistics of all ranks, as new tensors: sums over data-parallel ranks, extremes over all ranks."""
+        """The statistics of all ranks, as new tensors.
+
+        Sums are added only over data-parallel ranks, because context-parallel ranks have equal sums.
+        """
         maxs = ranks.all_reduce(self.maxs.clone(), "max")
         return replace(
             self,
@@ -98,7 +101,7 @@ class Statistics:
         )
 
     def _sums_relative_to(self, maxs: Tensor) -> Tensor:
-        """The sums, in new memory, with the ratios of sequences relative to the largest one of a larger batch."""
+        """A copy of the sums, with ratios of sequences relative to the maximum of a larger batch."""
         sums = self.sums.clone()
         columns: BatchSums[Tensor] = named(batch_columns(self.config), sums.unbind())
         own = named(EXTREMES, self.maxs.unbind()).sequence_log_ratio
@@ -110,13 +113,14 @@ class Statistics:
         return sums
 
     def batch_norm_factor(self, ranks: Ranks = ONE_RANK) -> Tensor:
-        """Mean of the bounded weights, over valid tokens, or over sequences where weights are sequence-wide.
+        """Mean of the bounded weights over valid tokens, or over sequences for sequence-wide weights.
 
         Args:
-            ranks: That share the batch, where these are the statistics of one of them.
+            ranks: The ranks that share the batch, if these are the statistics of only one of them.
 
-        Returns: float64 scalar; 1 where there is no weight, where all are zero, or where the
-            configuration does not normalise.
+        Returns:
+            float64 scalar; 1 if there is no weight, all weights are 0, or the configuration does
+            not normalise.
         """
         sums: BatchSums[Tensor] = named(batch_columns(self.config), self.sums.unbind())
         if sums.weights is None or not self.config.tis_batch_normalize:
@@ -126,15 +130,17 @@ class Statistics:
         return usable_mean(total / count)  # 0/0 without a token is NaN, which gives 1
 
     def metrics(self) -> dict[str, float]:
-        """All metrics that apply to the configuration, by their names in the log; one host synchronisation.
+        """All metrics of the configuration by their names in the log, with one host synchronisation.
 
-        Returns: Name to value; empty where there is no valid token at all. No value is ever NaN or
-            infinite.
+        Returns:
+            Name to value; empty without a token in the loss mask. Values are never NaN or infinite.
         """
         values = iter(torch.cat([self.sums, self.mins, self.maxs]).tolist())
         sums = named(batch_columns(self.config), islice(values, len(self.sums)))
-        mins, maxs = named(EXTREMES, islice(values, len(self.mins))), named(EXTREMES, values)
-        config, metrics = self.config, dict[str, float]()
+        mins = named(EXTREMES, islice(values, len(self.mins)))
+        maxs = named(EXTREMES, values)
+        config = self.config
+        metrics: dict[str, float] = {}
         if sums.masked_in_tokens:
             metrics["nonfinite_token_fraction"] = sums.nonfinite_tokens / sums.masked_in_tokens
             if config.corrects:
@@ -166,25 +172,22 @@ def _mismatch_metrics(
 ) -> dict[str, float]:
     """Divergences over valid tokens and sequences; perplexities over the sequences with a finite log-prob."""
     tokens = sums.tokens
+    k3 = max(sums.ratio_minus_1 - sums.log_ratio, 0.0)  # negative only by rounding
+    # (Σw)²/(n·Σw²), with w relative to the largest: the scale cancels
+    square_of_sum = sums.sequence_weight * sums.sequence_weight
+    sum_of_squares = sums.sequences * sums.sequence_weight_squared
     metrics = {
         "mismatch_kl": -sums.log_ratio / tokens,
-        "mismatch_k3_kl": (
-            max(sums.ratio_minus_1 - sums.log_ratio, 0.0) / tokens
-        ),  # never negative but by rounding
+        "mismatch_k3_kl": k3 / tokens,
         "mismatch_chi2_token": sums.ratio_squared_minus_1 / tokens,
         "mismatch_chi2_seq": sums.sequence_ratio_squared_minus_1 / sums.sequences,
-        "effective_sequence_share": (
-            sums.sequence_weight
-            * sums.sequence_weight
-            / (sums.sequences * sums.sequence_weight_squared)
-        ),
+        "effective_sequence_share": square_of_sum / sum_of_squares,
         "train_rollout_logprob_abs_diff": sums.abs_log_ratio / tokens,
     }
     if sums.measured_sequences:
         for field in fields(PerplexitySums):
-            metrics[f"mismatch_{field.name}"] = (
-                getattr(sums.perplexity, field.name) / sums.measured_sequences
-            )
+            total = getattr(sums.perplexity, field.name)
+            metrics[f"mismatch_{field.name}"] = total / sums.measured_sequences
         metrics["mismatch_log_ppl_diff_max"] = maxs.log_ppl_diff
         metrics["mismatch_log_ppl_diff_min"] = mins.log_ppl_diff
     return metrics
@@ -197,16 +200,20 @@ def _weight_metrics(
     mins: Extremes[float],
     maxs: Extremes[float],
 ) -> dict[str, float]:
-    """Mean and extremes before the mode; mean, extremes, deviation and sample size of the weights after it."""
+    """Weights: mean and extremes before the mode; mean, extremes, deviation, sample size after it."""
     assert weights.before is not None and weights.before_minus_1 is not None
     mean = weights.total / count
     normalizer = mean if config.tis_batch_normalize and mean > SMALLEST_BATCH_MEAN else 1.0
     if config.mode.rejects:
+        # a rejected weight is 0
         rejected = weights.high + (weights.low if config.mode.has_lower_bound else 0.0)
-        lowest, highest = 0.0 if rejected else _clamped(mins.ratio), maxs.weight
+        lowest = 0.0 if rejected else _clamped(mins.ratio)
+        highest = maxs.weight
     elif config.signs_bounds:
-        lowest, highest = mins.weight, maxs.weight
+        lowest = mins.weight
+        highest = maxs.weight
     else:
+        # bounding is monotonic: the extremes after the mode are the bounded extremes before it
         ratios = torch.tensor([_clamped(mins.ratio), _clamped(maxs.ratio)], dtype=torch.float64)
         lowest, highest = config.mode.bound(ratios, *config.is_bounds).tolist()
     deviation = _deviation(weights, count, highest - lowest)
@@ -232,7 +239,8 @@ def _mean_weight_metrics(
     weights: WeightSums[float], sequences: float, mins: Extremes[float], maxs: Extremes[float]
 ) -> dict[str, float]:
     """The mean weight of each sequence, after the mode and before batch normalisation."""
-    lowest, highest = mins.sequence_weight, maxs.sequence_weight
+    lowest = mins.sequence_weight
+    highest = maxs.sequence_weight
     return {
         "mis_seq_weight_mean": _mean(weights.total, weights.minus_1, sequences),
         "mis_seq_weight_std": _deviation(weights, sequences, highest - lowest),
@@ -245,6 +253,8 @@ def _mean_weight_metrics(
 
 
 def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, float]:
+    """The adaptive bounds, as ratios of a sequence of median length."""
+
     def ratio(log_bound: float) -> float:
         return math.exp(min(max(log_bound / sequences, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
 
@@ -257,17 +267,17 @@ def _bound_metrics(bounds: BoundSums[float], sequences: float) -> dict[str, floa
 
 
 def _mean(total: float, minus_1: float, count: float) -> float:
-    """Σw/n below 1/2, else 1 + Σ(w − 1)/n: w − 1 loses the digits of small weights, and w those of w − 1."""
+    """Mean weight: Σw/n if it is below 1/2, else 1 + Σ(w − 1)/n, which is then more accurate."""
     mean = total / count
     return mean if mean < 0.5 else 1 + minus_1 / count
 
 
 def _deviation(weights: WeightSums[float], count: float, spread: float) -> float:
-    """Standard deviation of w from Σw and Σw², or from Σ(w − 1) and Σ(w − 1)², and from max w − min w.
+    """Standard deviation of w, from the sums and from the spread max w − min w.
 
-    Both pairs have the same variance; the error is that of the larger term, and Σw² < Σ(w − 1)² if
-    the mean is below 1/2. The sums may be float32's: no deviation is above half the spread
-    (Popoviciu), so equal weights have exactly 0.
+    Σw and Σw² have the same variance as Σ(w − 1) and Σ(w − 1)². The rounding error grows with the
+    larger term, and Σw² < Σ(w − 1)² if the mean is below 1/2. The sums may have float32's accuracy.
+    A deviation is at most half the spread (Popoviciu's inequality), so equal weights give exactly 0.
     """
     mean = weights.total / count
     mean_square = weights.total_squared / count
@@ -281,4 +291,5 @@ def _deviation(weights: WeightSums[float], count: float, spread: float) -> float
 
 
 def _clamped(ratio: float) -> float:
+    """A ratio in the range of `safe_exp`."""
     return min(max(ratio, math.exp(-LOG_RATIO_BOUND)), math.exp(LOG_RATIO_BOUND))
