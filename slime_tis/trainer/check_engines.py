@@ -38,22 +38,33 @@ from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.trainer.train_dump import sample_parts
 from slime_tis.trainer.weight_sync import compare, max_gap
 
-PROMPTS, SAMPLES_PER_PROMPT, RESPONSE_TOKENS = 16, 2, 32
-TOP_TOKENS, STRIDE = 8, 7
-"""Number of likeliest tokens, and of tokens by which their positions in the answers differ."""
+PROMPTS = 16
+"""Largest number of prompts that the rollout engine answers."""
+SAMPLES_PER_PROMPT = 2
+"""Answers to each prompt."""
+RESPONSE_TOKENS = 32
+"""Largest length of an answer, in tokens."""
+TOP_TOKENS = 8
+"""Number of likeliest next tokens that are compared at one position."""
+STRIDE = 7
+"""Tokens by which the compared positions of two successive answers differ."""
 MAX_PROMPT_TOKENS = 2048
 """Longer prompts are skipped, so that the check takes seconds."""
 SEED = 2**32 - 1
 """Number of the check's batch of prompts, which no rollout reaches."""
 MAX_PROVEN_BYTES = 1 << 30
 """Largest checkpoint that the search for the cause scores again on a CPU."""
-GROWTH, SMALL = 3.0, 1e-4
-"""After an update mean |Δ| may grow by this factor and by this number of nats."""
+GROWTH = 3.0
+"""After an update mean |Δ| may grow by this factor, and by `SMALL`."""
+SMALL = 1e-4
+"""Nats per token."""
 MARGIN = 0.5
 """Largest mean |Δ| of sampled tokens as a share of `max_gap`: twice the noise of SmolLM2-135M in
 bf16 or fp8."""
-MAX_LAYER_ERROR, MAX_LOW_PRECISION_ERROR = 1e-3, 0.2
-"""Largest difference of hidden states relative to their norm, in fp32 and in lower precision."""
+MAX_LAYER_ERROR = 1e-3
+"""Largest difference of hidden states relative to their norm, in fp32."""
+MAX_LOW_PRECISION_ERROR = 0.2
+"""The same bound in lower precision."""
 HARMLESS = ("healthy", "rounding")
 """Findings that the precision of the engines explains."""
 ATTENTION = "model.layers.0.self_attn.q_proj.weight"
@@ -75,8 +86,11 @@ class Fault:
 
 def show(parallel: Parallel, lines: Sequence[str]) -> None:
     """Prints the lines of a check on the main rank, warnings on stderr."""
-    for line in lines if parallel.is_main else ():
-        tqdm.write(line, file=sys.stderr if line.startswith("warning") else sys.stdout)
+    if not parallel.is_main:
+        return
+    for line in lines:
+        stream = sys.stderr if line.startswith("warning") else sys.stdout
+        tqdm.write(line, file=stream)
 
 
 @dataclass(kw_only=True)
@@ -101,9 +115,8 @@ class EngineCheck:
         Raises:
             ValueError: They disagree, and the mode is stop.
         """
-        prompts = [prompt for prompt in self.prompts if len(prompt.token_ids) <= MAX_PROMPT_TOKENS][
-            :PROMPTS
-        ]
+        short = [prompt for prompt in self.prompts if len(prompt.token_ids) <= MAX_PROMPT_TOKENS]
+        prompts = short[:PROMPTS]
         self.repeats &= self.mode != "off" and bool(prompts)
         if self.mode == "off":
             return []
@@ -113,19 +126,23 @@ class EngineCheck:
                 " known"
             ]
         self.prompts = prompts
-        if (compared := self._compare()) is None:
+        comparison = self._compare()
+        if comparison is None:
             self.repeats = False
             return self._alarm(
                 "the rollout engine gave no answer before the first step; check its log."
             )
-        samples, table, gap = compared
-        self.gap, tokens = gap, sum(sample.response_length for sample in samples)
+        samples, table, gap = comparison
+        self.gap = gap
+        tokens = sum(sample.response_length for sample in samples)
         size = f"mean abs(Δ) is {gap:.2g} nats over {tokens} tokens of {len(samples)} answers"
         precision = on_rank_zero(lambda: self.sampler.weight_precision(ATTENTION))
         bound = MARGIN * max_gap(self.learner.engine.config.precision, precision, tokens)
-        if (top := self._top_tokens(samples, bound / 2)) is not None:
+        top = self._top_tokens(samples, bound / 2)
+        if top is not None:
             size = f"{size}; {top.size}"
-        fault = on_rank_zero(lambda: self._fault(table, top, is_large=not gap <= bound))
+        is_large = not gap <= bound  # also if the gap is NaN
+        fault = on_rank_zero(lambda: self._fault(table, top, is_large=is_large))
         if fault is None:
             return [f"engines agree before the first step: {size}"]
         self.repeats = False
@@ -148,9 +165,12 @@ class EngineCheck:
         if not self.repeats:
             return []
         self.repeats = False
-        compared = self._compare()
+        comparison = self._compare()
         assert self.gap is not None  # before_training ran
-        if compared is None or (gap := compared[2]) <= GROWTH * self.gap + SMALL:
+        if comparison is None:
+            return []
+        _, _, gap = comparison
+        if gap <= GROWTH * self.gap + SMALL:
             return []
         return self._alarm(
             f"mean abs(Δ) on the same prompts is {gap:.2g} nats after the first weight update and"
@@ -165,9 +185,14 @@ class EngineCheck:
         return [f"warning: {message}"]
 
     def _compare(self) -> tuple[list[Sample], TokenTable, float] | None:
-        """The rollout engine's answers, both engines' log-probs, and mean |Δ|; None without answers; a collective."""
-        options, sampling = self.learner.rollout, self._sampling
-        groups = self.sampler.generate(self.prompts, sampling, (options.rollout_seed << 32) + SEED)
+        """Samples answers and scores them by both engines; a collective.
+
+        Returns:
+            The answers, a table of their log-probs, and mean |Δ|; None without answers.
+        """
+        sampling = self._sampling
+        seed = (self.learner.rollout.rollout_seed << 32) + SEED
+        groups = self.sampler.generate(self.prompts, sampling, seed)
         samples = [sample for group in groups for sample in group if sample.response_length]
         if not samples:
             return None
@@ -188,15 +213,14 @@ class EngineCheck:
     def _scores(self, samples: Sequence[Sample], size: int = 1) -> tuple[list[list[float]], float]:
         """Training's log-probs of each response, and mean |Δ|; a collective."""
         batch, log_probs_L = self.learner.score(samples, size)
-        parallel, tokens = self.learner.parallel, batch.responses.to(log_probs_L.device)
+        parallel = self.learner.parallel
+        tokens = batch.responses.to(log_probs_L.device)
         comparison = compare(parallel, tokens.rollout_log_probs_L, log_probs_L, None, None)
         rows: list[list[float]] = []
         if parallel.is_last_stage:
             log_probs_N = parallel.ranks.over_context(tokens.slices.scatter(log_probs_L))
-            rows = [
-                row.tolist()
-                for row in log_probs_N.split([sample.response_length for sample in samples])
-            ]
+            lengths = [sample.response_length for sample in samples]
+            rows = [row.tolist() for row in log_probs_N.split(lengths)]
         return parallel.broadcast_from_last_stage(rows), comparison.gap
 
     def _top_tokens(self, samples: Sequence[Sample], noise: float) -> TopTokens | None:
@@ -287,11 +311,13 @@ def outputs_of(modules: Iterable[Module]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def first_different_layer(learner: Learner, sample: Sample) -> str:
-    """Names the first hidden states of a sample that differ between training and transformers; a collective.
+    """Names the first hidden states of a sample that differ between training and transformers.
 
-    Every rank has all layers, and whole sequences unless sequence parallelism splits them.
+    A collective. Every rank has all layers, and complete sequences unless sequence parallelism
+    splits them.
     """
-    module, engine = learner.engine.model.module, learner.engine.config
+    module = learner.engine.model.module
+    engine = learner.engine.config
     if engine.sequence_parallel:
         return ""
     with outputs_of([module.embedding, *module.decoder.layers]) as trained:
