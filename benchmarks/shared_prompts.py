@@ -1,7 +1,6 @@
 """Shared prompts, and logits of response rows only: time and peak memory of forward and backward.
 
-    python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint --prompts 8
-    --prompt-tokens 48 \\
+    python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint --prompts 8 --prompt-tokens 48 \\
         --response-tokens 12 64 --rounds 5
 
 Random prompts and responses, 8 responses per prompt, one micro-batch, one thread, float32. CPU

@@ -27,7 +27,8 @@ def vanilla_tis(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
         pg_loss: [N], flat over this rank's response tokens.
         call: The other arguments of slime's contract, which `weighted_by_token` describes.
 
-    Returns: pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio),
-        tis_clipfrac, tis_abs, [N] each.
+    Returns:
+        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac,
+        tis_abs, [N] each.
     """
     return weighted_by_token(args, MODES["clip"].bound, pg_loss, call)

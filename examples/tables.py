@@ -16,8 +16,11 @@ RowT = TypeVar("RowT")
 def write_rows(path: Path, kind: type[RowT], rows: Iterable[RowT]) -> None:
     """Writes a table, whole or not at all.
 
-    Args: path: CSV file to make or to replace. kind: dataclass of the rows. rows: numbers are
-        written with five digits, None as nothing, curves as `step:value step:value`.
+    Args:
+        path: CSV file to make or to replace.
+        kind: dataclass of the rows.
+        rows: numbers are written with five digits, None as nothing, curves as `step:value
+            step:value`.
     """
     columns = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     text = io.StringIO()

@@ -120,8 +120,11 @@ def split_row_slice(path: str | Path) -> tuple[Path, slice]:
 def metrics_before(path: Path, step: int, *, evaluates_again: bool = False) -> list[str]:
     """Returns the lines of a metrics.jsonl before a step, without a truncated last line.
 
-    Args: path: The metrics.jsonl. step: First step that will be logged again. evaluates_again:
-        Whether an earlier resumption's row of its evaluation at the step before is dropped, too.
+    Args:
+        path: The metrics.jsonl.
+        step: First step that will be logged again.
+        evaluates_again: Whether an earlier resumption's row of its evaluation at the step before is
+            dropped, too.
     """
     kept = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []

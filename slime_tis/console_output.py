@@ -39,8 +39,9 @@ def protect_output(*, keep_running: bool) -> None:
 
     Streams that are not the process's own, for example a notebook's, stay as they are.
 
-    Args: keep_running: Whether failing stdout is only a warning; otherwise anything but a closed
-        pipe raises OSError.
+    Args:
+        keep_running: Whether failing stdout is only a warning; otherwise anything but a closed pipe
+            raises OSError.
     """
     for descriptor in range(3):
         try:

@@ -24,9 +24,9 @@ def load_causal_lm(directory: str | Path, dtype: torch.dtype, *, architecture: s
         dtype: Of the parameters.
         architecture: The class that its config.json names first.
 
-    Raises: ValueError: The checkpoint does not load, or has other tensors than the model, or NaN or
-        infinity in a tensor.
-            The message is the end of a sentence about the directory.
+    Raises:
+        ValueError: The checkpoint does not load, or has other tensors than the model, or NaN or
+            infinity in a tensor. The message is the end of a sentence about the directory.
     """
     from transformers import AutoModelForCausalLM
 

@@ -5,8 +5,7 @@ models learn this task, and sample it with a fault in the rollout engine. Traini
 samples in float32. `slime-tis diagnose` then names a cause, once from the dump alone and once with
 the checkpoint.
 
-    python -m examples.diagnose_study.second --seeds 0 1 2 3 4 --results
-    examples/diagnose_study/results_second.csv
+    python -m examples.diagnose_study.second --seeds 0 1 2 3 4 --results examples/diagnose_study/results_second.csv
 
 Grades of the first finding: *right* (an accepted cause, or `unexplained` for a fault that no
 hypothesis describes), *unexplained*, *healthy* (missed), *misleading* (another cause).

@@ -1,9 +1,8 @@
 """A tiny language model that is really trained, really sampled from and really scored: what faults are planted in.
 
 Training: a few supervised steps on a task of symbols, then optimizer steps by REINFORCE, whose
-    weights are all kept.
-Sampling: token by token with a KV cache, as a rollout engine does.
-Scoring: one forward pass, as a training engine does.
+weights are all kept. Sampling: token by token with a KV cache, as a rollout engine does. Scoring:
+one forward pass, as a training engine does.
 """
 
 import copy

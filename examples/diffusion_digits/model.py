@@ -52,8 +52,8 @@ def pretrain(images: Images, config: DigitsConfig) -> VelocityModel:
     """Flow matching: x_t = (1 − t)·x_0 + t·ε, and the model learns the velocity ε − x_0.
 
     Source: "Flow Matching for Generative Modeling", Lipman et al.
-        (https://arxiv.org/abs/2210.02747), with the
-    straight paths of "Flow Straight and Fast", Liu et al. (https://arxiv.org/abs/2209.03003).
+    (https://arxiv.org/abs/2210.02747), with the straight paths of "Flow Straight and Fast", Liu et
+    al. (https://arxiv.org/abs/2209.03003).
     """
     torch.manual_seed(config.seed)
     model = VelocityModel(config.hidden_size, config.layers)

@@ -1,7 +1,7 @@
 """Trajectories of the SDE sampler with their log-probs, and images of the ODE sampler.
 
 Shapes: suffix _B is per trajectory, _BP is [B, 64 pixels], _BTP is [B, T, 64 pixels], _BT is [B, T]
-    of T steps.
+of T steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """FlowGRPO on handwritten digits, with rollouts by a low-precision copy whose weights lag behind.
 
-    python -m examples.diffusion_digits.train --custom-config-path
-    examples/diffusion_digits/train.yaml
+    python -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
 
 Flow matching on digits, half of them with a random caption, gives a model that draws the requested
 digit about half of the time. Reinforcement learning continues: the reward is a classifier's

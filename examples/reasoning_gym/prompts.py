@@ -138,8 +138,9 @@ def parse_spec(text: str, *, level: int | None = None, answer: str = "tag") -> S
         level: Of the curriculum, where the text gives none; None takes the dataset's defaults.
         answer: One of `READERS`, where the text gives none.
 
-    Raises: ValueError: No such dataset, field, level or reader, or a configuration that the dataset
-        refuses.
+    Raises:
+        ValueError: No such dataset, field, level or reader, or a configuration that the dataset
+            refuses.
     """
     name, _, query = text.partition("?")
     checked(name)
@@ -227,11 +228,15 @@ def write(
 ) -> str:
     """Writes train.jsonl, eval.jsonl and complete.json to a new directory, whole or not at all; returns what to print.
 
-    Args: out: Directory to make. One that was written with the same arguments is left as it is.
-        specs: Datasets of the mixture. train: Rows of train.jsonl. Rows of a dataset with too few
-        questions are repeated, so that weights hold. held_out: Rows of eval.jsonl, all different,
-        at most a fifth of the questions where a dataset has few. seed: Of the questions and of
-        their order. system: System message; None takes `SYSTEM`'s.
+    Args:
+        out: Directory to make. One that was written with the same arguments is left as it is.
+        specs: Datasets of the mixture.
+        train: Rows of train.jsonl. Rows of a dataset with too few questions are repeated, so that
+            weights hold.
+        held_out: Rows of eval.jsonl, all different, at most a fifth of the questions where a
+            dataset has few.
+        seed: Of the questions and of their order.
+        system: System message; None takes `SYSTEM`'s.
 
     Raises:
         ValueError: `out` has something else in it, or a dataset cannot be written.

@@ -5,8 +5,7 @@
 
 The metadata of a row, which prompts.py writes:
 
-    {"dataset": name, "config": its fields that are not defaults, "entry": what it generated,
-    "answer": how to read it}
+    {"dataset": name, "config": its fields that are not defaults, "entry": what it generated, "answer": how to read it}
 
 Nothing in a row or in a response is run as code: the datasets whose scoring would do so are refused
 (`EXECUTES`).

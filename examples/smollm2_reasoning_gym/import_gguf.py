@@ -48,9 +48,11 @@ MAX_STRINGS = 1 << 19
 def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32") -> str:
     """Writes a GGUF file as a Hugging Face directory, completely or not at all; returns a summary to print.
 
-    Args: file: GGUF of a dense Llama, Qwen2 or Qwen3 model in one file, quantized or not, with its
-        tokenizer. directory: absent, empty or an earlier import, which is replaced. dtype: type of
-        the written weights, fp32 or bf16.
+    Args:
+        file: GGUF of a dense Llama, Qwen2 or Qwen3 model in one file, quantized or not, with its
+            tokenizer.
+        directory: absent, empty or an earlier import, which is replaced.
+        dtype: type of the written weights, fp32 or bf16.
 
     Raises:
         ValueError: the file cannot be converted, or the directory cannot be written.

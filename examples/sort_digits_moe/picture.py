@@ -28,8 +28,10 @@ Metrics = Mapping[str, Series]
 def draw(without: Path, with_replay: Path) -> Path:
     """Draws two runs that differ in routing replay alone.
 
-    Args: without: directory of the run without it. with_replay: of the one with it, and with
-        --measure-routing-mismatch; the picture is left there.
+    Args:
+        without: directory of the run without it.
+        with_replay: of the one with it, and with --measure-routing-mismatch; the picture is left
+            there.
 
     Returns:
         Path of the picture.

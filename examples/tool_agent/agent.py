@@ -3,8 +3,8 @@
     --custom-generate-function-path examples/tool_agent/agent.py:generate
     --custom-rm-path examples/tool_agent/agent.py:correct
 
-The policy writes `?47+38=`, where the `=` stops it; the calculator's result is appended as an observation, which is not
-trained on, and the policy continues from exactly these tokens.
+The policy writes `?47+38=`, where the `=` stops it; the calculator's result is appended as an
+observation, which is not trained on, and the policy continues from exactly these tokens.
 """
 
 from functools import cache
@@ -24,9 +24,12 @@ at most."""
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], engine: Any) -> Any:
     """One episode.
 
-    Args: args: The program's options. sample: With the tokens of the prompt, or, of an episode that
-        was stopped, with those so far. sampling_params: How responses are sampled. engine: Answers
-        requests for this sample.
+    Args:
+        args: The program's options.
+        sample: With the tokens of the prompt, or, of an episode that was stopped, with those so
+            far.
+        sampling_params: How responses are sampled.
+        engine: Answers requests for this sample.
 
     Returns:
         The sample, with the policy's tokens and the calculator's.

@@ -156,9 +156,12 @@ def transcript(
 ) -> Transcript:
     """An episode that calls the calculator for one operation after the other, until it answers at some point.
 
-    Args: row: the question, and its answer, which is given whether or not all operations were
-        calculated. tokenizer: every character is a token. call_probability: of calling with one,
-        two, … operations left. chance: decides.
+    Args:
+        row: the question, and its answer, which is given whether or not all operations were
+            calculated.
+        tokenizer: every character is a token.
+        call_probability: of calling with one, two, … operations left.
+        chance: decides.
     """
     tokens = tokenizer(row["prompt"])["input_ids"]
     sampled = [False] * len(tokens)

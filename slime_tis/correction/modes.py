@@ -144,12 +144,14 @@ class Criterion:
 def parse_criteria(names: str | None, thresholds: str | float | None) -> tuple[Criterion, ...]:
     """verl's comma-separated criteria and thresholds, repeated names taken once.
 
-    Args: names: `token_k1,seq_max_k3`, or None for no criterion. thresholds: `0.5_2.0,0.01`: one
-        for all or one each; `lower_upper` or `upper` for k1, else `upper`. A lower
-            bound of 0 is none.
+    Args:
+        names: `token_k1,seq_max_k3`, or None for no criterion.
+        thresholds: `0.5_2.0,0.01`: one for all or one each; `lower_upper` or `upper` for k1, else
+            `upper`. A lower bound of 0 is none.
 
-    Raises: ValueError: if a name is unknown, a threshold is missing or not a positive number, or
-        counts differ.
+    Raises:
+        ValueError: if a name is unknown, a threshold is missing or not a positive number, or counts
+            differ.
     """
     if not names:
         return ()

@@ -106,10 +106,13 @@ def correction_steps(
 ) -> Steps:
     """The correction step by step, in the order of docs/math.md; `functional.correct` traces it.
 
-    Args: config: What to correct and how. log_probs: log π_train and log π_rollout. loss_mask:
-        Nonzero at valid tokens. current_log_probs: log π_θ, for the divergence mask. Default:
-        train_log_probs. advantages: For a divergence mask with direction away and for bounds by the
-        sign of the advantage.
+    Args:
+        config: What to correct and how.
+        log_probs: log π_train and log π_rollout.
+        loss_mask: Nonzero at valid tokens.
+        current_log_probs: log π_θ, for the divergence mask. Default: train_log_probs.
+        advantages: For a divergence mask with direction away and for bounds by the sign of the
+            advantage.
     """
     # 1. Δ at valid tokens. A log-prob of −9984 or less is an engine's code for minus infinity; a
     # NaN compares as false.
@@ -267,7 +270,8 @@ def rejected_by_divergence(
 ) -> Tensor:
     """Valid tokens that the divergence mask rejects: |π − μ|, KL(μ ‖ π), or the larger KL of both directions.
 
-    The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are at least 2⁻²⁵.
+    The token is a coin with probabilities π = exp(current) and μ = exp(anchor); 1 − π and 1 − μ are
+    at least 2⁻²⁵.
     """
     counts_BT = valid_BT & (current_BT.abs() < 9984) & (anchor_BT.abs() < 9984)
     log_pi_BT, log_mu_BT = (

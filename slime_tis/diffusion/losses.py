@@ -1,8 +1,7 @@
 """The loss of SDE steps: FlowGRPO's clipped one or a plain policy gradient, corrected, and what it is averaged over.
 
 Shapes: suffix _BT is [B, T] of B trajectories with T steps, or [B] where there is one; a loss may
-    be taken of all
-steps at once, or step by step.
+be taken of all steps at once, or step by step.
 """
 
 from collections.abc import Callable
@@ -57,8 +56,7 @@ def flow_grpo(
         r_t = π_θ/π_old (x_{t−1} | x_t),   L_t = −min(r_t A, clip(r_t, 1−ε, 1+ε) A)
 
     Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al.
-        (https://arxiv.org/abs/2505.05470),
-    section 4.1.
+    (https://arxiv.org/abs/2505.05470), section 4.1.
 
     Args:
         log_prob_BT: log π_θ, with gradient.
@@ -84,8 +82,7 @@ def policy_gradient(
     """Policy gradient without ratio and clip: L_t = −A log π_θ(x_{t−1} | x_t).
 
     Source: "Training Diffusion Models with Reinforcement Learning", Black et al.
-        (https://arxiv.org/abs/2305.13301),
-    section 4.3 (DDPO_SF).
+    (https://arxiv.org/abs/2305.13301), section 4.3 (DDPO_SF).
 
     Args and returns as `flow_grpo`; π_old and the clip range have no part in it.
     """
@@ -118,18 +115,24 @@ def diffusion_loss(  # noqa: PLR0913
         bypass:    Σ_accepted L_t(π_θ, π_rollout) / denominator,   accepted by π_θ/π_rollout here; a plain policy
                    gradient is multiplied with w_t of the same ratio where `--use-tis` is on
 
-    Args: config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce
-        (`policy_gradient`). log_probs: log π_θ, [B, T] or [B], with gradient. old_log_probs: log
-        π_old, of the same shape; in bypass mode log π_rollout (`apply_bypass_mode`). advantages: Of
-        the same shape, or [B]. weights: Decoupled weights of these steps:
-        `TrajectoryCorrection.folded`, or `weights` with the `mask`. mask: The accepted steps; None
-        where weights are folded, and a weight of 0 says rejected. clip_range: ε of `flow_grpo`.
-        timesteps: As in `correct_trajectories`, for bypass mode. latent_dims: Likewise. The ratio
-        of the loss itself stays on the scale of the log-probs. global_batch: Likewise.
+    Args:
+        config: What to correct and how; `policy_loss` is ppo (`flow_grpo`) or reinforce
+            (`policy_gradient`).
+        log_probs: log π_θ, [B, T] or [B], with gradient.
+        old_log_probs: log π_old, of the same shape; in bypass mode log π_rollout
+            (`apply_bypass_mode`).
+        advantages: Of the same shape, or [B].
+        weights: Decoupled weights of these steps: `TrajectoryCorrection.folded`, or `weights` with
+            the `mask`.
+        mask: The accepted steps; None where weights are folded, and a weight of 0 says rejected.
+        clip_range: ε of `flow_grpo`.
+        timesteps: As in `correct_trajectories`, for bypass mode.
+        latent_dims: Likewise. The ratio of the loss itself stays on the scale of the log-probs.
+        global_batch: Likewise.
 
-    Raises: ValueError: if the loss is another, shapes differ (naming both), or weights are given or
-        missing where the
-            configuration says otherwise.
+    Raises:
+        ValueError: if the loss is another, shapes differ (naming both), or weights are given or
+            missing where the configuration says otherwise.
     """
     if config.policy_loss not in LOSSES:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Sampling a flow model by an SDE instead of its ODE, so that every step has a log-prob.
 
-Flow matching interpolates x_t = (1 − t)·x_0 + t·ε between data (t = 0) and noise (t = 1), and the model predicts the
-velocity v = ε − x_0. Sampling goes from t = 1 down to t = 0.
+Flow matching interpolates x_t = (1 − t)·x_0 + t·ε between data (t = 0) and noise (t = 1), and the
+model predicts the velocity v = ε − x_0. Sampling goes from t = 1 down to t = 0.
 
 Shapes: suffix _BX is [B, *latent dimensions], _B per trajectory; a time is a float for all of them
-    or [B].
+or [B].
 """
 
 import math
@@ -38,9 +38,9 @@ def sde_step(
     for every dtype of the model.
 
     Source: "Flow-GRPO: Training Flow Matching Models via Online RL", Liu et al.
-        (https://arxiv.org/abs/2505.05470),
-    section 4.2. At t = 1 their σ_t is infinite, and their code puts the second time of the schedule
-    into 1 − t; that time is the `ceiling` to give for the same.
+    (https://arxiv.org/abs/2505.05470), section 4.2. At t = 1 their σ_t is infinite, and their code
+    puts the second time of the schedule into 1 − t; that time is the `ceiling` to give for the
+    same.
 
     Args:
         velocity_BX: v of the model at (x, t).
@@ -53,8 +53,9 @@ def sde_step(
     Returns:
         (μ, s): [B, *latent dimensions], and 0-dim or [B, 1, …].
 
-    Raises: ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is
-        negative.
+    Raises:
+        ValueError: if the shapes differ, the ceiling is not in (0, 1), or the noise level is
+            negative.
     """
     check_shapes(LATENTS, velocity=velocity_BX, sample=sample_BX)
     if not 0.0 < ceiling < 1.0:

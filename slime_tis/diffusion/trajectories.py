@@ -173,12 +173,14 @@ def correct_trajectories(
     under a clipped loss, whose ratio is the importance weight, the weights are then only measured,
     as `--tis-level`, `--tis-mode` and the bounds say.
 
-    Args: config: What to correct and how. train_log_probs: log π_train, [B, T], or [B] for a single
-        step; every level is then the token's. rollout_log_probs: log π_rollout, of the same shape.
+    Args:
+        config: What to correct and how.
+        train_log_probs: log π_train, [B, T], or [B] for a single step; every level is then the
+            token's.
+        rollout_log_probs: log π_rollout, of the same shape.
         timesteps: Of the steps, as the scheduler counts them: of the same shape, or [T] or 0-dim
-        where all
-            trajectories share theirs. Adds the mismatch by timestep to what is measured, and a
-            synchronisation with the host, which is what finding the different ones takes.
+            where all trajectories share theirs. Adds the mismatch by timestep to what is measured,
+            and a synchronisation with the host, which is what finding the different ones takes.
         latent_dims: D, where the log-probs are means over D latent dimensions and bounds are to be
             on the ratio of the sum; 1 takes them as they are.
         global_batch: As in `slime_tis.correct`: what is known of it where micro-batches are

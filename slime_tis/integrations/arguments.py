@@ -83,12 +83,14 @@ def rollout_correction_config(
     value of the command line has priority over a default of the host's parser. None counts as
     unset.
 
-    Args: args: Arguments of a parser with `add_rollout_correction_arguments`; or an object or
-        mapping with the same
-            names, for example `vars(args)` or an omegaconf node.
+    Args:
+        args: Arguments of a parser with `add_rollout_correction_arguments`; or an object or mapping
+            with the same names, for example `vars(args)` or an omegaconf node.
 
-    Raises: TypeError: The argument is neither an object with attributes nor a mapping. ValueError:
-        It has none of the options, a value is out of its limits, or options exclude each other.
+    Raises:
+        TypeError: The argument is neither an object with attributes nor a mapping.
+        ValueError: It has none of the options, a value is out of its limits, or options exclude
+            each other.
     """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise TypeError(

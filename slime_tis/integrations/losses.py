@@ -259,9 +259,11 @@ def areal(
 ) -> Loss:
     """AReaL's `grpo_loss_fn` with correction, to replace `areal.trainer.ppo.actor.grpo_loss_fn`.
 
-    Args: loss: AReaL's function. correction: The options; AReaL's `rejection_sampling` must be off.
+    Args:
+        loss: AReaL's function.
+        correction: The options; AReaL's `rejection_sampling` must be off.
         report: Gets the metrics of each micro-batch: `lambda metrics:
-        stats_tracker.scalar(**metrics)`.
+            stats_tracker.scalar(**metrics)`.
     """
 
     def policy_loss(

@@ -155,8 +155,9 @@ def weighted_by_token(
     returns the weight of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. `call`
     has slime's other arguments.
 
-    Returns: pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio),
-        tis_clipfrac, tis_abs, [N] each.
+    Returns:
+        pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac,
+        tis_abs, [N] each.
     """
     context, loss_masks = context_parallel(call), call["loss_masks"]
     slices = context.slices(

@@ -80,8 +80,9 @@ def compute_rollout_correction_and_rejection_mask(  # noqa: PLR0913
     The options are verl's; `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are its
     older API's. `verl_compat` inverts the bounds of k1 criteria, as verl does.
 
-    Returns: An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its
-        own dtype, and the metrics with the prefix rollout_corr/.
+    Returns:
+        An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its own
+        dtype, and the metrics with the prefix rollout_corr/.
 
     Raises:
         ValueError: if there is no valid token, shapes differ, or an option means nothing.

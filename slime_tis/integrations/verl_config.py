@@ -135,8 +135,10 @@ def translate(
 ) -> dict[str, tuple[Any, str]]:
     """verl's options as options of ours: name to the value, and verl's key that it comes from.
 
-    Args: block: by verl's key, among `NAMES`: True or False for `SWITCHES`, None where unset, else
-        text or a number. label: the name of a key in messages.
+    Args:
+        block: by verl's key, among `NAMES`: True or False for `SWITCHES`, None where unset, else
+            text or a number.
+        label: the name of a key in messages.
 
     Raises:
         TypeError: a value that is a switch where verl has a number or text, or neither.
@@ -178,9 +180,10 @@ def translate_actor(  # noqa: C901
         values: by verl's key, `LOSS_MODE` or among `ACTOR_NAMES`; None where unset.
         label: the name of a key in messages.
 
-    Raises: ValueError: an unknown loss mode or loss_agg_mode, a clip_ratio_c of dppo or a
-        clip_ratio_low that is not a
-            number, or two keys of one option that contradict each other.
+    Raises:
+        ValueError: an unknown loss mode or loss_agg_mode, a clip_ratio_c of dppo or a
+            clip_ratio_low that is not a number, or two keys of one option that contradict each
+            other.
     """
     mode = values.get(LOSS_MODE)
     if mode is not None and mode not in LOSS_MODES:

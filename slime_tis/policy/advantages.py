@@ -25,19 +25,22 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None
         A_i = (r_i − mean_group r) / (std_group r + ε)
 
     Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        Shao et al.
-    (https://arxiv.org/abs/2402.03300), §4.1.2; without the division: "Understanding R1-Zero-Like
-    Training", Liu et al. (https://arxiv.org/abs/2503.20783).
+    Shao et al. (https://arxiv.org/abs/2402.03300), §4.1.2; without the division: "Understanding
+    R1-Zero-Like Training", Liu et al. (https://arxiv.org/abs/2503.20783).
 
-    Args: rewards: [G, n], n ≥ 2. normalize_std: divide by the group's standard deviation (the
-        unbiased one). accepted: [G, n] bool, the samples that the mean and the deviation are of;
-        the others get 0. None for all.
+    Args:
+        rewards: [G, n], n ≥ 2.
+        normalize_std: divide by the group's standard deviation (the unbiased one).
+        accepted: [G, n] bool, the samples that the mean and the deviation are of; the others get 0.
+            None for all.
 
-    Returns: [G, n] in the dtype of the rewards, computed in float64; exactly 0 in a group of equal
+    Returns:
+        [G, n] in the dtype of the rewards, computed in float64; exactly 0 in a group of equal
         rewards.
 
-    Raises: ValueError: if there are fewer than two samples, or the reward of an accepted one is not
-        finite.
+    Raises:
+        ValueError: if there are fewer than two samples, or the reward of an accepted one is not
+            finite.
     """
     centred, count = _centred(rewards, accepted, "grpo")
     if not normalize_std:
@@ -98,15 +101,19 @@ def optimal_token_baseline(
 
     Source: verl, core_algos.py, compute_optimal_token_baseline_advantage.
 
-    Args: rewards_BT: reward of each token. mask_BT: nonzero at tokens of the loss. group_B: int64,
-        number of the prompt of each sample, from 0 and the same on all ranks. log_probs_BT: log π
-        of the sampled token y under the policy before the step. sum_pi_squared_BT: Σ_v π_v² over
-        the vocabulary, at each token. weights_BT: importance weights of the tokens; None for 1.
-        zero_tail: no baseline where the longest sample of a prompt is longer than all others, as in
-        verl. ranks: data-parallel ranks, each with other samples of the prompts, also of another
-        length T.
+    Args:
+        rewards_BT: Reward of each token.
+        mask_BT: Nonzero at tokens of the loss.
+        group_B: int64, number of the prompt of each sample, from 0 and the same on all ranks.
+        log_probs_BT: log π of the sampled token y under the policy before the step.
+        sum_pi_squared_BT: Σ_v π_v² over the vocabulary, at each token.
+        weights_BT: Importance weights of the tokens; None for 1.
+        zero_tail: No baseline where the longest sample of a prompt is longer than all others, as in
+            verl.
+        ranks: Data-parallel ranks, each with other samples of the prompts, also of another length T.
 
-    Returns: float64 [B, T], 0 where masked and where all samples of a prompt have the same return;
+    Returns:
+        float64 [B, T], 0 at masked tokens and where all samples of a prompt have the same return;
         without baseline for the only sample of a prompt.
 
     Raises:
@@ -162,18 +169,19 @@ def minimum_variance_baseline(
         A_i = R_i − b,   b = Σ_i w_i² ‖g_i‖² R_i / Σ_i w_i² ‖g_i‖²   over the samples of a prompt
 
     Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); its repository,
-        staleness_utils.py,
-    compute_opob_baseline. A sequence ratio beyond float32 makes that baseline NaN; here weights are
+    staleness_utils.py, compute_opob_baseline. A sequence ratio beyond float32 makes that baseline NaN; here weights are
     log-weights.
 
-    Args: rewards_B: reward of each sample. group_B: int64, number of the prompt of each sample.
-        gradient_norms_B: ‖g_i‖ of the gradient of log π of the whole sample, or the root of Σ_t
-        `score_norm_squared`,
-            which is the norm in the logits instead of in the parameters.
+    Args:
+        rewards_B: Reward of each sample.
+        group_B: int64, number of the prompt of each sample.
+        gradient_norms_B: ‖g_i‖, the norm of the gradient of the sample's log π, or the root of
+            Σ_t `score_norm_squared`, which is the norm in the logits instead of in the parameters.
         log_weights_B: log w_i of the sample, for example Σ_t Δ_t; None for 0.
 
-    Returns: float64 [B]; exactly 0 for equal rewards of a prompt, without baseline where all its
-        gradients are 0.
+    Returns:
+        float64 [B]; exactly 0 for equal rewards of a prompt, without baseline if all gradients of a
+        prompt are 0.
 
     Raises:
         ValueError: if a reward is not finite.

@@ -133,11 +133,14 @@ class CustomLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of a micro-batch, a scalar that is a sum over samples (or tokens), and sums to report.
 
-        Args: tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction
-            rejects. weights_L: Importance weights of the correction: 1 without weights, 0 where
-            masked. sequences: Prompt and response of each sample, int64. logits: [1, L, V] logits
-            that predict the response tokens, with gradient. sum_of_sample_mean: The sum over
-            samples of the mean over their accepted tokens, or over tokens.
+        Args:
+            tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction
+                rejects.
+            weights_L: Importance weights of the correction: 1 without weights, 0 where masked.
+            sequences: Prompt and response of each sample, int64.
+            logits: [1, L, V] logits that predict the response tokens, with gradient.
+            sum_of_sample_mean: The sum over samples of the mean over their accepted tokens, or over
+                tokens.
         """
         batch = loss_batch(tokens, sequences)
         batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))

@@ -94,9 +94,9 @@ def ppo_clip(
         r_t = π_θ / π_old,   L_t = −min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t);   where A_t < 0:  min(L_t, −c A_t)
 
     Source: "Proximal Policy Optimization Algorithms", Schulman et al.
-        (https://arxiv.org/abs/1707.06347), eq. 7;
-    asymmetric range: "DAPO", Yu et al. (https://arxiv.org/abs/2503.14476), eq. 10; dual clip:
-    "Mastering Complex Control in MOBA Games", Ye et al. (https://arxiv.org/abs/1912.09729), eq. 5.
+    (https://arxiv.org/abs/1707.06347), eq. 7; asymmetric range: "DAPO", Yu et al.
+    (https://arxiv.org/abs/2503.14476), eq. 10; dual clip: "Mastering Complex Control in MOBA
+    Games", Ye et al. (https://arxiv.org/abs/1912.09729), eq. 5.
 
     Args:
         log_prob_L: log π_θ, with gradient.
@@ -130,7 +130,7 @@ def gspo(
     A); no gradient crosses context-parallel ranks.
 
     Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071),
-        eq. 5, 7 and 13.
+    eq. 5, 7 and 13.
 
     Args and returns as `ppo_clip`; `mean_log_ratio_L` is the mean over the sequence of log π_θ −
     log π_old, at each of its tokens, without gradient. The paper's clip ranges are about 3e-4.
@@ -209,7 +209,7 @@ def sapo(
         L_t = −(4/τ) σ(τ (r_t − 1)) A_t,   τ = τ_pos where A_t > 0, else τ_neg
 
     Source: "Soft Adaptive Policy Optimization", Gao et al. (https://arxiv.org/abs/2511.20347), eq.
-        5 and 6.
+    5 and 6.
     """
     ratio_L = policy_ratio(log_prob_L, old_log_prob_L)
     tau_L = where(advantage_L > 0, tau_positive, tau_negative)
@@ -403,7 +403,7 @@ def dro(log_prob_L: Tensor, old_log_prob_L: Tensor, advantage_L: Tensor, *, beta
         L_t = −A_t log π_θ + (β/2) (log π_θ − log π_old)²
 
     Source: "Kimi k1.5" (https://arxiv.org/abs/2501.12599), section 2.3.2, per token as in verl's
-        and tinker's `dro`.
+    and tinker's `dro`.
     """
     return -advantage_L * bounded(log_prob_L) + beta / 2 * _squared(log_prob_L - old_log_prob_L)
 
@@ -427,8 +427,7 @@ def reinforce(log_prob_L: Tensor, advantage_L: Tensor) -> Tensor:
     """Policy gradient without clipping: L_t = −A_t log π_θ(t).
 
     Source: "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
-        Learning", Williams,
-    1992 (https://doi.org/10.1007/BF00992696).
+    Learning", Williams, 1992 (https://doi.org/10.1007/BF00992696).
     """
     return -advantage_L * bounded(log_prob_L)
 
@@ -445,9 +444,8 @@ def kl_estimate(
     away.
 
     Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html); the
-        ratio: "DeepSeek-V3.2"
-    (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the multiplication as in slime's
-    ppo_utils.py.
+    ratio: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the
+    multiplication as in slime's ppo_utils.py.
 
     Args:
         log_prob_L: log π_θ, with gradient.

@@ -1,7 +1,6 @@
 """Samples on their way from the rollout engine to the learner.
 
-    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters,
-    masks → learner
+    prompts → rollout engine → failed samples are marked → rewards → dynamic sampling → filters, masks → learner
 
 `SampleSource.next` runs this path once per rollout.
 """

@@ -87,8 +87,9 @@ def load_function(path: str) -> Callable[..., Any]:
     A file's path is relative to the working directory and may begin with `~`. `slime_modules`
     provides slime's modules.
 
-    Raises: CustomFunctionError: The path has neither form, or the file, module or function is
-        missing or fails to import.
+    Raises:
+        CustomFunctionError: The path has neither form, or the file, module or function is missing
+            or fails to import.
     """
     slime_modules.provide()
     shown = repr(one_line(path))

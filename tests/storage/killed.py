@@ -11,8 +11,9 @@ KILLED = 77
 def killed_at_each_operation(below, action):
     """Runs an action in forked processes, the n-th of which ends before its n-th operation on files below a directory.
 
-    Yields: n, after each process that ended early; nothing after the one that came to the end of
-        the action.
+    Yields:
+        n, after each process that ended early; nothing after the one that came to the end of the
+        action.
     """
     for number in count(1):
         pid = os.fork()

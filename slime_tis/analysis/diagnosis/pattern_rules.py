@@ -353,8 +353,8 @@ def _opposite_signs(log_ratio: Floats, chosen: Mask) -> float:
 def another_model(tokens: Tokens) -> Finding | None:
     """The tokens are samples of training's distribution, and another model computed the reported log-probs.
 
-    With ρ = π_train/π_rollout, E[ρ] = 1 for tokens that were sampled from π_rollout. Here E[1/ρ] = 1 instead. Both are
-    bounded, so that E ≤ 1.
+    With ρ = π_train/π_rollout, E[ρ] = 1 for tokens that were sampled from π_rollout. Here E[1/ρ] =
+    1 instead. Both are bounded, so that E ≤ 1.
     """
     gap, gap_error = mean_of(tokens.surprise, tokens.sample)
     if len(tokens) < 10 * MIN_TOKENS or abs(gap) > 3 * gap_error:  # NaN without entropy

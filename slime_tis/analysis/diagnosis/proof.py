@@ -90,9 +90,11 @@ def prove(
 ) -> tuple[Rescored, Proof]:
     """Searches for the fault that explains the mismatch of a dump.
 
-    Args: table: With token ids, prompts and the log-probs of both engines. hf_checkpoint: The model
-        that training had when it scored the samples. others: Other checkpoints of the run,
-        adapters, or a draft model, which the rollout engine may have.
+    Args:
+        table: With token ids, prompts and the log-probs of both engines.
+        hf_checkpoint: The model that training had when it scored the samples.
+        others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine
+            may have.
 
     Raises:
         ValueError: The dump cannot be scored, or a path is not a model directory.
@@ -128,10 +130,11 @@ def explain_disagreement(
 ) -> tuple[Rescored, Proof]:
     """Says which engine is wrong and searches for the fault that explains it.
 
-    Args: scorer: A causal language model of transformers, or a function (token ids [S] of prompt
-        and response, response
-            length T) → logits [T, V] of a training engine, before the temperature. A function
-            limits the search to faults of the prompt, the logits and the reported log-probs.
+    Args:
+        scorer: A causal language model of transformers, or a function (token ids [S] of prompt and
+            response, response length T) → logits [T, V] of a training engine, before the
+            temperature. A function limits the search to faults of the prompt, the logits and the
+            reported log-probs.
         samples: At least 16, each with prompt, token, train_log_prob and rollout_log_prob. A second
             scoring of the same weights by training may be in old_log_prob.
         temperature: Of both engines' log-probs, if samples is no table.

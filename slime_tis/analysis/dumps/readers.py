@@ -61,17 +61,17 @@ def read(
     """The table of a dump, a file or a directory of files of one form.
 
     Forms: parquet or .pt of this program, a run directory, slime's and miles's
-        `--save-debug-train-data`, NeMo-RL's
-    `train_data_step*.jsonl`, prime-rl's `token_exports`, verl's generations with log-probs, and
-    JSONL or parquet with the columns train_log_probs, rollout_log_probs and loss_mask
-    (docs/dumps.md).
+    `--save-debug-train-data`, NeMo-RL's `train_data_step*.jsonl`, prime-rl's `token_exports`,
+    verl's generations with log-probs, and JSONL or parquet with the columns train_log_probs,
+    rollout_log_probs and loss_mask (docs/dumps.md).
 
     A directory with dumps of several runs gives one run and a warning: the run of run.json, else of
     the newest file.
 
-    Args: path: The file or directory. max_tokens: Response tokens to keep, a random part of more.
-        Memory is then bounded by twice this number and by
-            one batch of a parquet file or one .pt file. Default: all.
+    Args:
+        path: The file or directory.
+        max_tokens: Response tokens to keep, a random part of more. Memory is then bounded by twice
+            this number and by one batch of a parquet file or one .pt file. Default: all.
         max_bytes: Size of the table, likewise. Bounds the memory of tokens with many experts.
     """
     files = files_of(Path(path))
@@ -273,10 +273,9 @@ def slime_table(path: Path) -> TokenTable:
     """The table of a `.pt` file in slime's layout, of this program, slime or miles.
 
     Source: THUDM/slime, slime/observability/train_data_utils.py, save_debug_train_data:
-        format_version 2 has a list of
-    samples. Earlier versions, and radixark/miles, miles/utils/train_dump_utils.py, have a dict of
-    lists "rollout_data". Log-probs cover the response; `log_probs` are the training engine's before
-    the rollout's first step.
+    format_version 2 has a list of samples. Earlier versions, and radixark/miles,
+    miles/utils/train_dump_utils.py, have a dict of lists "rollout_data". Log-probs cover the
+    response; `log_probs` are the training engine's before the rollout's first step.
     """
     try:
         file_bytes = path.stat().st_size

@@ -141,10 +141,12 @@ def what_if(
     weight, second-moment limit, adaptive bounds) are computed over the samples of each step in the
     table. Clip ranges and the averaging of the loss are in the table's metadata.
 
-    Args: table: Samples of one or several steps. configs: Corrections or functions in slime's
-        contract, in a list or by name. Default: `corrections()`. args: Options for functions, with
-        those of their own: `args=Namespace(alpha=0.5)`. Default: the options of
-            `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
+    Args:
+        table: Samples of one or several steps.
+        configs: Corrections or functions in slime's contract, in a list or by name. Default:
+            `corrections()`.
+        args: Options for functions, with those of their own: `args=Namespace(alpha=0.5)`. Default:
+            the options of `CUSTOM_FUNCTION_CONFIG` and of the table's loss.
         max_tokens: Response tokens to use, a random part of a larger table. Bounds the memory.
         max_steps: Steps for whole-batch corrections, a random part of more.
     """

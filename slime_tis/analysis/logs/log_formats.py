@@ -161,9 +161,9 @@ def wandb_records(file: BinaryIO) -> Iterator[bytes]:
     """The records of a W&B file, a LevelDB log after a header of 7 bytes, up to a truncated one.
 
     Format: blocks of 32 KiB of fragments, which never cross the end of a block. A fragment is
-        checksum (4 bytes, CRC-32
-    of type and data), length (2), type (1: complete, 2: first, 3: middle, 4: last) and data. Less
-    than 7 bytes at the end of a block are padding. wandb removed its own Python reader in 2025.
+    checksum (4 bytes, CRC-32 of type and data), length (2), type (1: complete, 2: first, 3: middle,
+    4: last) and data. Less than 7 bytes at the end of a block are padding. wandb removed its own
+    Python reader in 2025.
     """
     place = 0
     parts: list[bytes] = []

@@ -40,8 +40,9 @@ def read_log(path: Path) -> Log | None:
     A directory's own files and the folders of `Reader.places` are searched, nothing below. Files
     without metrics are passed over.
 
-    Raises: ValueError: The file is damaged, too large or no regular file, or its package is not
-        installed.
+    Raises:
+        ValueError: The file is damaged, too large or no regular file, or its package is not
+            installed.
     """
     if not path.is_dir():
         reader = next((reader for reader in READERS if path.match(reader.pattern)), None)

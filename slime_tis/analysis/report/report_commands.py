@@ -31,9 +31,10 @@ def report(
 ) -> str:
     """Writes a report on one or several runs or dumps; returns the text to print.
 
-    Args: paths: Run directories or dumps. out: File to write. Default: report.html in the run
-        directory, DUMP.report.html next to a dump, or
-            comparison.html in the working directory.
+    Args:
+        paths: Run directories or dumps.
+        out: File to write. Default: report.html in the run directory, DUMP.report.html next to a
+            dump, or comparison.html in the working directory.
         as_json: Print the numbers as JSON, and write the page only with `out`.
         hf_checkpoint: Directory of the tokenizer, if the dump names none.
     """

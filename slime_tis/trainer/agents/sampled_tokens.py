@@ -65,8 +65,9 @@ def provenance(
 def first_difference(tokens: Sequence[int], requests: Sequence[Sampled]) -> tuple[int, int | None]:
     """Returns the first position at which tokens differ from the request that they agree with longest.
 
-    Returns: The position, and the token there of the request's input or answer; None after the end
-        of the answer.
+    Returns:
+        The position, and the token there of the request's input or answer; None after the end of
+        the answer.
     """
     position, token = -1, None
     for one in requests:

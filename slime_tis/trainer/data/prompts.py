@@ -141,14 +141,19 @@ def load_prompts(  # noqa: C901, PLR0913
     As in slime, a text is tokenized as it stands: the tokenizer adds no special tokens, before or
     after it.
 
-    Args: path: JSONL or parquet file, with or without a slice of rows. tokenizer: Tokenizer of the
-        model. input_key: Column of the prompt. label_key: Column of the label; None for prompts
-        without labels. metadata_key: Column of a mapping, which becomes the prompt's metadata
-        together with the remaining columns. tool_key: Column of the tools that the chat template
-        describes: a list, or JSON text of a list. apply_chat_template: Whether the chat template
-        renders the prompts. template_options: Further variables of the chat template.
-        max_prompt_len: Longest prompt, in tokens; longer prompts are omitted. sizes: Sizes of the
-        model that the prompts must fit.
+    Args:
+        path: JSONL or parquet file, with or without a slice of rows.
+        tokenizer: Tokenizer of the model.
+        input_key: Column of the prompt.
+        label_key: Column of the label; None for prompts without labels.
+        metadata_key: Column of a mapping, which becomes the prompt's metadata together with the
+            remaining columns.
+        tool_key: Column of the tools that the chat template describes: a list, or JSON text of a
+            list.
+        apply_chat_template: Whether the chat template renders the prompts.
+        template_options: Further variables of the chat template.
+        max_prompt_len: Longest prompt, in tokens; longer prompts are omitted.
+        sizes: Sizes of the model that the prompts must fit.
 
     Raises:
         ValueError: A row cannot be read, with file and line.
@@ -236,9 +241,13 @@ def bos_warnings(
 ) -> Iterator[str]:
     """Yields a warning if prompts contain BOS twice, and one if texts lack the BOS that the tokenizer would add.
 
-    Args: prompts: Tokenized prompts. contents: What the chat template rendered, a text or messages;
-        for texts without a template the text. tokenizer: Their tokenizer. source: Name of the
-        prompts in messages. is_rendered: Whether the chat template rendered the prompts.
+    Args:
+        prompts: Tokenized prompts.
+        contents: What the chat template rendered, a text or messages; for texts without a template
+            the text.
+        tokenizer: Their tokenizer.
+        source: Name of the prompts in messages.
+        is_rendered: Whether the chat template rendered the prompts.
     """
     bos_id, bos = tokenizer.bos_token_id, str(tokenizer.bos_token)
     if bos_id is not None:

@@ -82,8 +82,8 @@ class SamplingMask:
     """The tokens that truncated sampling (top-p, top-k) could draw at each position, in compressed sparse rows (CSR).
 
     Position i has the set token_ids[s : s + lengths[i]] with s = Σ_{j<i} lengths[j]. A length of 0
-    means the whole
-    vocabulary: nothing was cut, no set was recorded, or the token is not the policy's.
+    means the whole vocabulary: nothing was cut, no set was recorded, or the token is not the
+    policy's.
 
     Shapes: suffix _M one value per token of the sets, one position after another.
     """

@@ -97,9 +97,11 @@ class TokenEngine(Protocol):
     ) -> Generation:
         """Samples the continuation of some tokens; any number of coroutines may await this concurrently.
 
-        Args: token_ids: The input, at least one token. sampling_params: The fields of
-            `SamplingParams`. session_id: One of several concurrent conversations within the sample,
-            whose key/value cache is reused.
+        Args:
+            token_ids: The input, at least one token.
+            sampling_params: The fields of `SamplingParams`.
+            session_id: One of several concurrent conversations within the sample, whose key/value
+                cache is reused.
         """
 
 

@@ -223,8 +223,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(path: Path) -> Metadata:
     """Returns the metadata of a checkpoint, made of checked plain data.
 
-    Raises: UnsafeFile: The file names a class or function that torch's metadata does not contain,
-        or has another form. OSError: The file cannot be read.
+    Raises:
+        UnsafeFile: The file names a class or function that torch's metadata does not contain, or
+            has another form.
+        OSError: The file cannot be read.
     """
     try:
         with open(path, "rb") as file:

@@ -135,7 +135,8 @@ class TorchRMSNorm(torch.nn.Module):
 class _RMSNorm(torch.autograd.Function):
     """Bitwise equal to `torch.nn.functional.rms_norm`.
 
-    With r = 1 / sqrt(mean(x²) + ε) and g the gradient times the weight, ∂x = r·(g − x·r²·mean(g·x)).
+    With r = 1 / sqrt(mean(x²) + ε) and g the gradient times the weight, ∂x = r·(g −
+    x·r²·mean(g·x)).
     """
 
     @staticmethod
@@ -284,8 +285,7 @@ def separate_expert_gradients(module: nn.Module) -> None:
     that mark only if the expert-parallel size is above 1
     (`megatron/core/tensor_parallel/layers.py`). Without the mark, gradients are summed over the
     data- and context-parallel ranks. These are other ranks if the expert-tensor size differs from
-    the tensor
-    size: experts then miss tokens, or the gradients of different shards are added.
+    the tensor size: experts then miss tokens, or the gradients of different shards are added.
     """
     for child in module.modules():
         if isinstance(child, MoELayer):

@@ -293,15 +293,19 @@ def fused_linear_log_probs(
     As in "Cut Your Losses in Large-Vocabulary Language Models", Wijmans et al.
     (https://arxiv.org/abs/2411.09009), section 4, with exact gradients and the entropy.
 
-    Args: hidden_LI: hidden states, the same on all tensor-parallel ranks; logits have the precision
-        of the weight. weight_OI: this rank's rows of the output layer. target_L: int64, ids in the
-        whole vocabulary. distribution: temperature, sampling sets and split of the vocabulary.
+    Args:
+        hidden_LI: hidden states, the same on all tensor-parallel ranks; logits have the precision
+            of the weight.
+        weight_OI: this rank's rows of the output layer.
+        target_L: int64, ids in the whole vocabulary.
+        distribution: temperature, sampling sets and split of the vocabulary.
         weight_grad_OI: float32; the backward pass adds the weight's gradient to this tensor,
-        megatron-core's
-            `main_grad`. Returned to autograd, it would be another tensor of that size.
+            megatron-core's `main_grad`. Returned to autograd, it would be another tensor of that
+            size.
 
-    Returns: (log_prob_L, entropy_L), at least float32, differentiable, and Σ_v π_v² if the
-        distribution `sums_squares`. The hidden states' gradient is summed over the group.
+    Returns:
+        (log_prob_L, entropy_L), at least float32, differentiable, and Σ_v π_v² if the distribution
+        `sums_squares`. The hidden states' gradient is summed over the group.
     """
     tile_bytes = GPU_TILE_BYTES if hidden_LI.is_cuda else TILE_BYTES
     plan = _Plan.of(len(hidden_LI), len(weight_OI), distribution, tile_bytes // 4)

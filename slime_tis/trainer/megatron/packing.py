@@ -4,9 +4,8 @@ The row consists of segments. A segment is a sequence, or, with shared prompts, 
 tree.
 
 Shapes: suffix _T is the packed tokens of this context-parallel rank, _L the response tokens that
-    they
-predict, _S the sequences of the micro-batch, _J its segments. If there is a filler, it is the last
-sequence and the last segment.
+they predict, _S the sequences of the micro-batch, _J its segments. If there is a filler, it is the
+last sequence and the last segment.
 """
 
 from collections.abc import Sequence
@@ -431,8 +430,9 @@ def _buckets_of_similar(lengths: Sequence[int]) -> list[list[int]]:
 def _gathered_keys(row: _Row) -> tuple[Tensor, Tensor]:
     """Finds each segment's keys among the tokens gathered from all context-parallel ranks.
 
-    Returns: Index [rows·Lk] into the gathered tokens, rank by rank, and the causal mask [rows, 1,
-        Lq, Lk].
+    Returns:
+        Index [rows·Lk] into the gathered tokens, rank by rank, and the causal mask [rows, 1, Lq,
+        Lk].
     """
     size = row.split.context_size
     chunk = row.chunk_J[:, None]

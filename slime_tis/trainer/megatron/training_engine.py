@@ -251,8 +251,9 @@ class TrainingEngine:
     ) -> tuple[list[list[int]], float | None]:
         """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank.
 
-        Returns: The samples of each micro-batch. Tokens of the largest micro-batch of all ranks,
-            divided by the token budget; None without a budget.
+        Returns:
+            The samples of each micro-batch. Tokens of the largest micro-batch of all ranks, divided
+            by the token budget; None without a budget.
         """
         rank = self.parallel.data_rank
         if self.token_budget is None:

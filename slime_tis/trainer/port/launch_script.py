@@ -1,8 +1,9 @@
 """Reads the training command out of a bash launch script; executes nothing.
 
-tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `source`, `$X`, `${X}`, `${X[@]}`,
-`${X:-default}`, `$((A * 2))`, and the script's own directory. Other expansions become marks that carry their source
-text. An assignment in a block counts if the variable has no other value; a note names it if the command depends on it.
+tree-sitter parses the script. Followed are assignments (`=`, `+=`, arrays), `source`, `$X`, `${X}`,
+`${X[@]}`, `${X:-default}`, `$((A * 2))`, and the script's own directory. Other expansions become
+marks that carry their source text. An assignment in a block counts if the variable has no other
+value; a note names it if the command depends on it.
 """
 
 import ast

@@ -131,9 +131,9 @@ def port_script(path: str, gpu_memory: float = 80.0) -> Ported:
         path: The script.
         gpu_memory: Memory of a GPU for the check whether the layout fits, GiB.
 
-    Raises: ValueError: The script cannot be read, or trains something else than this program can,
-        or the memory is no
-            size.
+    Raises:
+        ValueError: The script cannot be read, or trains something else than this program can, or
+            the memory is no size.
     """
     if not 0 < gpu_memory <= MOST_MEMORY:
         raise ValueError(

@@ -116,7 +116,8 @@ def model_from_script(given: Mapping[str, Flag], directory: str) -> dict[str, An
         given: The script's flags.
         directory: The script's --hf-checkpoint.
 
-    Returns: The fields that decide layout and memory, or None if the script says nothing about the
+    Returns:
+        The fields that decide layout and memory, or None if the script says nothing about the
         model.
     """
     sizes = _sizes(given)

@@ -15,9 +15,12 @@ def hypotheses(
 ) -> dict[str, Hypothesis]:
     """The table, with the hypotheses on the special tokens, the template and the experts of a model.
 
-    Args: model: Of transformers; without one, the hypotheses on the network and on positions are
-        absent. tokenizer: Of the model. prompt: Length of the longest prompt. layers: Number of
-        layers whose experts the dump records.
+    Args:
+        model: Of transformers; without one, the hypotheses on the network and on positions are
+            absent.
+        tokenizer: Of the model.
+        prompt: Length of the longest prompt.
+        layers: Number of layers whose experts the dump records.
     """
     config = getattr(model, "config", None)
     pad, eos, bos = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos", "bos"))

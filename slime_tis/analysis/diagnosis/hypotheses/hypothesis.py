@@ -1,7 +1,7 @@
 """What a hypothesis is: a change of the network, of its input, of its logits, or of the reported log-probs.
 
 Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k
-    experts.
+experts.
 """
 
 from collections.abc import Callable

@@ -31,9 +31,9 @@ SUSPECTS = 6
 def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     """The tensors that a LoRA adapter of peft changes, with the adapter added once.
 
-    Raises: ValueError: The directory has no LoRA adapter of the model, or one with tensors that
-        plain LoRA does not have
-            (DoRA, biases, trained embeddings), or with NaN or infinity.
+    Raises:
+        ValueError: The directory has no LoRA adapter of the model, or one with tensors that plain
+            LoRA does not have (DoRA, biases, trained embeddings), or with NaN or infinity.
     """
     from safetensors.torch import load_file
 

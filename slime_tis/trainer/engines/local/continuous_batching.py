@@ -15,7 +15,7 @@ The tokens of a request depend only on its input, its uniforms and the weights, 
 the batch.
 
 Shapes: A decoding slots, B rows of a pass, T its columns, V vocabulary, suffix _T one value per fed
-    token.
+token.
 """
 
 import asyncio

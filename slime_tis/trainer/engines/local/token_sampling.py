@@ -40,8 +40,7 @@ def filtered_logits(logits_BV: Tensor, *, temperature: float, top_p: float, top_
       where(kept, logits / temperature, -inf)
 
     Sources: "Hierarchical Neural Story Generation", Fan et al. (https://arxiv.org/abs/1805.04833),
-        section 5
-    for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
+    section 5 for top-k; "The Curious Case of Neural Text Degeneration", Holtzman et al.
     (https://arxiv.org/abs/1904.09751), eq. 2-3 for top-p. transformers uses the same order.
     """
     scaled_BV = logits_BV.float()
