@@ -20,11 +20,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.provenance import provenance
 from benchmarks.shared_prompts import Measured, append, batch_of, peak_mib
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.packing import MicroBatch
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 
 ROWS = Path(__file__).with_suffix(".csv")
 

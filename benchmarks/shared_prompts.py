@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.provenance import provenance
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron.architecture import ResponseModel
 from slime_tis.trainer.megatron.batch import TrainingBatch, make_batch
 from slime_tis.trainer.megatron.packing import MicroBatch
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 
 ROWS = Path(__file__).with_suffix(".csv")
 SAMPLES = 8

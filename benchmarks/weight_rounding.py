@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.provenance import commit, machine
+from slime_tis.trainer.configs.rollout import Rounding
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.engines.local.load_model import (
     load_model,
@@ -30,7 +31,6 @@ from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.local.token_sampling import log_softmax
 from slime_tis.trainer.engines.weight_rounding import WeightRounder
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
-from slime_tis.trainer.options.rollout import Rounding
 
 MODES: tuple[Rounding, ...] = ("nearest", "stochastic")
 COLUMNS = ("lr", "rounding", "step", "trained", "engine", "k3", "received")

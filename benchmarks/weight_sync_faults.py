@@ -20,13 +20,13 @@ from torch import Tensor
 
 from slime_tis.main import train as run_train
 from slime_tis.trainer import weight_sync
+from slime_tis.trainer.configs.rollout import Rounding
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine, SentRows
 from slime_tis.trainer.engines.weight_rounding import Precision, WeightRounder
 from slime_tis.trainer.engines.weight_updates import WeightUpdates
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.rollout import Rounding
 from slime_tis.trainer.weight_sync import MIN_RECEIVED, SyncCheck, check_weight_sync
 
 ENGINES: tuple[tuple[Precision, Rounding], ...] = (

@@ -20,7 +20,7 @@ from slime_tis.options.command_line import (
 )
 from slime_tis.options.fields import Limits, check_fields
 from slime_tis.options.values import declare_options
-from slime_tis.trainer.options.loop import ReportingConfig
+from slime_tis.trainer.configs.loop import ReportingConfig
 
 PIXELS = 64
 """Latent dimensions of a step: the digits are 8×8 and no autoencoder is in between."""

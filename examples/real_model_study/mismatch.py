@@ -22,6 +22,7 @@ from benchmarks.provenance import machine
 from examples.collapse_study.report import replace_table
 from examples.collapse_study.run import versions
 from examples.tables import read_rows, write_rows
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
@@ -30,7 +31,6 @@ from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.megatron.batch import fixed_partition
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.step_inputs import training_batch
 
 HERE = Path(__file__).resolve().parent

@@ -26,6 +26,7 @@ from benchmarks.provenance import machine
 from examples.collapse_study.run import versions
 from examples.tables import write_rows
 from slime_tis.policy.step_sums import mismatch, mismatch_metrics
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
@@ -34,7 +35,6 @@ from slime_tis.trainer.engines.weight_rounding import round_fp8
 from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.step_inputs import training_batch
 
 HERE = Path(__file__).resolve().parent

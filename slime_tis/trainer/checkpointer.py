@@ -11,13 +11,13 @@ from typing import Any
 from slime_tis.health import HealthState
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.options.fields import flag
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.sample import Sample
 from slime_tis.trainer.data.sample_file import from_dict, load_batches, save_batches, to_dict
 from slime_tis.trainer.evaluation import EVALUATION_OPTIONS, Evaluation, is_due
 from slime_tis.trainer.megatron import sharded_checkpoint
 from slime_tis.trainer.megatron.routing_replay import drop_routing
-from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.rollout.prefetch import FinishedBatch
 from slime_tis.trainer.storage.checkpoint_files import (
     IN_FLIGHT,

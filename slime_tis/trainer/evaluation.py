@@ -8,12 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.hf_directory import ModelSizes
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, mark_failed_samples
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.prompts import load_prompts, prompt_options
 from slime_tis.trainer.data.sample import Prompt, Sample, SampleStatus, by_rollout
 from slime_tis.trainer.engines.build import evaluation_sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards
 from slime_tis.trainer.rollout.rollout_metrics import has_status, mean_parts, rollout_reward
 

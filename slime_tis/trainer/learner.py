@@ -37,6 +37,7 @@ from slime_tis.policy.losses import CovarianceLimit, covariance_limit
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs, LossStep, policy_loss
 from slime_tis.policy.step_sums import StepSums, mismatch, mismatch_metrics, step_metrics
 from slime_tis.policy.token_record import TokenRecord
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.engines.local.routing import has_usable_experts, has_usable_weights
 from slime_tis.trainer.megatron.batch import (
@@ -49,7 +50,6 @@ from slime_tis.trainer.megatron.batch import (
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
 from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.step_inputs import (
     Step,
     advantages_of,

@@ -24,10 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slime_tis.hf_directory import moe_sizes, read_model_config
 from slime_tis.trainer.cli.file_checks import layout_problems
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.architecture import build_model, read_hf_config
 from slime_tis.trainer.megatron.memory import bytes_per_token
 from slime_tis.trainer.megatron.parallel import Parallel, initialize, shut_down
-from slime_tis.trainer.options.megatron import MegatronConfig
 
 if TYPE_CHECKING:  # its import must follow that of slime_tis.trainer.megatron
     from megatron.core.transformer.transformer_config import TransformerConfig

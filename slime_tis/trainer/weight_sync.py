@@ -20,6 +20,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.rollout_engine import RolloutEngine
 from slime_tis.trainer.engines.weight_rounding import COARSENESS, Precision, WeightRounder, coarser
@@ -28,8 +30,6 @@ from slime_tis.trainer.learner import Learner
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.options.rollout import RolloutConfig
 
 PROBE_PROMPTS = 64
 """Largest number of prompts in the probe."""

@@ -22,7 +22,7 @@ from slime_tis.analysis.dumps.table import (
 )
 from slime_tis.analysis.report.report_inputs import open_source
 from slime_tis.main import main
-from slime_tis.trainer.options.loop import LoopConfig
+from slime_tis.trainer.configs.loop import LoopConfig
 from tests.dumps.tables import assert_same, full_table
 from tests.test_docs import DOCS, blocks
 

@@ -13,12 +13,12 @@ from examples.sort_digits_moe import measure, picture
 from examples.tables import read_rows
 from slime_tis.demo import sort_digits as prepare
 from slime_tis.trainer.cli.train_arguments import configure, parse_args
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.prompts import load_prompts
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.evaluation import accuracy_metrics
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.rewards import assign_rewards, build_reward
 from tests.runs import ROOT, read_metrics, run_here
 

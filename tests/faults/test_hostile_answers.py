@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from slime_tis.trainer.agents import slime_client
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.health import Timeouts
@@ -24,7 +25,6 @@ from slime_tis.trainer.engines.sglang.schema import (
     ServerInfo,
     parse,
 )
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards import symbolic
 from slime_tis.trainer.rewards.remote_reward import RewardServer
 from slime_tis.trainer.rewards.rewards import build_reward

@@ -2,8 +2,8 @@
 
 import pytest
 
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.batch import fixed_partition, make_batch, shard
 from slime_tis.trainer.megatron.hf_weights import named_weights, replaced_weights
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import PAD, VOCAB_SIZE, make_checkpoint
 from tests.megatron.passes import RECOMPUTE_LAYERS, on_ranks, outputs
 

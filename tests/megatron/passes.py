@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from slime_tis.policy.policy_loss import LossOutputs
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.runs import free_port, rank_environment, spawn
 
 RECOMPUTE_LAYERS = {

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from slime_tis.hf_directory import MoeSizes, load_config, moe_sizes
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import sharded_checkpoint
 from slime_tis.trainer.megatron.architecture import uses_transformer_engine
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from slime_tis.trainer.storage.checkpoint_files import read_state
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import likelihood

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import slime_tis.trainer.megatron.parallel  # and with it megatron.core
+from slime_tis.trainer.configs.megatron import LAUNCH, Environment, MegatronConfig, read_environment
 from slime_tis.trainer.megatron.cpu_support import rewrite
 from slime_tis.trainer.megatron.parallel import trains_with_transformer_engine
-from slime_tis.trainer.options.megatron import LAUNCH, Environment, MegatronConfig, read_environment
 
 REWRITTEN = [
     ("x = torch.zeros(1, device='cuda')", "x = torch.zeros(1, device='cpu')"),
@@ -41,7 +41,7 @@ def test_rewrites_what_needs_cuda_or_nccl(source, expected):
 
 def test_options_need_no_megatron_core_and_no_launcher():
     code = (
-        "import sys, slime_tis.trainer.options.megatron; sys.exit('megatron.core' in sys.modules)"
+        "import sys, slime_tis.trainer.configs.megatron; sys.exit('megatron.core' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert read_environment({}) == Environment(rank=0, local_rank=0, world_size=1, launched=False)

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_tis.hf_directory import FAMILIES, moe_sizes
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import hf_weights, sharded_checkpoint
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.hf_weights import GATHERED_BYTES
 from slime_tis.trainer.megatron.packing import RowSplit, pack
 from slime_tis.trainer.megatron.sharded_checkpoint import save_hf
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import FAMILIES as CHECKPOINTS
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import on_ranks

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from slime_tis import RolloutCorrectionConfig, correct
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.sample import Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
@@ -19,7 +20,6 @@ from slime_tis.trainer.engines.weight_rounding import round_int8
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import likelihood
 

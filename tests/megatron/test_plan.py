@@ -13,13 +13,13 @@ from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime_tis.main import main
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron import memory
 from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.memory import TokenBudget, bytes_per_token, free_memory
 from slime_tis.trainer.megatron.training_engine import TrainingEngine, wrap
 from slime_tis.trainer.memory_plan import GIB, USABLE, census, fake_rank, smallest_layout
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood, on_ranks
 from tests.runs import ROOT

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.batch import fixed_partition, make_batch
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import RECOMPUTE_LAYERS, likelihood
 

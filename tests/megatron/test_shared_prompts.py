@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from benchmarks.shared_prompts import EveryRow
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.sample import SamplingMask
 from slime_tis.trainer.megatron import log_probs
 from slime_tis.trainer.megatron.architecture import read_hf_config
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.training_engine import TrainingEngine, why_not_shared
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 from tests.megatron.passes import (
     RECOMPUTE_LAYERS,

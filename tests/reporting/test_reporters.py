@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime_tis.trainer.cli.file_checks import held_outputs
-from slime_tis.trainer.options.loop import ReportingConfig
-from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.configs.loop import ReportingConfig
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.reporting.reporters import JsonLines, format_step, open_reporters
 from tests.runs import free_port, largest_file
 

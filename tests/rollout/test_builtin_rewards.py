@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
+from slime_tis.trainer.configs.rollout import REMOTE, RM_TYPES
 from slime_tis.trainer.data.sample import Prompt
-from slime_tis.trainer.options.rollout import REMOTE, RM_TYPES
 from slime_tis.trainer.rewards import symbolic
 from slime_tis.trainer.rewards.builtin_rewards import (
     SCORES,

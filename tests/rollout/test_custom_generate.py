@@ -15,6 +15,7 @@ from slime_tis.hf_directory import ModelSizes
 from slime_tis.policy.advantages import MAX_REWARD
 from slime_tis.trainer.agents.custom_generate import build_generate_function, mark_failed_samples
 from slime_tis.trainer.agents.sampled_tokens import Sampled, copy_engine_records, provenance
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt, Sample, Sampling, SamplingMask, by_rollout
 from slime_tis.trainer.engines.function_requests import (
     Generation,
@@ -26,7 +27,6 @@ from slime_tis.trainer.engines.function_requests import (
     request_uniforms,
     response_text,
 )
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rollout.rollout_metrics import rollout_metrics
 from tests.checkpoints import CHARACTERS, make_tokenizer
 

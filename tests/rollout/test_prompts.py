@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.prompts import PromptDataset, load_prompts
 from slime_tis.trainer.evaluation import load_evaluation_prompts
-from slime_tis.trainer.options.rollout import RolloutConfig
 from tests.checkpoints import CHAT_TEMPLATE, make_tokenizer
 
 TOKENIZER = make_tokenizer()

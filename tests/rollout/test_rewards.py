@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from slime_tis.errors import CustomFunctionError
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.data.sample_file import from_dict, to_dict
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rewards.remote_reward import MAX_ANSWER_BYTES, RewardServer
 from slime_tis.trainer.rewards.rewards import (
     assign_rewards,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
-from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import BOS, make_checkpoint
 from tests.sglang_server.references import Reference
 from tests.sglang_server.servers import PYTHON, RealServer

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer, weights_by_file_name
 from slime_tis.trainer.engines.rollout_engine import EngineHost
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
-from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.checkpoints import make_checkpoint
 from tests.runs import read_metrics, run_apart
 from tests.samples import flat, reloaded

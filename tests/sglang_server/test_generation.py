@@ -7,13 +7,13 @@ import httpx
 import pytest
 import torch
 
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.data.sample import STATUS, Sample, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.local.local_engine import LocalEngine
 from slime_tis.trainer.megatron.batch import make_batch
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import EOS
 from tests.samples import flat
 from tests.sglang_server.references import BOUND, worst_by_version

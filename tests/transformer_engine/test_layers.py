@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformer_engine.pytorch.attention.dot_product_attention import utils as attention
 
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.megatron.architecture import build_model
 from slime_tis.trainer.megatron.hf_weights import load_hf_weights, named_hf_tensors, named_weights
 from slime_tis.trainer.megatron.parallel import (
@@ -17,7 +18,6 @@ from slime_tis.trainer.megatron.parallel import (
     shut_down,
     trains_with_transformer_engine,
 )
-from slime_tis.trainer.options.megatron import MegatronConfig
 from tests.checkpoints import make_checkpoint
 
 

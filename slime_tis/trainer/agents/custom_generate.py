@@ -31,12 +31,12 @@ from slime_tis.trainer.agents.sampled_tokens import (
     provenance,
 )
 from slime_tis.trainer.agents.slime_client import RecordedEngine, current_engine
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import STATUS, Sample, SampleStatus, Sampling, by_rollout
 from slime_tis.trainer.data.user_values import json_object
 from slime_tis.trainer.engines.event_loops import is_abandoned
 from slime_tis.trainer.engines.function_requests import RolloutFunction, TokenEngine
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.stop_signals import Interrupted
 from slime_tis.user_functions import accepted, calling, describe, load_user_function
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.trainer.agents.custom_generate import GenerateFunction, NoSample
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.data_source import CustomDataSource
 from slime_tis.trainer.data.prompts import PromptDataset
 from slime_tis.trainer.data.sample import Sample, by_rollout
 from slime_tis.trainer.data.user_values import typed_value
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.user_functions import calling, describe
 from slime_tis.user_functions.tensors import check_metrics

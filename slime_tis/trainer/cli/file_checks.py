@@ -22,9 +22,9 @@ from slime_tis.hf_directory import (
     read_model_config,
 )
 from slime_tis.options import fields
-from slime_tis.trainer.options.loop import ReportingConfig
-from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.options.rollout import RolloutConfig
+from slime_tis.trainer.configs.loop import ReportingConfig
+from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.reporting.run_directory import OWN_NAMES, foreign_file
 from slime_tis.trainer.storage import exports
 from slime_tis.trainer.storage.checkpoint_files import (

@@ -46,10 +46,10 @@ from slime_tis.trainer.cli.option_checks import (
 )
 from slime_tis.trainer.cli.slime_flags import RENAMED, refusal
 from slime_tis.trainer.cli.train_options import ALIASES, COMMAND_LINE, FLAGS, OPTIONS, Arguments
-from slime_tis.trainer.options.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
-from slime_tis.trainer.options.megatron import MegatronConfig, read_environment
-from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.options.sglang import PREFIX, SGLangConfig, check_server_args
+from slime_tis.trainer.configs.loop import MOST_SAMPLES, LoopConfig, ReportingConfig
+from slime_tis.trainer.configs.megatron import MegatronConfig, read_environment
+from slime_tis.trainer.configs.rollout import RolloutConfig
+from slime_tis.trainer.configs.sglang import PREFIX, SGLangConfig, check_server_args
 
 
 def parse_args(argv: Sequence[str] | None = None, *, prog: str = "train.py") -> Arguments:

@@ -13,10 +13,10 @@ from slime_tis.options.fields import flag
 from slime_tis.options.values import declare_options
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.trainer.cli.slime_flags import value_advice
-from slime_tis.trainer.options.loop import LoopConfig, ReportingConfig
-from slime_tis.trainer.options.megatron import MegatronConfig
-from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.options.sglang import SGLangConfig
+from slime_tis.trainer.configs.loop import LoopConfig, ReportingConfig
+from slime_tis.trainer.configs.megatron import MegatronConfig
+from slime_tis.trainer.configs.rollout import RolloutConfig
+from slime_tis.trainer.configs.sglang import SGLangConfig
 
 
 @dataclass(frozen=True, kw_only=True)

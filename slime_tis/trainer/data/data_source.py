@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.prompts import bos_warnings, check_fits, rendered, token_ids_of
 from slime_tis.trainer.data.sample import Prompt, Sample
 from slime_tis.trainer.data.user_values import json_object, typed_value
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.user_functions import call, calling, describe, load_user_function
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from slime_tis.atomic_files import json_lines, split_row_slice
 from slime_tis.errors import first_line, quoted
 from slime_tis.hf_directory import ModelSizes
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Prompt
 from slime_tis.trainer.data.user_values import json_object
-from slime_tis.trainer.options.rollout import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from transformers import PreTrainedTokenizerBase
 
+from slime_tis.trainer.configs.rollout import RolloutConfig
+from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutEngine
-from slime_tis.trainer.options.rollout import RolloutConfig
-from slime_tis.trainer.options.sglang import SGLangConfig
 
 
 def build_engine(

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slime_tis.trainer.options.rollout import Rounding
+from slime_tis.trainer.configs.rollout import Rounding
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4"]
 """Precision of a tensor in an engine; fp8, int8 and int4 have a scale per row."""

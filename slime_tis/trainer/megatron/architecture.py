@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slime_tis.errors import first_line
 from slime_tis.hf_directory import FAMILIES, Family, has, load_config, moe_sizes, read_model_config
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.megatron.layers import (
     MoeRouter,
@@ -34,7 +35,6 @@ from slime_tis.trainer.megatron.layers import (
 )
 from slime_tis.trainer.megatron.packing import PackedSequences, RotaryAngles
 from slime_tis.trainer.megatron.parallel import Parallel
-from slime_tis.trainer.options.megatron import MegatronConfig
 
 
 class HfConfig(Protocol):

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from slime_tis.correction import Ranks
 from slime_tis.errors import first_line
-from slime_tis.trainer.options.megatron import Environment, MegatronConfig, read_environment
+from slime_tis.trainer.configs.megatron import Environment, MegatronConfig, read_environment
 
 T = TypeVar("T")
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from slime_tis.hf_directory import moe_sizes
 from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
 from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
 from slime_tis.trainer.megatron.batch import TrainingBatch
@@ -50,7 +51,6 @@ from slime_tis.trainer.megatron.micro_batches import PrefixTree, load_of, token_
 from slime_tis.trainer.megatron.packing import MicroBatch, RowSplit, pack
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, RoutingReplay
-from slime_tis.trainer.options.megatron import MegatronConfig
 
 Loss = Callable[[LossInputs], LossOutputs]
 MIN_LOSS_SCALE = 1.0

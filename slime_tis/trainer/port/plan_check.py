@@ -11,7 +11,7 @@ from typing import Any
 
 from slime_tis.trainer.cli.train_arguments import configure
 from slime_tis.trainer.cli.train_options import COMMAND_LINE, Arguments
-from slime_tis.trainer.options.megatron import MegatronConfig
+from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.port.launch_script import OPEN
 
 Words = Mapping[str, tuple[str, ...]]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from slime_tis.atomic_files import METRICS, metrics_before, write_atomically
 from slime_tis.health import METRIC_PREFIXES
-from slime_tis.trainer.options.loop import ReportingConfig
+from slime_tis.trainer.configs.loop import ReportingConfig
 from slime_tis.trainer.reporting.run_directory import TENSORBOARD, prepare_run_directory
 
 

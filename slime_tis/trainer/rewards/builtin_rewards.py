@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime_tis.trainer.configs.rollout import BOXED, REMOTE, base_name
 from slime_tis.trainer.data.sample import Sample
-from slime_tis.trainer.options.rollout import BOXED, REMOTE, base_name
 from slime_tis.trainer.rewards.answers import (
     last_boxed,
     last_number,

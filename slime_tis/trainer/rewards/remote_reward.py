@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 
 from slime_tis.errors import one_line, quoted
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.engines.event_loops import results_of, run
 from slime_tis.trainer.engines.plain_body import PLAIN, read_plain
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
-from slime_tis.trainer.options.rollout import RolloutConfig
 
 logger = logging.getLogger(__name__)
 

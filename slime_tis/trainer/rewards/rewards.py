@@ -11,16 +11,16 @@ from typing import Any
 
 from slime_tis.errors import CustomFunctionError, quoted
 from slime_tis.policy.advantages import MAX_REWARD
-from slime_tis.trainer.data.sample import Prompt, Sample
-from slime_tis.trainer.data.user_values import SampleEdits, handed_out
-from slime_tis.trainer.engines.event_loops import results_of, run
-from slime_tis.trainer.options.rollout import (
+from slime_tis.trainer.configs.rollout import (
     REMOTE,
     RolloutConfig,
     base_name,
     check_rm_type,
     parse_weights,
 )
+from slime_tis.trainer.data.sample import Prompt, Sample
+from slime_tis.trainer.data.user_values import SampleEdits, handed_out
+from slime_tis.trainer.engines.event_loops import results_of, run
 from slime_tis.trainer.rank_collectives import map_over_ranks
 from slime_tis.trainer.rewards.builtin_rewards import WITHOUT_LABEL, builtin_reward, scored_text
 from slime_tis.trainer.rewards.remote_reward import RewardServer

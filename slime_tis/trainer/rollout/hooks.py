@@ -7,9 +7,9 @@ from typing import Any, Self, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
 from slime_tis.policy.advantages import MAX_REWARD
+from slime_tis.trainer.configs.rollout import RolloutConfig
 from slime_tis.trainer.data.sample import Sample, SampleStatus
 from slime_tis.trainer.data.user_values import SampleEdits, handed_out, typed_value
-from slime_tis.trainer.options.rollout import RolloutConfig
 from slime_tis.trainer.rank_collectives import on_rank_zero
 from slime_tis.trainer.rollout.filter_hub import DynamicFilterOutput
 from slime_tis.trainer.rollout.prefetch import Choose

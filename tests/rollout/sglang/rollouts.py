@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import STATUS, Prompt, Sampling
 from slime_tis.trainer.engines.local.load_model import load_tokenizer
 from slime_tis.trainer.engines.rollout_engine import EngineHost
@@ -12,7 +13,6 @@ from slime_tis.trainer.engines.sglang.client import Server, make_client
 from slime_tis.trainer.engines.sglang.health import Timeouts
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
 from slime_tis.trainer.engines.sglang.sglang_engine import SGLangEngine
-from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import STOP, continuation, log_prob
 from tests.samples import flat
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback, normalized_url
+from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback, normalized_url
 
 SECRET = "hunter2-secret"
 

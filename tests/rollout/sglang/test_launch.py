@@ -16,12 +16,12 @@ import httpx
 import psutil
 import pytest
 
+from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang import launch
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers, free_ports, server_command
 from slime_tis.trainer.engines.sglang.server_group import SGLangSettings
-from slime_tis.trainer.options.sglang import SGLangConfig
 from tests.rollout.sglang.fake_sglang import wait_until
 from tests.runs import fork_server
 

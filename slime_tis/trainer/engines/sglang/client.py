@@ -21,6 +21,7 @@ from urllib.parse import quote
 import aiohttp
 
 from slime_tis.errors import one_line, quoted
+from slime_tis.trainer.configs.sglang import normalized_url
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.function_requests import Generation
@@ -32,7 +33,6 @@ from slime_tis.trainer.engines.sglang.schema import (
     GenerateRequest,
     InvalidAnswer,
 )
-from slime_tis.trainer.options.sglang import normalized_url
 
 Result = TypeVar("Result")
 

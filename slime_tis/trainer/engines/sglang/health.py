@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from slime_tis.trainer.configs.sglang import SGLangConfig
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import RolloutUnavailable
 from slime_tis.trainer.engines.sglang.client import (
@@ -33,7 +34,6 @@ from slime_tis.trainer.engines.sglang.client import (
 )
 from slime_tis.trainer.engines.sglang.schema import ServerInfo, version_number
 from slime_tis.trainer.engines.sglang.weights.protocol import release
-from slime_tis.trainer.options.sglang import SGLangConfig
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_tis.hf_directory import load_config, moe_sizes
+from slime_tis.trainer.configs.rollout import Rounding
+from slime_tis.trainer.configs.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 from slime_tis.trainer.data.sample import Sampling
 from slime_tis.trainer.engines.event_loops import BackgroundTasks, cancel_and_wait
 from slime_tis.trainer.engines.rollout_engine import (
@@ -35,8 +37,6 @@ from slime_tis.trainer.engines.sglang.schema import ExpertLayout
 from slime_tis.trainer.engines.sglang.weights.protocol import WeightSync
 from slime_tis.trainer.engines.weight_rounding import Precision
 from slime_tis.trainer.engines.weight_updates import BLOCKS, EMBEDDING, OUTPUT_LAYER
-from slime_tis.trainer.options.rollout import Rounding
-from slime_tis.trainer.options.sglang import WEIGHT_TRANSPORTS, SGLangConfig
 
 logger = logging.getLogger(__name__)
 

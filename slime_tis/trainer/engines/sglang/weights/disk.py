@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from slime_tis.trainer.configs.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.engines.rollout_engine import EngineHost, RolloutUnavailable, WeightSource
 from slime_tis.trainer.engines.sglang.client import Server, ServerError
 from slime_tis.trainer.engines.sglang.weights.protocol import (
@@ -19,7 +20,6 @@ from slime_tis.trainer.engines.sglang.weights.protocol import (
     resume,
     weights_thread,
 )
-from slime_tis.trainer.options.sglang import SGLangConfig, is_loopback
 from slime_tis.trainer.storage.directories import LOCK, held, make_private, make_public
 from slime_tis.trainer.storage.hf_writer import write_hf_checkpoint
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from slime_tis.errors import quoted
 from slime_tis.options.fields import Limits, check_fields, option
-from slime_tis.trainer.options.sglang import normalized_url
+from slime_tis.trainer.configs.sglang import normalized_url
 
 data_option = partial(option, group="model and data")
 rollout_option = partial(option, group="rollout")
