@@ -130,8 +130,10 @@ def evaluate(
     return findings
 
 
-OPSM, PULL = "train/opsm_clipfrac", "train/rollout_pull"
-"""Metrics of terms that keep the policy close to the one that sampled."""
+OPSM = "train/opsm_clipfrac"
+"""Metric of off-policy sequence masking, which keeps the policy close to the rollout policy."""
+PULL = "train/rollout_pull"
+"""Metric of the pull towards the rollout policy."""
 
 
 def corrects_staleness(correction: RolloutCorrectionConfig) -> bool:

@@ -315,9 +315,14 @@ def penalty(tokens: Tokens) -> Finding | None:
         for place, seen in places.items()
         for sign in (1, -1)
     )
-    words = ("positive", "negative")[::sign]
+    if sign > 0:
+        chosen_sign = "positive"
+        other_sign = "negative"
+    else:
+        chosen_sign = "negative"
+        other_sign = "positive"
     evidence = (
-        f"Δ is {words[0]} for tokens that came before {place}, and {words[1]} for all others",
+        f"Δ is {chosen_sign} for tokens that came before {place}, and {other_sign} for all others",
     )
     return Finding("penalty", evidence, 0.95 * confidence)
 
@@ -333,8 +338,13 @@ def logit_bias(tokens: Tokens) -> Finding | None:
         for i in np.argsort(-np.where(counts >= MIN_BIASED, positive, -1))[:CANDIDATES].tolist():
             best = max(best, (_opposite_signs(sign * tokens.log_ratio, index == i), i, sign))
     confidence, i, sign = best
-    words = ("positive", "negative")[::sign]
-    evidence = (f"Δ is {words[0]} for token {ids[i]}, and {words[1]} for all others",)
+    if sign > 0:
+        chosen_sign = "positive"
+        other_sign = "negative"
+    else:
+        chosen_sign = "negative"
+        other_sign = "positive"
+    evidence = (f"Δ is {chosen_sign} for token {ids[i]}, and {other_sign} for all others",)
     return Finding("penalty", evidence, 0.95 * confidence, detail=f"bias of token {ids[i]}")
 
 

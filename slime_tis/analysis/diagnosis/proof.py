@@ -25,24 +25,28 @@ from slime_tis.analysis.diagnosis.rescore import (
 from slime_tis.analysis.diagnosis.search import Edit, Measured, Search
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
-MIN_SAMPLES, MIN_HELD_OUT = 8, 8
-"""Samples without which nothing is searched for, and held-out samples without which nothing is
-proven."""
-PROVEN, PARTIAL = 0.9, 0.3
-"""Smallest share of the mismatch that disappears under a proven cause, and under one that explains
-a part."""
+MIN_SAMPLES = 8
+"""Smallest number of samples for a search."""
+MIN_HELD_OUT = 8
+"""Smallest number of held-out samples for a proof."""
+PROVEN = 0.9
+"""Smallest share of the mismatch that disappears under a proven cause."""
+PARTIAL = 0.3
+"""Smallest share of the mismatch that disappears under a cause that explains a part."""
 BETTER = 0.05
 """Share that a second hypothesis must add."""
 RESAMPLES = 1000
-MIN_NOISE_SHARE, NOISE_RANGE = 0.05, (0.6, 1.7)
-"""Smallest share of the mismatch that a precision repeats, and its noise as a multiple of the
-mismatch."""
+MIN_NOISE_SHARE = 0.05
+"""Smallest share of the mismatch that a precision repeats."""
+NOISE_RANGE = (0.6, 1.7)
+"""Range of a precision's noise, as a multiple of the mismatch."""
 OTHER_MODEL = 0.3
 """A mean |Δ| below this share of both engines' errors means that both engines have other
 weights."""
-SECOND_RANGE, MAX_CORRELATION = (0.5, 2.0), 0.5
-"""Two scorings of the same weights have errors of this ratio and at most this correlation if they
-are noise."""
+SECOND_RANGE = (0.5, 2.0)
+"""Range of the ratio of the errors of two scorings of the same weights, if they are noise."""
+MAX_CORRELATION = 0.5
+"""Largest correlation of the errors of two scorings of the same weights, if they are noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

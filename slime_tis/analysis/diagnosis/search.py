@@ -30,30 +30,43 @@ from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import quoted_path
 
-MAX_SAMPLES, BLOCK = 64, 8
-"""Samples that are scored, and samples that are neighbors in the dump."""
+MAX_SAMPLES = 64
+"""Largest number of samples that are scored."""
+BLOCK = 8
+"""Number of neighboring samples of the dump that are chosen together."""
 MIN_RESPONSE = 64
 """Tokens of a long response that are scored at least."""
-SCORED_WORK, MIN_SCORED, MAX_SCORED = 1e12, 4096, 16_384
-"""Work (parameters × tokens) of one pass over all samples, and limits of its tokens."""
-FITTED_WORK, MIN_FITTED, MIN_FITTED_SAMPLES = 6e10, 256, 4
-"""Work of one pass over the samples that parameters are fitted on, and their smallest numbers of
-tokens and samples."""
+SCORED_WORK = 1e12
+"""Work of one pass over all samples, parameters × tokens."""
+MIN_SCORED = 4096
+"""Smallest number of tokens of that pass, for large models."""
+MAX_SCORED = 16_384
+"""Largest number of tokens of that pass, for small models."""
+FITTED_WORK = 6e10
+"""Work of one pass over the samples that parameters are fitted on, parameters × tokens."""
+MIN_FITTED = 256
+"""Smallest number of tokens that parameters are fitted on."""
+MIN_FITTED_SAMPLES = 4
+"""Smallest number of samples that parameters are fitted on."""
 ENGINE_PARAMETERS = 1e8
 """Size that a training engine's model is taken to have."""
-MAX_CACHED, MAX_BATCH = 2**29, 2**24
-"""Bytes of logits that are kept, and number of logits of one batch."""
+MAX_CACHED = 2**29
+"""Largest size of the logits that are kept, bytes."""
+MAX_BATCH = 2**24
+"""Largest number of logits in one batch."""
 ROUNDS = 7
 """Refinements of a parameter, each with a step of 0.6 of the last."""
 MIN_OF_GRID = 0.4
 """Smallest refined value as a multiple of the grid's smallest: a soft cap below 2 is no setting of
 an engine."""
-WORTH_FITTING, MAX_REFINED = 0.02, 4
-"""Smallest share on the grid for which a parameter is refined, and hypotheses with forward passes
-that are refined."""
-MEASURED, WORTH_MEASURING = 8, 0.01
-"""Hypotheses that are measured on the held-out samples, and their smallest share on the fitted
-ones."""
+WORTH_FITTING = 0.02
+"""Smallest share on the grid for which a parameter is refined."""
+MAX_REFINED = 4
+"""Largest number of hypotheses with forward passes that are refined."""
+MEASURED = 8
+"""Number of hypotheses that are measured on the held-out samples."""
+WORTH_MEASURING = 0.01
+"""Smallest share on the fitted samples for which a hypothesis is measured."""
 MIN_CLAMPED = 3
 """Tokens of the same lowest log-prob without which log-probs are not clamped."""
 SETTLED = 0.99

@@ -44,17 +44,21 @@ OUTSIDE = 1.0
 """Cost of a token whose partner lies outside of the sample, nats."""
 MIN_SAVED = 4.0
 """Smallest cost reduction that the lags of a shifted sample bring, nats."""
-MAX_RESIDUAL_SMALL, MAX_RESIDUAL = 0.35, 0.6
-"""Largest residual share of the shifted tokens' mismatch, for small and for larger reductions.
-Retokenized text follows different tokens, so its log-probs agree only approximately."""
+MAX_RESIDUAL_SMALL = 0.35
+"""Largest residual share of the shifted tokens' mismatch, for small reductions."""
+MAX_RESIDUAL = 0.6
+"""Largest residual share of the shifted tokens' mismatch, for larger reductions. Retokenized text
+follows different tokens, so its log-probs agree only approximately."""
 MIN_SUSPECT = 0.1
 """Smallest mean abs(Δ) of an aligned sample, nats."""
 MAX_ALIGNED = 192
 """Largest number of aligned samples."""
 CONTROLS = 48
 """Samples that are also aligned with another sample."""
-MIN_ALIGNED_TOKENS, ALIGNED_TOKENS = 6, 1024
-"""Smallest length of an aligned sample, and the number of its first tokens that are aligned."""
+MIN_ALIGNED_TOKENS = 6
+"""Smallest length of a sample that is aligned, tokens."""
+ALIGNED_TOKENS = 1024
+"""Number of first tokens of a sample that are aligned."""
 MAX_CONVERTED = 0.02
 """Largest remaining share of the mismatch of log-probs in another unit."""
 MAX_SPREAD = 1e-3

@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE
 
 Array = NDArray[Any]
-MAX_RESIDUAL, MAX_NOISY_RESIDUAL = 0.03, 0.1
-"""Largest part of the difference that a pattern leaves, and the same if the remainder is below the
-engines' noise."""
+MAX_RESIDUAL = 0.03
+"""Largest part of the difference that a pattern may leave unexplained."""
+MAX_NOISY_RESIDUAL = 0.1
+"""The same limit if the remainder is below the noise of the engines."""
 ONE_SIGN = 0.9
 """Smallest |Σd| / Σ|d| of differences that have one sign."""
-MIN_CHANGED, MIN_UNCHANGED = 4, 16
-"""Tokens that a penalty or a bias must have changed, and left unchanged."""
+MIN_CHANGED = 4
+"""Smallest number of tokens that a penalty or a bias must have changed."""
+MIN_UNCHANGED = 16
+"""Smallest number of tokens that a penalty or a bias must have left unchanged."""
 MAX_BIASED = 3
 """Largest number of token ids with a bias."""
 MAX_TEMPERATURE = 5.0

@@ -44,9 +44,10 @@ ROW_GROUP_BYTES = 1 << 26
 tokens."""
 PYTHON_NUMBER_BYTES = 32
 """Memory of a float in a Python list."""
-MAX_GROUP_BYTES, MAX_EXPANSION = 1 << 30, 32
-"""A row group may take this many bytes in memory, or this many times the size of its file,
-whichever is larger."""
+MAX_GROUP_BYTES = 1 << 30
+"""Bytes of memory that a row group may always take."""
+MAX_EXPANSION = 32
+"""A row group may take more memory if it is at most this many times the size of its file."""
 SCHEMA = pa.schema(
     [
         *(

@@ -24,9 +24,10 @@ from slime_tis.analysis.report.recommend import measured, recommendation, study
 from slime_tis.analysis.report.report_inputs import Source
 from slime_tis.errors import quoted_path
 
-MARK, MARK_WITHIN = '<meta name="generator" content="slime-tis report">', 400
-"""Marks a page of this program, which another report may replace; within this number of bytes from
-the start."""
+MARK = '<meta name="generator" content="slime-tis report">'
+"""Marks a page of this program. A new report replaces only pages with this mark."""
+MARK_WITHIN = 400
+"""The mark lies within this number of bytes from the start of the page."""
 FACTS = {
     "trained_tokens": ("trained tokens", "{:,}"),
     "samples": ("samples", "{:,}"),

@@ -60,16 +60,6 @@ def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
     return replace(sample, cache=Fp8Cache)
 
 
-def _padded_to(pad: int, longest: int, *, left: bool) -> PromptEdit:
-    """Prompts padded to a common length, pads attended to."""
-
-    def edit(prompt: Tensor, _: int) -> Tensor:
-        pads = prompt.new_full((max(longest - len(prompt), 0),), pad)
-        return torch.cat([pads, prompt] if left else [prompt, pads])
-
-    return edit
-
-
 def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
     """The hypotheses on attended padding; `longest` is the length of the longest prompt."""
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, OutputEdit
 
-CANDIDATES, MAX_TOKENS = 48, 8
-"""Tokens that a logit bias is tried on, and tokens that it changes."""
+CANDIDATES = 48
+"""Number of tokens for which a logit bias is tried."""
+MAX_TOKENS = 8
+"""Largest number of tokens that a logit bias changes."""
 MIN_GAIN = 0.95
 """Largest ratio of the remaining mismatch with and without one more token."""
 PENALTIES = (0.1, 0.3, 0.6, 1.0, 1.5)
