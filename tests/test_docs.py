@@ -61,6 +61,7 @@ def quick_start(first_words: str) -> str:
     return block
 
 
+@pytest.mark.usefixtures("task")
 def test_the_command_of_the_quick_start_is_accepted():
     command = quick_start("python train.py \\")
     got = configure(shlex.split(command.replace("\\\n", " "))[2:], {})
