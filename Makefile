@@ -100,22 +100,22 @@ $(SMOLLM2)/prompts/complete.json: | $(VENV)/.installed-gym
 		$(SMOLLM2_TASKS)
 
 study: install $(EXAMPLE)/complete.json  ## Compare four corrections under stale weights and wrong log-probs: 27 runs, 20 minutes on one core
-	$(BIN)/python -m examples.collapse_study.run --study examples/comparison_study --missing --seeds 5 6 7 \
-		--results runs/comparison_study/results.csv --scenarios none "stale 16" "one log-prob in 1,000 is wrong" \
+	$(BIN)/python -m studies.collapse.run --study studies/comparison --missing --seeds 5 6 7 \
+		--results runs/studies/comparison/results.csv --scenarios none "stale 16" "one log-prob in 1,000 is wrong" \
 		--corrections "standard PPO" "token TIS" OPSM "bypass PPO"
 
 study-collapse: install $(EXAMPLE)/complete.json  ## Run the study of collapse, all corrections; SEEDS="0 1 2" for the whole grid
-	$(BIN)/python -m examples.collapse_study.run --seeds $(SEEDS)
+	$(BIN)/python -m studies.collapse.run --seeds $(SEEDS)
 
 study-agent: $(AGENT_EXAMPLE)/complete.json  ## Compare weights per token, turn and episode under a stale engine; SEEDS="0 1 2" for all
-	$(BIN)/python -m examples.collapse_study.run --study examples/tool_agent_study --missing --seeds $(SEEDS)
+	$(BIN)/python -m studies.collapse.run --study studies/tool_agent --missing --seeds $(SEEDS)
 
 # One run at a time: each takes 6 GB of memory.
 study-smollm2: $(VENV)/.installed-gym $(SMOLLM2)/checkpoint/config.json $(SMOLLM2)/study_prompts/complete.json  ## Run what the study on SmolLM2 lacks; SEEDS="0 1 2" for all
-	$(BIN)/python -m examples.collapse_study.run --study examples/real_model_study --missing --jobs 1 --seeds $(SEEDS)
+	$(BIN)/python -m studies.collapse.run --study studies/real_model --missing --jobs 1 --seeds $(SEEDS)
 
 study-rounding: $(VENV)/.installed-gym $(SMOLLM2)/checkpoint_bf16/config.json $(SMOLLM2)/study_prompts/complete.json  ## Train SmolLM2 on samples of an engine in bf16, by rounding of its weights; SEEDS="0 1 2" for all
-	$(BIN)/python -m examples.collapse_study.run --study examples/rounding_study --missing --jobs 1 --seeds $(SEEDS)
+	$(BIN)/python -m studies.collapse.run --study studies/rounding --missing --jobs 1 --seeds $(SEEDS)
 
 $(SMOLLM2)/checkpoint_bf16/config.json: | $(VENV)/.installed-gym
 	$(BIN)/python -m $(SMOLLM2_EXAMPLE).prepare --dtype bf16 --out $(SMOLLM2)/checkpoint_bf16
@@ -156,8 +156,8 @@ test-report: install  ## Open the report page in a headless browser; skipped whe
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -rs
 
 diagnose-study: install  ## Plant causes of a mismatch in tiny models and runs of train.py, and count how often they are named
-	OMP_NUM_THREADS=1 $(BIN)/python -m examples.diagnose_study.run --results examples/diagnose_study/results.csv
-	OMP_NUM_THREADS=1 $(BIN)/python -m examples.diagnose_study.real_runs --results examples/diagnose_study/results_runs.csv
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.diagnosis.run --results studies/diagnosis/results.csv
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.diagnosis.real_runs --results studies/diagnosis/results_runs.csv
 
 # The servers' own environment: SGLang's pinned libraries are not those of training.
 sglang-env:  ## Make the environment of SGLang servers on a CPU, 1.6 GB
@@ -210,10 +210,10 @@ format: install  ## Format, and fix what the linter can
 
 docs: install  ## Write the generated parts of docs/: flags, packages, plots and tables of the studies
 	$(BIN)/python docs/write_flags.py
-	$(BIN)/python -m examples.collapse_study.report
-	$(BIN)/python -m examples.comparison_study.compare
-	$(BIN)/python -m examples.real_model_study.mismatch --draw
-	$(BIN)/python -m examples.gradient_bias.gradient --draw
+	$(BIN)/python -m studies.collapse.report
+	$(BIN)/python -m studies.comparison.compare
+	$(BIN)/python -m studies.real_model.mismatch --draw
+	$(BIN)/python -m studies.gradient_bias.gradient --draw
 
 clean:  ## Remove caches and builds; data, runs and the virtual environment stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -326,6 +326,7 @@ def test_the_blocks_run_in_the_order_in_which_they_are_read(tmp_path, monkeypatc
     """Commands are parsed where only the data exist that earlier blocks make; Python runs, each block by itself."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "studies").symlink_to(ROOT / "studies")
     makefile = (ROOT / "Makefile").read_text()
     runs = set()
     seen = set()
@@ -368,6 +369,7 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "studies").rglob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
     ]
 )
@@ -420,7 +422,7 @@ def test_commands_name_existing_scripts(page):
 @each_page
 def test_commands_name_existing_modules(page):
     text = page.read_text()
-    for module in re.findall(r"python -m ((?:examples|slime_tis|benchmarks)[\w.]*)", text):
+    for module in re.findall(r"python -m ((?:examples|studies|slime_tis|benchmarks)[\w.]*)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
 
 

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.provenance import machine
-from examples.collapse_study.run import versions
 from examples.tables import write_rows
 from slime_tis.policy.step_sums import mismatch, mismatch_metrics
 from slime_tis.trainer.configs.megatron import MegatronConfig
@@ -36,6 +35,7 @@ from slime_tis.trainer.megatron.batch import TrainingBatch, fixed_partition
 from slime_tis.trainer.megatron.parallel import initialize, shut_down
 from slime_tis.trainer.megatron.training_engine import TrainingEngine
 from slime_tis.trainer.step_inputs import training_batch
+from studies.collapse.run import versions
 
 HERE = Path(__file__).resolve().parent
 DATA, RESULTS = Path("data/sort_digits_moe"), HERE / "mismatch.csv"

@@ -157,7 +157,7 @@ class AdaptiveBounds:
 
     and the bound is on its number of standard deviations, z = |Σ_t Δ_t + k3·n| / √(2·k3·n). A fixed
     bound cannot do that: if it is wide at 3,000 tokens, it is narrow at 12. Sum (sequence level) and
-    mean (geometric level) have the same z. examples/rejection_bounds/README.md has the simulation.
+    mean (geometric level) have the same z. studies/rejection_bounds/README.md has the simulation.
     """
 
     k3: Tensor

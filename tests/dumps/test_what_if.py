@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from examples.collapse_study.cases import Grid
-from examples.comparison_study.compare import STUDY
 from slime_tis.analysis.diagnosis.trained_tokens import tokens_of
 from slime_tis.analysis.dumps.files import write
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
@@ -25,6 +23,8 @@ from slime_tis.analysis.report.recommend import (
 from slime_tis.correction import PRESETS, RolloutCorrectionConfig
 from slime_tis.errors import CustomFunctionError
 from slime_tis.main import main
+from studies.collapse.cases import Grid
+from studies.comparison.compare import STUDY
 
 
 def table(advantages=(1.0, -1.0)):
@@ -357,7 +357,7 @@ def test_a_method_that_loses_elsewhere_is_chosen_last():
 
 
 def test_the_packaged_study_has_the_flags_of_the_grid():
-    """tests/examples/test_comparison_study.py passes the flags of the grid to train.py."""
+    """tests/studies/test_comparison.py passes the flags of the grid to train.py."""
     grid = Grid.load(STUDY)
     assert study()
     for column in study():

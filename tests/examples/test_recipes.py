@@ -1,9 +1,8 @@
-"""Recipes and studies: train.py accepts their flags, and their pages show their tables of results."""
+"""Recipes: train.py accepts the flags of every launch script."""
 
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from examples.collapse_study import report, run
-from examples.collapse_study.cases import Grid, Study
-from examples.collapse_study.results import read_table
 from slime_tis.trainer.cli.train_arguments import configure
-from tests.checkpoints import make_checkpoint, make_task
+from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
 SCRIPTS = [
@@ -217,109 +213,3 @@ def test_smollm2(name, tmp_path, monkeypatch):
         ("local", "nearest") if name == "train" else ("sglang", "stochastic")
     )
     assert (ROOT / str(found.rollout.custom_rm_path).split(":")[0]).is_file()
-
-
-STUDIES = {
-    "collapse_study": (
-        28,  # nine corrections in three scenarios, and standard PPO without a mismatch
-        {
-            ("both", "standard PPO"): {"corrects": False, "use_rollout_logprobs": False},
-            ("both", "policy gradient + sequence IS"): {"policy_loss": "reinforce"},
-            ("both", "geometric RS + veto"): {"rs_bounds": (0.95, 1.05), "rs_veto_threshold": 1e-4},
-        },
-    ),
-    "comparison_study": (None, {}),
-    "comparison_study/sweep": (
-        None,
-        {("stale 16", "bypass PPO, 0.1"): {"use_rollout_logprobs": True}},
-    ),
-    "real_model_study": (
-        32,  # seven corrections in two scenarios, five in three, three in int4
-        {
-            ("both", "sequence TIS"): {"tis_level": "sequence"},
-            ("both", "geometric RS by z-score"): {"rs_z_score": 3},
-            ("both", "bypass PPO"): {"use_rollout_logprobs": True},
-        },
-    ),
-    "rounding_study": (None, {}),
-    "tool_agent_study": (
-        None,
-        {
-            ("stale fp8", f"{level} TIS"): {"tis_level": level}
-            for level in ("token", "segment", "sequence")
-        },
-    ),
-}
-"""Number of cases if it is fixed, and values of the corrections of some cases."""
-
-
-@pytest.fixture
-def data(monkeypatch, tmp_path):
-    """The paths that the grids name, in a checkout that has not made them."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for task in ("sort_digits", "sort_digits_moe", "tool_agent"):
-        make_task(tmp_path / "data" / task)
-    make_checkpoint(tmp_path / "data" / "sort_digits_moe" / "checkpoint", "qwen3_moe")
-    smollm2 = tmp_path / "data" / "smollm2"
-    make_task(smollm2, "LlamaForCausalLM")
-    (smollm2 / "checkpoint_bf16").symlink_to("checkpoint")
-    (smollm2 / "study_prompts").mkdir()
-    prompt = {"prompt": [{"role": "user", "content": "1 + 1"}], "label": "2"}
-    for name in ("train.jsonl", "eval.jsonl"):
-        (smollm2 / "study_prompts" / name).write_text(json.dumps(prompt) + "\n")
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_case_is_a_command_line_that_train_accepts(name):
-    study, (count, values) = Study(ROOT / "examples" / name), STUDIES[name]
-    cases = Grid.load(study).cases([3])
-    found = {
-        (case.scenario, case.correction): configure(case.command(study.runs / case.name), {})
-        for case in cases
-    }
-    assert count in (None, len(found))
-    assert (
-        {got.megatron.seed for got in found.values()}
-        == {got.rollout.rollout_seed for got in found.values()}
-        == {3}
-    )
-    for key, fields in values.items():
-        assert {field: getattr(found[key].correction, field) for field in fields} == fields
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in STUDIES if not name.startswith("comparison_study")]
-)
-def test_the_page_of_a_study_shows_its_table(name):
-    study = Study(ROOT / "examples" / name)
-    rows, page = read_table(study.results), study.page.read_text(encoding="utf-8")
-    cases = {case.key: " ".join(case.flags) for case in Grid.load(study).cases(report.SEEDS)}
-    assert {key: row.flags for key, row in rows.items()}.items() <= cases.items(), (
-        "grid.yaml has other flags"
-    )
-    assert name != "collapse_study" or rows.keys() == cases.keys(), (
-        "the whole grid is in results.csv"
-    )
-    shown = report.table(rows.values()) + report.not_run(rows.values(), Grid.load(study))
-    assert f"{report.begin('results')}{shown}\n{report.END}" in page, "run `make docs`"
-
-
-@pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("name", ["collapse_study", "comparison_study", "real_model_study"])
-def test_the_commands_shown_are_accepted(name):
-    study = Study(ROOT / "examples" / name)
-    text = (study.directory / "README.md").read_text(encoding="utf-8") + study.page.read_text(
-        encoding="utf-8"
-    )
-    shown = re.findall(r"^python -m examples\.collapse_study\.run (?:.*\\\n)*.*$", text, re.M)
-    assert shown
-    for command in shown:
-        options = run.parse(shlex.split(command.replace("\\\n", " "))[3:])
-        cases = (
-            Grid.load(options.study)
-            .chosen(options.scenarios, options.corrections)
-            .cases([0], options.more)
-        )
-        assert cases and all(configure(case.command(options.runs), {}) for case in cases)

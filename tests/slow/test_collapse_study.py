@@ -2,8 +2,8 @@
 
 import pytest
 
-from examples.collapse_study import run
-from examples.collapse_study.results import read_table
+from studies.collapse import run
+from studies.collapse.results import read_table
 from tests.runs import make_task
 
 

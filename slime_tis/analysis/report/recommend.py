@@ -90,7 +90,7 @@ def measured(table: TokenTable, result: Diagnosis) -> Mismatch:
 
 
 def study() -> list[Column]:
-    """The columns of the comparison study; examples/comparison_study/compare.py writes them."""
+    """The columns of the comparison study; studies/comparison/compare.py writes them."""
     text = (files("slime_tis.analysis.report") / "comparison_study.json").read_text(
         encoding="utf-8"
     )
@@ -164,7 +164,7 @@ def recommendation(mismatch: Mismatch, columns: Sequence[Column]) -> str:
             " corrections on these tokens; docs/choosing.md has rules."
         )
     first = best_cell(column, columns)
-    limits = f"{first.seeds} seeds of one small task: examples/comparison_study/README.md"
+    limits = f"{first.seeds} seeds of one small task: studies/comparison/README.md"
     if first.method == STANDARD:
         return (
             f"No correction is needed: {size} is in the study's column {column.name!r}, where"
