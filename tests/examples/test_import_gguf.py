@@ -3,11 +3,19 @@
 import json
 import os
 import struct
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from slime_tis.trainer.engines.local.load_model import eos_token_ids, load_model, load_tokenizer
 from tests.checkpoints import CHARACTERS, CHAT_TEMPLATE, make_checkpoint
@@ -112,28 +120,74 @@ def write_gguf(directory, family, *, kind="F32", drop="", tied=False, **metadata
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["separate output layer", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_logits_and_tokens_equal_those_of_the_source(tmp_path, family, tied):
-    model = write_gguf(tmp_path, family, tied=tied)
-    report = import_gguf(tmp_path / "model.gguf", tmp_path / "made")
-    made = load_model(tmp_path / "made", torch.float32)
+@dataclass(frozen=True)
+class ImportedModel:
+    """A GGUF file's model before and after its import."""
+
+    family: str
+    source: PreTrainedModel
+    directory: Path
+    report: str
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return load_model(self.directory / "made", torch.float32)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.directory / "made")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(family, tied) for family in ("llama", "qwen2", "qwen3") for tied in (False, True)],
+    ids=lambda case: f"{case[0]}, {'tied' if case[1] else 'separate output layer'}",
+)
+def imported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ImportedModel:
+    family, tied = request.param
+    directory = tmp_path_factory.mktemp("gguf")
+    source = write_gguf(directory, family, tied=tied)
+    report = import_gguf(directory / "model.gguf", directory / "made")
+    return ImportedModel(family, source, directory, report)
+
+
+def test_logits_equal_those_of_the_source(imported):
     with torch.no_grad():
-        assert torch.equal(made(TOKENS).logits, model(TOKENS).logits)
-    original, tokenizer = load_tokenizer(tmp_path / "source"), load_tokenizer(tmp_path / "made")
-    for text in ("3121412 = x", "what No."):
-        assert tokenizer.encode(text, add_special_tokens=False) == original.encode(
-            text, add_special_tokens=False
-        )
-    merged = 0 if family == "qwen2" else 2  # transformers splits digits in every Qwen2 checkpoint
-    assert len(tokenizer.encode("3121412 = x", add_special_tokens=False)) == 11 - merged
-    assert tokenizer.chat_template == CHAT_TEMPLATE and tokenizer.model_max_length == 128
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    assert eos_token_ids(made, tokenizer) == (2,) and made.config.rms_norm_eps == 1e-6
-    assert (
-        f"{made.num_parameters() / 1e6:.1f} million parameters in fp32" in report
-        and "warning" not in report
-    )
+        assert torch.equal(imported.model(TOKENS).logits, imported.source(TOKENS).logits)
+
+
+@pytest.mark.parametrize("text", ["3121412 = x", "what No."])
+def test_tokens_equal_those_of_the_source(imported, text):
+    source = load_tokenizer(imported.directory / "source")
+    expected = source.encode(text, add_special_tokens=False)
+    assert imported.tokenizer.encode(text, add_special_tokens=False) == expected
+
+
+def test_digits_merge_as_the_family_does(imported):
+    # transformers splits digits in every Qwen2 checkpoint
+    merged = 0 if imported.family == "qwen2" else 2
+    assert len(imported.tokenizer.encode("3121412 = x", add_special_tokens=False)) == 11 - merged
+
+
+def test_special_tokens_are_those_of_the_file(imported):
+    tokenizer = imported.tokenizer
+    ids = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert ids == (0, 1, 2)
+    assert eos_token_ids(imported.model, tokenizer) == (2,)
+
+
+def test_template_length_and_epsilon_are_those_of_the_file(imported):
+    assert imported.tokenizer.chat_template == CHAT_TEMPLATE
+    assert imported.tokenizer.model_max_length == 128
+    assert imported.model.config.rms_norm_eps == 1e-6
+
+
+def test_the_report_has_the_size_without_warnings(imported):
+    millions = imported.model.num_parameters() / 1e6
+    assert f"{millions:.1f} million parameters in fp32" in imported.report
+    assert "warning" not in imported.report
 
 
 @pytest.mark.parametrize(
@@ -157,15 +211,23 @@ def test_quantized_weights_are_exact(tmp_path, kind, dtype):
     ).removeprefix("torch.")
 
 
-def test_the_pre_tokenizer_decides_how_digits_split(tmp_path):
-    for pre, tokens, warned in (("smollm", 4, False), ("gpt-2", 3, False), ("unknown", 3, True)):
-        write_gguf(tmp_path / pre, "llama", tokenizer__ggml__pre=pre)
-        report = import_gguf(tmp_path / pre / "model.gguf", tmp_path / pre / "made")
-        assert (
-            len(load_tokenizer(tmp_path / pre / "made").encode("3124", add_special_tokens=False))
-            == tokens
-        )
-        assert ("warning" in report) == warned
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "tokens"), [("smollm", 4), ("gpt-2", 3), ("unknown", 3)], ids=str
+)
+def test_the_pre_tokenizer_decides_how_digits_split(tmp_path, pre_tokenizer, tokens):
+    write_gguf(tmp_path, "llama", tokenizer__ggml__pre=pre_tokenizer)
+    import_gguf(tmp_path / "model.gguf", tmp_path / "made")
+    tokenizer = load_tokenizer(tmp_path / "made")
+    assert len(tokenizer.encode("3124", add_special_tokens=False)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "warned"), [("smollm", False), ("gpt-2", False), ("unknown", True)], ids=str
+)
+def test_an_unknown_pre_tokenizer_is_a_warning(tmp_path, pre_tokenizer, warned):
+    write_gguf(tmp_path, "llama", tokenizer__ggml__pre=pre_tokenizer)
+    report = import_gguf(tmp_path / "model.gguf", tmp_path / "made")
+    assert ("warning" in report) == warned
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -182,18 +244,26 @@ def test_rotary_scaling_is_kept(tmp_path, kind):
     assert rope.get("original_max_position_embeddings") == (32 if kind == "yarn" else None)
 
 
-def test_only_earlier_imports_are_replaced(tmp_path, capsys):
+def test_an_earlier_import_is_replaced(tmp_path):
+    write_gguf(tmp_path, "llama")
+    command = [str(tmp_path / "model.gguf"), str(tmp_path / "made"), "--dtype", "bf16"]
+    assert main(command) == 0
+    assert main(command) == 0
+
+
+def test_a_directory_of_the_user_is_not_replaced(tmp_path, capsys):
     write_gguf(tmp_path, "llama")
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "mine.txt").write_text("mine")
-    command = [str(tmp_path / "model.gguf"), str(tmp_path / "made")]
-    assert main(command) == 2 and "'mine.txt'" in capsys.readouterr().err
-    (tmp_path / "made" / "mine.txt").unlink()
-    for _ in range(2):
-        assert main([*command, "--dtype", "bf16"]) == 0
-    for target in (tmp_path / "model.gguf" / "made", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")):
-        assert main([*command[:1], str(target)]) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model.gguf", "source"]
+    assert main([str(tmp_path / "model.gguf"), str(tmp_path / "made")]) == 2
+    assert "'mine.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["model.gguf/made", os.fsdecode(b"\xff")], ids=["file", "bytes"])
+def test_an_impossible_target_leaves_nothing(tmp_path, target):
+    write_gguf(tmp_path, "llama")
+    assert main([str(tmp_path / "model.gguf"), f"{tmp_path}/{target}"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "source"]
 
 
 @pytest.mark.parametrize(

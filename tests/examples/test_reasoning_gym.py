@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ SUM = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 PRODUCT = "products?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 
 
-def rows(path):
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -105,46 +106,94 @@ def test_datasets_that_run_text_as_code_are_refused():
             reward.entry_score({"dataset": name, "config": {}, "entry": {}, "answer": "text"}, "1")
 
 
-def test_no_question_is_trained_on_and_held_out(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A directory of 400 training rows and at most 60 held-out ones, and the report."""
+    directory = tmp_path_factory.mktemp("prompts") / "gym"
     specs = [prompts.parse_spec(text, answer="number") for text in (SUM, f"{PRODUCT}&weight=3")]
-    said = prompts.write(tmp_path / "gym", specs, 400, 60)
-    assert said.splitlines()[1:] == [
+    return directory, prompts.write(directory, specs, 400, 60)
+
+
+@pytest.fixture(scope="module")
+def training_rows(written: tuple[Path, str]) -> list[dict[str, Any]]:
+    return read_rows(written[0] / "train.jsonl")
+
+
+@pytest.fixture(scope="module")
+def held_out_rows(written: tuple[Path, str]) -> list[dict[str, Any]]:
+    return read_rows(written[0] / "eval.jsonl")
+
+
+def question(row: dict[str, Any]) -> str:
+    """The question that a row asks."""
+    return str(row["metadata"]["entry"]["question"])
+
+
+def test_one_of_five_questions_is_held_out(written):
+    assert written[1].splitlines()[1:] == [
         "  chain_sum: 100 training rows of 100 questions, 15 held out",
-        # there are 100: one of five is held out
+        # there are only 100 products
         "  products: 300 training rows of 80 questions, 20 held out",
     ]
-    train, held_out = (rows(tmp_path / "gym" / f"{name}.jsonl") for name in ("train", "eval"))
-    questions = [
-        {row["metadata"]["entry"]["question"] for row in each} for each in (train, held_out)
-    ]
-    assert (len(train), len(held_out), len(questions[0]), len(questions[1])) == (400, 35, 180, 35)
-    assert not questions[0] & questions[1]
-    for row in train + held_out:
+
+
+def test_the_files_have_the_reported_rows(training_rows, held_out_rows):
+    assert len(training_rows) == 400
+    assert len({question(row) for row in training_rows}) == 180
+    assert len(held_out_rows) == len({question(row) for row in held_out_rows}) == 35
+
+
+def test_no_training_question_is_held_out(training_rows, held_out_rows):
+    trained = {question(row) for row in training_rows}
+    assert not trained & {question(row) for row in held_out_rows}
+
+
+def test_a_row_asks_for_the_answer_only(training_rows, held_out_rows):
+    for row in training_rows + held_out_rows:
         system, user = row["prompt"]
         assert system == {"role": "system", "content": "Reply with the answer only."}
-        assert user["content"] == row["metadata"]["entry"]["question"]
+        assert user["content"] == question(row)
+
+
+def test_the_label_of_a_row_scores_1(training_rows, held_out_rows):
+    for row in training_rows + held_out_rows:
         assert reward.entry_score(row["metadata"], f"It is {row['label']}.") == 1.0
         assert reward.entry_score(row["metadata"], f"It is {row['label']}7.") < 1.0
 
 
-def test_the_same_arguments_write_the_same_rows(tmp_path, capsys):
-    command = ["--train", "6", "--held-out", "2", SUM]
+COMMAND = ["--train", "6", "--held-out", "2", SUM]
+
+
+def test_the_same_arguments_write_the_same_rows(tmp_path):
     for name in ("a", "b"):
-        assert prompts.main(["--out", str(tmp_path / name), *command]) == 0
+        assert prompts.main(["--out", str(tmp_path / name), *COMMAND]) == 0
     assert (tmp_path / "a/train.jsonl").read_bytes() == (tmp_path / "b/train.jsonl").read_bytes()
-    assert prompts.main(["--out", str(tmp_path / "a"), *command]) == 0
+
+
+def test_prompts_are_not_written_twice(tmp_path, capsys):
+    command = ["--out", str(tmp_path / "a"), *COMMAND]
+    assert prompts.main(command) == 0
+    assert prompts.main(command) == 0
     assert "is complete already" in capsys.readouterr().out
-    assert prompts.main(["--out", str(tmp_path / "a"), *command, "--seed", "5"]) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [[*COMMAND, "--seed", "5"], [*COMMAND[:-1], f"{SUM}&allow_negation=true"]],
+    ids=["seed", "specification"],
+)
+def test_other_arguments_do_not_replace_prompts(tmp_path, capsys, change):
+    assert prompts.main(["--out", str(tmp_path / "a"), *COMMAND]) == 0
+    assert prompts.main(["--out", str(tmp_path / "a"), *change]) == 2
     assert "was written with other arguments" in capsys.readouterr().err
-    assert (
-        prompts.main(["--out", str(tmp_path / "b"), *command[:-1], f"{SUM}&allow_negation=true"])
-        == 2
-    )
+
+
+def test_a_directory_of_the_user_is_not_replaced(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    assert prompts.main(["--out", str(tmp_path / "mine"), *command]) == 2
+    assert prompts.main(["--out", str(tmp_path / "mine"), *COMMAND]) == 2
     assert "is not prompts of ours" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "mine"]
+    assert list(tmp_path.rglob("*.*")) == [tmp_path / "mine" / "notes.txt"]
 
 
 def test_a_level_sets_the_fields_of_the_curriculum():
@@ -181,48 +230,36 @@ def test_specifications_that_are_refused(text, message):
     assert message in str(error.value)
 
 
-def test_train_py_takes_the_prompts_and_the_reward(tmp_path, monkeypatch):
+@pytest.fixture
+def rows_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The metrics of a run of train.py on the prompts, with the reward of the example."""
     monkeypatch.chdir(ROOT)
     make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=512)
-    assert (
-        prompts.main(
-            [
-                "--out",
-                str(tmp_path / "gym"),
-                "--train",
-                "4",
-                "--held-out",
-                "2",
-                "--answer",
-                "number",
-                SUM,
-            ]
-        )
-        == 0
-    )
-    flags = [
-        *(
-            "--hf-checkpoint",
-            str(tmp_path / "model"),
-            "--prompt-data",
-            str(tmp_path / "gym/train.jsonl"),
-        ),
-        *(
-            "--input-key",
-            "prompt",
-            "--label-key",
-            "label",
-            "--apply-chat-template",
-            "--num-threads",
-            "1",
-        ),
-        *("--custom-rm-path", "examples/reasoning_gym/reward.py:correct"),
-        *("--eval-prompt-data", str(tmp_path / "gym/eval.jsonl")),
-        *("--num-rollout", "1", "--rollout-batch-size", "2", "--n-samples-per-prompt", "4"),
-        *("--rollout-max-response-len", "4", "--no-progress"),
-    ]
-    first, last = run_here(flags, tmp_path / "run")
-    assert first["eval/accuracy"] in (0.0, 0.5, 1.0) and 0.0 <= last["rollout/raw_reward"] <= 1.0
+    options = f"--out {tmp_path}/gym --train 4 --held-out 2 --answer number"
+    assert prompts.main([*options.split(), SUM]) == 0
+    flags = f"""
+        --hf-checkpoint {tmp_path}/model
+        --prompt-data {tmp_path}/gym/train.jsonl
+        --input-key prompt
+        --label-key label
+        --apply-chat-template
+        --num-threads 1
+        --custom-rm-path examples/reasoning_gym/reward.py:correct
+        --eval-prompt-data {tmp_path}/gym/eval.jsonl
+        --num-rollout 1
+        --rollout-batch-size 2
+        --n-samples-per-prompt 4
+        --rollout-max-response-len 4
+        --no-progress
+    """
+    return run_here(flags.split(), tmp_path / "run")
+
+
+def test_a_run_is_scored_by_the_example(rows_of_a_run):
+    first, last = rows_of_a_run
+    # two held-out questions
+    assert first["eval/accuracy"] in (0.0, 0.5, 1.0)
+    assert 0.0 <= last["rollout/raw_reward"] <= 1.0
 
 
 def test_commands_that_the_pages_show_are_accepted(tmp_path, monkeypatch):

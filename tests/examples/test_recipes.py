@@ -5,12 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from slime_tis.trainer.cli.train_arguments import configure
+from slime_tis.trainer.cli.train_options import Arguments
 from tests.checkpoints import make_checkpoint
 from tests.runs import ROOT
 
@@ -32,9 +35,9 @@ SRUN = 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 exec "$@"'
 """Stand-in for srun: runs the command once, on this machine."""
 
 
-def command_line(recipe, *flags, **environment):
-    """What a recipe would pass to train.py."""
-    found = subprocess.run(
+def command_line(recipe: str, *flags: str, **environment: str) -> list[str]:
+    """The flags that a recipe would pass to train.py."""
+    process = subprocess.run(
         ["bash", recipe, *flags],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"], "LAUNCH": "printf %s\\n", **environment},
@@ -42,13 +45,14 @@ def command_line(recipe, *flags, **environment):
         text=True,
         check=True,
     )
-    program, *arguments = found.stdout.splitlines()
+    program, *arguments = process.stdout.splitlines()
     assert program == "train.py"
     return arguments
 
 
 @pytest.fixture
-def files(tmp_path):
+def files(tmp_path: Path) -> dict[str, str]:
+    """A checkpoint and prompts, as the variables that recipes read."""
     make_checkpoint(
         tmp_path / "model", "qwen3", max_position_embeddings=40960, num_key_value_heads=4
     )
@@ -64,8 +68,8 @@ def files(tmp_path):
     }
 
 
-def torchrun(ranks):
-    """What torchrun sets in the first of its processes."""
+def torchrun(ranks: int) -> dict[str, str]:
+    """The variables that torchrun sets in the first of its processes."""
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -75,19 +79,32 @@ def torchrun(ranks):
     }
 
 
-def test_qwen3_on_gsm8k(files):
-    line = command_line(
+@pytest.fixture
+def gsm8k(files: dict[str, str]) -> Arguments:
+    """The options of the recipe on four GPUs, with a flag of the user."""
+    flags = command_line(
         "examples/qwen3_gsm8k/run.sh", "--num-rollout", "7", SGLANG_PYTHON=sys.executable, **files
     )
-    found = configure(line, torchrun(4))
-    assert found.sglang.sglang_python == sys.executable and found.loop.num_rollout == 7
-    assert found.sglang.sglang_launch == 2
-    assert found.sglang.sglang_server_args[:2] == ("--tp-size", "2")
-    assert found.rollout.rollout_lookahead == 1 and found.correction.use_rs
+    return configure(flags, torchrun(4))
+
+
+def test_gsm8k_starts_two_servers(gsm8k):
+    assert gsm8k.sglang.sglang_python == sys.executable
+    assert gsm8k.sglang.sglang_launch == 2
+    assert gsm8k.sglang.sglang_server_args[:2] == ("--tp-size", "2")
+
+
+def test_gsm8k_corrects_a_rollout_ahead(gsm8k):
+    assert gsm8k.rollout.rollout_lookahead == 1
+    assert gsm8k.correction.use_rs
+
+
+def test_gsm8k_passes_flags_on(gsm8k):
+    assert gsm8k.loop.num_rollout == 7
 
 
 @pytest.fixture
-def mixture(files):
+def mixture(files: dict[str, str]) -> dict[str, str]:
     """The same files with a mixture of 128 experts."""
     make_checkpoint(
         Path(files["MODEL"]),
@@ -99,56 +116,101 @@ def mixture(files):
     return files
 
 
-def test_qwen3_30b_a3b_with_servers_or_on_one_machine(mixture):
-    servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
-    line = command_line(
-        "examples/qwen3_30b_a3b/run.sh", SERVERS=servers, ADDRESS_OF_RANK_0="10.0.0.1", **mixture
-    )
-    found = configure(line, torchrun(8))
-    assert found.rollout.use_rollout_routing_replay and found.rollout.measure_routing_mismatch == 50
-    assert found.megatron.expert_model_parallel_size == 8
-    assert found.sglang.sglang_url == tuple(servers.split())
-    assert found.correction.use_tis and found.correction.rs_veto_threshold == 1e-4
-    found = configure(
-        command_line("examples/qwen3_30b_a3b/run.sh", "--lr", "1e-7", TRAIN_GPUS="4", **mixture),
-        torchrun(4),
-    )
-    assert found.megatron.expert_model_parallel_size == 4 and found.sglang.sglang_launch == 2
-    assert found.sglang.sglang_server_args[:4] == ("--tp-size", "2", "--base-gpu-id", "4")
+MIXTURE = "examples/qwen3_30b_a3b/run.sh"
+SERVERS = "http://10.0.0.5:30000 http://10.0.0.6:30000"
+
+
+@pytest.fixture
+def with_servers(mixture: dict[str, str]) -> Arguments:
+    """The options of the recipe on eight GPUs, with two running servers."""
+    flags = command_line(MIXTURE, SERVERS=SERVERS, ADDRESS_OF_RANK_0="10.0.0.1", **mixture)
+    return configure(flags, torchrun(8))
+
+
+def test_the_mixture_replays_its_routing(with_servers):
+    assert with_servers.rollout.use_rollout_routing_replay
+    assert with_servers.rollout.measure_routing_mismatch == 50
+
+
+def test_the_mixture_is_corrected(with_servers):
+    assert with_servers.correction.use_tis
+    assert with_servers.correction.rs_veto_threshold == 1e-4
+
+
+def test_all_gpus_train_if_servers_run_elsewhere(with_servers):
+    assert with_servers.megatron.expert_model_parallel_size == 8
+    assert with_servers.sglang.sglang_url == tuple(SERVERS.split())
+
+
+def test_one_machine_trains_on_half_of_its_gpus(mixture):
+    flags = command_line(MIXTURE, "--lr", "1e-7", TRAIN_GPUS="4", **mixture)
+    arguments = configure(flags, torchrun(4))
+    assert arguments.megatron.expert_model_parallel_size == 4
+    assert arguments.sglang.sglang_launch == 2
+    first_server = arguments.sglang.sglang_server_args[:4]
+    assert first_server == ("--tp-size", "2", "--base-gpu-id", "4")
+
+
+def test_the_mixture_needs_servers_or_training_gpus(mixture):
     with pytest.raises(subprocess.CalledProcessError) as error:
-        command_line("examples/qwen3_30b_a3b/run.sh", **mixture)
-    assert (
-        error.value.returncode == 2
-        and "set SERVERS to the URLs of SGLang's servers" in error.value.stderr
-    )
+        command_line(MIXTURE, **mixture)
+    assert error.value.returncode == 2
+    assert "set SERVERS to the URLs of SGLang's servers" in error.value.stderr
 
 
 def test_several_machines(files):
-    servers = "http://10.0.0.5:30000 http://10.0.0.6:30000"
-    line = command_line(
+    flags = command_line(
         "examples/clusters/torchrun.sh",
         "--num-rollout",
         "7",
-        SERVERS=servers,
+        SERVERS=SERVERS,
         MASTER="10.0.0.1",
         **files,
     )
-    found = configure(line, torchrun(16))
-    assert found.sglang.sglang_url == tuple(servers.split())
-    assert found.sglang.sglang_sync_address == "10.0.0.1" and found.loop.num_rollout == 7
+    arguments = configure(flags, torchrun(16))
+    assert arguments.sglang.sglang_url == tuple(SERVERS.split())
+    assert arguments.sglang.sglang_sync_address == "10.0.0.1"
+    assert arguments.loop.num_rollout == 7
 
 
-def test_slurm_runs_the_recipe_of_several_machines(files, tmp_path):
-    """sbatch reads `#SBATCH` lines up to the first command and refuses unknown options."""
+@dataclass(frozen=True)
+class SlurmScript:
+    """examples/clusters/slurm.sbatch: its options, and the commands below them."""
+
+    options: dict[str, str]
+    body: str
+
+    @property
+    def trainers(self) -> int:
+        """The number of nodes that train."""
+        return int(re.findall(r"^TRAINERS=(\d+)$", self.body, re.MULTILINE)[0])
+
+
+@pytest.fixture
+def slurm_script() -> SlurmScript:
+    """sbatch reads `#SBATCH` lines up to the first command."""
     script = (ROOT / "examples/clusters/slurm.sbatch").read_text()
     head, body = re.split(r"^(?=[^#\n])", script, maxsplit=1, flags=re.MULTILINE)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", head, re.MULTILINE))
-    assert script.count("#SBATCH") == len(options) and options.keys() <= SBATCH.keys()
-    assert all(re.fullmatch(SBATCH[name], value) for name, value in options.items())
-    trainers = int(re.findall(r"^TRAINERS=(\d+)$", body, re.MULTILINE)[0])
-    assert 0 < trainers < int(options["nodes"]) and options["ntasks-per-node"] == "1"
-    assert f"--tp-size {options['gpus-per-node']} " in body
-    for name, command in (("scontrol", "printf 'node%s\\n' 1 2 3 4"), ("srun", SRUN)):
+    assert script.count("#SBATCH") == len(options)
+    return SlurmScript(options, body)
+
+
+def test_slurm_knows_every_option(slurm_script):
+    """sbatch refuses unknown options."""
+    for name, value in slurm_script.options.items():
+        assert re.fullmatch(SBATCH[name], value)
+
+
+def test_slurm_leaves_nodes_for_servers(slurm_script):
+    assert 0 < slurm_script.trainers < int(slurm_script.options["nodes"])
+    assert slurm_script.options["ntasks-per-node"] == "1"
+    assert f"--tp-size {slurm_script.options['gpus-per-node']} " in slurm_script.body
+
+
+def test_slurm_runs_the_recipe_of_several_machines(slurm_script, files, tmp_path):
+    programs = {"scontrol": "printf 'node%s\\n' 1 2 3 4", "srun": SRUN}
+    for name, command in programs.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{command}\n")
         (tmp_path / name).chmod(0o700)
     slurm = {
@@ -156,11 +218,10 @@ def test_slurm_runs_the_recipe_of_several_machines(files, tmp_path):
         "SLURM_JOB_NODELIST": "node[1-4]",
         "SGLANG_PYTHON": "true",
     }
-    found = configure(
-        command_line("examples/clusters/slurm.sbatch", **slurm, **files), torchrun(8 * trainers)
-    )
-    assert found.sglang.sglang_url == ("http://node3:30000", "http://node4:30000")
-    assert found.sglang.sglang_sync_address == "node1"
+    flags = command_line("examples/clusters/slurm.sbatch", **slurm, **files)
+    arguments = configure(flags, torchrun(8 * slurm_script.trainers))
+    assert arguments.sglang.sglang_url == ("http://node3:30000", "http://node4:30000")
+    assert arguments.sglang.sglang_sync_address == "node1"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.rpartition("/")[2] for script in SCRIPTS])
@@ -169,47 +230,73 @@ def test_shellcheck(script):
     subprocess.run([Path(sys.executable).with_name("shellcheck"), script], cwd=ROOT, check=True)
 
 
-def test_kubernetes_runs_the_same_recipe(files):
-    documents = yaml.safe_load_all((ROOT / "examples/clusters/kubernetes.yaml").read_text())
-    by_name = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in documents}
-    job, servers = by_name["Job", "slime-tis-train"], by_name["StatefulSet", "slime-tis-sample"]
-    pod = job["template"]["spec"]
-    (train,) = pod["containers"]
-    environment = {each["name"]: each.get("value", "0") for each in train["env"]}
-    assert (
-        environment["MASTER"] == f"slime-tis-train-0.{pod['subdomain']}"
-        and environment["NODES"] == "2"
-    )
-    for name, labels in (
-        ("slime-tis-train", job["template"]),
-        ("slime-tis-sample", servers["template"]),
-    ):
-        assert by_name["Service", name]["selector"] == labels["metadata"]["labels"]
-    words = train["command"][1:] + train["args"]
-    script = words[0]
-    flags = words[1:]
+Specs = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> Specs:
+    """The specifications of examples/clusters/kubernetes.yaml by kind and name."""
+    text = (ROOT / "examples/clusters/kubernetes.yaml").read_text()
+    return {
+        (document["kind"], document["metadata"]["name"]): document["spec"]
+        for document in yaml.safe_load_all(text)
+    }
+
+
+def training_container(kubernetes: Specs) -> tuple[dict[str, Any], dict[str, str]]:
+    """The container of the training job, and its environment."""
+    (container,) = kubernetes["Job", "slime-tis-train"]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value", "0") for each in container["env"]}
+    return container, environment
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("Job", "slime-tis-train"), ("StatefulSet", "slime-tis-sample")],
+    ids=["training", "servers"],
+)
+def test_a_kubernetes_service_selects_its_pods(kubernetes, kind, name):
+    labels = kubernetes[kind, name]["template"]["metadata"]["labels"]
+    assert kubernetes["Service", name]["selector"] == labels
+
+
+def test_kubernetes_names_the_first_pod(kubernetes):
+    _, environment = training_container(kubernetes)
+    subdomain = kubernetes["Job", "slime-tis-train"]["template"]["spec"]["subdomain"]
+    assert environment["MASTER"] == f"slime-tis-train-0.{subdomain}"
+    assert environment["NODES"] == "2"
+
+
+def test_kubernetes_runs_the_recipe_of_several_machines(kubernetes, files):
+    container, environment = training_container(kubernetes)
+    script, *flags = container["command"][1:] + container["args"]
     line = command_line(script, *flags, **environment | files)
-    found = configure(line, torchrun(8 * int(environment["NODES"])))
-    assert (
-        found.sglang.sglang_url == tuple(environment["SERVERS"].split())
-        and len(found.sglang.sglang_url) == 2
-    )
+    arguments = configure(line, torchrun(8 * int(environment["NODES"])))
+    assert arguments.sglang.sglang_url == tuple(environment["SERVERS"].split())
+    assert len(arguments.sglang.sglang_url) == 2
 
 
-@pytest.mark.parametrize("name", ["train", "sglang"])
-def test_smollm2(name, tmp_path, monkeypatch):
+@pytest.fixture
+def smollm2_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the checkpoint and prompts that the configurations name."""
     make_checkpoint(tmp_path / "data/smollm2/checkpoint", "llama")
-    (tmp_path / "data/smollm2/prompts").mkdir()
-    for rows in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / "data/smollm2/prompts" / rows).write_text(
-            json.dumps({"prompt": [], "label": "2"}) + "\n"
-        )
+    prompts = tmp_path / "data/smollm2/prompts"
+    prompts.mkdir()
+    for name in ("train.jsonl", "eval.jsonl"):
+        (prompts / name).write_text(json.dumps({"prompt": [], "label": "2"}) + "\n")
     monkeypatch.chdir(tmp_path)
-    found = configure(
-        ["--custom-config-path", str(ROOT / f"examples/smollm2_reasoning_gym/{name}.yaml")], {}
-    )
-    assert not found.megatron.bf16
-    assert (found.rollout.rollout_engine, found.rollout.weight_update_rounding) == (
-        ("local", "nearest") if name == "train" else ("sglang", "stochastic")
-    )
-    assert (ROOT / str(found.rollout.custom_rm_path).split(":")[0]).is_file()
+
+
+@pytest.mark.usefixtures("smollm2_data")
+@pytest.mark.parametrize(
+    ("name", "engine", "rounding"),
+    [("train", "local", "nearest"), ("sglang", "sglang", "stochastic")],
+    ids=["local", "sglang"],
+)
+def test_smollm2(name, engine, rounding):
+    config = ROOT / f"examples/smollm2_reasoning_gym/{name}.yaml"
+    arguments = configure(["--custom-config-path", str(config)], {})
+    assert not arguments.megatron.bf16
+    assert arguments.rollout.rollout_engine == engine
+    assert arguments.rollout.weight_update_rounding == rounding
+    assert (ROOT / str(arguments.rollout.custom_rm_path).split(":")[0]).is_file()

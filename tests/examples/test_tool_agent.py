@@ -3,6 +3,9 @@
 import asyncio
 import random
 from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,23 +109,27 @@ def test_an_episode_that_only_calls_ends(data):
     checkpoint = str(data / "data" / "tool_agent" / "checkpoint")
     args = Namespace(hf_checkpoint=checkpoint, rollout_max_response_len=1000)
     sample = Sample(prompt="1+1>", tokens=[1, 5, 14, 5, 16])
-    found = asyncio.run(agent.generate(args, sample, {}, Caller(agent.load_tokenizer(checkpoint))))
-    assert found.response == "?1+1=2;" * agent.MAX_CALLS + "?1+1="
-    assert found.metadata["calls"] == agent.MAX_CALLS == 6
-    assert found.turns == 7 and found.loss_mask == [*[1, 1, 1, 1, 1, 0, 0] * 6, 1, 1, 1, 1, 1]
+    caller = Caller(agent.load_tokenizer(checkpoint))
+    episode = asyncio.run(agent.generate(args, sample, {}, caller))
+    assert episode.response == "?1+1=2;" * agent.MAX_CALLS + "?1+1="
+    assert episode.metadata["calls"] == agent.MAX_CALLS == 6
+    assert episode.turns == 7
+    # each call has five sampled tokens and two of the calculator
+    assert episode.loss_mask == [1, 1, 1, 1, 1, 0, 0] * 6 + [1, 1, 1, 1, 1]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """What prepare.py makes, below a directory of its own."""
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that has only the files that prepare.py makes, and the examples."""
     root = tmp_path_factory.mktemp("agent")
     prepare.prepare(root / "data" / "tool_agent", example=SMALL)
     (root / "examples").symlink_to(ROOT / "examples")
     return root
 
 
-def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(data)
+@pytest.fixture(scope="module")
+def steps(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """The metrics of a run of two steps."""
     flags = [
         "--custom-config-path",
         str(HERE / "train.yaml"),
@@ -130,32 +137,57 @@ def test_it_trains_for_two_steps(data, tmp_path, monkeypatch):
         "2",
         "--rollout-batch-size",
         "4",
+        "--eval-interval",
+        "2",
+        "--no-progress",
+        "--lr-warmup-iters",
+        "1",
     ]
-    flags += ["--eval-interval", "2", "--no-progress", "--lr-warmup-iters", "1"]
-    rows = run_here(flags, tmp_path)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    for row in rows[1:]:
-        assert row["rollout/retokenized"] == 0 and row["rollout/generate_failed"] == 0
-        assert 1e-9 < row["train/mismatch_k3_kl"] < 0.1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(data)
+        yield run_here(flags, tmp_path_factory.mktemp("run"))
+
+
+def test_every_step_is_reported(steps):
+    assert [row["step"] for row in steps] == [0, 1, 2]
+
+
+def test_every_episode_is_trained_with_the_sampled_tokens(steps):
+    for row in steps[1:]:
+        assert row["rollout/retokenized"] == 0
+        assert row["rollout/generate_failed"] == 0
+
+
+def test_an_episode_has_a_turn_per_call(steps):
+    for row in steps[1:]:
         assert 1 <= row["rollout/turns"] <= agent.MAX_CALLS + 1
 
 
-def test_the_configuration_with_servers_is_accepted_and_episodes_are_printed(
-    data, monkeypatch, capsys
-):
+def test_the_mismatch_of_a_step_is_small(steps):
+    for row in steps[1:]:
+        assert 1e-9 < row["train/mismatch_k3_kl"] < 0.1
+
+
+def test_the_configuration_with_servers_is_accepted(data, monkeypatch):
     monkeypatch.chdir(data)
     configure(["--custom-config-path", str(HERE / "sglang.yaml")], {})
+
+
+@pytest.fixture
+def printed_episodes(data: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that the page's command prints for two episodes."""
     directory = data / "data" / "tool_agent"
-    flags = [
-        str(directory / "checkpoint"),
-        "--prompts",
-        str(directory / "eval.jsonl"),
-        "--each",
-        "2",
-    ]
-    episodes.main(flags)
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith(f"{directory / 'checkpoint'}: accuracy 0.") and head.endswith(
-        " calls per episode"
-    )
-    assert len(lines) == 2 and all(">" in line for line in lines)
+    prompts = str(directory / "eval.jsonl")
+    episodes.main([str(directory / "checkpoint"), "--prompts", prompts, "--each", "2"])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_accuracy_is_printed(data, printed_episodes):
+    checkpoint = data / "data" / "tool_agent" / "checkpoint"
+    assert printed_episodes[0].startswith(f"{checkpoint}: accuracy 0.")
+    assert printed_episodes[0].endswith(" calls per episode")
+
+
+def test_episodes_are_printed(printed_episodes):
+    assert len(printed_episodes) == 3
+    assert all(">" in line for line in printed_episodes[1:])
