@@ -307,7 +307,7 @@ def test_any_two_hypotheses_with_a_forward_pass_can_be_combined(model: Any, path
     assert len(names) >= 30
     for first, second in itertools.permutations(names, 2):
         edits = tuple((name, search.table[name].values[0]) for name in (first, second))
-        (rows,) = search.score([edits], [1, 2])
+        (rows,) = search.scorer.score([edits], [1, 2])
         assert [len(row) for row in rows] == [RESPONSE] * 2, (
             edits
         )  # NaN, as of fp8 scales in fp16, explains nothing

@@ -1,8 +1,7 @@
-"""Proves the cause of a mismatch: scores samples again under each hypothesis and measures what disappears.
+"""Proves the cause of a mismatch: scores samples again under each hypothesis.
 
-The wrong engine is the one that `rescore` finds. Each hypothesis changes the reference scorer, its
-parameter is fitted on some samples, and the share of Σ|Δ| that disappears is measured on the
-others.
+`rescore` finds the wrong engine. Each hypothesis changes the reference scorer. Its parameter is
+fitted on some samples, and the share of Σ|Δ| that disappears is measured on the others.
 """
 
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slime_tis.analysis.diagnosis.hypotheses.weights import read_adapter
 from slime_tis.analysis.diagnosis.rescore import (
@@ -22,7 +22,8 @@ from slime_tis.analysis.diagnosis.rescore import (
     load_model,
     rescore,
 )
-from slime_tis.analysis.diagnosis.search import Edit, Measured, Search
+from slime_tis.analysis.diagnosis.search import TINY, Measured, Search
+from slime_tis.analysis.diagnosis.trained_tokens import MAX_SIZE
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 
 MIN_SAMPLES = 8
@@ -32,10 +33,11 @@ MIN_HELD_OUT = 8
 PROVEN = 0.9
 """Smallest share of the mismatch that disappears under a proven cause."""
 PARTIAL = 0.3
-"""Smallest share of the mismatch that disappears under a cause that explains a part."""
+"""Smallest share of the mismatch that disappears under a cause that is named at all."""
 BETTER = 0.05
-"""Share that a second hypothesis must add."""
+"""Smallest share that a second hypothesis must add."""
 RESAMPLES = 1000
+"""Draws of the bootstrap over samples."""
 MIN_NOISE_SHARE = 0.05
 """Smallest share of the mismatch that a precision repeats."""
 NOISE_RANGE = (0.6, 1.7)
@@ -63,7 +65,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What scoring again has shown."""
+    """The result of scoring again."""
 
     sentence: str
     """The result in words."""
@@ -75,16 +77,17 @@ class Proof:
     explained: float = 0.0
     """Share that disappears under all explanations together."""
     is_proven: bool = False
-    """Whether one cause explains nearly all of the mismatch, on enough samples and better than the
-    others."""
+    """Whether one cause explains nearly all of the mismatch, on enough samples and better than other
+    causes."""
     is_noise: bool = False
-    """Whether the cause is a noise of the size of the mismatch, which scoring again repeats in
+    """Whether the cause is noise of the mismatch's size, which scoring again repeats only in
     part."""
     explanations: tuple[Explanation, ...] = ()
     """The causes, then the best of the others."""
     rivals: tuple[str, ...] = ()
-    """Hypotheses that these samples do not tell from the last cause."""
+    """Hypotheses that these samples do not distinguish from the last cause."""
     samples: int = 0
+    """Number of samples that were scored."""
     hypotheses: int = 0
     """Number of hypotheses that were tried."""
 
@@ -100,6 +103,9 @@ def prove(
         others: Other checkpoints of the run, adapters, or a draft model, which the rollout engine
             may have.
 
+    Returns:
+        The errors of both engines, and the proof.
+
     Raises:
         ValueError: The dump cannot be scored, or a path is not a model directory.
     """
@@ -107,19 +113,18 @@ def prove(
 
     model = load_model(hf_checkpoint)
     own = model.state_dict()
-    loaded = {
-        path: (
-            read_adapter(path, own)
-            if os.path.exists(os.path.join(path, "adapter_config.json"))
-            else load_model(path)
-        )
-        for path in others
-    }
+    loaded: dict[str, Any] = {}
+    for path in others:
+        if os.path.exists(os.path.join(path, "adapter_config.json")):
+            loaded[path] = read_adapter(path, own)
+        else:
+            loaded[path] = load_model(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             hf_checkpoint, local_files_only=True, trust_remote_code=False
         )
-    except Exception:  # the hypotheses on templates need it, the others do not
+    except Exception:
+        # Only the hypotheses on templates need a tokenizer.
         tokenizer = None
     return explain_disagreement(model, table, others=loaded, tokenizer=tokenizer)
 
@@ -132,7 +137,7 @@ def explain_disagreement(
     others: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> tuple[Rescored, Proof]:
-    """Says which engine is wrong and searches for the fault that explains it.
+    """Finds the wrong engine and searches for the fault that explains its mismatch.
 
     Args:
         scorer: A causal language model of transformers, or a function (token ids [S] of prompt and
@@ -141,10 +146,10 @@ def explain_disagreement(
             reported log-probs.
         samples: At least 16, each with prompt, token, train_log_prob and rollout_log_prob. A second
             scoring of the same weights by training may be in old_log_prob.
-        temperature: Of both engines' log-probs, if samples is no table.
-        others: Tensors of other weights that the rollout engine may have, or other models, by a
-            name for the answer.
-        tokenizer: Of transformers, for faults of the chat template.
+        temperature: Temperature of both engines' log-probs, if samples is no table.
+        others: Tensors of other weights that the rollout engine may have, or other models. The
+            keys name them in the answer.
+        tokenizer: A tokenizer of transformers, for faults of the chat template.
 
     Returns:
         The errors of both engines, and the proof; `Proof.sentence` is the answer in words.
@@ -170,106 +175,127 @@ class _Case:
     search: Search
 
     def proof(self) -> Proof:
-        """Ranks the hypotheses, and adds a second one where the best explains a part only."""
+        """Returns the answer; its sentence has the reason if a search is impossible or useless."""
+        empty = Proof(sentence="", engine=self.rescored.engine, samples=len(self.search.inputs))
+        obstacle = self._obstacle()
+        if obstacle:
+            return replace(empty, sentence=obstacle)
+        dropout = self._dropout()
+        if dropout:
+            return replace(empty, sentence=dropout, causes=("dropout",), is_noise=True)
+        return self._search_result(empty)
+
+    def _obstacle(self) -> str:
+        """Returns why no cause is searched for; empty if nothing hinders it."""
         search = self.search
-        empty = Proof(sentence="", engine=self.rescored.engine, samples=len(search.inputs))
-        if not self.rescored.engine or len(search.inputs) < MIN_SAMPLES or not search.before.sum():
-            reason = (
-                "too few samples of the step fit"
-                if self.rescored.engine
-                else "there is nothing to explain"
-            )
-            return replace(empty, sentence=f"No cause is searched for: {reason}.")
-        mean = float(
-            torch.cat(search.delta).nan_to_num(0.0, 10.0, -10.0).abs().clamp(max=10).mean()
-        )
-        if mean < OTHER_MODEL * min(self.rescored.train_error, self.rescored.rollout_error):
-            words = "The checkpoint is not the model of these samples: both engines differ from it."
-            return replace(empty, sentence=words)
-        if words := self._two_scorings():
-            return replace(empty, sentence=words, causes=("dropout",), is_noise=True)
+        rescored = self.rescored
+        if not rescored.engine:
+            return "No cause is searched for: there is nothing to explain."
+        if len(search.inputs) < MIN_SAMPLES or not search.before.sum():
+            return "No cause is searched for: too few samples of the step fit."
+        delta = torch.cat(search.delta).nan_to_num(0.0, MAX_SIZE, -MAX_SIZE)
+        mean = float(delta.abs().clamp(max=MAX_SIZE).mean())
+        if mean < OTHER_MODEL * min(rescored.train_error, rescored.rollout_error):
+            return "The checkpoint is not the model of these samples: both engines differ from it."
+        return ""
+
+    def _search_result(self, empty: Proof) -> Proof:
+        """Ranks the hypotheses, and adds a second one if the best explains only a part."""
+        search = self.search
         ranked = search.ranked()
         is_noise = self._is_noise_of(ranked[0])
-        causes = ranked[:1] if search.share(ranked[0]) >= PARTIAL or is_noise else []
+        causes: list[Measured] = []
+        if ranked[0].share >= PARTIAL or is_noise:
+            causes = ranked[:1]
         others = ranked[len(causes) :]
         if causes and self._explanation(causes[0]).interval[0] < PROVEN:
             both, rest = self._with_second(causes[0], others)
-            if not is_noise or search.share(both[-1]) >= PROVEN > search.share(causes[0]):
-                causes, others, is_noise = both, rest, False
-        rivals = [each.name for each in others if causes and self._is_rival(each, causes[-1])]
-        kinds = [search.table[name].cause for name in (*(each.name for each in causes), *rivals)]
+            if not is_noise or both[-1].share >= PROVEN > causes[0].share:
+                causes = both
+                others = rest
+                is_noise = False
         explanations = tuple(self._explanation(each) for each in (*causes, *others[:3]))
-        proof = replace(
-            empty,
-            causes=tuple(dict.fromkeys(kinds)),
-            is_noise=is_noise,
-            explanations=explanations,
-            rivals=tuple(rivals),
-            hypotheses=len(search.table),
-        )
+        proof = replace(empty, explanations=explanations, hypotheses=len(search.table))
         if not causes:
             return replace(proof, sentence=self._unexplained(explanations[0]))
         last = explanations[len(causes) - 1]
-        agrees = len({*kinds[len(causes) - 1 :]}) == 1
-        return replace(
+        rivals = tuple(each.name for each in others if self._is_rival(each, causes[-1]))
+        cause_names = [search.table[each.name].cause for each in causes]
+        rival_names = [search.table[name].cause for name in rivals]
+        is_unique = set(rival_names) <= {cause_names[-1]}
+        has_samples = len(search.held_out) >= MIN_HELD_OUT
+        proof = replace(
             proof,
-            sentence=self._sentence(proof, len(causes)),
+            causes=tuple(dict.fromkeys(cause_names + rival_names)),
             explained=last.share,
-            is_proven=last.interval[0] >= PROVEN
-            and len(search.held_out) >= MIN_HELD_OUT
-            and agrees,
+            is_proven=last.interval[0] >= PROVEN and has_samples and is_unique,
+            is_noise=is_noise,
+            rivals=rivals,
         )
+        return replace(proof, sentence=self._sentence(proof, explanations[: len(causes)]))
 
     def _with_second(
         self, first: Measured, others: list[Measured]
     ) -> tuple[list[Measured], list[Measured]]:
-        """Adds the hypothesis that helps most next to the first, and fits the first again next to it."""
+        """Adds the hypothesis that helps most next to the first, and fits the first again.
+
+        Returns:
+            One or two hypotheses. The last one has the share of both.
+            The others, best first.
+        """
         search = self.search
-        both = search.ranked(((first.name, first.value),))
-        if not both or search.share(both[0]) < search.share(first) + BETTER:
+        both = search.ranked((first.edit,))
+        if not both or both[0].share < first.share + BETTER:
             return [first], others
-        second: Edit = (both[0].name, both[0].value)
-        fitted = search.fit_again(first, second)
-        (last,) = search.measure(((fitted.name, fitted.value),), [second])
-        if search.share(last) < search.share(both[0]):
-            fitted, last = first, both[0]
+        second = both[0]
+        fitted = search.fit_again(first, second.edit)
+        (last,) = search.measure((fitted.edit,), [second.edit])
+        if last.share < second.share:
+            # The fit on few samples made it worse on the held-out samples.
+            return [first, second], both[1:]
         return [fitted, last], both[1:]
 
     def _is_noise_of(self, best: Measured) -> bool:
-        """Whether the mismatch has the size of a precision's noise, and a part of it is this very noise.
+        """Whether the mismatch is a precision's noise: it has its size, and a part is equal.
 
-        The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats a part
-        of it only.
+        The noise of arithmetic depends on kernels and batch shapes, so scoring again repeats only
+        a part.
         """
         search = self.search
-        explanation = self._explanation(best)
-        is_settled = explanation.interval[0] < MIN_NOISE_SHARE or explanation.interval[0] >= PROVEN
         hypothesis = search.table[best.name]
-        if (
-            hypothesis.cause != "rounding" or len(hypothesis.values) > 1 or is_settled
-        ):  # a setting is no noise
+        if hypothesis.cause != "rounding" or len(hypothesis.values) > 1:
+            # A setting such as the norm's epsilon is no noise.
             return False
-        (rows,) = search.score([((best.name, best.value),)], search.held_out)
-        noise = [
-            float((row - search.reference[i])[search.delta[i].isfinite()].abs().clamp(max=10).sum())
-            for i, row in zip(search.held_out, rows, strict=True)
-        ]
-        return (
-            NOISE_RANGE[0] <= sum(noise) / max(float(search.before.sum()), 1e-30) <= NOISE_RANGE[1]
-        )
+        low = self._explanation(best).interval[0]
+        if low < MIN_NOISE_SHARE or low >= PROVEN:
+            return False
+        (rows,) = search.scorer.score([(best.edit,)], search.held_out)
+        noise = 0.0
+        for i, row in zip(search.held_out, rows, strict=True):
+            change = (row - search.reference[i])[search.delta[i].isfinite()]
+            noise += float(change.abs().clamp(max=MAX_SIZE).sum())
+        ratio = noise / max(float(search.before.sum()), TINY)
+        return NOISE_RANGE[0] <= ratio <= NOISE_RANGE[1]
 
-    def _two_scorings(self) -> str:
-        """Dropout in words: training scored the same weights twice, and the errors of both are independent."""
+    def _dropout(self) -> str:
+        """Returns dropout in words; empty if training's two scorings do not show it.
+
+        They show it if the errors of both have the same size and are independent.
+        """
         search = self.search
         if self.rescored.engine != "training":
             return ""
+        second = torch.cat(search.second).nan_to_num(0.0)
         error = torch.cat([search.change(i) for i in search.all])
-        other = error + torch.cat(search.second).nan_to_num(0.0)
-        ratio = float(other.abs().sum() / error.abs().sum().clamp_min(1e-30))
+        other = error + second
+        ratio = float(other.abs().sum() / error.abs().sum().clamp_min(TINY))
         correlation = float(torch.corrcoef(torch.stack([error, other]))[0, 1])
-        size = float(torch.cat(search.second).nan_to_num(0.0).abs().mean())
-        are_alike = SECOND_RANGE[0] <= ratio <= SECOND_RANGE[1] and size >= NEGLIGIBLE_ERROR
-        if not (are_alike and correlation <= MAX_CORRELATION):
+        size = float(second.abs().mean())
+        have_equal_sizes = SECOND_RANGE[0] <= ratio <= SECOND_RANGE[1]
+        if size < NEGLIGIBLE_ERROR or not have_equal_sizes:
+            return ""
+        # "not <=" also refuses the NaN of a scoring without any error.
+        if not correlation <= MAX_CORRELATION:
             return ""
         return (
             f"Training's two scorings of the same weights differ by {size:.2g} nats on average, and"
@@ -277,35 +303,42 @@ class _Case:
             " time."
         )
 
-    def _shares(self, measured: Measured) -> Any:
-        """[RESAMPLES] shares of samples drawn with replacement, the same draws for every hypothesis."""
-        before, after = self.search.before, measured.remaining
+    def _shares(self, measured: Measured) -> NDArray[np.float64]:
+        """Returns the shares [RESAMPLES] of samples that are drawn with replacement.
+
+        The draws are the same for every hypothesis, so that shares can be compared.
+        """
+        before = self.search.before
         draws = np.random.default_rng(0).integers(0, len(before), (RESAMPLES, len(before)))
-        return 1 - after[draws].sum(1) / np.maximum(before[draws].sum(1), 1e-30)
+        remaining = measured.remaining[draws].sum(1)
+        shares: NDArray[np.float64] = 1 - remaining / np.maximum(before[draws].sum(1), TINY)
+        return shares
 
     def _explanation(self, measured: Measured) -> Explanation:
         low, high = np.quantile(self._shares(measured), [0.025, 0.975]).tolist()
-        share = self.search.share(measured)
         return Explanation(
-            name=measured.name, value=measured.value, share=share, interval=(low, high)
+            name=measured.name, value=measured.value, share=measured.share, interval=(low, high)
         )
 
     def _is_rival(self, other: Measured, best: Measured) -> bool:
         """Whether the interval of the difference to the best hypothesis includes 0."""
         difference = self._shares(best) - self._shares(other)
-        return float(np.quantile(difference, 0.025)) <= 0 and self.search.share(other) >= PARTIAL
+        return float(np.quantile(difference, 0.025)) <= 0 and other.share >= PARTIAL
 
     @property
     def _engine(self) -> str:
-        return {"rollout": "The rollout engine", "training": "Training"}[self.rescored.engine]
+        if self.rescored.engine == "rollout":
+            return "The rollout engine"
+        return "Training"
 
     def _unexplained(self, best: Explanation) -> str:
-        """Says where a mismatch without a cause is."""
-        size = [x.nan_to_num(0.0, 10.0, -10.0).abs() for x in self.search.delta]
-        every = torch.cat(size).sort(descending=True).values
-        total = every.sum().clamp_min(1e-30)
-        top = float(every[: max(1, len(every) // 100)].sum() / total)
-        halves = float(sum(x[: len(x) // 2].sum() for x in size) / total)
+        """Returns a sentence on the place of a mismatch without a cause."""
+        sizes = [delta.nan_to_num(0.0, MAX_SIZE, -MAX_SIZE).abs() for delta in self.search.delta]
+        ordered = torch.cat(sizes).sort(descending=True).values
+        total = ordered.sum().clamp_min(TINY)
+        top = float(ordered[: max(1, len(ordered) // 100)].sum() / total)
+        first_halves = sum(size[: len(size) // 2].sum() for size in sizes)
+        halves = float(first_halves / total)
         return (
             f"{self._engine} is wrong, but the mismatch is not explained by any of these"
             f" {len(self.search.table)} hypotheses (the best, {best.name}, removes"
@@ -313,12 +346,14 @@ class _Case:
             f" halves of the responses {halves:.0%}."
         )
 
-    def _sentence(self, proof: Proof, causes: int) -> str:
-        search, explained = self.search, proof.explanations[:causes]
-        claims = " and ".join(
-            search.table[each.name].claim.format(value=each.value) for each in explained
-        )
-        last, held_out = explained[-1], len(search.held_out)
+    def _sentence(self, proof: Proof, causes: Sequence[Explanation]) -> str:
+        """Returns the claims of the causes with their share, and what a proof lacks."""
+        search = self.search
+        claims = []
+        for cause in causes:
+            claims.append(search.table[cause.name].claim.format(value=cause.value))
+        last = causes[-1]
+        held_out = len(search.held_out)
         low, high = last.interval
         verdict = "."
         if proof.is_noise:
@@ -329,12 +364,11 @@ class _Case:
             verdict = f". A proof needs {MIN_HELD_OUT} held-out samples."
         elif low < PROVEN:
             verdict = f". A proof needs more samples: the interval goes below {PROVEN:.0%}."
-        tie = (
-            f" Cannot be told apart: {' or '.join((last.name, *proof.rivals))}."
-            if proof.rivals
-            else ""
-        )
+        tie = ""
+        if proof.rivals:
+            tie = f" Cannot be told apart: {' or '.join((last.name, *proof.rivals))}."
         return (
-            f"{self._engine} {claims}: with it {last.share:.1%} of the mismatch disappears on"
-            f" {held_out} held-out samples (95 % interval {low:.1%} to {high:.1%}){verdict}{tie}"
+            f"{self._engine} {' and '.join(claims)}: with it {last.share:.1%} of the mismatch"
+            f" disappears on {held_out} held-out samples (95 % interval {low:.1%} to {high:.1%})"
+            f"{verdict}{tie}"
         )

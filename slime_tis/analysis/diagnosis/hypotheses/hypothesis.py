@@ -1,4 +1,4 @@
-"""What a hypothesis is: a change of the network, of its input, of its logits, or of the reported log-probs.
+"""A hypothesis: a change of the network, of its input, of its logits, or of the reported log-probs.
 
 Shapes: T response tokens, V vocabulary entries, S tokens of prompt and response, L sparse layers, k
 experts.
@@ -17,7 +17,7 @@ NetworkEdit = Callable[[Any, float], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Input:
-    """What the network reads for one sample; the response is at the end."""
+    """The input of the network for one sample; the response is at the end."""
 
     tokens: Tensor
     """[S] token ids."""
@@ -30,11 +30,11 @@ class Input:
     experts: Tensor | None = None
     """[T, L, k] experts that the dump records for the prediction of each response token."""
     mask: Tensor | None = None
-    """[S, S] bool, which keys a query attends to; None means all earlier ones."""
+    """[S, S] bool, the keys that each query attends to; None means all earlier ones."""
     cache: Any = None
     """A class of key-value caches, for hypotheses that change the cache."""
     network: NetworkEdit | None = None
-    """A change of the network for this sample alone."""
+    """A change of the network for this sample only."""
     prompt_network: NetworkEdit | None = None
     """A change of the network for all prompt tokens but the last."""
 
@@ -45,7 +45,7 @@ class Input:
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens and positions are all that the network reads."""
+        """Whether the network reads only tokens and positions."""
         return self.mask is self.cache is self.network is self.prompt_network is None
 
 
@@ -53,7 +53,7 @@ PromptEdit = Callable[[Tensor, int], Tensor]
 """(token ids of the prompt, value) → the prompt that the engine reads; an empty one leaves the
 prompt as it is."""
 InputEdit = Callable[[Input, float, Input], Input]
-"""(sample, value, the sample before it) → what the engine reads; the sample itself if nothing
+"""(sample, value, the sample before it) → the engine's input; the sample itself if nothing
 changes."""
 LogitsEdit = Callable[[Tensor, Input, float], Tensor]
 """(logits [T, V] divided by the temperature, sample, value) → the engine's logits."""
@@ -66,11 +66,11 @@ class Hypothesis:
     """One fault."""
 
     claim: str
-    """What the engine does, a template with `value`."""
+    """The fault in words after "the engine", a template with `value`."""
     cause: str
     """Its cause in `CAUSES`, which has the advice."""
     values: tuple[float, ...] = (0.0,)
-    """Grid of the parameter, of integers if it is an integer; one value where the fault has no
+    """Grid of the parameter, of integers if it is an integer; one value if the fault has no
     parameter."""
     _: KW_ONLY
     prompt: PromptEdit | None = None
@@ -80,12 +80,20 @@ class Hypothesis:
     outputs: OutputEdit | None = None
 
     @property
-    def whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether the parameter is an integer."""
         return all(isinstance(value, int) for value in self.values)
 
     @property
     def cost(self) -> int:
-        """Stage of the search: 0 without a forward pass, 1 for prompts, 2 for other inputs, 3 for the network."""
-        edits = (self.network, self.inputs, self.prompt)
-        return next((3 - i for i, edit in enumerate(edits) if edit is not None), 0)
+        """Stage of the search.
+
+        0 without a forward pass, 1 for prompts, 2 for other inputs, 3 for the network.
+        """
+        if self.network is not None:
+            return 3
+        if self.inputs is not None:
+            return 2
+        if self.prompt is not None:
+            return 1
+        return 0

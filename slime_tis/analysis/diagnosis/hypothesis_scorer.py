@@ -1,0 +1,259 @@
+"""Log-probs of samples under hypotheses, with as few forward passes as possible.
+
+Hypotheses on logits and log-probs share the forward pass of the network. A prompt or an input that
+a hypothesis does not change needs no pass.
+
+Shapes: T response tokens of a sample, S tokens of prompt and response, V vocabulary entries.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from slime_tis.analysis.diagnosis.hypotheses import Hypothesis, Input, with_prompt
+from slime_tis.analysis.diagnosis.rescore import HfScorer, Scorer
+
+MAX_CACHED = 2**29
+"""Largest size of the logits that are kept, bytes."""
+MAX_BATCH = 2**24
+"""Largest number of logits in one batch."""
+FUNCTION_VOCABULARY = 2**16
+"""Vocabulary size that is assumed for a scorer that is a function, to limit memory."""
+
+Edit = tuple[str, float]
+"""Name and parameter of a hypothesis."""
+Edits = tuple[Edit, ...]
+"""Hypotheses that hold together."""
+
+
+class HypothesisScorer:
+    """Scores samples with the reference scorer, changed by hypotheses.
+
+    Args:
+        scorer: The reference.
+        inputs: The samples.
+        fitted: Indices of the samples that parameters are fitted on. Their logits are kept, as
+            each step of a fit needs them again.
+        table: The hypotheses by name, in the order in which an engine applies them. The search
+            adds entries.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        inputs: Sequence[Input],
+        fitted: Sequence[int],
+        table: dict[str, Hypothesis],
+    ) -> None:
+        self.table = table
+        self._scorer = scorer
+        self._inputs = inputs
+        self._fitted = fitted
+        self._all = range(len(inputs))
+        self._model: Any = None
+        self._vocabulary = FUNCTION_VOCABULARY
+        if isinstance(scorer, HfScorer):
+            self._model = scorer.model
+            self._vocabulary = scorer.model.config.vocab_size
+        self._rows: dict[Edits, list[Tensor]] = {}
+        self._kept_network: Edits = ()
+        self._kept_logits: dict[int, Tensor] = {}
+
+    @torch.inference_mode()
+    def rows(self, edits: Edits) -> list[Tensor]:
+        """Returns the log-probs [T] of all samples under some hypotheses."""
+        if edits not in self._rows:
+            self._rows[edits] = self._pass(self._with_pass(edits), [edits], self._all)[0]
+        return self._rows[edits]
+
+    @torch.inference_mode()
+    def score(self, lists: Sequence[Edits], samples: Sequence[int]) -> list[list[Tensor]]:
+        """Returns the log-probs [T] of samples under each list of hypotheses.
+
+        Lists with the same network and input share a forward pass.
+        """
+        order = {name: index for index, name in enumerate(self.table)}
+        ordered = [tuple(sorted(edits, key=lambda edit: order[edit[0]])) for edits in lists]
+        result: dict[Edits, list[Tensor]] = {}
+        groups: dict[Edits, list[Edits]] = {}
+        for edits in dict.fromkeys(ordered):
+            if "exchanged" in dict(edits):
+                result[edits] = self._exchanged(edits, samples)
+            else:
+                groups.setdefault(self._with_pass(edits), []).append(edits)
+        for network, group in groups.items():
+            rows = self._pass(network, group, samples)
+            result.update(zip(group, rows, strict=True))
+        return [result[edits] for edits in ordered]
+
+    def logits(self, read: Input) -> Tensor:
+        """Returns the logits [T, V] of one sample, divided by the temperature."""
+        if self._model is None:
+            return self._scorer(read.tokens, read.response) / read.temperature
+        device = self._model.device
+        options: dict[str, Any] = {}
+        start = 0
+        if read.mask is not None:
+            # Attention of transformers adds a float mask [batch, heads, S, S] to its scores.
+            mask = torch.where(read.mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+            options["attention_mask"] = mask.to(device, next(self._model.parameters()).dtype)
+        if read.cache is not None:
+            options["past_key_values"] = read.cache()
+            options["use_cache"] = True
+        if read.prompt_network is not None and len(read.prompt) > 1:
+            # The last prompt token predicts the first response token, so the response reads it.
+            start = len(read.prompt) - 1
+            prompt = read.tokens[None, :start].to(device)
+            with read.prompt_network(self._model, 1.0):
+                options["past_key_values"] = self._model(prompt, use_cache=True).past_key_values
+            options["use_cache"] = True
+        options["position_ids"] = read.positions[None, start:].to(device)
+        with ExitStack() as stack:
+            if read.network is not None:
+                stack.enter_context(read.network(self._model, 1.0))
+            return self._scorer(read.tokens[start:], read.response, **options) / read.temperature
+
+    def log_probs(self, logits: Tensor, sample: Input, edits: Edits = ()) -> Tensor:
+        """Returns the log-probs [T] of the response, after the changes of the logits."""
+        for name, value in edits:
+            change = self.table[name].logits
+            if change is not None:
+                logits = change(logits, sample, value)
+        response = sample.tokens[len(sample.tokens) - sample.response :, None]
+        return logits.log_softmax(-1).gather(1, response)[:, 0]
+
+    def _with_pass(self, edits: Edits) -> Edits:
+        """Returns the hypotheses that need a forward pass."""
+        return tuple(edit for edit in edits if self.table[edit[0]].cost)
+
+    def _exchanged(self, edits: Edits, samples: Sequence[int]) -> list[Tensor]:
+        """Returns the log-probs of samples that report those of other samples."""
+        exchange = tuple(edit for edit in edits if edit[0] == "exchanged")
+        others = tuple(edit for edit in edits if edit[0] != "exchanged")
+        # The other samples may be outside of `samples`, so all are scored.
+        rows = self._reported(self.rows(others), exchange)
+        return [rows[i] for i in samples]
+
+    def _pass(
+        self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]
+    ) -> list[list[Tensor]]:
+        """Runs a forward pass of samples under `network`.
+
+        Returns:
+            The log-probs [T] of each sample, for each list of hypotheses.
+        """
+        rows: list[dict[int, Tensor]] = []
+        for _ in lists:
+            # Allocated before the logits: small tensors between freed logits fragment the heap,
+            # which took 6.2 GB instead of 2.5 GB for SmolLM2.
+            rows.append({i: torch.empty(self._inputs[i].response) for i in samples})
+        kept = self._kept(network, lists, samples)
+        may_skip = self._may_skip(network, lists)
+        reads: dict[int, Input] = {}
+        for i in samples:
+            if kept is not None and i in kept:
+                continue
+            read = self._read(i, network)
+            if may_skip and read is self._inputs[i]:
+                for row in rows:
+                    row[i] = self._rows[()][i]
+            else:
+                reads[i] = read
+        old = list(kept.items()) if kept else []
+        for i, logits in chain(old, self._network_logits(network, reads)):
+            if kept is not None:
+                kept[i] = logits
+            for row, edits in zip(rows, lists, strict=True):
+                row[i].copy_(self.log_probs(logits, self._inputs[i], edits))
+        result = []
+        for row, edits in zip(rows, lists, strict=True):
+            result.append(self._reported([row[i] for i in samples], edits))
+        return result
+
+    def _kept(
+        self, network: Edits, lists: Sequence[Edits], samples: Sequence[int]
+    ) -> dict[int, Tensor] | None:
+        """Returns the kept logits under `network` by sample, to be filled; None to keep none."""
+        response_tokens = sum(self._inputs[i].response for i in samples)
+        logits_bytes = 4 * self._vocabulary * response_tokens
+        if samples is not self._fitted or len(lists) == 1 or logits_bytes > MAX_CACHED:
+            return None
+        if self._kept_network != network:
+            self._kept_network = network
+            self._kept_logits = {}
+        return self._kept_logits
+
+    def _may_skip(self, network: Edits, lists: Sequence[Edits]) -> bool:
+        """Whether samples whose input stays have the log-probs of the reference."""
+        changes_network = any(self.table[name].network for name, _ in network)
+        logits_edits = [self.table[name].logits for edits in lists for name, _ in edits]
+        return () in self._rows and not changes_network and not any(logits_edits)
+
+    def _network_logits(
+        self, network: Edits, reads: Mapping[int, Input]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields each sample's index and logits, while the network has its changes."""
+        with ExitStack() as stack:
+            for name, value in network:
+                edit = self.table[name].network
+                if edit is not None:
+                    stack.enter_context(edit(self._model, value))
+            yield from self._batches(reads)
+
+    def _batches(self, reads: Mapping[int, Input]) -> Iterator[tuple[int, Tensor]]:
+        """Yields each sample's index and logits; small models score several samples at a time."""
+        batched: list[int] = []
+        if self._model is not None:
+            batched = [i for i, read in reads.items() if read.is_plain]
+        longest = max((len(reads[i].tokens) for i in batched), default=1)
+        size = max(1, MAX_BATCH // (longest * self._vocabulary))
+        if size == 1:
+            # `logits` leaves out the logits of the prompt, a batch cannot.
+            batched = []
+        for i, read in reads.items():
+            if i not in batched:
+                yield i, self.logits(read)
+        for start in range(0, len(batched), size):
+            chunk = batched[start : start + size]
+            logits = self._batch_logits([reads[i] for i in chunk])
+            yield from zip(chunk, logits, strict=True)
+
+    def _batch_logits(self, reads: Sequence[Input]) -> Iterator[Tensor]:
+        """Yields the logits [T, V] of each sample of a batch, divided by the temperature."""
+        # Padding after the end needs no mask, as attention is causal.
+        tokens = pad_sequence([read.tokens for read in reads], batch_first=True)
+        positions = torch.arange(tokens.shape[1]).repeat(len(reads), 1)
+        for row, read in zip(positions, reads, strict=True):
+            row[: len(read.positions)] = read.positions
+        device = self._model.device
+        output = self._model(tokens.to(device), position_ids=positions.to(device))
+        for read, logits in zip(reads, output.logits.float().cpu(), strict=True):
+            end = len(read.tokens) - 1
+            yield logits[end - read.response : end] / read.temperature
+
+    def _read(self, i: int, edits: Edits) -> Input:
+        """Returns what the network reads of a sample; the sample itself if nothing changes."""
+        read = self._inputs[i]
+        for name, value in edits:
+            prompt_edit = self.table[name].prompt
+            if prompt_edit is not None:
+                read = with_prompt(read, prompt_edit(read.prompt, round(value)))
+        # Masks and positions have the length of the changed prompt, so they come second.
+        for name, value in edits:
+            input_edit = self.table[name].inputs
+            if input_edit is not None:
+                read = input_edit(read, value, self._inputs[i - 1])
+        return read
+
+    def _reported(self, rows: list[Tensor], edits: Edits) -> list[Tensor]:
+        """Returns the log-probs that the engine reports instead of its own."""
+        for name, value in edits:
+            change = self.table[name].outputs
+            if change is not None:
+                rows = change(rows, value)
+        return rows
