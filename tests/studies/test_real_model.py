@@ -1,5 +1,6 @@
 """The arithmetic of the studies: rejection bounds, the real-model study, and the study of collapse."""
 
+import itertools
 import math
 
 import pytest
@@ -44,101 +45,163 @@ def test_what_was_not_run_is_listed():
     ]
 
 
-def test_the_pages_show_what_was_measured():
+def test_the_page_shows_the_measured_mismatch():
     page = STUDY.page.read_text(encoding="utf-8")
     measured = mismatch.table(read_rows(mismatch.RESULTS, mismatch.Row))
     assert f"{report.begin('mismatch')}{measured}\n{report.END}" in page, "run `make docs`"
-    # The rows of the shortest responses as printed; the others take longer to make.
+
+
+def test_the_page_shows_the_simulated_bounds():
+    """The rows of the shortest responses; the others take longer to make."""
     page = (ROOT / "studies/rejection_bounds/README.md").read_text().splitlines()
-    printed = tables(batches=20)
-    assert all(next(printed) in page for _ in range(7))
+    for row in itertools.islice(tables(batches=20), 7):
+        assert row in page
 
 
-def test_estimates_by_hand():
-    """ρ of two responses: 2 and 1; 1/2. k3 = ((1 − ln 2) + 0 + (−1/2 + ln 2))/3 = 1/6; χ² = (3 + 0 − 3/4)/3 = 3/4."""
+@pytest.fixture
+def by_hand() -> tuple[tuple[float, ...], ...]:
+    """k3, χ² and the largest weight of two responses, ρ = (2, 1) and ρ = 1/2.
+
+    The first value of each is the estimate. The others are an interval from resamples: twice the
+    first response (a quarter), both (half), twice the second (a quarter).
+    """
     log_ratios = [
         torch.tensor([2.0, 1.0], dtype=torch.float64).log(),
         torch.tensor([0.5], dtype=torch.float64).log(),
     ]
-    k3, chi2, largest = mismatch.estimates(log_ratios)
-    assert (
-        k3[0] == pytest.approx(1 / 6)
-        and chi2[0] == pytest.approx(0.75)
-        and largest[0] == pytest.approx(2)
-    )
-    # resamples: twice the first (a quarter), both (half), twice the second (a quarter)
-    assert k3[1:] == pytest.approx(((1 - math.log(2)) / 2, math.log(2) - 0.5))
-    assert chi2[1:] == pytest.approx((-0.75, 1.5))
-    assert largest[1:] == pytest.approx((0.5, 2))
+    return tuple(mismatch.estimates(log_ratios))
 
 
-def test_a_small_model_is_measured(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "model", "llama")
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(4)))
-    rows = mismatch.measure(
-        checkpoint, tmp_path / "rows.jsonl", apply_chat_template=False, response=4
-    )
-    pairs = [(row.training, row.rollout) for row in rows]
-    assert pairs == [
-        (training, rollout) for training, rollouts in mismatch.PRECISIONS for rollout in rollouts
-    ]
-    by_pair = dict(zip(pairs, rows, strict=True))
-    assert (
-        by_pair["fp32", "fp32"].k3 < 1e-9 < by_pair["fp32", "int8"].k3 < by_pair["fp32", "fp8"].k3
-    )
-    for row in rows:
-        assert row.k3_low <= row.k3 <= row.k3_high and row.chi2_low <= row.chi2 <= row.chi2_high
-        assert (
-            row.largest_low <= row.largest == pytest.approx(row.largest_high) and row.samples == 4
-        )
-    write_rows(tmp_path / "mismatch.csv", mismatch.Row, rows)
-    again = read_rows(tmp_path / "mismatch.csv", mismatch.Row)
-    assert mismatch.table(again).splitlines()[:2] == [
+def test_k3_by_hand(by_hand):
+    """((1 − ln 2) + 0 + (−1/2 + ln 2))/3 = 1/6."""
+    expected = (1 / 6, (1 - math.log(2)) / 2, math.log(2) - 0.5)
+    assert by_hand[0] == pytest.approx(expected)
+
+
+def test_chi2_by_hand(by_hand):
+    """(3 + 0 − 3/4)/3 = 3/4."""
+    assert by_hand[1] == pytest.approx((0.75, -0.75, 1.5))
+
+
+def test_the_largest_weight_by_hand(by_hand):
+    assert by_hand[2] == pytest.approx((2, 0.5, 2))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[mismatch.Row]:
+    """The mismatch of a small model, in all pairs of precisions."""
+    directory = tmp_path_factory.mktemp("measured")
+    checkpoint = make_checkpoint(directory / "model", "llama")
+    prompts = directory / "rows.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(4)))
+    return mismatch.measure(checkpoint, prompts, apply_chat_template=False, response=4)
+
+
+def test_every_pair_of_precisions_is_measured(measured):
+    expected = []
+    for training, rollouts in mismatch.PRECISIONS:
+        for rollout in rollouts:
+            expected.append((training, rollout))
+    assert [(row.training, row.rollout) for row in measured] == expected
+
+
+def test_fewer_bits_give_more_mismatch(measured):
+    k3 = {row.rollout: row.k3 for row in measured if row.training == "fp32"}
+    assert k3["fp32"] < 1e-9 < k3["int8"] < k3["fp8"]
+
+
+def test_estimates_lie_in_their_intervals(measured):
+    for row in measured:
+        assert row.samples == 4
+        assert row.k3_low <= row.k3 <= row.k3_high
+        assert row.chi2_low <= row.chi2 <= row.chi2_high
+        assert row.largest_low <= row.largest == pytest.approx(row.largest_high)
+
+
+def test_the_stored_measurement_becomes_a_table(measured, tmp_path):
+    write_rows(tmp_path / "mismatch.csv", mismatch.Row, measured)
+    lines = mismatch.table(read_rows(tmp_path / "mismatch.csv", mismatch.Row)).splitlines()
+    assert lines[:2] == [
         "| training | rollout | tokens | k3 KL | χ² per token | largest weight |",
         "|---|---|---|---|---|---|",
     ]
-    assert len(mismatch.table(again).splitlines()) == 2 + len(pairs)
+    assert len(lines) == 2 + len(measured)
 
 
+SHORT = 12
+"""Tokens of a short response."""
+LONG = 3000
+"""Tokens of a long response."""
 TIGHT, WIDE, Z_SCORE, TARGET = RULES.values()
 
 
-def test_no_fixed_bound_fits_both_lengths():
-    """Shares of healthy sequences, of those off by a constant, and of those with a broken token."""
-    short, long = (shares(TIGHT, length, 0.02, batches=3) for length in (12, 3000))
-    assert short.healthy == pytest.approx(0.86, abs=0.03) and long.healthy == pytest.approx(
-        0.012, abs=0.01
-    )
-    short, long = (shares(WIDE, length, 0.02, batches=3) for length in (12, 3000))
-    assert (short.healthy, short.token, long.healthy, long.token) == (0.0, 1.0, 0.0, 0.0)
+@pytest.mark.parametrize(
+    ("length", "healthy", "tolerance"), [(SHORT, 0.86, 0.03), (LONG, 0.012, 0.01)], ids=str
+)
+def test_a_tight_bound_rejects_short_healthy_responses(length, healthy, tolerance):
+    rejected = shares(TIGHT, length, 0.02, batches=3)
+    assert rejected.healthy == pytest.approx(healthy, abs=tolerance)
 
 
-@pytest.mark.parametrize("length", [12, 64, 300, 3000])
+@pytest.mark.parametrize(("length", "token"), [(SHORT, 1.0), (LONG, 0.0)], ids=str)
+def test_a_wide_bound_misses_a_broken_token_of_a_long_response(length, token):
+    rejected = shares(WIDE, length, 0.02, batches=3)
+    assert rejected.token == token
+    assert rejected.healthy == 0.0
+
+
+@pytest.mark.parametrize("length", [SHORT, 64, 300, LONG])
 def test_a_z_score_fits_all_lengths(length):
-    found = shares(Z_SCORE, length, 0.01, batches=2)
-    assert found.healthy < 0.005 and found.offset == found.token == 1.0
-    found = shares(
-        TARGET, length, 0.01, batches=2
-    )  # 12 of 256, of which the eight broken ones are found
-    assert found.healthy == pytest.approx(4 / 248) and found.offset == found.token == 1.0
+    rejected = shares(Z_SCORE, length, 0.01, batches=2)
+    assert rejected.healthy < 0.005
+    assert rejected.offset == rejected.token == 1.0
 
 
-def test_the_estimate_of_k3_is_neither_widened_nor_too_small():
-    found = estimates(12, 0.05, NOISE["a tenth of the sequences"], batches=4)
-    assert found["mean, +20 nats"] > 1e8 and found["median of sequences"] < 0.2
-    assert found["clamped mean"] == pytest.approx(1.0, abs=0.1)
-    widened = (math.e - 2) / (256 * 12) / (0.05**2 / 2)
-    assert found["clamped mean, +20 nats"] == pytest.approx(
-        found["clamped mean"] + widened, rel=0.01
-    )
-    assert found["healthy rejected"] < 0.04
+@pytest.mark.parametrize("length", [SHORT, 64, 300, LONG])
+def test_a_target_fraction_fits_all_lengths(length):
+    rejected = shares(TARGET, length, 0.01, batches=2)
+    # it rejects 12 of 256, and eight are broken
+    assert rejected.healthy == pytest.approx(4 / 248)
+    assert rejected.offset == rejected.token == 1.0
 
 
-def test_results_of_a_curve_by_hand():
+@pytest.fixture(scope="module")
+def noise_estimates() -> dict[str, float]:
+    """Estimates of k3, relative to the noise, if a tenth of the sequences is noisier."""
+    return estimates(SHORT, 0.05, NOISE["a tenth of the sequences"], batches=4)
+
+
+def test_the_clamped_mean_estimates_k3(noise_estimates):
+    assert noise_estimates["clamped mean"] == pytest.approx(1.0, abs=0.1)
+    assert noise_estimates["healthy rejected"] < 0.04
+
+
+def test_the_clamped_mean_bounds_a_broken_token(noise_estimates):
+    widened = (math.e - 2) / (256 * SHORT) / (0.05**2 / 2)
+    expected = noise_estimates["clamped mean"] + widened
+    assert noise_estimates["clamped mean, +20 nats"] == pytest.approx(expected, rel=0.01)
+
+
+def test_other_estimates_of_k3_are_wrong(noise_estimates):
+    assert noise_estimates["mean, +20 nats"] > 1e8
+    assert noise_estimates["median of sequences"] < 0.2
+
+
+def test_the_area_below_a_curve():
     curve = [(0, 0.4), (10, 0.6), (20, 0.2), (40, 0.3)]
     assert area(curve) == pytest.approx((10 * 0.5 + 10 * 0.4 + 20 * 0.25) / 40)
-    assert collapse_step(curve) == 20, "0.2 is less than half of 0.6"
-    assert collapse_step([(0, 0.4), (10, 0.2), (20, 0.21)]) is None, "half is not less than half"
+
+
+@pytest.mark.parametrize(
+    ("curve", "step"),
+    [
+        ([(0, 0.4), (10, 0.6), (20, 0.2), (40, 0.3)], 20),
+        ([(0, 0.4), (10, 0.2), (20, 0.21)], None),
+    ],
+    ids=["less than half", "exactly half"],
+)
+def test_less_than_half_of_the_best_is_a_collapse(curve, step):
+    assert collapse_step(curve) == step
 
 
 FACTS = {
@@ -153,7 +216,9 @@ FACTS = {
 }
 
 
-def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
+@pytest.fixture
+def row() -> Row:
+    """The row of a run of two steps."""
     metrics = [
         {"step": 0, "eval/accuracy": 0.5},
         {
@@ -161,34 +226,53 @@ def test_a_row_from_the_metrics_of_a_run_and_back_from_csv(tmp_path):
             "train/mismatch_k3_kl": 0.1,
             "train/gradient_kept_fraction": 1.0,
             "rollout/raw_reward": 0.5,
+            "rollout/weight_staleness": 0.0,
         },
         {
             "step": 2,
             "train/mismatch_k3_kl": 0.3,
             "train/gradient_kept_fraction": 0.5,
             "eval/accuracy": 0.125,
+            "rollout/weight_staleness": 3.0,
         },
     ]
-    for row, staleness in zip(metrics[1:], (0.0, 3.0), strict=True):
-        row["rollout/weight_staleness"] = staleness
-    row = summarize(metrics, **FACTS)
-    assert (row.final_accuracy, row.accuracy_area, row.collapse_step, row.steps) == (
-        0.125,
-        0.3125,
-        2,
-        2,
-    )
+    return summarize(metrics, **FACTS)
+
+
+def test_accuracies_of_a_run(row):
+    assert row.final_accuracy == row.late_accuracy == 0.125
+    assert row.accuracy_area == 0.3125
+    assert row.collapse_step == row.steps == 2
+
+
+def test_metrics_of_a_run_are_means_over_steps(row):
     assert row.mismatch_k3_kl == pytest.approx(0.2)
-    assert (row.kept_fraction, row.reward, row.ess, row.mismatch_kl) == (0.75, 0.5, None, None)
-    assert row.late_accuracy == 0.125
+    assert row.kept_fraction == 0.75
+    assert row.reward == 0.5
+
+
+def test_absent_metrics_of_a_run_are_missing(row):
+    assert row.ess is None
+    assert row.mismatch_kl is None
+
+
+def test_k3_of_a_run_by_staleness(row):
     assert row.k3_by_staleness == ((0, 0.1), (3, 0.3))
+
+
+def test_a_row_survives_its_csv_file(row, tmp_path):
     write_rows(tmp_path / "r.csv", Row, [row])
     assert read_table(tmp_path / "r.csv") == {("both", "token TIS", 1): row}
+
+
+def test_a_study_without_results_has_no_rows(tmp_path):
     assert read_table(tmp_path / "none.csv") == {}
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path):
     (tmp_path / "other.csv").write_text("seed,accuracy\n0,0.5\n")
-    with pytest.raises(
-        ValueError, match=r"other\.csv does not have the columns scenario, correction, seed"
-    ):
+    missing = r"other\.csv does not have the columns scenario, correction, seed"
+    with pytest.raises(ValueError, match=missing):
         read_table(tmp_path / "other.csv")
 
 
