@@ -1,19 +1,21 @@
-"""Rollout correction in the losses of prime-rl, SkyRL, NeMo-RL, OpenRLHF, AReaL, ms-swift and open-instruct.
+"""Rollout correction in other frameworks' losses.
 
-A wrapped loss gets the advantage of each token times the importance weight, which is 0 for a
-rejected token. This is exact for losses that are homogeneous in the advantage: PPO, dual clip,
-GSPO, CISPO, SAPO, DPPO. The framework keeps its clipping, its KL term and its divisor. No framework
-is imported before its loss is called.
+The frameworks are prime-rl, SkyRL, NeMo-RL, OpenRLHF, AReaL, ms-swift and open-instruct. No
+framework is imported before its loss is called.
 
-A loss sees one micro-batch: options that need the global batch are refused, and metrics are of this
-micro-batch alone.
+A wrapped loss gets advantages that are multiplied by the importance weights; rejected tokens have
+weight 0. This is exact for losses that are homogeneous in the advantage: PPO, dual clip, GSPO,
+CISPO, SAPO, DPPO. The framework keeps its clipping, its KL term and its divisor.
+
+A loss sees one micro-batch. Options that need the global batch are refused, and metrics cover only
+this micro-batch.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,89 +32,106 @@ from slime_tis.correction import (
 PREFIX = "correction/"
 """Prefix of the metrics."""
 SKYRL_SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "is_threshold_low", "is_threshold_high")
-"""Ends of the names of SkyRL's options that correct when they are set."""
+"""SkyRL corrects if an option is set whose name ends with one of these."""
 Loss = Callable[..., Any]
-
-
-class Tokens(NamedTuple):
-    """One micro-batch: [B, T], or packed [N] with the lengths of the sequences."""
-
-    log_probs: Tensor
-    """log π_θ."""
-    old: Tensor | None
-    """log π_old; None where π_old is π_θ."""
-    rollout: Tensor | None
-    """log π_rollout."""
-    advantages: Tensor
-    mask: Tensor
-    lengths: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """What the framework's loss gets instead, and the correction behind it."""
+    """A micro-batch for the framework's loss, and the correction that changed it."""
 
     old: Tensor | None
+    """log π_old; None if π_old is π_θ."""
     rollout: Tensor
+    """log π_rollout."""
     advantages: Tensor
-    found: Correction[Tensor]
+    """Advantages times weights, 0 for rejected tokens."""
+    correction: Correction[Tensor]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the micro-batch, with the prefix."""
-        return {PREFIX + name: value for name, value in self.found.statistics.metrics().items()}
+        metrics = self.correction.statistics.metrics()
+        return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def corrected(config: RolloutCorrectionConfig, tokens: Tokens) -> Corrected:
-    """The micro-batch with weighted advantages; unchanged for metrics alone.
+def corrected(
+    config: RolloutCorrectionConfig,
+    *,
+    log_probs: Tensor,
+    old: Tensor | None,
+    rollout: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    lengths: Sequence[int] | None = None,
+) -> Corrected:
+    """Weights the advantages of one micro-batch; without a correction they stay as they are.
+
+    Args:
+        config: The options of the correction.
+        log_probs: log π_θ, [B, T], or packed [N].
+        old: log π_old in the same layout; None if π_old is π_θ.
+        rollout: log π_rollout in the same layout.
+        advantages: In the same layout.
+        mask: Nonzero at trained tokens, in the same layout.
+        lengths: Lengths of the packed sequences.
 
     Raises:
-        ValueError: the batch has no log-probs of the sampler, or an option needs the global batch.
+        ValueError: The batch has no rollout log-probs, or an option needs the global batch.
     """
-    others = {
-        "tis_batch_normalize": True,
-        "rejection_normalizer": "kept",
-        "old_logprobs": "interpolate",
-    }
-    wrong = config.batch_options + [
-        f"{name}={x!r}" for name, x in others.items() if getattr(config, name) == x
-    ]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} cannot work in the loss of one micro-batch; drop it.")
-    if tokens.rollout is None:
+    _refuse_global_options(config)
+    if rollout is None:
         raise ValueError(
-            "the batch has no log-probs of the sampler; make the rollout engine return log-probs."
+            "the batch has no rollout log-probs; make the rollout engine return log-probs."
         )
-    current = tokens.log_probs.detach()
-    old = current if tokens.old is None else tokens.old
-    found = correct(
+    current = log_probs.detach()
+    if old is None or config.use_rollout_logprobs:
+        train = current
+    else:
+        train = old
+    correction = correct(
         config,
-        current if config.use_rollout_logprobs else old,
-        tokens.rollout,
-        tokens.mask,
+        train,
+        rollout,
+        mask,
         current_log_probs=current,
-        advantages=tokens.advantages,
-        lengths=tokens.lengths,
+        advantages=advantages,
+        lengths=lengths,
     )
     if not config.touches_loss:
-        return Corrected(tokens.old, tokens.rollout, tokens.advantages, found)
-    factors = found.weights * found.mask
-
-    def bounded(log_probs: Tensor) -> Tensor:
-        """Log-probs whose ratio to the current policy does not overflow; a rejected token beyond has ratio 1.
-
-        The framework's loss takes exp of the difference without a bound, and 0 · inf is NaN.
-        """
-        near = within_bound(log_probs, current)
-        return torch.where((factors > 0) | (near == log_probs), near, current)
-
-    rollout = bounded(tokens.rollout)
-    kept_old = None
+        return Corrected(old, rollout, advantages, correction)
+    factors = correction.weights * correction.mask
+    rollout = _bounded(rollout, current, factors)
     if config.use_rollout_logprobs:
-        kept_old = rollout
-    elif tokens.old is not None:
-        kept_old = bounded(tokens.old)
-    advantages = torch.where(factors > 0, tokens.advantages * factors, 0.0)
-    return Corrected(kept_old, rollout, advantages, found)
+        old = rollout
+    elif old is not None:
+        old = _bounded(old, current, factors)
+    # A masked token may have any advantage, and 0 · NaN is NaN.
+    advantages = torch.where(factors > 0, advantages * factors, 0.0)
+    return Corrected(old, rollout, advantages, correction)
+
+
+def _refuse_global_options(config: RolloutCorrectionConfig) -> None:
+    refused = [*config.batch_options]
+    if config.tis_batch_normalize:
+        refused.append("tis_batch_normalize=True")
+    if config.rejection_normalizer == "kept":
+        refused.append("rejection_normalizer='kept'")
+    if config.old_logprobs == "interpolate":
+        refused.append("old_logprobs='interpolate'")
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)} cannot work in a loss that sees one micro-batch; drop it."
+        )
+
+
+def _bounded(log_probs: Tensor, current: Tensor, factors: Tensor) -> Tensor:
+    """Log-probs whose ratio to the current policy does not overflow.
+
+    The framework's loss takes exp of the difference without a bound, and 0 · inf is NaN. A rejected
+    token out of the bound gets ratio 1.
+    """
+    near = within_bound(log_probs, current)
+    return torch.where((factors > 0) | (near == log_probs), near, current)
 
 
 def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "regular") -> Loss:
@@ -134,12 +153,16 @@ def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "reg
     ) -> tuple[Tensor, dict[str, float]]:
         options = copy.copy(config)
         options.policy_loss_type = loss_type
-        own = vars(options.off_policy_correction).items()
-        is_on = any(value is not None for name, value in own if name.endswith(SKYRL_SWITCHES))
-        _refuse_second("SkyRL's off_policy_correction", is_on)
-        mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+        for name, value in vars(options.off_policy_correction).items():
+            if name.endswith(SKYRL_SWITCHES):
+                _refuse_second("SkyRL's off_policy_correction", value is not None)
         batch = corrected(
-            correction, Tokens(log_probs, old_log_probs, rollout_logprobs, advantages, mask)
+            correction,
+            log_probs=log_probs,
+            old=old_log_probs,
+            rollout=rollout_logprobs,
+            advantages=advantages,
+            mask=_mask_or_ones(loss_mask, log_probs),
         )
         total, metrics = loss(
             log_probs,
@@ -155,7 +178,12 @@ def skyrl(loss: Loss, correction: RolloutCorrectionConfig, loss_type: str = "reg
 
 
 def openrlhf(loss: Any, correction: RolloutCorrectionConfig) -> Loss:
-    """An object with the signature of OpenRLHF's `PolicyLoss.forward`, around a `PolicyLoss` without correction."""
+    """A loss with the signature of OpenRLHF's `PolicyLoss.forward`.
+
+    Args:
+        loss: A `PolicyLoss` of OpenRLHF whose correction is off.
+        correction: The options.
+    """
     level = getattr(loss, "is_correction_level", None)
     if level is None:
         raise ValueError(
@@ -172,9 +200,14 @@ def openrlhf(loss: Any, correction: RolloutCorrectionConfig) -> Loss:
         rollout_log_probs: Tensor | None = None,
         **totals: Any,
     ) -> tuple[Tensor | None, ...]:
-        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+        mask = _mask_or_ones(action_mask, log_probs)
         batch = corrected(
-            correction, Tokens(log_probs, old_log_probs, rollout_log_probs, advantages, mask)
+            correction,
+            log_probs=log_probs,
+            old=old_log_probs,
+            rollout=rollout_log_probs,
+            advantages=advantages,
+            mask=mask,
         )
         total, clipped, ppo_kl, *_ = loss(
             log_probs,
@@ -185,14 +218,19 @@ def openrlhf(loss: Any, correction: RolloutCorrectionConfig) -> Loss:
             **totals,
         )
         count = mask.sum().clamp_min(1)
-        difference = torch.where(batch.found.mask, batch.rollout - old_log_probs, 0.0)
-        return total, clipped, ppo_kl, difference.sum() / count, 1 - batch.found.mask.sum() / count
+        accepted = batch.correction.mask
+        difference = torch.where(accepted, batch.rollout - old_log_probs, 0.0)
+        # The last two are OpenRLHF's metrics of its correction: vllm_kl and is_filter_ratio.
+        return total, clipped, ppo_kl, difference.sum() / count, 1 - accepted.sum() / count
 
     return policy_loss
 
 
 class NemoLoss:
     """A `LossFunction` of NeMo-RL around its `ClippedPGLossFn`, for `grpo_train(loss_fn=…)`."""
+
+    METRICS = ("rejected_fraction", "nonfinite_fraction", "weight")
+    """Names of the metrics without prefix."""
 
     def __init__(self, loss: Any, correction: RolloutCorrectionConfig) -> None:
         _refuse_second(
@@ -202,20 +240,20 @@ class NemoLoss:
             raise ValueError(
                 "force_on_policy_ratio of NeMo-RL has no old policy; drop use_rollout_logprobs."
             )
-        self.loss, self.correction = loss, correction
+        self.loss = loss
+        self.correction = correction
         normalizers = getattr(loss, "metric_normalizations", {})
-        if "probs_ratio" in normalizers:  # a share of all tokens, too
-            names = (
-                PREFIX + name for name in ("rejected_fraction", "nonfinite_fraction", "weight")
-            )
-            self.metric_normalizations = normalizers | dict.fromkeys(
-                names, normalizers["probs_ratio"]
-            )
+        if "probs_ratio" in normalizers:
+            # Our metrics are shares of all tokens, as NeMo-RL's probs_ratio is.
+            names = [PREFIX + name for name in self.METRICS]
+            shares = dict.fromkeys(names, normalizers["probs_ratio"])
+            self.metric_normalizations = normalizers | shares
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped loss, for example loss_type and input_type."""
         if name == "loss" or name.startswith("__"):
-            raise AttributeError(name)  # not there yet while pickle restores the object
+            # While pickle restores the object, `loss` is not set yet: this would not end.
+            raise AttributeError(name)
         return getattr(self.loss, name)
 
     def __call__(
@@ -225,12 +263,24 @@ class NemoLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The loss and its metrics; NeMo-RL adds metrics over micro-batches, so these are shares of all tokens."""
-        rollout, advantages = (data[name][:, 1:] for name in ("generation_logprobs", "advantages"))
-        old = None if self.loss.force_on_policy_ratio else data["prev_logprobs"][:, 1:]
+        """The loss and its metrics.
+
+        NeMo-RL adds metrics over micro-batches, so ours are shares of all tokens.
+        """
+        # Token 0 is never predicted: NeMo-RL's log-probs are one column shorter than its data.
+        rollout = data["generation_logprobs"][:, 1:]
+        advantages = data["advantages"][:, 1:]
+        old = None
+        if not self.loss.force_on_policy_ratio:
+            old = data["prev_logprobs"][:, 1:]
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         batch = corrected(
-            self.correction, Tokens(next_token_logprobs, old, rollout, advantages, mask)
+            self.correction,
+            log_probs=next_token_logprobs,
+            old=old,
+            rollout=rollout,
+            advantages=advantages,
+            mask=mask,
         )
         columns = {
             "prev_logprobs": batch.old,
@@ -242,14 +292,16 @@ class NemoLoss:
             if values is not None:
                 data[name] = torch.cat([data[name][:, :1], values], 1)
         loss, metrics = self.loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
+        accepted = batch.correction.mask
+        counts = {
+            "rejected_fraction": ((mask > 0) & ~accepted).sum(),
+            "nonfinite_fraction": ((mask > 0) & ~is_log_prob(rollout)).sum(),
+            "weight": (batch.correction.weights * accepted).sum(),
+        }
         shares = {
-            "rejected_fraction": (mask > 0) & ~batch.found.mask,
-            "nonfinite_fraction": (mask > 0) & ~is_log_prob(rollout),
-            "weight": batch.found.weights * batch.found.mask,
+            PREFIX + name: (count / global_valid_toks).item() for name, count in counts.items()
         }
-        return loss, metrics | {
-            PREFIX + name: (x.sum() / global_valid_toks).item() for name, x in shares.items()
-        }
+        return loss, metrics | shares
 
 
 def areal(
@@ -262,7 +314,7 @@ def areal(
     Args:
         loss: AReaL's function.
         correction: The options; AReaL's `rejection_sampling` must be off.
-        report: Gets the metrics of each micro-batch: `lambda metrics:
+        report: Is called with the metrics of every micro-batch, for example `lambda metrics:
             stats_tracker.scalar(**metrics)`.
     """
 
@@ -270,23 +322,27 @@ def areal(
         logprobs: Tensor, entropy: Tensor, input_data: Mapping[str, Any], **options: Any
     ) -> Tensor:
         _refuse_second("AReaL's rejection_sampling", options.get("rejection_sampling"))
-        starts = input_data.get("cu_seqlens") if logprobs.ndim == 1 else None
-        tokens = Tokens(
-            logprobs,
-            input_data.get("prox_logp"),
-            input_data["logprobs"],
-            input_data["advantages"],
-            input_data["loss_mask"],
-            None if starts is None else starts.diff().tolist(),
+        starts = input_data.get("cu_seqlens")
+        lengths = None
+        if logprobs.ndim == 1 and starts is not None:
+            lengths = starts.diff().tolist()
+        batch = corrected(
+            correction,
+            log_probs=logprobs,
+            old=input_data.get("prox_logp"),
+            rollout=input_data["logprobs"],
+            advantages=input_data["advantages"],
+            mask=input_data["loss_mask"],
+            lengths=lengths,
         )
-        batch = corrected(correction, tokens)
         report(batch.metrics())
-        changed = {
+        data = {
+            **input_data,
             "prox_logp": batch.old,
             "logprobs": batch.rollout,
             "advantages": batch.advantages,
         }
-        total: Tensor = loss(logprobs, entropy, {**input_data, **changed}, **options)
+        total: Tensor = loss(logprobs, entropy, data, **options)
         return total
 
     return policy_loss
@@ -295,26 +351,25 @@ def areal(
 def prime_rl(loss: Loss, correction: RolloutCorrectionConfig) -> Loss:
     """A loss of prime-rl on one sample, around `loss`: LossInputs → LossOutputs.
 
-    π_old is the rollout policy there, so the ratio of the loss is the importance weight and only
-    rejection acts.
+    prime-rl's π_old is the rollout policy, so the ratio of its loss is the importance weight already.
+    Only rejection acts.
     """
     bypass = replace(correction, use_rollout_logprobs=True)
 
     def sample_loss(inputs: Any) -> Any:
-        tokens = Tokens(
-            inputs.trainer_logprobs,
-            None,
-            inputs.inference_logprobs,
-            inputs.advantages,
-            inputs.loss_mask,
-            [len(inputs.loss_mask)],
+        batch = corrected(
+            bypass,
+            log_probs=inputs.trainer_logprobs,
+            old=None,
+            rollout=inputs.inference_logprobs,
+            advantages=inputs.advantages,
+            mask=inputs.loss_mask,
+            lengths=[len(inputs.loss_mask)],
         )
-        batch = corrected(bypass, tokens)
-        outputs = loss(
-            replace(inputs, inference_logprobs=batch.rollout, advantages=batch.advantages)
-        )
+        inputs = replace(inputs, inference_logprobs=batch.rollout, advantages=batch.advantages)
+        outputs = loss(inputs)
         metrics = {
-            name: inputs.advantages.new_tensor(value) for name, value in batch.metrics().items()
+            name: batch.advantages.new_tensor(value) for name, value in batch.metrics().items()
         }
         return replace(outputs, metrics=outputs.metrics | metrics)
 
@@ -329,9 +384,11 @@ def prime_rl_loss(inputs: Any, *, loss: Mapping[str, Any] | None = None, **optio
         loss: Fields of prime-rl's DefaultLossConfig.
         options: Fields of `RolloutCorrectionConfig`.
     """
-    return _prime_rl_default(tuple((loss or {}).items()), tuple(options.items()))(inputs)
+    default_loss = _prime_rl_default(tuple((loss or {}).items()), tuple(options.items()))
+    return default_loss(inputs)
 
 
+# prime-rl calls with the same options for every sample; pairs are hashable, dicts are not.
 @cache
 def _prime_rl_default(
     loss: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]
@@ -345,17 +402,17 @@ def _prime_rl_default(
             " https://github.com/PrimeIntellect-ai/prime-rl."
         ) from error
     settings = DefaultLossConfig(**dict(loss))
-    return prime_rl(
-        lambda inputs: default_loss_fn(inputs, settings), RolloutCorrectionConfig(**dict(options))
-    )
+    correction = RolloutCorrectionConfig(**dict(options))
+    return prime_rl(lambda inputs: default_loss_fn(inputs, settings), correction)
 
 
 def ms_swift(correction: RolloutCorrectionConfig) -> Loss:
-    """A method to replace `_get_rollout_is_correction` of ms-swift's GRPOTrainer, from an external plugin.
+    """A method to replace `_get_rollout_is_correction` of ms-swift's GRPOTrainer.
 
-    ms-swift calls it if `rollout_importance_sampling_mode` has any value. It weights the KL term,
-    too.
+    An external plugin of ms-swift replaces it. ms-swift calls the method if
+    `rollout_importance_sampling_mode` has any value. It also weights the KL term.
     """
+    _refuse_advantages(correction)
 
     def method(
         trainer: Any, old: Tensor, rollout: Tensor, mask: Tensor
@@ -365,14 +422,29 @@ def ms_swift(correction: RolloutCorrectionConfig) -> Loss:
             or trainer.disable_rollout_importance_sampling
         ):
             return None, None
-        batch = corrected(correction, Tokens(old, old, rollout, torch.ones_like(old), mask))
-        return torch.where(batch.found.mask, old - rollout, 0.0), batch.advantages
+        # With advantages of 1, the corrected advantages are the weights.
+        batch = corrected(
+            correction,
+            log_probs=old,
+            old=old,
+            rollout=rollout,
+            advantages=torch.ones_like(old),
+            mask=mask,
+        )
+        log_ratio = torch.where(batch.correction.mask, old - rollout, 0.0)
+        return log_ratio, batch.advantages
 
-    return _without_advantages(correction, method)
+    return method
 
 
 def open_instruct(result: Callable[..., Any], correction: RolloutCorrectionConfig) -> Loss:
-    """A function to replace `open_instruct.grpo_utils.compute_rho_correction`; `result` is its class RhoCorrection."""
+    """A function to replace `open_instruct.grpo_utils.compute_rho_correction`.
+
+    Args:
+        result: open-instruct's class RhoCorrection.
+        correction: The options.
+    """
+    _refuse_advantages(correction)
 
     def rho_correction(
         old_logprob: Tensor,
@@ -381,34 +453,42 @@ def open_instruct(result: Callable[..., Any], correction: RolloutCorrectionConfi
         advantages: Tensor,
         _: Any,
     ) -> Any:
-        rollout = torch.where(
-            vllm_logprobs > 0, torch.nan, vllm_logprobs
-        )  # 1.0 stands for a missing log-prob there
+        # open-instruct writes 1.0 for a missing log-prob.
+        rollout = torch.where(vllm_logprobs > 0, torch.nan, vllm_logprobs)
+        # With advantages of 1, the corrected advantages are the weights.
         batch = corrected(
             correction,
-            Tokens(old_logprob, old_logprob, rollout, torch.ones_like(old_logprob), response_mask),
+            log_probs=old_logprob,
+            old=old_logprob,
+            rollout=rollout,
+            advantages=torch.ones_like(old_logprob),
+            mask=response_mask,
         )
-        rejected = (response_mask > 0) & ~batch.found.mask
+        accepted = batch.correction.mask
+        rejected = (response_mask > 0) & ~accepted
         metrics = {
             "val/rho_drop_frac": rejected.float(),
             "val/rho_weight": batch.advantages.float(),
         }
-        counted = batch.found.mask & is_log_prob(old_logprob) & is_log_prob(rollout)
+        counted = accepted & is_log_prob(old_logprob) & is_log_prob(rollout)
         ratios = safe_exp((old_logprob - rollout)[counted]).float()
         return result(
             weights=batch.advantages, metrics=metrics, histogram_metrics={"val/rho_hist": ratios}
         )
 
-    return _without_advantages(correction, rho_correction)
+    return rho_correction
 
 
-def _without_advantages(correction: RolloutCorrectionConfig, function: Loss) -> Loss:
+def _mask_or_ones(mask: Tensor | None, log_probs: Tensor) -> Tensor:
+    return torch.ones_like(log_probs) if mask is None else mask
+
+
+def _refuse_advantages(correction: RolloutCorrectionConfig) -> None:
     if correction.needs_advantages or correction.use_rollout_logprobs:
         raise ValueError(
-            "this framework takes weights alone; drop the options that need advantages, and the"
-            " bypass."
+            "this framework only takes weights; drop the options that need advantages, and"
+            " use_rollout_logprobs."
         )
-    return function
 
 
 def _refuse_second(name: str, is_on: object) -> None:

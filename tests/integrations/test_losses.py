@@ -1,30 +1,27 @@
-"""Losses of other frameworks with our correction, and the parts of slime that user functions import."""
+"""Losses of other frameworks with our correction."""
 
-import importlib
 import math
 import pickle
-import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from slime_tis import RolloutCorrectionConfig, context_parallel_slices, correct
+from slime_tis import RolloutCorrectionConfig, correct
 from slime_tis.correction import within_bound
-from slime_tis.integrations import losses, slime_modules
+from slime_tis.integrations import losses
 from slime_tis.policy.losses import ppo_clip
-from slime_tis.user_functions import load_function
-from tests.golden.methods import cases
+from tests.golden.methods import Case, cases
 from tests.integrations import peer_losses as peers
-from tests.runs import free_port, spawn
 
 LENGTHS = (5, 3, 6)
 METRICS = RolloutCorrectionConfig(get_mismatch_metrics=True)
-NOTHING = RolloutCorrectionConfig(use_rs=True, rs_lower_bound=90.0, rs_upper_bound=99.0)
+REJECT_ALL = RolloutCorrectionConfig(use_rs=True, rs_lower_bound=90.0, rs_upper_bound=99.0)
 CONFIGS = {
     "tis": RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1.1),
     "geometric": RolloutCorrectionConfig(
@@ -51,12 +48,16 @@ class Batch:
     mask: Tensor
 
 
-def batch(broken=None, mask=1.0):
+Metrics = Mapping[str, Any]
+Options = dict[str, Any]
+
+
+def make_batch(broken: float | None = None, mask: float = 1.0) -> Batch:
     """`broken` replaces the sampler's second log-prob of each row."""
     generator = torch.Generator().manual_seed(0)
     shape = len(LENGTHS), max(LENGTHS)
 
-    def noise(scale):
+    def noise(scale: float) -> Tensor:
         return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
     valid = (torch.arange(shape[1])[None] < torch.tensor(LENGTHS)[:, None]).double() * mask
@@ -68,38 +69,53 @@ def batch(broken=None, mask=1.0):
     return Batch(current, old, rollout, noise(1.0)[:, :1] * valid, valid)
 
 
-def skyrl(config, x):
-    loss = peers.skyrl if config is None else losses.skyrl(peers.skyrl, config)
+def skyrl(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
     options = peers.skyrl_options()
-    options.policy_loss_type = "regular" if config is None else "slime_tis"
+    options.policy_loss_type = "regular"
+    loss = peers.skyrl
+    if config is not None:
+        options.policy_loss_type = "slime_tis"
+        loss = losses.skyrl(peers.skyrl, config)
     advantages = x.advantages / x.mask.sum().clamp(min=1)  # as SkyRL forms the mean
     return loss(
         x.log_probs, x.old, advantages, config=options, loss_mask=x.mask, rollout_logprobs=x.rollout
     )
 
 
-def openrlhf(config, x):
-    loss = peers.openrlhf() if config is None else losses.openrlhf(peers.openrlhf(), config)
+def openrlhf(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
+    loss: Any = peers.OpenRLHF()
+    if config is not None:
+        loss = losses.openrlhf(loss, config)
     total, _, _, kl, rejected = loss(
         x.log_probs, x.old, x.advantages, action_mask=x.mask, rollout_log_probs=x.rollout
     )
+    assert isinstance(total, Tensor)
     return total, {"kl": kl, "rejected_fraction": rejected}
 
 
-def nemo(config, x):
-    loss = peers.nemo() if config is None else losses.NemoLoss(peers.nemo(), config)
-    columns = {"prev_logprobs": x.old, "generation_logprobs": x.rollout, "advantages": x.advantages}
-    data = {
-        name: torch.nn.functional.pad(y, (1, 0))
-        for name, y in {**columns, "token_mask": x.mask}.items()
+def nemo(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
+    loss: Any = peers.Nemo()
+    if config is not None:
+        loss = losses.NemoLoss(loss, config)
+    columns = {
+        "prev_logprobs": x.old,
+        "generation_logprobs": x.rollout,
+        "advantages": x.advantages,
+        "token_mask": x.mask,
     }
+    # NeMo-RL's data have a column for the first token of the prompt.
+    data = {name: torch.nn.functional.pad(values, (1, 0)) for name, values in columns.items()}
     data["sample_mask"] = x.mask.any(1).double()
     return loss(x.log_probs, data, x.mask.any(1).sum(), x.mask.sum().clamp(min=1))
 
 
-def areal(config, x, packed=False):
-    metrics = {}
-    loss = peers.areal if config is None else losses.areal(peers.areal, config, metrics.update)
+def areal(
+    config: RolloutCorrectionConfig | None, x: Batch, packed: bool = False
+) -> tuple[Tensor, Metrics]:
+    metrics: dict[str, float] = {}
+    loss = peers.areal
+    if config is not None:
+        loss = losses.areal(loss, config, metrics.update)
     columns = {
         "prox_logp": x.old,
         "logprobs": x.rollout,
@@ -108,28 +124,36 @@ def areal(config, x, packed=False):
     }
     current = x.log_probs
     if packed:
-        rows = [slice(0, length) for length in LENGTHS]
-        columns = {
-            name: torch.cat([y[i, row] for i, row in enumerate(rows)])
-            for name, y in columns.items()
-        }
+        columns = {name: pack(values) for name, values in columns.items()}
         columns["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0)
-        current = torch.cat([current[i, row] for i, row in enumerate(rows)])
+        current = pack(current)
     options = {"eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None, "rejection_sampling": None}
     return loss(current, torch.zeros_like(current), columns, **options), metrics
 
 
-def prime_rl(config, x):
-    loss = peers.prime_rl if config is None else losses.prime_rl(peers.prime_rl, config)
-    columns = x.log_probs, x.rollout, x.advantages, x.mask.bool()
-    rows = [
-        loss(peers.LossInputs(p[:n], q[:n], None, a[:n], m[:n]))
-        for n, p, q, a, m in zip(LENGTHS, *columns, strict=True)
-    ]
-    return sum(row.loss for row in rows) / x.mask.sum().clamp(min=1), rows[0].metrics
+def pack(values: Tensor) -> Tensor:
+    return torch.cat([row[:length] for row, length in zip(values, LENGTHS, strict=True)])
 
 
-def ms_swift(config, x):
+def prime_rl(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
+    loss = peers.prime_rl
+    if config is not None:
+        loss = losses.prime_rl(loss, config)
+    outputs = []
+    for i, length in enumerate(LENGTHS):
+        inputs = peers.LossInputs(
+            trainer_logprobs=x.log_probs[i, :length],
+            inference_logprobs=x.rollout[i, :length],
+            ref_logprobs=None,
+            advantages=x.advantages[i, :length],
+            loss_mask=x.mask[i, :length].bool(),
+        )
+        outputs.append(loss(inputs))
+    total = sum(output.loss for output in outputs)
+    return total / x.mask.sum().clamp(min=1), outputs[0].metrics
+
+
+def ms_swift(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
     trainer = SimpleNamespace(
         rollout_importance_sampling_mode="token_mask", disable_rollout_importance_sampling=False
     )
@@ -140,93 +164,145 @@ def ms_swift(config, x):
     return weighted_ppo(x, weights), {}
 
 
-def open_instruct(config, x):
-    rho = None
-    if config is not None:
-        rollout = x.rollout.nan_to_num(nan=1.0)  # what open-instruct's mask_logprobs does
-        mask = x.mask.bool()
-        rho = losses.open_instruct(peers.RhoCorrection, config)(
-            x.old, rollout, mask, x.advantages, None
-        )
-    return weighted_ppo(x, None if rho is None else rho.weights), {} if rho is None else rho.metrics
+def open_instruct(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, Metrics]:
+    if config is None:
+        return weighted_ppo(x, None), {}
+    rollout = x.rollout.nan_to_num(nan=1.0)  # what open-instruct's mask_logprobs does
+    rho_correction = losses.open_instruct(peers.RhoCorrection, config)
+    rho = rho_correction(x.old, rollout, x.mask.bool(), x.advantages, None)
+    return weighted_ppo(x, rho.weights), rho.metrics
 
 
-def weighted_ppo(x, weights):
+def weighted_ppo(x: Batch, weights: Tensor | None) -> Tensor:
     loss, _ = ppo_clip(x.log_probs, x.old, x.advantages)
-    loss = loss if weights is None else loss * weights
+    if weights is not None:
+        loss = loss * weights
     return (loss * x.mask).sum() / x.mask.sum().clamp(min=1)
 
 
-FRAMEWORKS = {
+Framework = Callable[[RolloutCorrectionConfig | None, Batch], tuple[Tensor, Metrics]]
+FRAMEWORKS: dict[str, Framework] = {
     "skyrl": skyrl,
     "openrlhf": openrlhf,
     "nemo": nemo,
     "areal": areal,
-    "areal packed": lambda config, x: areal(config, x, packed=True),
+    "areal packed": partial(areal, packed=True),
     "prime_rl": prime_rl,
     "ms_swift": ms_swift,
     "open_instruct": open_instruct,
 }
 
 
-def gradient(loss, x):
-    found = torch.autograd.grad(loss, x.log_probs)[0]
-    return found
+def gradient(loss: Tensor, x: Batch) -> Tensor:
+    return torch.autograd.grad(loss, x.log_probs)[0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_loss_and_gradient_equal_the_library(framework, name):
-    x, config = batch(), CONFIGS[name]
-    total = x.mask.sum()
+@dataclass
+class Comparison:
+    """A wrapped loss, and the loss of `slime_tis.correct`."""
+
+    batch: Batch
+    config: RolloutCorrectionConfig
+    loss: Tensor
+    metrics: Metrics
+    expected: Tensor
+    accepted: Tensor
+    """The mask after rejection."""
+
+
+@pytest.fixture(params=CONFIGS)
+def config_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def comparison(framework: str, config_name: str) -> Comparison:
+    x = make_batch()
+    config = CONFIGS[config_name]
     if framework == "prime_rl":
         config = replace(config, use_tis=False, use_rollout_logprobs=True, rs_upper_bound=1.05)
-        found = correct(config, x.log_probs, x.rollout, x.mask)
+        correction = correct(config, x.log_probs, x.rollout, x.mask)
         log_ratio = x.log_probs - x.rollout
-        terms = -x.advantages * log_ratio.exp() * found.mask + 1e-3 * x.mask * log_ratio.square()
-        expected = terms.sum() / total
+        policy_terms = -x.advantages * log_ratio.exp() * correction.mask
+        pull_terms = 1e-3 * x.mask * log_ratio.square()
+        expected = (policy_terms + pull_terms).sum() / x.mask.sum()
     else:
-        found = correct(config, x.old, x.rollout, x.mask)
-        expected = found.mean(ppo_clip(x.log_probs, x.old, x.advantages)[0])
-    assert found.mask.sum() > 0 and (name == "tis" or found.mask.sum() < total)
+        correction = correct(config, x.old, x.rollout, x.mask)
+        token_losses, _ = ppo_clip(x.log_probs, x.old, x.advantages)
+        expected = correction.mean(token_losses)
     loss, metrics = FRAMEWORKS[framework](config, x)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(gradient(loss, x), gradient(expected, x), rtol=1e-6, atol=1e-12)
-    rejected = [value for key, value in metrics.items() if key.endswith("rejected_fraction")]
-    assert rejected in ([], [pytest.approx(1 - (found.mask.sum() / total).item())])
+    return Comparison(x, config, loss, metrics, expected, correction.mask)
 
 
-def test_bypass_compares_with_the_sampler():
+def test_loss_equals_the_library(comparison: Comparison) -> None:
+    torch.testing.assert_close(comparison.loss, comparison.expected, rtol=1e-6, atol=0)
+
+
+def test_gradient_equals_the_library(comparison: Comparison) -> None:
+    actual = gradient(comparison.loss, comparison.batch)
+    expected = gradient(comparison.expected, comparison.batch)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_rejected_fraction_equals_the_library(comparison: Comparison) -> None:
+    # SkyRL, AReaL and prime-rl report the metrics of `correct` instead.
+    fractions = [
+        value for key, value in comparison.metrics.items() if key.endswith("rejected_fraction")
+    ]
+    expected = 1 - (comparison.accepted.sum() / comparison.batch.mask.sum()).item()
+    assert fractions in ([], [pytest.approx(expected)])
+
+
+def test_batch_has_accepted_tokens(comparison: Comparison) -> None:
+    assert comparison.accepted.sum() > 0
+
+
+@pytest.mark.parametrize("config_name", ["geometric", "veto"], indirect=True)
+def test_batch_has_rejected_tokens(comparison: Comparison) -> None:
+    assert comparison.accepted.sum() < comparison.batch.mask.sum()
+
+
+@pytest.mark.parametrize("framework", ["skyrl", "openrlhf", "nemo", "areal"])
+def test_bypass_compares_with_the_sampler(framework: str) -> None:
     config = RolloutCorrectionConfig(
         use_rollout_logprobs=True,
         divergence_mask="binary_tv",
         divergence_mask_bound=0.05,
         rs_veto_threshold=0.5,
     )
-    for framework in ("skyrl", "openrlhf", "nemo", "areal"):
-        x = batch()
-        found = correct(
-            config,
-            x.log_probs,
-            x.rollout,
-            x.mask,
-            current_log_probs=x.log_probs.detach(),
-            advantages=x.advantages,
-        )
-        expected = found.mean(ppo_clip(x.log_probs, x.rollout, x.advantages)[0])
-        loss, _ = FRAMEWORKS[framework](config, x)
-        assert 0 < found.mask.sum() < x.mask.sum()
-        torch.testing.assert_close(gradient(loss, x), gradient(expected, x), rtol=1e-6, atol=1e-12)
+    x = make_batch()
+    correction = correct(
+        config,
+        x.log_probs,
+        x.rollout,
+        x.mask,
+        current_log_probs=x.log_probs.detach(),
+        advantages=x.advantages,
+    )
+    token_losses, _ = ppo_clip(x.log_probs, x.rollout, x.advantages)
+    expected = correction.mean(token_losses)
+    loss, _ = FRAMEWORKS[framework](config, x)
+    assert 0 < correction.mask.sum() < x.mask.sum()
+    torch.testing.assert_close(gradient(loss, x), gradient(expected, x), rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_metrics_alone_leave_the_loss_as_it_is(framework):
-    x = batch()
+def test_loss_with_only_metrics_keeps_its_bits(framework: str) -> None:
+    x = make_batch()
     plain, _ = FRAMEWORKS[framework](None, x)
-    loss, metrics = FRAMEWORKS[framework](METRICS, x)
-    assert torch.equal(loss, plain) and torch.equal(gradient(loss, x), gradient(plain, x))
-    if framework in ("skyrl", "areal", "prime_rl"):
-        assert metrics["correction/mismatch_k3_kl"] > 0
+    loss, _ = FRAMEWORKS[framework](METRICS, x)
+    assert torch.equal(loss, plain)
+    assert torch.equal(gradient(loss, x), gradient(plain, x))
+
+
+@pytest.mark.parametrize("framework", ["skyrl", "areal", "prime_rl"])
+def test_mismatch_is_measured(framework: str) -> None:
+    _, metrics = FRAMEWORKS[framework](METRICS, make_batch())
+    assert metrics["correction/mismatch_k3_kl"] > 0
 
 
 BYPASS_FRAMEWORKS = sorted(FRAMEWORKS.keys() - {"ms_swift", "open_instruct"})
@@ -235,52 +311,97 @@ BYPASS_FRAMEWORKS = sorted(FRAMEWORKS.keys() - {"ms_swift", "open_instruct"})
 @pytest.mark.parametrize("broken", [math.nan, -math.inf, -9999.0, -1e6, -500.0], ids=str)
 @pytest.mark.parametrize("policy", ["reject", "neutral"])
 @pytest.mark.parametrize("framework", BYPASS_FRAMEWORKS)
-def test_bypass_is_finite_at_any_rollout_log_prob(framework, policy, broken):
+def test_bypass_is_finite_at_any_rollout_log_prob(
+    framework: str, policy: str, broken: float
+) -> None:
     """The frameworks take exp of log π_θ − log π_rollout without a bound."""
-    x = batch(broken=broken)
-    config = RolloutCorrectionConfig(use_rollout_logprobs=True, nonfinite_policy=policy)
-    loss, _ = FRAMEWORKS[framework](config, x)
+    x = make_batch(broken=broken)
+    options: Options = {"use_rollout_logprobs": True, "nonfinite_policy": policy}
+    loss, _ = FRAMEWORKS[framework](RolloutCorrectionConfig(**options), x)
     assert loss.isfinite()
     assert gradient(loss, x).isfinite().all()
 
 
-def test_log_probs_within_the_bound_keep_their_bits():
+def test_log_probs_within_the_bound_keep_their_bits() -> None:
     other = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
     log_probs = torch.tensor([-1.3, -20.9, -101.0, -9999.0, math.nan])
     assert within_bound(log_probs, other).tolist() == [*log_probs[:2].tolist(), -21.0, -1.0, -1.0]
 
 
-@pytest.mark.parametrize("broken", [math.nan, -math.inf, -500.0], ids=str)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_log_probs_that_are_not_finite_are_counted_and_not_trained(framework, broken):
-    x = batch(broken=broken)
-    config = RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1e4)
-    loss, metrics = FRAMEWORKS[framework](config, x)
-    found = gradient(loss, x)
-    assert loss.isfinite() and found.isfinite().all() and found.any() and not found[:, 1].any()
-    name = {"nemo": "correction/nonfinite_fraction"}.get(
-        framework, "correction/nonfinite_token_fraction"
-    )
-    if name in metrics and not math.isfinite(broken):
-        share = 1 / LENGTHS[0] if framework == "prime_rl" else len(LENGTHS) / sum(LENGTHS)
-        assert float(metrics[name]) == pytest.approx(share)
+BROKEN_LOG_PROBS = [math.nan, -math.inf, -500.0]
+FINITE_REJECTION = RolloutCorrectionConfig(use_rs=True, rs_upper_bound=1e4)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_batch_with_everything_rejected_or_masked_is_ordinary(framework):
-    for x, config in ((batch(), NOTHING), (batch(mask=0.0), CONFIGS["geometric"])):
-        if framework == "prime_rl":
-            config = replace(config, use_tis=False)
-        if framework == "openrlhf" and not x.mask.any():
-            continue  # OpenRLHF's own mean divides by 0
-        loss, _ = FRAMEWORKS[framework](config, x)
-        found = gradient(loss, x)
-        assert loss.isfinite() and found.isfinite().all()
-        assert framework == "prime_rl" or not found.any()  # its pull to the sampler stays
+@pytest.mark.parametrize("broken", BROKEN_LOG_PROBS, ids=str)
+def test_broken_log_probs_are_not_trained(framework: str, broken: float) -> None:
+    x = make_batch(broken=broken)
+    loss, _ = FRAMEWORKS[framework](FINITE_REJECTION, x)
+    actual = gradient(loss, x)
+    assert loss.isfinite()
+    assert actual.isfinite().all()
+    assert actual.any()
+    assert not actual[:, 1].any()
 
 
-GEOMETRIC = {"use_tis": True, "tis_upper_bound": math.inf, "use_rs": True, "rs_level": "geometric"}
-SKYRL = {
+NONFINITE_SHARES = {
+    "skyrl": ("correction/nonfinite_token_fraction", len(LENGTHS) / sum(LENGTHS)),
+    "nemo": ("correction/nonfinite_fraction", len(LENGTHS) / sum(LENGTHS)),
+    "areal": ("correction/nonfinite_token_fraction", len(LENGTHS) / sum(LENGTHS)),
+    "areal packed": ("correction/nonfinite_token_fraction", len(LENGTHS) / sum(LENGTHS)),
+    "prime_rl": ("correction/nonfinite_token_fraction", 1 / LENGTHS[0]),
+}
+
+
+@pytest.mark.parametrize("broken", [math.nan, -math.inf], ids=str)
+@pytest.mark.parametrize("framework", NONFINITE_SHARES)
+def test_nonfinite_log_probs_are_counted(framework: str, broken: float) -> None:
+    name, share = NONFINITE_SHARES[framework]
+    _, metrics = FRAMEWORKS[framework](FINITE_REJECTION, make_batch(broken=broken))
+    assert float(metrics[name]) == pytest.approx(share)
+
+
+def config_for(framework: str, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The configuration without weights for prime-rl, whose ratio is the weight already."""
+    if framework == "prime_rl":
+        return replace(config, use_tis=False)
+    return config
+
+
+# prime-rl's pull to the sampler also trains rejected tokens.
+WITHOUT_PULL = [name for name in FRAMEWORKS if name != "prime_rl"]
+# OpenRLHF's mean divides by 0 without a trained token.
+MASKED_FRAMEWORKS = [name for name in FRAMEWORKS if name != "openrlhf"]
+
+
+def test_rejected_batch_has_a_finite_loss(framework: str) -> None:
+    x = make_batch()
+    loss, _ = FRAMEWORKS[framework](config_for(framework, REJECT_ALL), x)
+    assert loss.isfinite()
+    assert gradient(loss, x).isfinite().all()
+
+
+@pytest.mark.parametrize("framework", WITHOUT_PULL)
+def test_rejected_batch_has_no_gradient(framework: str) -> None:
+    x = make_batch()
+    loss, _ = FRAMEWORKS[framework](REJECT_ALL, x)
+    assert not gradient(loss, x).any()
+
+
+@pytest.mark.parametrize("framework", MASKED_FRAMEWORKS)
+def test_masked_batch_has_neither_loss_nor_gradient(framework: str) -> None:
+    x = make_batch(mask=0.0)
+    loss, _ = FRAMEWORKS[framework](config_for(framework, CONFIGS["geometric"]), x)
+    assert loss.isfinite()
+    assert not gradient(loss, x).any()
+
+
+GEOMETRIC: Options = {
+    "use_tis": True,
+    "tis_upper_bound": math.inf,
+    "use_rs": True,
+    "rs_level": "geometric",
+}
+SKYRL: dict[str, Options] = {
     "geometric": {
         "use_rs": True,
         "rs_level": "geometric",
@@ -298,71 +419,107 @@ SKYRL = {
 }
 
 
-def bounded(mode, low, high):
+def bounded(mode: str, low: float | None, high: float) -> Options:
     return {"use_tis": True, "tis_mode": mode, "tis_lower_bound": low, "tis_upper_bound": high}
 
 
-def openrlhf_options(params):
+def openrlhf_options(params: Options) -> Options:
     low, high = params["is_correction_threshold"]
     if params["is_correction_level"] == "seq":
         return GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high}
     return bounded(params["is_correction_mode"], low, high)
 
 
-def nemo_options(params):
-    high, low = (params.get(f"truncated_importance_sampling_ratio{end}") for end in ("", "_min"))
-    return {
-        "seq-mask-tis": GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high},
-        "icepop": bounded("mask", low, high),
-        "tis": {"use_tis": True, "tis_upper_bound": high},
-    }[params["truncated_importance_sampling_type"]]
+def nemo_options(params: Options) -> Options:
+    high = params["truncated_importance_sampling_ratio"]
+    low = params.get("truncated_importance_sampling_ratio_min")
+    kind = params["truncated_importance_sampling_type"]
+    if kind == "seq-mask-tis":
+        return GEOMETRIC | {"rs_lower_bound": low, "rs_upper_bound": high}
+    if kind == "icepop":
+        return bounded("mask", low, high)
+    return {"use_tis": True, "tis_upper_bound": high}
 
 
-def skyrl_options(params):
-    return SKYRL[next(iter(params.values()))]
+def skyrl_options(params: Options) -> Options:
+    (value,) = params.values()
+    return SKYRL[value]
 
 
-def golden(method, options, framework, keep):
-    """Cases of a peer, but for the batch on which the clamped PPO ratios of the peers differ from PPO."""
-    entries = [
-        entry
-        for entry in cases(method, without="token_level_loss")
-        if entry.values[0].batch != "tiny"
-    ]
-    chosen = [entry for entry in entries if keep(entry.values[0].params)]
-    return [pytest.param(*entry.values, options, framework, id=entry.id) for entry in chosen]
+@dataclass(frozen=True)
+class Peer:
+    """A method of the golden file, and how its parameters become options of ours."""
+
+    method: str
+    options: Callable[[Options], Options]
+    framework: Framework
+
+    def supports(self, params: Options) -> bool:
+        """Whether our losses have the correction of these parameters."""
+        if self.framework is openrlhf:
+            return params["is_correction_gating"] == "ratio"
+        if self.framework is skyrl:
+            values = list(params.values())
+            return len(values) == 1 and values[0] in SKYRL
+        return True
 
 
-@pytest.mark.parametrize(
-    ("case", "options", "framework"),
-    [
-        *golden(
-            "openrlhf.policy_loss",
-            openrlhf_options,
-            "openrlhf",
-            lambda p: p["is_correction_gating"] == "ratio",
-        ),
-        *golden("nemo_rl.clipped_pg", nemo_options, "nemo", bool),
-        *golden(
-            "skyrl.off_policy_correction",
-            skyrl_options,
-            "skyrl",
-            lambda p: next(iter(p.values())) in SKYRL and len(p) == 1,
-        ),
-    ],
-)
-def test_the_peers_own_corrections(case, options, framework):
-    """A peer's loss without its correction, wrapped, equals the peer's corrected loss, in float64."""
-    columns = [
-        case.input(name).double() for name in ("logp", "old", "sampler", "advantages", "mask")
-    ]
-    x = Batch(columns[0].requires_grad_(), *columns[1:])
-    loss, _ = FRAMEWORKS[framework](RolloutCorrectionConfig(**options(case.params)), x)
-    assert loss.item() == pytest.approx(case.outputs["loss_float64"], rel=1e-6, abs=1e-9)
-    if "differs_from_float64" not in case.outputs:
-        torch.testing.assert_close(
-            gradient(loss, x).float(), case.output("grad"), rtol=1e-4, atol=1e-6
-        )
+PEERS = [
+    Peer("openrlhf.policy_loss", openrlhf_options, openrlhf),
+    Peer("nemo_rl.clipped_pg", nemo_options, nemo),
+    Peer("skyrl.off_policy_correction", skyrl_options, skyrl),
+]
+
+
+def golden_cases() -> list[Any]:
+    parameters = []
+    for peer in PEERS:
+        for entry in cases(peer.method, without="token_level_loss"):
+            (case,) = entry.values
+            # On the tiny batch the peers clamp PPO's ratio, which PPO does not.
+            if case.batch != "tiny" and peer.supports(case.params):
+                parameters.append(pytest.param(case, peer, id=entry.id))
+    return parameters
+
+
+@dataclass
+class GoldenRun:
+    """A peer's loss without its correction, wrapped with ours, in float64."""
+
+    case: Case
+    batch: Batch
+    loss: Tensor
+
+
+@pytest.fixture
+def golden_run(case: Case, peer: Peer) -> GoldenRun:
+    x = Batch(
+        log_probs=case.input("logp").double().requires_grad_(),
+        old=case.input("old").double(),
+        rollout=case.input("sampler").double(),
+        advantages=case.input("advantages").double(),
+        mask=case.input("mask").double(),
+    )
+    config = RolloutCorrectionConfig(**peer.options(case.params))
+    loss, _ = peer.framework(config, x)
+    return GoldenRun(case, x, loss)
+
+
+@pytest.mark.parametrize(("case", "peer"), golden_cases())
+def test_wrapped_loss_equals_the_peers_corrected_loss(golden_run: GoldenRun) -> None:
+    expected = golden_run.case.outputs["loss_float64"]
+    assert golden_run.loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+EXACT_CASES = [
+    entry for entry in golden_cases() if "differs_from_float64" not in entry.values[0].outputs
+]
+
+
+@pytest.mark.parametrize(("case", "peer"), EXACT_CASES)
+def test_wrapped_gradient_equals_the_peers_gradient(golden_run: GoldenRun) -> None:
+    actual = gradient(golden_run.loss, golden_run.batch).float()
+    torch.testing.assert_close(actual, golden_run.case.output("grad"), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -374,143 +531,87 @@ def test_the_peers_own_corrections(case, options, framework):
     ],
     ids=["z score", "normalized", "kept"],
 )
-def test_options_on_the_global_batch_are_refused(name, options):
+def test_global_batch_options_are_refused(name: str, options: Options) -> None:
     with pytest.raises(ValueError, match=name):
-        skyrl(RolloutCorrectionConfig(**options), batch())
+        skyrl(RolloutCorrectionConfig(**options), make_batch())
 
 
-def test_what_would_be_wrong_is_refused():
-    own = peers.openrlhf()
-    own.is_correction_level = "token"
+def test_openrlhf_refuses_a_second_correction() -> None:
+    loss: Any = peers.OpenRLHF()
+    loss.is_correction_level = "token"
     with pytest.raises(ValueError, match="is_correction_level"):
-        losses.openrlhf(own, METRICS)
-    on_policy = peers.nemo()
-    on_policy.force_on_policy_ratio = True
+        losses.openrlhf(loss, METRICS)
+
+
+def test_openrlhf_without_correction_options_is_refused() -> None:
+    class PolicyLoss:
+        """OpenRLHF's main 3c3be62 has no is_correction_level."""
+
+    message = r"PolicyLoss has no is_correction_level.* install openrlhf==0\.11\.2"
+    with pytest.raises(ValueError, match=message):
+        losses.openrlhf(PolicyLoss(), METRICS)
+
+
+def test_nemo_refuses_bypass_with_force_on_policy_ratio() -> None:
+    loss: Any = peers.Nemo()
+    loss.force_on_policy_ratio = True
     with pytest.raises(ValueError, match="force_on_policy_ratio"):
-        losses.NemoLoss(on_policy, RolloutCorrectionConfig(use_rollout_logprobs=True))
+        losses.NemoLoss(loss, RolloutCorrectionConfig(use_rollout_logprobs=True))
+
+
+def test_skyrl_refuses_a_second_correction() -> None:
     options = peers.skyrl_options()
     options.off_policy_correction.token_mask_is_threshold_low = 0.5
+    log_probs = make_batch().log_probs
     with pytest.raises(ValueError, match="off_policy_correction"):
-        losses.skyrl(peers.skyrl, METRICS)(*[batch().log_probs] * 3, options)
+        losses.skyrl(peers.skyrl, METRICS)(log_probs, log_probs, log_probs, options)
+
+
+def test_ms_swift_refuses_options_with_advantages() -> None:
     with pytest.raises(ValueError, match="advantages"):
         losses.ms_swift(RolloutCorrectionConfig(divergence_mask="binary_tv"))
+
+
+def test_prime_rl_refuses_weights() -> None:
     with pytest.raises(ValueError, match="twice"):
         losses.prime_rl(peers.prime_rl, CONFIGS["tis"])
-    with pytest.raises(ValueError, match="log-probs of the sampler"):
+
+
+def test_rollout_log_probs_are_required() -> None:
+    x = make_batch()
+    with pytest.raises(ValueError, match="no rollout log-probs"):
         losses.corrected(
-            METRICS, losses.Tokens(batch().log_probs, None, None, batch().advantages, batch().mask)
+            METRICS,
+            log_probs=x.log_probs,
+            old=None,
+            rollout=None,
+            advantages=x.advantages,
+            mask=x.mask,
         )
+
+
+def test_prime_rl_loss_needs_prime_rl() -> None:
     with pytest.raises(ImportError, match="prime-rl"):
         losses.prime_rl_loss(None, rs_veto_threshold=1e-4)
 
 
-def test_the_loss_of_nemo_travels_to_workers():
-    loss = pickle.loads(pickle.dumps(losses.NemoLoss(peers.nemo(), METRICS)))
-    assert loss.loss_type == peers.nemo().loss_type and loss.correction == METRICS
-    _, metrics = nemo(METRICS, batch())
-    added = {
+@pytest.fixture
+def unpickled_nemo() -> losses.NemoLoss:
+    """NeMo-RL sends the loss to its workers."""
+    return pickle.loads(pickle.dumps(losses.NemoLoss(peers.Nemo(), METRICS)))
+
+
+def test_pickled_nemo_loss_keeps_the_wrapped_loss(unpickled_nemo: losses.NemoLoss) -> None:
+    assert unpickled_nemo.loss_type == peers.Nemo().loss_type
+    assert unpickled_nemo.correction == METRICS
+
+
+def test_nemo_metrics_are_normalized_by_tokens(unpickled_nemo: losses.NemoLoss) -> None:
+    _, metrics = nemo(METRICS, make_batch())
+    normalizations = {
         key: value
-        for key, value in loss.metric_normalizations.items()
+        for key, value in unpickled_nemo.metric_normalizations.items()
         if key.startswith(losses.PREFIX)
     }
-    assert added.keys() == {key for key in metrics if key.startswith(losses.PREFIX)}
-    assert set(added.values()) == {peers.nemo().metric_normalizations["probs_ratio"]}
-
-
-TOTAL, RESPONSE = 23, 20
-WHOLE = torch.arange(1.0, RESPONSE + 1)
-
-
-def test_the_helpers_are_found_and_nothing_else_is():
-    slime_modules.provide()
-    slime_modules.provide()
-    helpers = importlib.import_module("slime.backends.megatron_utils.cp_utils")
-    assert helpers.all_gather_with_cp(WHOLE, TOTAL, RESPONSE) is WHOLE
-    assert helpers.slice_log_prob_with_cp([0.5] * RESPONSE, TOTAL, RESPONSE) == [0.5] * RESPONSE
-    with pytest.raises(ValueError, match="log_prob has 3 values but response_length is 20"):
-        helpers.slice_log_prob_with_cp([0.0] * 3, TOTAL, RESPONSE)
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("slime.ray")
-    assert sum(isinstance(finder, slime_modules.Finder) for finder in sys.meta_path) == 1
-
-
-def test_an_installed_slime_provides_the_other_names(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
-        monkeypatch.delitem(sys.modules, name)
-    package = tmp_path / "slime" / "backends" / "megatron_utils"
-    package.mkdir(parents=True)
-    for folder in (tmp_path / "slime", tmp_path / "slime" / "backends", package):
-        (folder / "__init__.py").touch()
-    (package / "cp_utils.py").write_text("all_gather_with_cp = 'theirs'\nother = 'theirs'")
-    (package / "model.py").write_text("name = 'theirs'")
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from slime.backends.megatron_utils import cp_utils, model\ndef f():\n    return"
-        " cp_utils.all_gather_with_cp, cp_utils.other, model.name, hasattr(cp_utils, 'neither')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load_function(f"{file}:f")() == (
-        slime_modules.all_gather_with_cp,
-        "theirs",
-        "theirs",
-        False,
-    )
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime"]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-def _rank(rank, port, folder):
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    parallel_state.initialize_model_parallel(context_parallel_size=2)
-    local = slime_modules.slice_log_prob_with_cp(WHOLE, TOTAL, RESPONSE).clone().requires_grad_()
-    as_list = slime_modules.slice_log_prob_with_cp(WHOLE.tolist(), TOTAL, RESPONSE)
-    gathered = slime_modules.all_gather_with_cp(local, TOTAL, RESPONSE)
-    (gathered * WHOLE * (rank + 1)).sum().backward()
-    # one-token responses that one rank holds nothing of
-    lonely = [slime_modules.slice_log_prob_with_cp(WHOLE[:1] * n, 3 + n, 1) for n in range(1, 6)]
-    joined = [slime_modules.all_gather_with_cp(part, 3 + n, 1) for n, part in enumerate(lonely, 1)]
-    found = {
-        "local": local.tolist(),
-        "list": as_list,
-        "gathered": gathered.tolist(),
-        "gradient": local.grad.tolist(),
-        "lonely": [part.tolist() for part in lonely],
-        "joined": [part.tolist() for part in joined],
-        "matrix": (
-            slime_modules.all_gather_with_cp(
-                torch.stack([local, -local], 1), TOTAL, RESPONSE
-            ).tolist()
-        ),
-    }
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def test_slices_of_two_ranks_are_joined_and_their_gradients_added(tmp_path):
-    spawn(_rank, (free_port(), str(tmp_path)), 2)
-    found = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2)]
-    for rank in range(2):
-        first, second = context_parallel_slices(TOTAL, RESPONSE, rank, 2)
-        own = torch.cat([WHOLE[first], WHOLE[second]])
-        assert found[rank]["local"] == found[rank]["list"] == own.tolist()
-        assert found[rank]["gathered"] == WHOLE.tolist()
-        assert found[rank]["matrix"] == torch.stack([WHOLE, -WHOLE], 1).tolist()
-        assert (
-            found[rank]["gradient"] == (3 * own).tolist()
-        )  # of both ranks, whose losses are WHOLE and 2 · WHOLE
-        assert found[rank]["joined"] == [[float(n)] for n in range(1, 6)]
-    for one, other in zip(found[0]["lonely"], found[1]["lonely"], strict=True):
-        assert len(one) + len(other) == 1
-
-
-def test_openrlhf_without_its_correction_options_names_the_version():
-    class PolicyLoss:
-        """OpenRLHF's main 3c3be62 has no is_correction_level."""
-
-    with pytest.raises(
-        ValueError, match=r"PolicyLoss has no is_correction_level.* install openrlhf==0\.11\.2"
-    ):
-        losses.openrlhf(PolicyLoss(), METRICS)
+    assert normalizations.keys() == {key for key in metrics if key.startswith(losses.PREFIX)}
+    assert set(normalizations.values()) == {"tokens"}
