@@ -1,4 +1,4 @@
-"""The flags of the rollout correction for the argparse parser of another trainer.
+"""The rollout correction's flags for another trainer's argparse parser.
 
 parser = slime's, miles' or any Megatron-style parser
 add_rollout_correction_arguments(parser)
@@ -22,55 +22,59 @@ CORRECTION_ALIASES = {
     "mis_batch_normalize": "tis_batch_normalize",
     "mis_veto_threshold": "rs_veto_threshold",
 }
-"""slime's names of options, and the names here."""
+"""slime's option names → our names. A later alias of the same option has priority."""
 
 HOST_DEFAULTS = "rollout_correction_host_defaults"
-"""Attribute of the parsed arguments: the defaults of the host's flags that are options of the
-correction, by name.
+"""Attribute of the parsed arguments: the host parser's defaults of correction options, by name.
 
-argparse does not say whether a value was given on the command line. A value that differs from its
-default was.
+argparse does not tell whether the command line had a flag. A value that differs from the host's
+default must come from the command line.
 """
 
 
 def add_rollout_correction_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every field of `RolloutCorrectionConfig`, and slime's names of these flags.
+    """Adds a flag for every field of `RolloutCorrectionConfig`, also under slime's names.
 
     A flag that the parser defines already keeps its definition and its default, for example slime's
     `--use-tis` and `--tis-clip`. Added flags have no default: `rollout_correction_config` uses the
-    config's. The parsed arguments get the further attribute `rollout_correction_host_defaults`.
+    config's. The parsed arguments get the additional attribute `rollout_correction_host_defaults`.
 
     Args:
-        parser: The parser of another trainer; call this after it has its own flags.
+        parser: Another trainer's parser, which has all its flags already.
 
     Raises:
         ValueError: The parser has a flag of the same name that takes another kind of value.
     """
-    known = parser._option_string_actions  # argparse has no public way to ask
+    host_actions = parser._option_string_actions  # argparse has no public way to ask
     group = parser.add_argument_group("rollout correction (slime_tis)")
     docs = field_docs(RolloutCorrectionConfig)
     for name, field in field_types(RolloutCorrectionConfig).items():
-        if flag(name) in known:
-            _check_definition(known[flag(name)], name, field)
+        if flag(name) in host_actions:
+            _check_definition(host_actions[flag(name)], name, field)
             continue
-        old_names = [
-            flag(old)
-            for old, new in CORRECTION_ALIASES.items()
-            if new == name and flag(old) not in known
-        ]
-        options: dict[str, Any] = {"type": field.item, "choices": field.choices or None}
+        flags = [flag(name)]
+        for alias in _aliases(name):
+            if flag(alias) not in host_actions:
+                flags.append(flag(alias))
+        options: dict[str, Any]
         if field.kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif field.choices:
-            options["type"] = str
-        help_text = docs[name].replace("%", "%%")
+            options = {"type": str, "choices": field.choices}
+        else:
+            options = {"type": field.item}
         group.add_argument(
-            flag(name), *old_names, dest=name, default=argparse.SUPPRESS, help=help_text, **options
+            *flags,
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=docs[name].replace("%", "%%"),  # argparse formats help texts with %
+            **options,
         )
-    names = [*field_types(RolloutCorrectionConfig), *CORRECTION_ALIASES]
-    host_defaults = {
-        name: parser.get_default(name) for name in names if parser.get_default(name) is not None
-    }
+    host_defaults = {}
+    for name in [*field_types(RolloutCorrectionConfig), *CORRECTION_ALIASES]:
+        default = parser.get_default(name)
+        if default is not None:
+            host_defaults[name] = default
     parser.set_defaults(**{HOST_DEFAULTS: host_defaults})
 
 
@@ -79,18 +83,17 @@ def rollout_correction_config(
 ) -> RolloutCorrectionConfig:
     """Returns the correction that parsed arguments describe.
 
-    A field takes the attribute of its name, else the attribute of slime's name, else its default. A
-    value of the command line has priority over a default of the host's parser. None counts as
-    unset.
+    Each option is read under our name, then under slime's names, else it has its default. A value of
+    the command line has priority over a default of the host's parser. None counts as unset.
 
     Args:
         args: Arguments of a parser with `add_rollout_correction_arguments`; or an object or mapping
             with the same names, for example `vars(args)` or an omegaconf node.
 
     Raises:
-        TypeError: The argument is neither an object with attributes nor a mapping.
-        ValueError: It has none of the options, a value is out of its limits, or options exclude
-            each other.
+        TypeError: `args` is neither an object with attributes nor a mapping.
+        ValueError: `args` has none of the options, a value is out of its limits, or two options
+            exclude each other.
     """
     if not isinstance(args, Mapping) and not hasattr(args, "__dict__"):
         raise TypeError(
@@ -98,7 +101,8 @@ def rollout_correction_config(
             " parser.parse_args(), or a mapping of the same names, for example vars(args)."
         )
     names = [HOST_DEFAULTS, *field_types(RolloutCorrectionConfig), *CORRECTION_ALIASES]
-    if not any(_has(args, name) for name in names):
+    present = [name for name in names if _has(args, name)]
+    if not present:
         raise ValueError(
             "rollout_correction_config found none of the correction's options in the"
             f" {type(args).__name__}, for example use_tis; call"
@@ -109,18 +113,29 @@ def rollout_correction_config(
 
 
 def given_options(args: argparse.Namespace | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are options of the correction, under their own names, without None."""
+    """Returns the correction options that are set, under our names."""
     host_defaults = _value(args, HOST_DEFAULTS) or {}
     options = {}
     for name in field_types(RolloutCorrectionConfig):
-        aliases = [old for old, new in CORRECTION_ALIASES.items() if new == name]
-        values = {alias: _value(args, alias) for alias in [name, *reversed(aliases)]}
-        values = {alias: value for alias, value in values.items() if value is not None}
-        explicit = [value for alias, value in values.items() if value != host_defaults.get(alias)]
-        chosen = explicit or list(values.values())
-        if chosen:
-            options[name] = chosen[0]
+        defaults = []
+        explicit = []
+        for alias in [name, *reversed(_aliases(name))]:
+            value = _value(args, alias)
+            if value is None:
+                continue
+            if value == host_defaults.get(alias):
+                defaults.append(value)
+            else:
+                explicit.append(value)
+        values = explicit + defaults
+        if values:
+            options[name] = values[0]
     return options
+
+
+def _aliases(name: str) -> list[str]:
+    """slime's names of an option."""
+    return [alias for alias, option in CORRECTION_ALIASES.items() if option == name]
 
 
 def _has(args: argparse.Namespace | Mapping[str, Any], name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Rollout correction in TRL's GRPOTrainer: `RolloutCorrectionMixin`, and `CorrectedGRPOTrainer` with it.
+"""Rollout correction in TRL's GRPOTrainer: `RolloutCorrectionMixin` and `CorrectedGRPOTrainer`.
 
-TRL samples, scores and forms advantages. The mixin then multiplies the advantage of each token by
-its importance weight, which is 0 for a rejected token. TRL's losses grpo, bnpo, dr_grpo, dapo,
+TRL samples, scores and forms advantages. The mixin then multiplies every token's advantage by the
+token's importance weight; a rejected token has weight 0. TRL's losses grpo, bnpo, dr_grpo, dapo,
 cispo, sapo and luspo are homogeneous in the advantage, so this weights the policy loss exactly. The
 KL term with `beta` stays unweighted, as in TRL.
 """
@@ -36,16 +36,18 @@ except ImportError as error:
 PREFIX = "correction/"
 """Prefix of the metrics in TRL's log."""
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Names of dtypes in dumps."""
 MODEL_INPUTS = (
-    *(
-        "pixel_values",
-        "image_grid_thw",
-        "num_images",
-        "pixel_attention_mask",
-        "spatial_shapes",
-        "num_tiles",
-    ),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
 )
 """Keys of a batch that TRL passes to the model besides tokens."""
 
@@ -53,20 +55,23 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutCorrectionMixin:
-    """Adds rollout correction to GRPOTrainer or a subclass: `class Trainer(RolloutCorrectionMixin, GRPOTrainer)`.
+    """Adds rollout correction to GRPOTrainer or a subclass.
 
-    The correction runs once per generation batch, over all processes. π_old are the log-probs of
-    the policy that was trained when the samples arrived.
+        class Trainer(RolloutCorrectionMixin, GRPOTrainer): ...
+
+    The correction runs once per generation batch, over all processes. π_old is the trained policy at
+    the time when the samples arrive.
 
     Args of the constructor, besides those of the trainer:
-        rollout_correction: The options. Metrics alone if None.
-        dump_dir: Directory for one parquet file of tokens per generation batch and process, which
-            `slime-tis report`, `diagnose` and `what-if` read; None writes nothing.
+        rollout_correction: The options; None only measures.
+        dump_dir: Directory of token dumps, one parquet file per generation batch and process.
+            `slime-tis report`, `diagnose` and `what-if` read them. None writes nothing.
 
     Raises:
         ValueError: TRL's or the correction's options cannot be combined.
     """
 
+    # Attributes of GRPOTrainer, for the type checker.
     args: Any
     accelerator: Any
     model: Any
@@ -86,9 +91,9 @@ class RolloutCorrectionMixin:
         dump_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        self.rollout_correction = rollout_correction or RolloutCorrectionConfig(
-            get_mismatch_metrics=True
-        )
+        if rollout_correction is None:
+            rollout_correction = RolloutCorrectionConfig(get_mismatch_metrics=True)
+        self.rollout_correction = rollout_correction
         self._dump_dir = None if dump_dir is None else Path(dump_dir)
         self._health = Health(self.rollout_correction)
         self._rewards: Tensor | None = None
@@ -109,12 +114,12 @@ class RolloutCorrectionMixin:
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Corrects the batch that TRL has generated, in place: advantages [B, T], and π_old in bypass mode."""
+        """Corrects the generated batch in place: advantages [B, T], and π_old in bypass mode."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         rollout_BT = batch.get("sampling_per_token_logps")
         if rollout_BT is None:
             raise ValueError(
-                "TRL has no log-probs of the sampler; use vLLM (use_vllm=True), or a rollout_func"
+                "TRL has no rollout log-probs; use vLLM (use_vllm=True), or a rollout_func"
                 " that returns 'logprobs'."
             )
         mode = "train" if self.model.training else "eval"
@@ -133,6 +138,7 @@ class RolloutCorrectionMixin:
             advantages=advantages_BT,
             global_batch=GlobalBatch(ranks=ranks),
         )
+        # Before `_apply`: a dump has TRL's advantages [B].
         if self._dump_dir is not None and mode == "train":
             self._dump(batch, correction, {"train": old_BT, "entropy": entropy_BT, "mask": mask_BT})
         self._apply(batch, correction, old_BT, rollout_BT)
@@ -140,25 +146,28 @@ class RolloutCorrectionMixin:
         return batch
 
     def _old_policy(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """log π_old of the completion and, for dumps, its entropy, [B, T]; TRL's values where TRL has them."""
+        """log π_old of the completion and, for dumps, the entropy, [B, T].
+
+        If TRL has log π_old already, there is no entropy.
+        """
         if batch.get("old_per_token_logps") is not None:
             return batch["old_per_token_logps"], None
         tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        size = (
-            self.args.per_device_train_batch_size
-            if self.model.training
-            else self.args.per_device_eval_batch_size
-        )
+        if self.model.training:
+            batch_size = self.args.per_device_train_batch_size
+        else:
+            batch_size = self.args.per_device_eval_batch_size
+        model_inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch}
         with torch.no_grad():
             old_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(  # type: ignore[attr-defined]
                 self.model,
                 tokens,
                 attention,
                 batch["completion_ids"].shape[1],
-                batch_size=size,
+                batch_size=batch_size,
                 compute_entropy=self._dump_dir is not None,
-                **{name: batch[name] for name in MODEL_INPUTS if name in batch},
+                **model_inputs,
             )
         return old_BT, entropy_BT
 
@@ -170,14 +179,16 @@ class RolloutCorrectionMixin:
         rollout_BT: Tensor,
     ) -> None:
         config = self.rollout_correction
-        if config.use_rollout_logprobs:  # bypass: π_old is the rollout policy
+        if config.use_rollout_logprobs:
+            # Bypass: π_old is the rollout policy, bounded because TRL takes exp of the log-ratio.
             batch["old_per_token_logps"] = torch.where(
                 correction.mask, within_bound(rollout_BT, old_BT), old_BT
             )
         if not config.touches_loss:
             return
         batch["advantages"] = batch["advantages"][:, None] * correction.weights * correction.mask
-        if config.rejection_normalizer == "kept":  # completion_mask is also the attention mask
+        if config.rejection_normalizer == "kept":
+            # completion_mask is also the attention mask, so tool_mask carries the rejection.
             accepted_BT = correction.mask.to(batch["completion_mask"].dtype)
             batch["tool_mask"] = accepted_BT
             batch["num_items_in_batch"] = self.accelerator.gather(accepted_BT.sum()).sum()
@@ -185,13 +196,14 @@ class RolloutCorrectionMixin:
     def _report(self, metrics: dict[str, float], mode: str) -> None:
         for name, value in metrics.items():
             self._metrics[mode][PREFIX + name].append(value)
-        if mode == "train":
-            health, messages = self._health.check(
-                {f"train/{name}": value for name, value in metrics.items()}
-            )
-            for name, value in health.items():
-                self._metrics[mode][name].append(value)
-            for message in messages if self.accelerator.is_main_process else ():
+        if mode != "train":
+            return
+        train_metrics = {f"train/{name}": value for name, value in metrics.items()}
+        health, messages = self._health.check(train_metrics)
+        for name, value in health.items():
+            self._metrics[mode][name].append(value)
+        if self.accelerator.is_main_process:
+            for message in messages:
                 logger.warning(message)
 
     def _dump(
@@ -205,7 +217,9 @@ class RolloutCorrectionMixin:
         assert self._dump_dir is not None
         self._dump_dir.mkdir(parents=True, exist_ok=True)
         self._batches += 1  # a step may have several generation batches
-        name = f"step_{self.state.global_step:07d}_{self._batches:07d}_rank_{self.accelerator.process_index}.parquet"
+        step = self.state.global_step
+        rank = self.accelerator.process_index
+        name = f"step_{step:07d}_{self._batches:07d}_rank_{rank}.parquet"
         write(self._dump_dir / name, self._table(batch, correction, values))
 
     def _table(
@@ -217,43 +231,41 @@ class RolloutCorrectionMixin:
         from slime_tis.analysis.dumps.table import SampleParts, TokenTable
         from slime_tis.analysis.dumps.what_if import annotated
 
-        size, process = len(batch["completion_ids"]), self.accelerator.process_index
+        size = len(batch["completion_ids"])
+        # TRL splits a generation batch evenly, in the order of the processes.
+        first = self.accelerator.process_index * size
         rewards: list[float | None] = [None] * size
         if self._rewards is not None:
             totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
-            rewards = totals[process * size : (process + 1) * size].tolist()
-        columns = {
-            **values,
-            "rollout": batch["sampling_per_token_logps"],
-            "token": batch["completion_ids"],
-        }
+            rewards = totals[first : first + size].tolist()
+        columns = {**values, "rollout": batch["sampling_per_token_logps"]}
         rows = {name: x.float().cpu().numpy() for name, x in columns.items() if x is not None}
         lengths = batch["completion_mask"].sum(1).tolist()
-        prompts = [
-            ids[kept.bool()].cpu()
-            for ids, kept in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
-        ]
-        accepted = correction.mask.cpu().numpy()
+        # A processor of images and text contains the tokenizer.
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        parts = [
-            SampleParts(
+        samples = []
+        accepted = []
+        for i, length in enumerate(lengths):
+            prompt = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].cpu()
+            completion = batch["completion_ids"][i, :length]
+            sample = SampleParts(
                 train_log_prob=rows["train"][i, :length],
                 rollout_log_prob=rows["rollout"][i, :length],
                 loss_mask=rows["mask"][i, :length],
-                token=batch["completion_ids"][i, :length].cpu().numpy(),
+                token=completion.cpu().numpy(),
                 entropy=rows["entropy"][i, :length] if "entropy" in rows else None,
                 bounded_weight=correction.weights[i, :length].cpu().numpy(),
                 advantage=[float(batch["advantages"][i])] * length,
-                prompt=prompts[i].numpy(),
+                prompt=prompt.numpy(),
                 step=self.state.global_step,
-                sample_index=process * size + i,
-                group=(process * size + i) // self.num_generations,
+                sample_index=first + i,
+                group=(first + i) // self.num_generations,
                 reward=rewards[i],
-                text=tokenizer.decode(batch["completion_ids"][i, :length]),
-                prompt_text=tokenizer.decode(prompts[i]),
+                text=tokenizer.decode(completion),
+                prompt_text=tokenizer.decode(prompt),
             )
-            for i, length in enumerate(lengths)
-        ]
+            samples.append(sample)
+            accepted.append(correction.mask[i, :length])
         config = self.rollout_correction
         metadata = {
             "source": "trl",
@@ -261,11 +273,9 @@ class RolloutCorrectionMixin:
             "old_policy": "rollout" if config.use_rollout_logprobs else "recomputed",
             "temperature": self.temperature,
         }
-        mask_N = torch.cat(
-            [torch.from_numpy(accepted[i, :length]) for i, length in enumerate(lengths)]
-        ).numpy()
-        table = TokenTable.from_parts(parts, metadata)
-        return annotated(table, config, accepted=mask_N, global_batch=correction.global_batch)
+        table = TokenTable.from_parts(samples, metadata)
+        accepted_N = torch.cat(accepted).cpu().numpy()
+        return annotated(table, config, accepted=accepted_N, global_batch=correction.global_batch)
 
 
 class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore[misc]  # GRPOTrainer is Any without TRL
@@ -273,12 +283,13 @@ class CorrectedGRPOTrainer(RolloutCorrectionMixin, GRPOTrainer):  # type: ignore
 
 
 def check_options(trainer: Any, config: RolloutCorrectionConfig) -> None:
-    """Refuses what a weight on the advantage cannot express.
+    """Refuses options that a weight on the advantage cannot express.
 
     Raises:
-        ValueError: with what to change.
+        ValueError: Names the option to change.
     """
-    args, message = trainer.args, ""
+    args = trainer.args
+    message = ""
     if trainer.loss_type == "vespo":
         message = "loss_type 'vespo' has its own sequence weights; choose another loss_type"
     elif not trainer.use_vllm and trainer.rollout_func is None:
@@ -288,20 +299,24 @@ def check_options(trainer: Any, config: RolloutCorrectionConfig) -> None:
         )
     elif config.touches_loss and args.off_policy_mask_threshold is not None:
         message = (
-            "off_policy_mask_threshold of TRL rejects sequences as well; unset it, or correct with"
-            " it alone"
+            "TRL's off_policy_mask_threshold also rejects sequences; unset it, or remove the"
+            " rollout correction"
         )
     elif config.old_logprobs == "interpolate":
         message = (
-            "old_logprobs 'interpolate' needs the weight version of each token, which TRL does not"
+            "old_logprobs 'interpolate' needs every token's weight version, which TRL does not"
             " record"
         )
-    elif config.divergence_mask is not None and (
-        args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
-    ):
+    elif config.divergence_mask is not None and _changes_policy(args):
         message = (
             "divergence_mask compares the current policy, which changes within a generation batch"
             " here; set num_iterations=1 and steps_per_generation to gradient_accumulation_steps"
         )
     if message:
         raise ValueError(f"rollout correction in TRL: {message}.")
+
+
+def _changes_policy(args: Any) -> bool:
+    """Whether an optimizer step may fall within a generation batch, as TRL determines it."""
+    generate_every: int = args.steps_per_generation * args.num_iterations
+    return bool(args.gradient_accumulation_steps % generate_every != 0)

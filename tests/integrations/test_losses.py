@@ -89,7 +89,6 @@ def openrlhf(config: RolloutCorrectionConfig | None, x: Batch) -> tuple[Tensor, 
     total, _, _, kl, rejected = loss(
         x.log_probs, x.old, x.advantages, action_mask=x.mask, rollout_log_probs=x.rollout
     )
-    assert isinstance(total, Tensor)
     return total, {"kl": kl, "rejected_fraction": rejected}
 
 
