@@ -1,4 +1,4 @@
-"""The command line: `parse_args` for `train.py`, and the flags of the correction for the parsers of other trainers."""
+"""The command line: `parse_args` for `train.py`, and flags of the correction for other parsers."""
 
 from slime_tis.integrations.arguments import (
     add_rollout_correction_arguments,

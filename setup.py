@@ -1,4 +1,4 @@
-"""Lets tools that still call setup.py install the project; everything is declared in pyproject.toml."""
+"""Lets tools that still call setup.py install the project; pyproject.toml declares everything."""
 
 from setuptools import setup
 

@@ -1,4 +1,4 @@
-"""Trains a language model by reinforcement learning. The program itself is slime_tis/trainer/train.py.
+"""Trains a language model by reinforcement learning; the program is slime_tis/trainer/train.py.
 
 `python train.py --help` lists the flags; docs/quick_start.md walks through a run. Where slime_tis
 is installed, `slime-tis train` does the same.

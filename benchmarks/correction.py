@@ -1,4 +1,4 @@
-"""Rollout correction alone: this library, its reference, verl, slime's mis.py and a memory copy, in one run.
+"""Times rollout correction: this library, its reference, verl, slime's mis.py and a memory copy.
 
     python benchmarks/correction.py [--slime-mis PATH/mis.py] [--rounds 9] [--device cuda]
 
@@ -249,7 +249,7 @@ def _cpu_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int:
-    """The most memory that tensors made within one call hold at a time, from the profiler or the CUDA allocator."""
+    """Returns the peak memory of tensors of one call, from the profiler or the CUDA allocator."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -269,7 +269,10 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int:
 
 
 def prepare_verl() -> Any:
-    """verl's helper from its own environment, made on the first run; None with a word where it cannot be had."""
+    """Returns verl's helper from a separate environment, made on the first run.
+
+    Prints a word and returns None if the environment cannot be made.
+    """
     try:
         if not list(VERL_VENV.glob("lib/python*/site-packages/verl")):
             venv.create(VERL_VENV, with_pip=True)
@@ -368,7 +371,10 @@ def row(
 
 
 def report(size: str, times: dict[str, Quantiles], peaks: dict[str, float]) -> None:
-    """One line per contender: milliseconds, times the copy, times ours, peak memory over fp32 of the valid tokens."""
+    """Returns one line per contender.
+
+    Milliseconds, ratio to the copy, ratio to ours, and peak memory over fp32 of the valid tokens.
+    """
     print(f"\n{size}")
     ours, copy = times["ours, token, lists"].median, times["copy"].median
     for name, quantiles in times.items():

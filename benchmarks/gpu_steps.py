@@ -1,4 +1,4 @@
-"""Steps of train.py on a GPU: bf16, one process, the local rollout engine on the same GPU, correction on.
+"""Steps of train.py on a GPU in bf16, with correction, one process and the local rollout engine.
 
     python -m benchmarks.gpu_steps [--model toy|smollm2] [--steps N] [--device cpu]
 

@@ -1,4 +1,4 @@
-"""Log-probs from hidden states against log-probs from all logits: time and peak memory of forward and backward.
+"""Time and peak memory of log-probs from hidden states, against log-probs from all logits.
 
     python -m benchmarks.log_probs --hf-checkpoint data/smollm2/checkpoint --rounds 5
     python -m benchmarks.log_probs --vocabulary 151936 --rounds 5
@@ -52,7 +52,7 @@ class Contender(Measured):
         return super().seconds(batch)
 
     def logits_mib(self, batch: TrainingBatch) -> float:
-        """Memory that output layer and log-probs take, the weight's gradient included that autograd holds."""
+        """Returns the memory of output layer, log-probs and autograd's gradient of the weight."""
         self.engine.__class__ = self.kind
         micro, inputs = self.engine._pack(batch), self.engine.model.config.hidden_size
         hidden_LI = torch.randn(len(micro.target_L), inputs, requires_grad=True)

@@ -94,7 +94,8 @@ const times = {};
 const all = (query) => [...document.querySelectorAll(query)];
 function look() {
   const seen = (name, there) => { if (there && !(name in times)) times[name] = performance.now(); };
-  const canvases = all(".canvas"), inView = canvases.filter((one) => one.getBoundingClientRect().top < innerHeight);
+  const canvases = all(".canvas");
+  const inView = canvases.filter((one) => one.getBoundingClientRect().top < innerHeight);
   const drawn = (one) => one.querySelector(".main-svg .xy") !== null;
   const tables = all("#what-if-table tbody tr").length > 0;
   seen("text and tables", tables);
@@ -110,7 +111,10 @@ requestAnimationFrame(look);
 
 
 def open_pages(paths: Sequence[Path], repeats: int = 5) -> None:
-    """Opens the pages in turns; prints medians with the smallest and largest, and the CPU time of the main thread."""
+    """Opens the pages in turns and prints their times.
+
+    Medians with the smallest and largest value, and the CPU time of the main thread.
+    """
     from playwright.sync_api import sync_playwright
 
     from tests.browser.test_report import BROWSER

@@ -1,6 +1,7 @@
 """A rollout of many long responses from many servers: what the client on rank 0 costs per token.
 
-    python -m benchmarks.rollout_load [--servers 64] [--requests 1024] [--tokens 4096 32768] [--experts]
+    python -m benchmarks.rollout_load [--servers 64] [--requests 1024] [--tokens 4096 32768] \\
+        [--experts]
 
 Servers are loops in another process; each sends one of a few prepared answers, with log-probs,
 weight versions and with --experts, the routed experts of 48 layers × 8. Prints, per token of the

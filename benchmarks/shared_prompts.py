@@ -1,7 +1,7 @@
 """Shared prompts, and logits of response rows only: time and peak memory of forward and backward.
 
-    python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint --prompts 8 --prompt-tokens 48 \\
-        --response-tokens 12 64 --rounds 5
+    python -m benchmarks.shared_prompts --hf-checkpoint data/smollm2/checkpoint \\
+        --prompts 8 --prompt-tokens 48 --response-tokens 12 64 --rounds 5
 
 Random prompts and responses, 8 responses per prompt, one micro-batch, one thread, float32. CPU
 time; every round runs each contender once. The log-probs of all contenders are compared with the
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 class EveryRow(TrainingEngine):
-    """megatron-core's output layer over every token; the response tokens' log-probs are selected from the result."""
+    """megatron-core's output layer over all tokens, of which the response tokens are selected."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -80,7 +80,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def measure(flags: Sequence[str], output: Path) -> tuple[float, float, float]:
-    """CPU seconds of a run, its median seconds per step, and the median share of a step that the dump takes."""
+    """Returns CPU seconds of a run, median seconds per step, and the dump's share of a step."""
     begun = time.process_time()
     rows = run_here(flags, output)[1:]
     share = [row.get("perf/train_dump_time", 0.0) / row["perf/step_time"] for row in rows]

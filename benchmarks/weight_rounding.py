@@ -1,6 +1,7 @@
 """The share of small weight updates that reaches a rollout engine in bf16, by rounding mode.
 
-    python -m benchmarks.weight_rounding --hf-checkpoint data/smollm2/checkpoint --prompts data/smollm2/prompts
+    python -m benchmarks.weight_rounding --hf-checkpoint data/smollm2/checkpoint \\
+        --prompts data/smollm2/prompts
 
 The checkpoint is rounded to bfloat16 first, where published ones lie. One series of Adam steps per
 learning rate, in float32, raises the log-probs of right answers to training prompts; after each

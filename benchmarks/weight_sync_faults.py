@@ -235,7 +235,7 @@ class Planter:
 
 
 def _as_after(lane: Lane, check: SyncCheck) -> SyncCheck:
-    """The check as it is where the engine's weights of now had been checked at the update before."""
+    """The check of an engine whose present weights were checked at the update before."""
     late = copy(check)
     ((name, log_probs),) = lane.engine.prompt_log_probs(check.probe).items()
     received_L = check.received_L[name]

@@ -1,4 +1,4 @@
-"""Whole training steps of train.py, of TRL's GRPOTrainer and of hand-written loops, on the same task.
+"""Complete training steps of train.py, TRL's GRPOTrainer and hand-written loops on one task.
 
     python benchmarks/whole_step.py --threads 2 1 --rounds 3 --steps 40
     python benchmarks/whole_step.py --task smollm2 --threads 1 --rounds 3 --steps 1
@@ -188,7 +188,10 @@ def main() -> None:
 
 
 def chosen(names: Sequence[str], parts: Sequence[str] | None) -> list[str]:
-    """The names that contain one of the parts, or are it where it is a whole name; all without parts."""
+    """Returns the names that contain one of the parts; all names without parts.
+
+    A part that is a complete name selects only that name.
+    """
     if not parts:
         return list(names)
     return [
@@ -338,7 +341,7 @@ def prepare_task(task: Task, data: Path) -> None:
 
 
 def prepare_trl() -> Path:
-    """The interpreter of TRL's own environment, made where it is not there yet; torch goes first."""
+    """Returns the interpreter of TRL's environment, which is made if it is missing; torch first."""
     python = TRL_VENV / "bin" / "python"
     installed = TRL_VENV / ".installed"
     if not installed.exists():
@@ -350,7 +353,7 @@ def prepare_trl() -> Path:
 
 
 def report(runs: dict[str, list[Run]], setting: Setting) -> None:
-    """Prints medians, each round's time, ratios, memory, and where the time of each contender goes."""
+    """Prints medians, times by round, ratios, memory, and the contenders' profiles."""
     width, threads = max(map(len, runs)), setting.threads
     medians = {name: statistics.median(run.median for run in found) for name, found in runs.items()}
     memory = {

@@ -95,7 +95,7 @@ def _renamed() -> str:
 
 
 def _preset(name: str) -> str:
-    """The flags of a preset, as changes of the most similar earlier preset with more than two options."""
+    """Returns a preset's flags, as changes of the most similar earlier preset."""
     values = PRESETS[name]
     rests = {}
     for earlier in list(PRESETS)[: list(PRESETS).index(name)]:

@@ -11,7 +11,7 @@ COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c
 
 
 def read_series(path: Path) -> dict[str, Series]:
-    """Returns the finite values of each metric in a metrics.jsonl, as (step, value) pairs in order."""
+    """Returns the finite values of a metrics.jsonl by metric, as ordered (step, value) pairs."""
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist; give the directory of a run, which contains {METRICS}."

@@ -1,4 +1,4 @@
-"""GRPO as one would write it by hand on transformers: one file, one model, one step per rollout, no old forward.
+"""GRPO as one would write it by hand on transformers: one model, one step per rollout.
 
 The policy that sampled is the policy that is trained, so the ratio's denominator is the training
 forward's own log-probs, detached. `--own-decode` samples with a decode loop that runs each prompt
@@ -96,7 +96,10 @@ def library_decode(
 def own_decode(
     model: torch.nn.Module, prompts: Tensor, seen: Tensor, eos: int, pad: int, task: Task
 ) -> Tensor:
-    """[prompts × group, completion] sampled token by token, the prompts' key-value cache shared over each group."""
+    """Samples [prompts × group, completion] token by token.
+
+    The samples of a group share the key-value cache of their prompt.
+    """
     cache = DynamicCache(config=model.config)
     mask = seen if (seen == 0).any() else None  # models are faster without a mask
     logits = model(
@@ -126,7 +129,7 @@ def own_decode(
 
 
 def group_advantages(rewards: Tensor, task: Task) -> Tensor:
-    """[prompts × group, 1]: the reward's distance from its group's mean, in the group's deviations."""
+    """Returns [prompts × group, 1]: (reward − group mean) / group standard deviation."""
     groups = rewards.view(task.prompts, task.group)
     scaled = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     return scaled.view(-1, 1)

@@ -1,4 +1,4 @@
-"""GRPO with TRL's GRPOTrainer on the same task, timed from the end of one step to the end of the next."""
+"""GRPO with TRL's GRPOTrainer on the same task, timed from the end of a step to the next end."""
 
 import tempfile
 from typing import Any

@@ -18,7 +18,7 @@ FUNCTIONS = ("masked_sum", "masked_mean", "distributed_masked_mean")
 
 
 def load_verl_helper(site_packages: Path) -> ModuleType:
-    """The module `verl.trainer.ppo.rollout_corr_helper` of the verl installed in `site_packages`."""
+    """Returns `verl.trainer.ppo.rollout_corr_helper` of the verl in `site_packages`."""
     root = site_packages / "verl"
     _register(
         "verl",

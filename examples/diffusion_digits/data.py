@@ -1,4 +1,6 @@
-"""scikit-learn's handwritten digits in two halves: one to train on, one to judge by. And the classifiers that judge.
+"""scikit-learn's handwritten digits in two halves, and the classifiers that judge samples.
+
+One half trains the flow model, the other half trains the classifiers.
 
 Shapes: suffix _B is per image, _BP is [B, 64 pixels].
 """
@@ -38,7 +40,7 @@ def load_halves(seed: int) -> tuple[Images, Images]:
 
 
 def miscaptioned(images: Images, share: float, generator: torch.Generator) -> Images:
-    """The images with a share of their captions drawn at random: the right one among them, one time in ten."""
+    """Returns the images with a share of captions drawn at random; one in ten of these is right."""
     count = len(images.digits_B)
     wrong = torch.rand(count, generator=generator) < share
     drawn = torch.randint(CLASSES, (count,), generator=generator)
@@ -76,7 +78,7 @@ def train_judge(
 
 @torch.no_grad()
 def reward(judge: nn.Module, pixels_BP: Tensor, digits_B: Tensor) -> Tensor:
-    """The probability that a classifier gives to the digit that was asked for; 0 for an image that is not finite."""
+    """Returns the classifier's probability of the requested digit; 0 for a non-finite image."""
     probability = judge(pixels_BP).softmax(-1).gather(1, digits_B[:, None]).squeeze(1)
     return probability.nan_to_num(0.0)
 

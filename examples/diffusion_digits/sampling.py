@@ -66,7 +66,10 @@ def sample_trajectories(
 def trajectory_log_probs(
     model: VelocityModel, trajectories: Trajectories, config: DigitsConfig
 ) -> Tensor:
-    """[B, T] log-probs of the steps taken, means over pixels, by another model: all of them in one pass."""
+    """Returns [B, T] log-probs of the sampled steps under a model, as means over pixels.
+
+    One forward pass has all steps.
+    """
     times, (batch, steps) = schedule(config.sde_steps), trajectories.rollout_log_probs_BT.shape
     before, after = (
         trajectories.latents_BTP[:, :-1].flatten(0, 1),

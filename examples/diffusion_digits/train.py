@@ -1,6 +1,7 @@
 """FlowGRPO on handwritten digits, with rollouts by a low-precision copy whose weights lag behind.
 
-    python -m examples.diffusion_digits.train --custom-config-path examples/diffusion_digits/train.yaml
+    python -m examples.diffusion_digits.train \\
+        --custom-config-path examples/diffusion_digits/train.yaml
 
 Flow matching on digits, half of them with a random caption, gives a model that draws the requested
 digit about half of the time. Reinforcement learning continues: the reward is a classifier's
@@ -151,7 +152,7 @@ class Run:
     def prepare(
         self, trajectories: Trajectories, advantages_B: Tensor
     ) -> tuple[Batch, list[StepStatistics]]:
-        """Old log-probs; where the correction is decoupled, also its weights, made once of the whole rollout."""
+        """Returns old log-probs, and the weights of the rollout if the correction is decoupled."""
         rollout_log_probs = trajectories.rollout_log_probs_BT
         if self.correction.use_rollout_logprobs:
             data = apply_bypass_mode({"rollout_log_probs": rollout_log_probs})
@@ -170,7 +171,10 @@ class Run:
         return Batch(trajectories, advantages_B, old_log_probs, found.folded), [found.statistics]
 
     def train_step(self, batch: Batch) -> tuple[DiffusionLoss, float]:
-        """One optimizer step: the loss and the norm of its gradient. A gradient that is not finite is skipped."""
+        """Takes an optimizer step; returns the loss and the gradient norm.
+
+        A non-finite gradient changes no weights.
+        """
         found = diffusion_loss(
             self.correction,
             trajectory_log_probs(self.model, batch.trajectories, self.config),

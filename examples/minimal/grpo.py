@@ -1,4 +1,4 @@
-"""GRPO by hand, corrected by slime_tis: a tiny model with random weights learns to repeat the digit of its prompt.
+"""GRPO by hand, corrected by slime_tis: a tiny model learns to repeat the digit of its prompt.
 
 The rollout engine is a bf16 copy of the policy that gets the weights at every fourth step, so that
 its log-probs differ from training by rounding and staleness. The lines that correct this are marked
@@ -77,7 +77,7 @@ def response_log_probs(model: PreTrainedModel, prompts: Tensor, responses: Tenso
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """[B, 1]: the distance of each reward from the mean of its group, in standard deviations of the group."""
+    """Returns [B, 1]: (reward − group mean) / group standard deviation."""
     groups = rewards.view(PROMPTS, GROUP)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(
         -1, 1

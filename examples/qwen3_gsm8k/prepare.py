@@ -1,4 +1,6 @@
-"""Writes GSM8K as a prompt file: python examples/qwen3_gsm8k/prepare.py --parquet FILE.parquet --out train.jsonl
+"""Writes GSM8K as a prompt file.
+
+    python examples/qwen3_gsm8k/prepare.py --parquet FILE.parquet --out train.jsonl
 
 The data set is `openai/gsm8k` on the Hugging Face hub (`hf download openai/gsm8k --repo-type
 dataset`).

@@ -226,7 +226,9 @@ def write(
     seed: int = 0,
     system: str | None = None,
 ) -> str:
-    """Writes train.jsonl, eval.jsonl and complete.json to a new directory, whole or not at all; returns what to print.
+    """Writes train.jsonl, eval.jsonl and complete.json to a new directory, all or nothing.
+
+    Returns the text to print.
 
     Args:
         out: Directory to make. One that was written with the same arguments is left as it is.
@@ -298,7 +300,7 @@ def split(total: int, specs: list[Spec]) -> list[int]:
 
 
 def questions(spec: Spec, wanted: int, seen: set[str], seed: int) -> list[dict[str, Any]]:
-    """Entries of a dataset whose questions nobody has seen, up to `wanted`, fewer where it has no more.
+    """Returns up to `wanted` entries of a dataset with new questions.
 
     reasoning-gym draws entry i of a dataset from `seed + i`: two seeds that are close have entries
     in common, so that training and held-out questions are distinguished by their text.

@@ -1,11 +1,16 @@
 """reasoning-gym's own scoring as a reward.
 
-    --custom-rm-path examples/reasoning_gym/reward.py:score      # from 0 to 1, some for an answer that is nearly right
-    --custom-rm-path examples/reasoning_gym/reward.py:correct    # 1 where the score is 1, else 0
+    --custom-rm-path examples/reasoning_gym/reward.py:score      # 0 to 1, partial credit included
+    --custom-rm-path examples/reasoning_gym/reward.py:correct    # 1 if the score is 1, else 0
 
 The metadata of a row, which prompts.py writes:
 
-    {"dataset": name, "config": its fields that are not defaults, "entry": what it generated, "answer": how to read it}
+    {
+        "dataset": name,
+        "config": fields that differ from the dataset's defaults,
+        "entry": the generated entry,
+        "answer": how to read the answer
+    }
 
 Nothing in a row or in a response is run as code: the datasets whose scoring would do so are refused
 (`EXECUTES`).
@@ -51,7 +56,7 @@ or all of it."""
 
 
 def score(args: Any, sample: Any, **kwargs: Any) -> float:
-    """The dataset's own score of a response, from 0 to 1; 0 where its scoring raises an exception."""
+    """Returns the dataset's score of a response, 0 to 1; 0 if scoring raises an exception."""
     return entry_score(sample.metadata, sample.response)
 
 
@@ -145,7 +150,11 @@ def read_answer(response: str, reader: str) -> str | None:
 
 
 def encoded(value: Any) -> Any:
-    """A value as JSON: tuples become `{"()": […]}`, mappings whose keys are not text `{"{}": [[key, value], …]}`."""
+    """Returns a value as JSON.
+
+    A tuple becomes `{"()": […]}`. A mapping with keys that are not text becomes
+    `{"{}": [[key, value], …]}`.
+    """
     if isinstance(value, tuple):
         return {"()": [encoded(each) for each in value]}
     if isinstance(value, list):

@@ -1,6 +1,7 @@
 """Prints answers to held-out questions before and after training, in words.
 
-    python -m examples.smollm2_reasoning_gym.answers --before data/smollm2/checkpoint --after runs/smollm2/hf \
+    python -m examples.smollm2_reasoning_gym.answers \
+        --before data/smollm2/checkpoint --after runs/smollm2/hf \
         --prompts data/smollm2/prompts/eval.jsonl
 """
 

@@ -46,7 +46,7 @@ MAX_STRINGS = 1 << 19
 
 
 def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32") -> str:
-    """Writes a GGUF file as a Hugging Face directory, completely or not at all; returns a summary to print.
+    """Writes a GGUF file as a Hugging Face directory, all or nothing; returns a summary to print.
 
     Args:
         file: GGUF of a dense Llama, Qwen2 or Qwen3 model in one file, quantized or not, with its
@@ -120,7 +120,7 @@ def import_gguf(file: str | Path, directory: str | Path, *, dtype: str = "fp32")
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    """Reads metadata, with counts instead of lists of strings, and maps tensors into memory, by their names in GGUF.
+    """Reads metadata, with counts instead of lists of strings, and maps tensors into memory.
 
     Raises:
         ValueError: the file is damaged, or holds another kind of model.
@@ -218,7 +218,7 @@ def model_config(metadata: Mapping[str, Any], tensors: dict[str, ReaderTensor]) 
 
 
 def decimal(value: float) -> float:
-    """The shortest decimal that rounds to a number in float32, the type of GGUF: 9.999999747e-06 is 1e-05."""
+    """Returns the shortest decimal that float32 rounds to the number: 1e-05 for 9.999999747e-06."""
     import numpy as np
 
     return float(str(np.float32(value)))
@@ -271,7 +271,10 @@ def llama3_scaling(divisors: NDArray[Any], theta: float) -> dict[str, Any]:
 def read_tokenizer(
     path: Path, metadata: Mapping[str, Any], scratch: Path
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer and its chat template, read through a link: transformers reads other files of a directory, too."""
+    """Returns the tokenizer with its chat template.
+
+    It is read through a link, since transformers also reads other files of a directory.
+    """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

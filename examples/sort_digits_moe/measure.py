@@ -1,6 +1,8 @@
-"""Measures what routing replay leaves of the mismatch, by the precision of the rollout engine; writes mismatch.csv.
+"""Measures the mismatch that remains with routing replay, by the engine's precision.
 
-    python -m examples.sort_digits_moe.measure data/sort_digits_moe ...    # two minutes on one core for each policy
+Writes mismatch.csv.
+
+    python -m examples.sort_digits_moe.measure data/sort_digits_moe ...    # two minutes per policy
 
 An engine of each precision answers the held-out prompts, and records its experts and their weights.
 Training in fp32, with the same weights, then computes the log-probs of these answers: with its own
@@ -200,7 +202,7 @@ def compare(
 def mismatch_of(
     batch: TrainingBatch, training: TrainingEngine, *, replays_routing: bool
 ) -> dict[str, float]:
-    """The metrics of the training policy's log-probs against the engine's, and the share of ten tokens in k3."""
+    """Returns the mismatch metrics of training and engine, and the share of ten tokens in k3."""
     partition = fixed_partition(len(batch), PER_PASS)
     log_probs_L = training.log_probs(batch, partition, replays_routing=replays_routing)
     delta_L = (log_probs_L - batch.responses.rollout_log_probs_L).double()

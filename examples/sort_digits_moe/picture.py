@@ -1,4 +1,6 @@
-"""The picture of `make train-moe`: accuracy, mismatch, largest weights and routing, without and with routing replay.
+"""The picture of `make train-moe`: runs without and with routing replay.
+
+Its panels are accuracy, mismatch, largest weights and routing.
 
     python -m examples.sort_digits_moe.picture WITHOUT_REPLAY_DIR WITH_REPLAY_DIR
 

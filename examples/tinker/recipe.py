@@ -1,4 +1,4 @@
-"""A tinker recipe with rollout correction, on a small client that stands in for the service: no key, no network.
+"""A tinker recipe with rollout correction, on a stand-in for the service: no key, no network.
 
     python -m examples.tinker.recipe
 
@@ -21,7 +21,7 @@ CORRECTION = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=2.0, rs_veto_
 
 
 class LocalClient:
-    """A policy of one logit per position and token, with the part of tinker's TrainingClient that the recipe uses."""
+    """A policy of one logit per position and token, with the methods of tinker's TrainingClient."""
 
     def __init__(self) -> None:
         self.logits = torch.zeros(LENGTH, VOCABULARY, requires_grad=True)
@@ -34,7 +34,7 @@ class LocalClient:
         return tokens, log_probs.expand(SAMPLES, -1, -1).gather(2, tokens[..., None])[..., 0]
 
     def forward_backward_custom(self, data, loss_fn):
-        """tinker's own two passes: log-probs to the loss, then its gradient as weights of a cross entropy."""
+        """tinker's two passes: loss of log-probs, then its gradient as cross-entropy weights."""
         tokens = torch.stack([datum.loss_fn_inputs["target_tokens"].to_torch() for datum in data])
         log_probs = (
             self.logits.log_softmax(-1)

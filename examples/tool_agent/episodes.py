@@ -1,4 +1,4 @@
-"""Prints greedy episodes of policies on the same held-out questions, with accuracy and calls per episode.
+"""Prints policies' greedy episodes on held-out questions, with accuracy and calls per episode.
 
 python -m examples.tool_agent.episodes data/tool_agent/checkpoint runs/tool_agent/hf
 """

@@ -1,4 +1,6 @@
-"""Makes the example's policy and prompts: sums and differences of two to four numbers, with a calculator for two.
+"""Makes the example's policy and prompts: sums and differences of two to four numbers.
+
+A tool calculates with two numbers.
 
     python -m examples.tool_agent.prepare --out data/tool_agent
 
@@ -154,7 +156,7 @@ def transcript(
     call_probability: tuple[float, ...],
     chance: random.Random,
 ) -> Transcript:
-    """An episode that calls the calculator for one operation after the other, until it answers at some point.
+    """Returns an episode that calls the calculator once per operation, and answers at some point.
 
     Args:
         row: the question, and its answer, which is given whether or not all operations were
@@ -269,7 +271,7 @@ def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def accuracies(
     model: PreTrainedModel, tokens: Tensor, sampled: Tensor, decisions: Tensor
 ) -> tuple[float, float]:
-    """Share of questions whose greedy calls and answer are right, and that with each decision to call given.
+    """Returns the share of questions with right greedy calls and answer, also with given decisions.
 
     Args:
         model: policy.

@@ -1,4 +1,6 @@
-"""TRL's GRPO with rollout correction: sorts ten digits, `3141592653>` → `1123345569`; `make train-trl` runs it.
+"""TRL's GRPO with rollout correction sorts ten digits; `make train-trl` runs it.
+
+The answer to `3141592653>` is `1123345569`.
 
     python examples/sort_digits/prepare.py --out data/sort_digits
     python examples/trl/sort_digits.py --steps 60 --output-dir runs/trl
@@ -97,7 +99,7 @@ def exact_match(completions: Sequence[str], label: Sequence[str], **_: Any) -> l
 
 
 def sample(prompts: Sequence[str], trainer: CorrectedGRPOTrainer) -> dict[str, Any]:
-    """One answer to each prompt from a bfloat16 copy of the policy, with its log-probs: TRL's `rollout_func`."""
+    """TRL's `rollout_func`: one answer per prompt, with log-probs, from a bfloat16 copy."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     engine = type(policy)(
         policy.config

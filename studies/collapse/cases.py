@@ -17,7 +17,7 @@ ROOT = HERE.parents[1]
 
 @dataclass(frozen=True)
 class Study:
-    """A grid of runs, and where it and what it makes lie; studies of other directories share this package's code."""
+    """The files of a study; studies in other directories share this package's code."""
 
     directory: Path = HERE
 
@@ -143,7 +143,7 @@ class Grid:
         ]
 
     def position(self, key: tuple[str, str, int]) -> tuple[int, int, int]:
-        """Sort key of a run: by scenario, correction and seed; names that are not in the grid come last."""
+        """Returns the sort key of a run: scenario, correction, seed; unknown names come last."""
         scenario, correction, seed = key
         places = [
             [*names].index(name) if name in names else len(names)

@@ -1,4 +1,7 @@
-"""Runs train.py with a fault in its rollout engine: `python -m studies.collapse.faults NAME FLAGS…`."""
+"""Runs train.py with a fault in its rollout engine.
+
+python -m studies.collapse.faults NAME FLAGS…
+"""
 
 import sys
 from collections.abc import Mapping

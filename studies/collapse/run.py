@@ -1,4 +1,4 @@
-"""Runs train.py over the grid of a study, several runs at a time, and writes a row per run into its results.csv.
+"""Runs train.py over a study's grid, several runs at a time; writes a row per run to results.csv.
 
     python -m studies.collapse.run                  # every scenario and correction, one seed
     python -m studies.collapse.run --seeds 0 1 2    # the whole grid
@@ -76,9 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     if found:
         found.sort(key=lambda row: grid.position(row.key))
-        print(
-            f"\n{table(found)}\n\n{options.results}\n{draw(found, options.runs / 'study.png', grid.draws)}"
-        )
+        picture = draw(found, options.runs / "study.png", grid.draws)
+        print(f"\n{table(found)}\n\n{options.results}\n{picture}")
     return 0 if len(found) == len(cases) else 1
 
 

@@ -1,4 +1,6 @@
-"""Compares every method with on-policy training, per mismatch: README's figure and table, and the table of `recommend`.
+"""Compares every method with on-policy training, per mismatch.
+
+Writes README's figure and table, and the table that `recommend` reads.
 
     python -m studies.comparison.compare    # part of `make docs`
 
@@ -165,7 +167,7 @@ def _column(
 
 
 def relative_accuracy(method: Accuracy, reference: Accuracy) -> tuple[float, float, float]:
-    """Mean accuracy over the common seeds divided by the reference's mean, and its 95 % interval."""
+    """Returns mean accuracy over mean reference of the common seeds, and its 95 % interval."""
     seeds = sorted(method.keys() & reference.keys())
     values, base = (
         np.array([method[seed] for seed in seeds]),
@@ -192,7 +194,7 @@ def tie_margin(accuracies: Sequence[Accuracy]) -> float:
 
 
 def table(compared: Sequence[Column]) -> str:
-    """Markdown: one row per method with its relative accuracy under each mismatch, ties with the best one bold."""
+    """Returns Markdown: relative accuracy by method and mismatch, ties with the best in bold."""
     by_method: dict[str, dict[str, Cell]] = {}
     for column in compared:
         for cell in column.cells:
@@ -208,7 +210,7 @@ def table(compared: Sequence[Column]) -> str:
 
 
 def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
-    """Markdown: the answers of `recommend` in other columns, at the smallest and the largest mismatch of each."""
+    """Returns Markdown: answers of `recommend` in other columns, at their extreme mismatches."""
     lines = [
         "| column | σ√T | answer | relative accuracy | tied with the best |",
         "|---|---|---|---|---|",
@@ -229,7 +231,7 @@ def answers(tests: Sequence[Column], columns: Sequence[Column]) -> str:
 
 
 def predictors(rows: Iterable[Row], compared: Sequence[Column]) -> str:
-    """Markdown: rank correlation, over the methods of a column, of a quantity in training with the accuracy."""
+    """Returns Markdown: rank correlation of quantities in training with accuracy, per column."""
     lines = [
         "| column | methods | k3 | ESS of the weights | tokens kept |",
         "|---|---|---|---|---|",
@@ -267,7 +269,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> str:
 
 
 def sweep(rows: Iterable[Row]) -> str:
-    """Markdown: per method and bound of the sweep, accuracy relative to on-policy training with the same seeds."""
+    """Returns Markdown: relative accuracy by method and bound of the sweep, with the same seeds."""
     by_case: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         by_case.setdefault((row.scenario, row.correction), {})[row.seed] = row.late_accuracy
@@ -289,7 +291,7 @@ def _text(cell: Cell | None) -> str:
 
 
 def draw(compared: Sequence[Column], path: Path) -> Path:
-    """The heat map: accuracy relative to on-policy training, with a dot where a method is tied with the best one."""
+    """Draws the heat map of relative accuracy; a dot marks ties with the best method."""
     import matplotlib
 
     matplotlib.use("agg")

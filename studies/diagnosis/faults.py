@@ -1,4 +1,4 @@
-"""The faults that the study plants, each in three strengths: functions of a world that return a table of tokens."""
+"""The faults that the study plants, in three strengths: a world to a table of tokens."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def shifted_tokens(world: World, strength: int) -> TokenTable:
 
 
 def other_prompt(world: World, strength: int) -> TokenTable:
-    """Training has tokens of a system prompt before the question that the rollout engine did not have."""
+    """Training sees a system prompt before the question, the rollout engine does not."""
     system = torch.full((SAMPLES, (1, 2, 4)[strength]), SYSTEM)
     return run(world, trained_prompts=lambda prompts: torch.cat([system, prompts], 1))
 
@@ -212,7 +212,7 @@ def partly_updated(world: World, strength: int) -> TokenTable:
 def _rounded(
     change: Callable[[Tensor], Tensor], strength: int
 ) -> Callable[[World, int], torch.nn.Module]:
-    """A rollout engine with rounded matrices: in the MLPs, in all layers, or in all layers and the head."""
+    """A rollout engine rounds matrices: of MLPs, of all layers, or of all layers and the head."""
 
     def chosen(name: str) -> bool:
         if "norm" in name or "embed" in name:
@@ -253,7 +253,7 @@ def nan_tokens(world: World, strength: int) -> TokenTable:
 
 
 def broken_tokens(world: World, strength: int) -> TokenTable:
-    """A kernel that loses the scale of some rows of logits: log-probs down to −30 nats and below."""
+    """A kernel loses the scale of some rows of logits: log-probs down to −30 nats and below."""
     share = (0.003, 0.01, 0.03)[strength]
 
     def report(rollout: Rollout, step: int) -> Rollout:
@@ -300,7 +300,7 @@ def moe_routing(world: World, strength: int) -> TokenTable:
 
 
 def retokenised(world: World, strength: int) -> TokenTable:
-    """Symbols that were sampled as two tokens are one when the text is encoded again; log-probs do not move."""
+    """Encoding the text again joins symbols sampled as two tokens; log-probs do not move."""
     merged = {
         world.pair(symbol): symbol for symbol in range(FIRST, FIRST + (2, 4, MERGEABLE)[strength])
     }
@@ -322,7 +322,7 @@ def retokenised(world: World, strength: int) -> TokenTable:
 
 
 def mask_mistake(world: World, strength: int) -> TokenTable:
-    """Tokens of a tool's output in the response, trained on, with a placeholder for their log-prob."""
+    """A tool's tokens in the response are trained, with a placeholder as log-prob."""
     share, placeholder = (0.1, 0.3, 0.8)[strength], (0.0, -1.0, float("nan"))[world.seed % 3]
     chance = np.random.default_rng(world.seed)
 

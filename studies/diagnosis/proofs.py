@@ -1,6 +1,6 @@
-"""Plants each fault of the table of hypotheses in samples of sort digits, and prints what the proof says.
+"""Plants every fault of the hypotheses in samples of sort digits, and prints the proofs' answers.
 
-    python -m studies.diagnosis.proofs [FAULT ...]    # after `make data`; about ten minutes on one core
+    python -m studies.diagnosis.proofs [FAULT ...]    # after `make data`; ten minutes on one core
 
 The engine samples token by token with the fault, and training scores the samples without it. Faults
 and hypotheses share their code, so this shows that hypotheses are told from each other, not that

@@ -1,4 +1,6 @@
-"""How far can a diagnosis from a dump alone reach? A classifier on passive statistics of the second generator's faults.
+"""How far can a diagnosis reach from a dump only?
+
+A classifier reads statistics of the second generator's faults.
 
     python -m studies.diagnosis.reach --seeds 6 7 8 9
 
@@ -27,16 +29,36 @@ from slime_tis.analysis.dumps.table import TokenTable
 from studies.diagnosis import second
 
 CLASSES: dict[str, tuple[str, ...]] = {
-    "prompt": ("BOS dropped", "two prompt tokens added", "last prompt token missing", "prompt cut from the left",
-               "pads attended", "older prompt cache"),
+    "prompt": (
+        "BOS dropped",
+        "two prompt tokens added",
+        "last prompt token missing",
+        "prompt cut from the left",
+        "pads attended",
+        "older prompt cache",
+    ),
     "position": ("rope_theta", "linear rope scaling", "attention window"),
-    "precision": ("norm epsilon", "bf16 weights", "fp8 weights", "int8 weights", "int4 weights", "fp8 cache",
-                  "dropout"),
+    "precision": (
+        "norm epsilon",
+        "bf16 weights",
+        "fp8 weights",
+        "int8 weights",
+        "int4 weights",
+        "fp8 cache",
+        "dropout",
+    ),
     "weights": ("older weights", "one older tensor"),
-}  # fmt: skip
-WITHOUT_CLASS = ("two heads exchanged", "gelu instead of silu", "first layer skipped", "output layer in int4",
-                 "attention scale", "residual branch at 0.9", "norm weight reset",
-                 "adapter unknown to training")  # fmt: skip
+}
+WITHOUT_CLASS = (
+    "two heads exchanged",
+    "gelu instead of silu",
+    "first layer skipped",
+    "output layer in int4",
+    "attention scale",
+    "residual branch at 0.9",
+    "norm weight reset",
+    "adapter unknown to training",
+)
 OTHERS, MODELLED, ALL = 17, 35, 63
 """Faults per seed with a hypothesis and a certain sign, all with a hypothesis, and all faulty
 dumps."""
@@ -79,7 +101,7 @@ def statistics(tokens: Tokens) -> list[float]:
 def discriminant(
     train: np.ndarray, labels: np.ndarray, test: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each test row with its margin: the nearest mean in the metric of the shrunk pooled covariance."""
+    """Returns class and margin of every test row: the nearest mean under the covariance."""
     center, scale = train.mean(0), train.std(0) + 1e-9
     train, test = (train - center) / scale, (test - center) / scale
     names = np.unique(labels)
@@ -116,7 +138,7 @@ def measure(seeds: Sequence[int], folder: Path) -> tuple[np.ndarray, np.ndarray,
 def predicted(
     rows: np.ndarray, labels: np.ndarray, owners: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each dump and its margin, by a discriminant of the other seeds' dumps that have a class."""
+    """Returns each dump's class and margin, by a discriminant of the other seeds' dumps."""
     found, margins = labels.copy(), np.zeros(len(labels))
     for seed in np.unique(owners):
         own, others = owners == seed, (owners != seed) & (labels != "")

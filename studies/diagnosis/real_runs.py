@@ -1,4 +1,4 @@
-"""Plants faults in real runs of train.py on the study's models, and diagnoses the dumps that these runs write.
+"""Plants faults in runs of train.py on the study's models, and diagnoses their dumps.
 
     python -m studies.diagnosis.real_runs --results studies/diagnosis/results_runs.csv
 
@@ -126,7 +126,7 @@ def replaced(shares: tuple[float, float, float], value: float) -> Callable[[int]
 
 
 def tool_output(strength: int) -> Report:
-    """A tool's output at the end of a response, trained on, with a placeholder for its log-probs."""
+    """A tool's tokens end the response and are trained, with placeholders as log-probs."""
 
     def report(world: World, sample: Sample, chance: np.random.Generator) -> None:
         if chance.random() >= (0.1, 0.3, 0.8)[strength]:
@@ -143,7 +143,7 @@ def tool_output(strength: int) -> Report:
 
 
 def retokenised(strength: int) -> Report:
-    """Symbols that were sampled as two tokens are one when the text is encoded again; log-probs do not move."""
+    """Encoding the text again joins symbols sampled as two tokens; log-probs do not move."""
 
     def report(world: World, sample: Sample, chance: np.random.Generator) -> None:
         merged = {
@@ -298,7 +298,7 @@ class FaultyEngine(SoundEngine):
 
 @contextlib.contextmanager
 def planted(fault: Fault, strength: int = 1, world: World | None = None) -> Iterator[None]:
-    """Gives a fault to the rollout engines that train.py builds meanwhile; only faults of tokens need a world."""
+    """Plants a fault in engines that train.py builds meanwhile; only token faults need a world."""
     module: Any = local  # mypy does not let a class be replaced
     module.LocalEngine = type(
         "Faulty", (FaultyEngine,), {"fault": fault, "strength": strength, "world": world}
@@ -322,7 +322,7 @@ class Worlds:
 
 
 def write_task(world: World, directory: Path) -> list[str]:
-    """The world's first weights as a checkpoint, prompts and a reward; the flags that train on them."""
+    """Writes the world's first weights, prompts and a reward; returns flags that train on them."""
     names = {f"t{i}": i for i in range(world.vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(names, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -364,7 +364,7 @@ def words(tokens: Sequence[int]) -> str:
 
 
 def run(world: World, fault: Fault, strength: int, dump: Path) -> None:
-    """Trains a world's model with a fault; the run's one file of tokens per rollout goes into the directory `dump`."""
+    """Trains a world's model with a fault; writes one file of tokens per rollout to `dump`."""
     unfinished = dump.with_name(f".{dump.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Plants every fault in tiny models, diagnoses the dumps, and counts how often the planted cause comes first.
+"""Plants faults in tiny models, diagnoses the dumps, and counts how often the cause comes first.
 
     python -m studies.diagnosis.run                     # the reported seeds
     python -m studies.diagnosis.run --seeds 0 1 2 3     # the seeds that tuned the thresholds
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cases(seed: int, strengths: Sequence[int]) -> Iterator[Case]:
-    """The cases of a seed: each fault in a model that it is possible in, and healthy runs of both models."""
+    """Returns a seed's cases: every fault in a model that can have it, and healthy runs of both."""
     dense = DENSE[seed % 2]
     for family in (dense, MOE):
         for strength in range(HEALTHY):
@@ -151,7 +151,7 @@ def examine(case: Case, table: TokenTable) -> Row:
 
 
 def summary(rows: Sequence[Row], causes: Mapping[str, str]) -> str:
-    """Tables in Markdown: right answers by fault, the confusion matrix at medium strength, forms of rounding.
+    """Returns Markdown: right answers by fault, confusion at medium strength, forms of rounding.
 
     Args:
         rows: of the cases.

@@ -1,11 +1,14 @@
-"""A second generator of faulty dumps, written without the code of the diagnosis, to measure how often it is right.
+"""A second generator of faulty dumps, written without the code of the diagnosis.
+
+It measures how often the diagnosis is right.
 
 An agent reads a sum, writes some words, calls a calculator, and answers. Tiny Llama and Qwen2
 models learn this task, and sample it with a fault in the rollout engine. Training scores the
 samples in float32. `slime-tis diagnose` then names a cause, once from the dump alone and once with
 the checkpoint.
 
-    python -m studies.diagnosis.second --seeds 0 1 2 3 4 --results studies/diagnosis/results_second.csv
+    python -m studies.diagnosis.second --seeds 0 1 2 3 4 \
+        --results studies/diagnosis/results_second.csv
 
 Grades of the first finding: *right* (an accepted cause, or `unexplained` for a fault that no
 hypothesis describes), *unexplained*, *healthy* (missed), *misleading* (another cause).
@@ -320,7 +323,7 @@ def biased(token: int, value: float) -> Logits:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of the rollout engine, and the causes that name it; none if no cause of the diagnosis does."""
+    """A fault of the rollout engine, and the causes that name it; possibly none."""
 
     accepts: frozenset[str]
     build: Callable[[World, Engine], Engine]

@@ -1,4 +1,4 @@
-"""More faults of the first generator, to tune the rules that read tokens and prompts: causes, and faults without one.
+"""More faults of the first generator, to tune the rules that read tokens and prompts.
 
     python -m studies.diagnosis.tuning --seeds 0 1 2
 
@@ -130,9 +130,15 @@ def draft(world: World, step: int, rollout: Rollout, strength: int) -> Tensor:
     torch.manual_seed(world.seed)
     size, steps = ((48, 60), (32, 50), (24, 40))[strength]
     config = LlamaConfig(
-        vocab_size=world.vocabulary, hidden_size=size, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=world.vocabulary,
+        hidden_size=size,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
     small = replace(world, model=LlamaForCausalLM(config).eval(), weights=[])
     supervise(small, steps)
     return score(small.model, rollout.prompts, rollout.tokens)[0]
@@ -261,9 +267,15 @@ FAULTS: dict[str, Fault] = {
     "decimals": Fault(report=decimals),
 }
 PAIRS = (
-    ("presence penalty", "int8"), ("repetition penalty", "fp8"), ("frequency penalty", "pads"), ("logit bias", "rope"),
-    ("temperature", "fp8"), ("temperature", "prompt cut"), ("min-p", "epsilon"), ("soft cap", "rope"),
-)  # fmt: skip
+    ("presence penalty", "int8"),
+    ("repetition penalty", "fp8"),
+    ("frequency penalty", "pads"),
+    ("logit bias", "rope"),
+    ("temperature", "fp8"),
+    ("temperature", "prompt cut"),
+    ("min-p", "epsilon"),
+    ("soft cap", "rope"),
+)
 """A fault of the sampler, and one of the network or its input."""
 FAULTS |= {
     " + ".join(pair): replace(
@@ -289,9 +301,13 @@ def dump(world: World, fault: Fault, strength: int, steps: Sequence[int]) -> Tok
         given = torch.cat([world.prompts(step + 100 * part) for part in range(4 // len(steps))])
         engine = fault.model(world, step, strength)
         rollout = sample(
-            engine, fault.prompts(given, strength), world.response_tokens, 31 * world.seed + step,
-            shape=shape, gap=fault.gap[strength],
-        )  # fmt: skip
+            engine,
+            fault.prompts(given, strength),
+            world.response_tokens,
+            31 * world.seed + step,
+            shape=shape,
+            gap=fault.gap[strength],
+        )
         reported = replace(rollout, log_probs=fault.report(world, step, rollout, strength))
         train, entropy = score(world.at(step), given, reported.tokens)
         scored.append(Scored(step, replace(reported, prompts=given), train, entropy, step))

@@ -1,4 +1,4 @@
-"""A tiny language model that is really trained, really sampled from and really scored: what faults are planted in.
+"""A tiny language model that is trained, sampled from and scored; faults are planted in it.
 
 Training: a few supervised steps on a task of symbols, then optimizer steps by REINFORCE, whose
 weights are all kept. Sampling: token by token with a KV cache, as a rollout engine does. Scoring:
@@ -125,7 +125,7 @@ def make_world(seed: int, family: str) -> World:
 
 
 def answers(world: World, prompts: Tensor) -> Tensor:
-    """[B, T] right answers: the prompt's symbols again and again, each time moved on by one symbol."""
+    """Returns [B, T] right answers: the prompt's symbols repeated, shifted by one every time."""
     symbols = prompts[:, :-1] - FIRST
     rounds = [
         (symbols + turn) % (world.symbols - FIRST)
@@ -236,7 +236,7 @@ def supervise(world: World, steps: int) -> None:
 
 
 def _reinforce(world: World, lr: float) -> None:
-    """Optimizer steps by REINFORCE on the share of right symbols; keeps the weights before and after each."""
+    """Takes REINFORCE steps on the share of right symbols; keeps the weights of every step."""
     optimizer = torch.optim.AdamW(world.model.parameters(), lr=lr)
 
     def keep() -> None:

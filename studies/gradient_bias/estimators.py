@@ -1,4 +1,4 @@
-"""Bias and variance of the corrected policy gradient, exactly, on a model of responses that can be enumerated.
+"""Exact bias and variance of the corrected policy gradient, on responses that can be enumerated.
 
 The model. A response has T tokens, drawn independently from three with probabilities π(v) =
 softmax(θ)_v. Token v is worth q_v, and an answer is right (R = 1) where its tokens together, Σ_t
@@ -130,7 +130,7 @@ class Moments:
         )
 
     def mean_radius(self, responses: int) -> float:
-        """No less than the distance that `mean_V` of simulated responses has from the truth, in 95 of 100 cases.
+        """Returns a 95 % bound on the distance of the simulated `mean_V` from the truth.
 
         ĝ lies in a plane; the squared distance is at most χ² of two degrees of freedom, times the
         larger eigenvalue of the covariance, which its trace bounds.
@@ -287,7 +287,7 @@ def corrected(config: RolloutCorrectionConfig, log_ratio_N: Tensor) -> tuple[Ten
 
 
 def clipped_ratios(log_ratio_V: Tensor) -> Tensor:
-    """What PPO's loss against the rollout policy multiplies A·∇log π with, [2, 3]: for A < 0 and for A > 0."""
+    """Returns [2, 3]: factors of A·∇log π in PPO's loss on the rollout policy, A < 0 and A > 0."""
     log_prob_2V = log_ratio_V.repeat(2, 1).requires_grad_()
     sign_2V = torch.tensor([[-1.0], [1.0]], dtype=torch.float64).expand_as(log_prob_2V)
     loss_2V, _ = ppo_clip(

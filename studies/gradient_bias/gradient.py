@@ -1,7 +1,7 @@
-"""How biased and how noisy each estimator of the policy gradient is, against the size of the mismatch and the length.
+"""Bias and noise of gradient estimators, against the size of the mismatch and the length.
 
-    python -m studies.gradient_bias.gradient           # computes gradient.csv, five minutes on one core
-    python -m studies.gradient_bias.gradient --draw    # writes its plot and tables into docs/; part of `make docs`
+    python -m studies.gradient_bias.gradient           # computes gradient.csv, five minutes
+    python -m studies.gradient_bias.gradient --draw    # writes plot and tables; part of `make docs`
 
 `estimators.py` defines what is computed; estimators that can be enumerated are exact, the others
 simulated.
@@ -66,7 +66,7 @@ STYLES = LOOKS | {
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One estimator at one length and mismatch; bias and deviation are relative to the norm of the true gradient."""
+    """An estimator at a length and mismatch; numbers are relative to the true gradient's norm."""
 
     correlation: float
     length: int
@@ -93,7 +93,9 @@ class Point:
         return math.sqrt(self.bias**2 + self.deviation**2 / batch)
 
     def error_up_to_scale(self, batch: int) -> float:
-        """The same of c·ĝ for the best c: √(1 − ⟨E ĝ, g⟩² / (‖g‖²·E‖ĝ‖²)); 1 where ĝ points away from g.
+        """The error of c·ĝ for the best c: √(1 − ⟨E ĝ, g⟩² / (‖g‖²·E‖ĝ‖²)).
+
+        It is 1 if ĝ points away from g.
 
         A gradient that is merely too small does not count as an error: Adam and clipping the norm
         take its size out.
@@ -150,7 +152,7 @@ def points(cases: Sequence[tuple[float, int, float, str]]) -> Iterator[Point]:
 
 
 def relative(found: Moments, gradient_V: Tensor, responses: int = 0) -> dict[str, float]:
-    """Moments as the numbers of a point, relative to the true gradient; exact where no responses were simulated."""
+    """Returns moments relative to the true gradient; exact unless responses were simulated."""
     norm = float(gradient_V.norm())
     bias = float((found.mean_V - gradient_V).norm()) / norm
     radius = found.mean_radius(responses) / norm if responses else 0.0
@@ -175,7 +177,7 @@ def tables(found: Sequence[Point]) -> dict[str, str]:
 
 
 def smallest_errors(found: Sequence[Point], error: Callable[[Point, int], float]) -> str:
-    """A Markdown table: the enumerated estimator with the smallest error in a batch, and the error."""
+    """Returns Markdown: the enumerated estimators with the smallest error in a batch."""
     by_case: dict[tuple[float, int, float], list[Point]] = {}
     for point in found:
         if not point.responses and not math.isnan(point.bias):
@@ -208,7 +210,7 @@ def _smallest(errors: dict[str, float]) -> str:
 
 
 def errors_by_bound() -> str:
-    """A Markdown table: the errors of token and of truncated sequence weights, as they are and up to scale."""
+    """Returns Markdown: errors of token and truncated sequence weights, plain and up to scale."""
     configs = {"token, ≤ 2": RolloutCorrectionConfig(use_tis=True)} | {
         f"≤ {bound:g}": RolloutCorrectionConfig(
             use_tis=True, tis_level="sequence", tis_upper_bound=bound
@@ -246,9 +248,14 @@ def draw(found: Sequence[Point], path: Path) -> Path:
     lengths = sorted({point.length for point in found})
     kinds = list(itertools.product(CORRELATIONS, ("bias", "deviation")))
     figure, axes = pyplot.subplots(
-        len(kinds), len(lengths), figsize=(4 * len(lengths), 3 * len(kinds)), sharex=True, sharey="row",
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
+        len(kinds),
+        len(lengths),
+        figsize=(4 * len(lengths), 3 * len(kinds)),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
     for (row, (correlation, what)), (column, length) in itertools.product(
         enumerate(kinds), enumerate(lengths)
     ):

@@ -1,4 +1,6 @@
-"""Measures the mismatch of each precision on a pretrained model, with intervals over samples; writes mismatch.csv.
+"""Measures the mismatch by precision on a pretrained model, with intervals over samples.
+
+Writes mismatch.csv.
 
     python -m studies.real_model.mismatch    # after `make data-smollm2`; some minutes on one core
 

@@ -1,4 +1,4 @@
-"""What rejection by fixed bounds, by z-score and by target share does to healthy and to broken sequences.
+"""Simulates rejection of healthy and broken sequences by fixed bounds, z-score and target share.
 
     python -m studies.rejection_bounds.simulate
 
@@ -53,7 +53,7 @@ class Shares:
 def log_ratios(
     length: int, deviation: float, noise: tuple[float, float], generator: torch.Generator
 ) -> Tensor:
-    """Δ of healthy sequences, [256, length]: normal with mean −σ²/2 where there is noise, a tenth of it elsewhere."""
+    """Returns Δ of healthy sequences, [256, length]: normal with mean −σ²/2."""
     tokens, sequences = noise
     options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
     noisy = torch.rand(SEQUENCES, length, **options) < tokens
@@ -96,7 +96,7 @@ def shares(options: dict[str, float], length: int, deviation: float, batches: in
 def estimates(
     length: int, deviation: float, noise: tuple[float, float], batches: int
 ) -> dict[str, float]:
-    """k3 of the batch over σ²/2, by three estimators, with one token of +20 nats in it and without it.
+    """Returns k3 of the batch over σ²/2, by three estimators, with and without a token of +20 nats.
 
     Also, as "healthy rejected", the share of the sequences that 3 deviations by the clamped mean
     reject without it.

@@ -1,8 +1,8 @@
-"""Fills .gpu/ with what a machine with a GPU and no network lacks, for `make gpu` there. `make gpu-wheels` runs it.
+"""Fills .gpu/ for `make gpu` on a machine without a network; `make gpu-wheels` runs it.
 
     .gpu/wheels/           wheels for that machine's Python, at the versions of constraints.txt
     .gpu/sort_digits/      model and prompts of the example
-    .gpu/source.json       commit and digest of the sources, since the checkout arrives there without .git
+    .gpu/source.json       commit and digest of the sources; the copy there has no .git
 
 That machine has torch and transformers, and what `THERE` lists. What the wheels and this project
 require beyond it has to be among the wheels, or nothing is made.
@@ -154,7 +154,7 @@ def read_pins(constraints: Path) -> dict[str, str]:
 
 
 def remove_others(wheels: Path, requirements: list[str]) -> None:
-    """Deletes wheels of other versions; two versions of a package would make the installation fail."""
+    """Deletes wheels of other versions, since two versions of a package fail the installation."""
     wanted = {one.lower().replace("-", "_").replace("==", "-") for one in requirements}
     for path in wheels.glob("*.whl"):
         if "-".join(path.name.lower().split("-")[:2]) not in wanted:

@@ -40,8 +40,10 @@ def version(name):
     except importlib.metadata.PackageNotFoundError:
         return None
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-names = "torch transformers safetensors numpy pytest hypothesis pytest-xdist megatron-core pydantic".split()
-print(json.dumps({"gpu": gpu, "python": platform.python_version(), "versions": {n: version(n) for n in names}}))
+names = "torch transformers safetensors numpy pytest hypothesis pytest-xdist".split()
+names += ["megatron-core", "pydantic"]
+versions = {name: version(name) for name in names}
+print(json.dumps({"gpu": gpu, "python": platform.python_version(), "versions": versions}))
 """
 
 

@@ -115,7 +115,7 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
 
 
 def _mutable_nodes(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """All expressions and statements except type annotations, decorators, docstrings and the texts of messages."""
+    """Yields expressions and statements, but no annotations, decorators, docstrings or messages."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue

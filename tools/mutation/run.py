@@ -1,4 +1,6 @@
-"""Draws one-line mutants of the core, and runs the tests of their files: a mutant that no test notices survives.
+"""Draws one-line mutants of the core and runs the tests of their files.
+
+A mutant that no test notices survives.
 
     .venv/bin/python tools/mutation/run.py --sample 200 --out mutants.jsonl
 
@@ -154,7 +156,7 @@ def main() -> None:
 
 
 def draw(count: int, seed: int, only: str) -> list[tuple[mutants.Mutant, list[str]]]:
-    """Returns the drawn mutants and their tests; the same ones while their lines of code are the same."""
+    """Returns the drawn mutants and their tests; unchanged lines of code keep their mutants."""
     tests_of = {}
     for pattern, tests in TESTS.items():
         for path in ROOT.glob(pattern):
@@ -230,7 +232,7 @@ def run_mutant(
 
 
 def time_limit(test: str, copy: Path) -> float:
-    """Returns four times the seconds that a file of tests takes without a fault, and 20 more; 0 if it fails."""
+    """Returns four times a test file's seconds without a fault, plus 20; 0 if the file fails."""
     start = time.monotonic()
     if run_tests(test, copy, limit=900) != "survived":
         print(
@@ -294,7 +296,7 @@ def _run_pytest(test: str, copy: Path) -> None:
 
 
 def copy_tree(copy: Path) -> None:
-    """Copies the files that git tracks, and compiles them so that a changed file is noticed by its content."""
+    """Copies the tracked files and compiles them, so that changes are noticed by content."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

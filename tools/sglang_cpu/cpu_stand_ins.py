@@ -1,4 +1,4 @@
-"""Makes SGLang importable on a machine without a GPU, where compiled packages that it imports do not exist.
+"""Makes SGLang importable on a machine without a GPU, which lacks compiled packages.
 
 `build.sh` puts this file and a `.pth` line that imports it into the environment, so that it runs at
 the start of every Python process there, including the server's workers. On a CPU a model does not
@@ -38,7 +38,7 @@ class ClassStandIn(type):
 
 
 class StandIn(ModuleType):
-    """A module whose every name exists: a class where it is written as one, else another stand-in."""
+    """A module that has every name: a class if it is written as one, else another stand-in."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -112,7 +112,7 @@ def allocate_host_memory(module: ModuleType) -> None:
 
 
 def gate_shared_expert(module: ModuleType) -> None:
-    """Adds the output of Qwen2-MoE's shared expert, times the sigmoid of its gate, to the others' output in place."""
+    """Adds Qwen2-MoE's shared expert, times the sigmoid of its gate, to the output in place."""
 
     def add(
         hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any
