@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slime_tis.analysis.diagnosis.pattern_rules import concentration
+from slime_tis.analysis.diagnosis.engine_rules import concentration
 from slime_tis.analysis.diagnosis.trained_tokens import Tokens, tokens_of
 from slime_tis.analysis.dumps.files import parquet_tables
 from slime_tis.analysis.dumps.table import TokenTable

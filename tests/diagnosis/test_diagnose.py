@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slime_tis.analysis.diagnosis import CAUSES, Diagnosis, diagnose
 from slime_tis.analysis.diagnosis.diagnose import _ranked, as_text
-from slime_tis.analysis.diagnosis.pattern_rules import reported_grid
-from slime_tis.analysis.diagnosis.token_rules import best_lags
+from slime_tis.analysis.diagnosis.engine_rules import reported_grid
+from slime_tis.analysis.diagnosis.shift_rules import best_lags
 from slime_tis.analysis.dumps.table import SampleParts, TokenTable
 from slime_tis.health import Finding
 

@@ -1,7 +1,7 @@
 """The causes of a mismatch, ranked from a table of tokens and the metrics of a run."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from slime_tis.analysis.diagnosis.metric_rules import (
     run_statistics,
 )
 from slime_tis.analysis.diagnosis.proof import Proof
-from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Tokens, tokens_of
+from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Mask, Tokens, tokens_of
+from slime_tis.analysis.diagnosis.weight_rules import sampled_distribution
 from slime_tis.analysis.dumps.table import TokenTable
 from slime_tis.errors import one_line
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE, Finding, evaluate
@@ -180,11 +181,12 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "healthy": ("healthy", "Nothing to change."),
 }
-"""Title and fix of each cause."""
+"""Title and fix by cause."""
 
 MIN_NAMED_SHARE = 0.8
-"""The same for the share that scoring again explains without a proof: on the first generator of the
-study right causes explain 86 % or more, wrong ones 78 % or less."""
+"""Smallest share that a cause without a proof must explain when samples are scored again; otherwise
+the answer is `unexplained`. On the first generator of the study, right causes explain 86 % or more
+and wrong ones 78 % or less."""
 MIN_CERTAIN_CONFIDENCE = 0.9
 """Below this confidence a finding names the command that proves it."""
 PROOF = (
@@ -192,9 +194,10 @@ PROOF = (
     " again."
 )
 TERMINAL_WIDTH = 100
+"""Columns of the text."""
 MIN_SHARE = 0.05
-"""A finding that explains less of the mismatch is no cause, unless its confidence is CERTAIN, as of
-a NaN. A share of 0 marks findings that explain no Δ, such as a metric's."""
+"""A finding that explains less of the mismatch is no cause, unless it is CERTAIN, such as a NaN. A
+share of 0 marks findings that explain no Δ, such as a metric's."""
 OVERLAP = (
     "The shares add up to more than 100%, because several of these causes cover the same tokens."
 )
@@ -227,148 +230,175 @@ class Diagnosis:
 
     @property
     def server(self) -> str:
-        """The rollout server that differs from the others; empty if none does."""
-        return next((finding.detail for finding in self.findings if finding.cause == "worker"), "")
+        """Name of the rollout server that differs from the others; empty if none does."""
+        for finding in self.findings:
+            if finding.cause == "worker":
+                return finding.detail
+        return ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        findings = [{**asdict(finding), "score": finding.score} for finding in self.findings]
-        mean = self.mean_abs_log_ratio if np.isfinite(self.mean_abs_log_ratio) else None
-        return {**vars(self), "findings": findings, "mean_abs_log_ratio": mean}
+        values = dict(vars(self))
+        values["findings"] = [
+            asdict(finding) | {"score": finding.score} for finding in self.findings
+        ]
+        if not np.isfinite(self.mean_abs_log_ratio):
+            # JSON has no NaN.
+            values["mean_abs_log_ratio"] = None
+        return values
 
 
 def diagnose(table: TokenTable | None, metrics: Sequence[Mapping[str, Any]] = ()) -> Diagnosis:
-    """Names the causes of a mismatch."""
+    """Names the causes of a mismatch.
+
+    Args:
+        table: Tokens of a dump; None if there is none.
+        metrics: Rows of the run's metrics.
+
+    Returns:
+        The causes that tokens show, and those that only metrics show.
+    """
     if table is None or not (table.loss_mask > 0).any():
-        if metrics:
-            ranked = _ranked(metric_findings(metrics), health(metrics))
-        else:
-            nothing = Finding(
-                "not_measured", ("there are no metrics and no trained tokens",), 0.0, 0.0
-            )
-            ranked = (_described(nothing),)
-        return Diagnosis(findings=ranked, tokens=0, samples=0, mean_abs_log_ratio=float("nan"))
-    from_metrics = [
-        finding
-        for finding in evaluate(RUN_RULES, run_statistics(metrics)).values()
-        if finding is not None
-    ]
+        return _diagnose_metrics(metrics)
     tokens = tokens_of(table)
     findings = findings_of(tokens)
     causes = {finding.cause for finding in findings}
-    findings += [
-        replace(finding, share=0.0) for finding in from_metrics if finding.cause not in causes
-    ]
+    for finding in evaluate(RUN_RULES, run_statistics(metrics)).values():
+        if finding is not None and finding.cause not in causes:
+            findings.append(replace(finding, share=0.0))
     finite = tokens.only(tokens.finite)
-    mean = float(np.abs(finite.log_ratio).mean()) if len(finite) else float("nan")
+    mean = float("nan")
+    if len(finite):
+        mean = float(np.abs(finite.log_ratio).mean())
     fact = f"abs(Δ) is {mean:.2g} nats on average over {len(tokens)} tokens, without a known cause"
     ranked = _ranked(findings, Finding("healthy", (fact,), 0.9))
-    if ranked[0].cause == "unexplained" and (fact := pattern_rules.sampling(tokens)):
-        ranked = (replace(ranked[0], evidence=(fact, *ranked[0].evidence)), *ranked[1:])
+    if ranked[0].cause == "unexplained":
+        distribution = sampled_distribution(tokens)
+        if distribution:
+            first = replace(ranked[0], evidence=(distribution, *ranked[0].evidence))
+            ranked = (first, *ranked[1:])
     return Diagnosis(
         findings=ranked, tokens=len(tokens), samples=len(table), mean_abs_log_ratio=mean
     )
 
 
-def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
-    """The diagnosis with what scoring again has shown: alone if that settles it, else before the rules' findings.
+def _diagnose_metrics(metrics: Sequence[Mapping[str, Any]]) -> Diagnosis:
+    """Names the causes that the metrics of a run show."""
+    if metrics:
+        findings = _ranked(metric_findings(metrics), health(metrics))
+    else:
+        nothing = ("there are no metrics and no trained tokens",)
+        findings = (_described(Finding("not_measured", nothing, confidence=0.0, share=0.0)),)
+    return Diagnosis(findings=findings, tokens=0, samples=0, mean_abs_log_ratio=float("nan"))
 
-    A cause that explains less than MIN_NAMED_SHARE of the mismatch, and patterns that no hypothesis
-    repeats, are candidates after `unexplained`.
+
+def with_proof(diagnosis: Diagnosis, proof: Proof) -> Diagnosis:
+    """Returns the diagnosis with the result of scoring again first.
+
+    If scoring again settles the cause, the rules' findings are dropped. A cause that explains less
+    than MIN_NAMED_SHARE of the mismatch, and patterns that no hypothesis repeats, are candidates
+    after `unexplained`.
     """
     if not proof.hypotheses and not proof.causes:
         return diagnosis
     share = min(proof.explained, 1.0)
     is_settled = proof.is_proven or proof.is_noise
-    confidence = 1.0 if proof.is_proven else 0.9 if is_settled else share
-    shown = [Finding(cause, (proof.sentence,), confidence, share) for cause in proof.causes]
+    if proof.is_proven:
+        confidence = 1.0
+    elif proof.is_noise:
+        confidence = 0.9
+    else:
+        confidence = share
+    proven = []
     if not is_settled and share < MIN_NAMED_SHARE:
-        shown.insert(
-            0, Finding("unexplained", (proof.sentence,), MIN_CERTAIN_CONFIDENCE, 1 - share)
-        )
-    servers = [each for each in diagnosis.findings if each.cause == "worker"]
-    known = {"worker", "unexplained", "healthy", *proof.causes}
-    others = [
-        each
-        for each in diagnosis.findings
-        if each.cause not in known and each.confidence >= CERTAIN
-    ]
-    return replace(
-        diagnosis, findings=(*servers, *map(_described, shown), *([] if is_settled else others))
-    )
+        proven.append(Finding("unexplained", (proof.sentence,), MIN_CERTAIN_CONFIDENCE, 1 - share))
+    for cause in proof.causes:
+        proven.append(Finding(cause, (proof.sentence,), confidence, share))
+    findings = [finding for finding in diagnosis.findings if finding.cause == "worker"]
+    findings += [_described(finding) for finding in proven]
+    if not is_settled:
+        replaced = {"worker", "unexplained", "healthy", *proof.causes}
+        for finding in diagnosis.findings:
+            if finding.cause not in replaced and finding.confidence >= CERTAIN:
+                findings.append(finding)
+    return replace(diagnosis, findings=tuple(findings))
 
 
 def findings_of(tokens: Tokens) -> list[Finding]:
-    """All findings of the rules on tokens, unordered."""
-    total = max(float(tokens.size.sum()), 1e-12)
-    if (deviation := token_rules.deviating_worker(tokens)) is not None:
+    """Returns all findings of the rules on tokens, unordered."""
+    deviation = token_rules.deviating_worker(tokens)
+    if deviation is not None:
         finding, of_worker = deviation
-        own = max(findings_of(tokens.only(of_worker)), key=lambda each: each.score, default=None)
-        alone = (
-            ()
-            if own is None
-            else (f"the cause that its tokens alone show: {CAUSES[own.cause][0]}",)
-        )
-        others = findings_of(tokens.only(~of_worker))
-        remaining = 1 - finding.share
-        found = [replace(each, share=each.share * remaining) for each in others]
-        return [replace(finding, evidence=finding.evidence + alone), *found]
+        return _findings_with_worker(tokens, finding, of_worker)
+    total = max(float(tokens.size.sum()), 1e-12)
     findings = []
-    for rule in token_rules.RULES:
-        if (verdict := rule(tokens)) is not None:
+    for token_rule in token_rules.RULES:
+        verdict = token_rule(tokens)
+        if verdict is not None:
             finding, explained = verdict
-            findings.append(replace(finding, share=float(tokens.size[explained].sum() / total)))
+            share = float(tokens.size[explained].sum() / total)
+            findings.append(replace(finding, share=share))
             tokens = tokens.only(~explained)
     tokens = tokens.only(tokens.finite)
     if len(tokens) < MIN_TOKENS:
         return findings
-    negligible = float(np.abs(tokens.log_ratio).mean()) < NEGLIGIBLE_DIFFERENCE
     remaining = float(tokens.size.sum()) / total
-    patterns = [
-        rule(tokens)
-        for rule in ((pattern_rules.sharper_sampling,) if negligible else pattern_rules.RULES)
-    ]
-    return findings + [
-        replace(each, share=each.share * remaining) for each in patterns if each and each.confidence
-    ]
+    rules: Sequence[Callable[[Tokens], Finding | None]] = pattern_rules.RULES
+    if float(np.abs(tokens.log_ratio).mean()) < NEGLIGIBLE_DIFFERENCE:
+        rules = pattern_rules.RULES_WITHOUT_MISMATCH
+    for rule in rules:
+        pattern = rule(tokens)
+        if pattern is not None and pattern.confidence:
+            findings.append(replace(pattern, share=pattern.share * remaining))
+    return findings
+
+
+def _findings_with_worker(tokens: Tokens, worker: Finding, of_worker: Mask) -> list[Finding]:
+    """Returns the finding on a server with its own cause, and the findings on the others."""
+    own = findings_of(tokens.only(of_worker))
+    if own:
+        cause = max(own, key=lambda finding: finding.score).cause
+        fact = f"the cause that its tokens alone show: {CAUSES[cause][0]}"
+        worker = replace(worker, evidence=(*worker.evidence, fact))
+    findings = [worker]
+    for finding in findings_of(tokens.only(~of_worker)):
+        findings.append(replace(finding, share=finding.share * (1 - worker.share)))
+    return findings
 
 
 def _ranked(findings: Sequence[Finding], otherwise: Finding) -> tuple[Finding, ...]:
-    """The findings with title and fix, the highest score first; `otherwise` if there are none."""
-    large = [
-        finding
-        for finding in findings
-        if finding.score >= MIN_SCORE
-        and (finding.confidence >= CERTAIN or not 0 < finding.share < MIN_SHARE)
-    ]
-    ranked = sorted(large, key=lambda each: -each.score)
-    sure = [each for each in ranked if each.confidence >= MIN_NAMED_CONFIDENCE]
-    candidates = [each for each in ranked if each not in sure]
-    if candidates and not sure and ranked[0].cause != "unexplained":
-        names = "; ".join(CAUSES[each.cause][0] for each in candidates)
-        evidence = (f"other causes make the same pattern, so these are candidates only: {names}",)
-        sure = [
-            Finding(
-                "unexplained",
-                evidence,
-                candidates[0].confidence,
-                min(sum(c.share for c in candidates), 1.0),
-            )
-        ]
-    ranked = [*sure, *candidates]
-    return tuple(map(_described, ranked or [otherwise]))
+    """Returns the findings with title and fix, the highest score first; or only `otherwise`."""
+    large = []
+    for finding in findings:
+        is_small = 0 < finding.share < MIN_SHARE and finding.confidence < CERTAIN
+        if finding.score >= MIN_SCORE and not is_small:
+            large.append(finding)
+    if not large:
+        return (_described(otherwise),)
+    ranked = sorted(large, key=lambda finding: -finding.score)
+    named = [finding for finding in ranked if finding.confidence >= MIN_NAMED_CONFIDENCE]
+    candidates = [finding for finding in ranked if finding.confidence < MIN_NAMED_CONFIDENCE]
+    if not named and ranked[0].cause != "unexplained":
+        titles = "; ".join(CAUSES[finding.cause][0] for finding in candidates)
+        fact = f"other causes make the same pattern, so these are candidates only: {titles}"
+        share = min(sum(finding.share for finding in candidates), 1.0)
+        named = [Finding("unexplained", (fact,), candidates[0].confidence, share)]
+    return tuple(_described(finding) for finding in (*named, *candidates))
 
 
 def _described(finding: Finding) -> Finding:
+    """Returns a finding with title and fix."""
     title, fix = CAUSES[finding.cause]
-    title += f" ({finding.detail})" if finding.detail else ""
+    if finding.detail:
+        title += f" ({finding.detail})"
     is_cause = finding.cause not in ("not_measured", "broken_metrics")
-    proof = PROOF if is_cause and finding.confidence < MIN_CERTAIN_CONFIDENCE else ""
-    return replace(finding, title=title, fix=fix + proof)
+    if is_cause and finding.confidence < MIN_CERTAIN_CONFIDENCE:
+        fix += PROOF
+    return replace(finding, title=title, fix=fix)
 
 
 def certainty(finding: Finding, *, has_tokens: bool) -> str:
-    """Confidence and share of a finding in words; empty for `not_measured`, which has none."""
+    """Returns confidence and share in words; empty for `not_measured`, which has none."""
     if finding.cause == "not_measured":
         return ""
     confidence = f"confidence {finding.confidence:.0%}"
@@ -382,26 +412,26 @@ def certainty(finding: Finding, *, has_tokens: bool) -> str:
 
 
 def as_text(diagnosis: Diagnosis, name: str, note: str = "") -> str:
-    """Each finding with cause, confidence, evidence and fix, then the note."""
-    tokens = (
-        f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples"
-        if diagnosis.tokens
-        else "only metrics"
-    )
-    lines = [f"{one_line(name, 200)}: {tokens}"]
+    """Returns each finding with cause, confidence, evidence and fix, then the note."""
+    size = "only metrics"
+    if diagnosis.tokens:
+        size = f"{diagnosis.tokens:,} tokens of {diagnosis.samples:,} samples"
+    lines = [f"{one_line(name, 200)}: {size}"]
     for number, finding in enumerate(diagnosis.findings, start=1):
         lines += ["", f"{number}. {finding.title}"]
-        if words := certainty(finding, has_tokens=diagnosis.tokens > 0):
-            lines.append(f"   {words}")
-        for statement in finding.evidence:
-            lines += textwrap.wrap(
-                f"- {statement}", TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     "
-            )
-        lines += textwrap.wrap(
-            f"→ {finding.fix}", TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     "
-        )
+        confidence = certainty(finding, has_tokens=diagnosis.tokens > 0)
+        if confidence:
+            lines.append(f"   {confidence}")
+        for fact in finding.evidence:
+            lines += _indented(f"- {fact}")
+        lines += _indented(f"→ {finding.fix}")
     if diagnosis.overlaps:
         lines += ["", *textwrap.wrap(OVERLAP, TERMINAL_WIDTH)]
     if note:
         lines += ["", *textwrap.wrap(note, TERMINAL_WIDTH)]
     return "\n".join(lines)
+
+
+def _indented(text: str) -> list[str]:
+    """Returns the lines of an item of a list."""
+    return textwrap.wrap(text, TERMINAL_WIDTH, initial_indent="   ", subsequent_indent="     ")

@@ -77,8 +77,8 @@ class Proof:
     explained: float = 0.0
     """Share that disappears under all explanations together."""
     is_proven: bool = False
-    """Whether one cause explains nearly all of the mismatch, on enough samples and better than other
-    causes."""
+    """Whether one cause explains nearly all of the mismatch, on enough samples, and no other cause
+    does."""
     is_noise: bool = False
     """Whether the cause is noise of the mismatch's size, which scoring again repeats only in
     part."""

@@ -1,6 +1,6 @@
-"""The trained tokens of a table, as the rules use them.
+"""The trained tokens of a table, with the columns that the rules on tokens read.
 
-Shapes: suffix _N the tokens, one sample after another.
+Shapes: N tokens, one sample after another; S samples.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_tis.analysis.dumps.table import TokenTable, are_log_probs
+from slime_tis.health import Finding
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -20,7 +21,11 @@ MAX_SIZE = 10.0
 MIN_TOKENS = 30
 """Smallest number of tokens with a visible pattern."""
 MAX_TOKENS = 400_000
-"""Largest number of tokens, a random part of the samples of a larger table."""
+"""Largest number of tokens. Of a larger table, a random part of the samples is used."""
+MIN_UNCERTAINTY = 1e-3
+"""Smallest 1 − p, which avoids a division by 0 for certain tokens."""
+UNCERTAIN = 0.05
+"""Smallest 1 − p of an uncertain token. A certain token, such as a tag, agrees in most engines."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,9 +33,9 @@ class Tokens:
     """Tokens with `loss_mask` 1, as arrays [N]."""
 
     train: Floats
-    """log π_train, NaN and infinite included."""
+    """log π_train; it may be NaN or infinite."""
     rollout: Floats
-    """log π_rollout, likewise."""
+    """log π_rollout; it may be NaN or infinite."""
     sample: Integers
     """Index of the sample."""
     position: Integers
@@ -38,7 +43,7 @@ class Tokens:
     token: Integers | None = None
     """Token ids."""
     repeats: Integers | None = None
-    """How often the token came before in its response; None without token ids."""
+    """Number of earlier occurrences in the response; None without token ids."""
     in_prompt: Integers | None = None
     """1 if the prompt has the token; None without prompts."""
     context: Integers | None = None
@@ -65,8 +70,10 @@ class Tokens:
 
     @property
     def staleness(self) -> Integers | None:
-        """[N] optimizer steps between the sampling and the trained weights."""
-        return None if self.version is None or self.step is None else self.step - self.version
+        """[N] optimizer steps between the sampling and the trained weights; None if unknown."""
+        if self.version is None or self.step is None:
+            return None
+        return self.step - self.version
 
     @property
     def finite(self) -> Mask:
@@ -88,104 +95,172 @@ class Tokens:
 
     @property
     def uncertainty(self) -> Floats:
-        """[N] 1 − p, the factor from logit noise to log-prob noise; at least 0.001."""
-        likelier = np.maximum(
-            np.nan_to_num(self.train, nan=-1.0), np.nan_to_num(self.rollout, nan=-1.0)
-        )
-        uncertainty: Floats = np.maximum(1 - np.exp(np.minimum(likelier, 0.0)), 1e-3)
+        """[N] 1 − p, the factor from logit noise to log-prob noise; p is the larger probability."""
+        train = np.nan_to_num(self.train, nan=-1.0)
+        rollout = np.nan_to_num(self.rollout, nan=-1.0)
+        log_prob = np.minimum(np.maximum(train, rollout), 0.0)
+        uncertainty: Floats = np.maximum(1 - np.exp(log_prob), MIN_UNCERTAINTY)
         return uncertainty
 
     @property
     def surprise(self) -> Floats:
-        """[N] log π_train + entropy, whose mean over samples of π_train is 0; NaN without entropy."""
-        return self.train + (np.nan if self.entropy is None else self.entropy)
+        """[N] log π_train + entropy; its mean over samples of π_train is 0. NaN without entropy."""
+        if self.entropy is None:
+            return np.full(len(self), np.nan)
+        return self.train + self.entropy
+
+    @property
+    def noise(self) -> float:
+        """Σ abs(Δ) / Σ (1 − p): the mismatch relative to the uncertainty."""
+        return float(np.abs(self.log_ratio).sum() / max(self.uncertainty.sum(), 1e-12))
+
+    @property
+    def median_noise(self) -> float:
+        """Median of abs(Δ)/(1 − p) over uncertain tokens, which is robust against outliers."""
+        uncertain = self.uncertainty > UNCERTAIN
+        if not uncertain.any():
+            return 0.0
+        relative = np.abs(self.log_ratio) / self.uncertainty
+        return float(np.median(relative[uncertain]))
 
     def only(self, chosen: Mask) -> Self:
-        """The chosen tokens."""
-        columns: dict[str, Any] = {
-            name: value[chosen]
-            for name, value in vars(self).items()
-            if isinstance(value, np.ndarray)
-        }
+        """Returns the chosen tokens."""
+        columns: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                columns[name] = value[chosen]
         return replace(self, **columns)
+
+    def of_newest_weights(self) -> Self:
+        """Returns the tokens from the newest weights; all tokens if their age is unknown."""
+        if self.staleness is None:
+            return self
+        return self.only(self.staleness == self.staleness.min())
+
+
+Verdict = tuple[Finding, Mask] | None
+"""A finding and the tokens [N] that it explains; None if the rule finds nothing."""
 
 
 def tokens_of(table: TokenTable) -> Tokens:
-    """The trained tokens of a table, of a random part of a large table."""
+    """Returns the trained tokens of a table, or of a random part of a large table."""
     table = table.sampled(MAX_TOKENS)
-    chosen = table.loss_mask > 0
-    version, entropy, metadata = table.weight_version, table.entropy, table.metadata
-    versions = None if version is None or (version[chosen] < 0).any() else version
-    columns = {
-        "token": table.token,
-        "version": versions,
-        "step": None if table.step is None else table.step[table.sample],
-        "worker": table.rollout_worker,
-        **_contexts(table),
-    }
+    trained = table.loss_mask > 0
+
+    def integers(column: NDArray[Any] | None) -> Integers | None:
+        if column is None:
+            return None
+        return column.astype(np.int64)[trained]
+
+    version = table.weight_version
+    if version is not None and (version[trained] < 0).any():
+        version = None
+    step = None
+    if table.step is not None:
+        step = table.step[table.sample]
+    entropy = None
+    if table.entropy is not None and np.isfinite(table.entropy[trained]).any():
+        entropy = table.entropy.astype(np.float64)[trained]
+    metadata = table.metadata
+    is_moe = table.experts is not None or bool(metadata.get("num_experts"))
     return Tokens(
-        train=table.policy_log_prob.astype(np.float64)[chosen],
-        rollout=table.rollout_log_prob.astype(np.float64)[chosen],
-        sample=table.sample.astype(np.int64)[chosen],
-        position=table.position.astype(np.int64)[chosen],
-        entropy=(
-            None
-            if entropy is None or not np.isfinite(entropy[chosen]).any()
-            else entropy[chosen].astype(float)
-        ),
-        workers=tuple(map(str, metadata.get("workers") or ())),
-        has_experts=not metadata.get("replays_experts")
-        and (table.experts is not None or bool(metadata.get("num_experts"))),
+        train=table.policy_log_prob.astype(np.float64)[trained],
+        rollout=table.rollout_log_prob.astype(np.float64)[trained],
+        sample=table.sample.astype(np.int64)[trained],
+        position=table.position.astype(np.int64)[trained],
+        token=integers(table.token),
+        repeats=integers(_repeats(table)),
+        in_prompt=integers(_in_prompt(table)),
+        context=integers(_context(table)),
+        entropy=entropy,
+        version=integers(version),
+        step=integers(step),
+        worker=integers(table.rollout_worker),
+        workers=tuple(str(worker) for worker in metadata.get("workers") or ()),
+        has_experts=is_moe and not metadata.get("replays_experts"),
         precisions=(metadata.get("precision") or "", metadata.get("rollout_precision") or ""),
-        **{
-            name: column.astype(np.int64)[chosen]
-            for name, column in columns.items()
-            if column is not None
-        },
     )
 
 
-def _contexts(table: TokenTable) -> dict[str, Integers]:
-    """The columns repeats, in_prompt and context, where token ids and prompts are known."""
+def _sample_and_token(sample: NDArray[Any], token: NDArray[Any]) -> Integers:
+    """Returns one integer for each pair of a sample and a token id."""
+    key: Integers = (sample.astype(np.int64) << 32) + token
+    return key
+
+
+def _repeats(table: TokenTable) -> Integers | None:
+    """Returns the number of earlier occurrences of each token [N] in its response."""
     if table.token is None:
-        return {}
-    sample = table.sample.astype(np.int64)
-    key = (sample << 32) + table.token
+        return None
+    key = _sample_and_token(table.sample, table.token)
     order = np.argsort(key, kind="stable")
     starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    counts = np.diff(np.append(starts, len(key)))
     repeats = np.empty(len(key), np.int64)
-    repeats[order] = np.arange(len(key)) - np.repeat(starts, np.diff(np.append(starts, len(key))))
-    if table.prompt is None or not all(map(len, table.prompt)):
-        return {"repeats": repeats}
-    lengths = np.array([len(prompt) for prompt in table.prompt], np.int64)
-    prompts = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
-    owner = np.repeat(np.arange(len(table)), lengths)
-    in_prompt = np.isin(key, (owner << 32) + prompts)
-    place = np.arange(len(prompts)) - np.repeat(
-        np.cumsum(lengths), lengths
-    )  # −1 is the last token of the prompt
-    of_prompt = np.zeros(len(table), np.int64)
-    np.add.at(of_prompt, owner, _mixed(prompts, place))
+    repeats[order] = np.arange(len(key)) - np.repeat(starts, counts)
+    return repeats
+
+
+def _prompts(table: TokenTable) -> tuple[Integers, Integers] | None:
+    """Returns the tokens of all prompts and their samples; None if a prompt is unknown."""
+    if table.token is None or table.prompt is None or not all(map(len, table.prompt)):
+        return None
+    lengths = [len(prompt) for prompt in table.prompt]
+    tokens = np.concatenate([np.zeros(0, np.int64), *table.prompt]).astype(np.int64)
+    return tokens, np.repeat(np.arange(len(table)), np.array(lengths, np.int64))
+
+
+def _in_prompt(table: TokenTable) -> Integers | None:
+    """Returns 1 for each token [N] that the prompt has, and 0 for the others."""
+    prompts = _prompts(table)
+    if prompts is None or table.token is None:
+        return None
+    tokens, sample = prompts
+    key = _sample_and_token(table.sample, table.token)
+    return np.isin(key, _sample_and_token(sample, tokens)).astype(np.int64)
+
+
+def _context(table: TokenTable) -> Integers | None:
+    """Returns a hash [N] of the prompt and of the response up to and including each token."""
+    prompts = _prompts(table)
+    if prompts is None or table.token is None:
+        return None
+    tokens, sample = prompts
+    ends = np.cumsum(np.bincount(sample, minlength=len(table)))
+    # −1 is the last token of the prompt, so that the response starts at 0.
+    position = np.arange(len(tokens)) - ends[sample]
+    prompt_hash = np.zeros(len(table), np.int64)
+    np.add.at(prompt_hash, sample, _mixed(tokens, position))
     sums = np.cumsum(_mixed(table.token.astype(np.int64), table.position.astype(np.int64)))
     before = np.concatenate([[0], sums])[table.offsets[:-1]]
-    context = sums + (of_prompt - before)[sample]
-    return {"repeats": repeats, "in_prompt": in_prompt.astype(np.int64), "context": context}
+    context: Integers = sums + (prompt_hash - before)[table.sample]
+    return context
 
 
 def _mixed(token: Integers, position: Integers) -> Integers:
-    """A random number of 64 bits for each token and position (splitmix64), whose sum identifies a sequence."""
+    """Returns 64 pseudo-random bits for each token and position (splitmix64).
+
+    Their sum identifies a sequence.
+    """
+    # Numbers of splitmix64, Steele, Lea and Flood, "Fast splittable pseudorandom number
+    # generators", 2014.
     with np.errstate(over="ignore"):
         x = token.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + position.astype(np.uint64)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (x ^ (x >> np.uint64(31))).astype(np.int64)
 
 
 def mean_of(values: NDArray[Any], sample: NDArray[Any]) -> tuple[float, float]:
-    """The mean of a value per token, and its standard error over the tokens' samples; NaN without tokens."""
+    """Returns the mean of a value per token, and its standard error; NaN without tokens.
+
+    The error is that of the samples, as tokens of one sample are not independent.
+    """
     if not len(values):
         return float("nan"), float("nan")
-    _, sample = np.unique(sample, return_inverse=True)
-    sums, counts = np.bincount(sample, values), np.bincount(sample)
+    _, index = np.unique(sample, return_inverse=True)
+    sums = np.bincount(index, values)
+    counts = np.bincount(index)
     mean = sums.sum() / counts.sum()
-    return float(mean), float(np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum())
+    error = np.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum()
+    return float(mean), float(error)

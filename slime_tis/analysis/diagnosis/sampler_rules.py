@@ -1,0 +1,209 @@
+"""Rules on settings of the sampler: truncation, temperature, penalties and biases.
+
+Each rule returns a finding with its share of these tokens' mismatch, or None. Confidence 0 means
+that the setting is absent. The number before a `ramp` is the rule's largest confidence.
+"""
+
+import numpy as np
+
+from slime_tis.analysis.diagnosis.trained_tokens import MIN_TOKENS, Floats, Mask, Tokens, mean_of
+from slime_tis.health import Finding, ramp
+
+ONE_SIDED = (0.86, 0.97)
+"""Negative share of the mismatch for no confidence and for full confidence in a truncation."""
+LOWEST_LOG_MASS = (-4.0, -2.5)
+"""Logarithm of the smallest mass that top-p or top-k keeps, for no and for full confidence."""
+LOWEST_QUANTILE = 0.002
+"""Quantile of Δ that counts as the smallest one; a few broken tokens may be below it."""
+BANNED_MEDIAN = (0.4, 0.2)
+"""Median of abs(Δ) as a multiple of the mean, for no and for full confidence in a banned token: few
+tokens have most of the mismatch."""
+BANNED_ONE_SIDED = (0.95, 0.99)
+"""Negative share of the mismatch, for no and for full confidence in a banned token."""
+
+
+def truncated_sampling(tokens: Tokens) -> Finding | None:
+    """Δ = log(kept mass) ≤ 0: the rollout engine divides by the mass that top-p or top-k kept.
+
+    Training does not. A much smaller mass is that of a banned token, or of a minimum length.
+    """
+    log_ratio = tokens.log_ratio
+    negative = -log_ratio[log_ratio < 0].sum()
+    positive = log_ratio[log_ratio > 0].sum()
+    one_sided = float(negative / (negative + positive))
+    lowest = float(np.quantile(log_ratio, LOWEST_QUANTILE))
+    signs = (
+        f"{one_sided:.1%} of the mismatch is negative: tokens are less likely in training, almost"
+        " never more likely"
+    )
+    confidence = ramp(one_sided, *ONE_SIDED) * ramp(lowest, *LOWEST_LOG_MASS)
+    if confidence:
+        mass = (
+            f"99.8 % of the tokens have Δ above {lowest:.3f}, a kept mass above"
+            f" {np.exp(lowest):.2f}"
+        )
+        return Finding("truncated_sampling", (signs, mass), 0.96 * confidence, one_sided)
+    deep = f"0.2 % of the tokens have Δ below {lowest:.3f}: a likely token was never sampled there"
+    median = float(np.median(np.abs(log_ratio)) / np.abs(log_ratio).mean())
+    return Finding(
+        "penalty",
+        (signs, deep),
+        confidence=0.9 * ramp(median, *BANNED_MEDIAN) * ramp(one_sided, *BANNED_ONE_SIDED),
+        share=one_sided,
+        detail="a banned token or a minimum length",
+    )
+
+
+MIN_GAP = 0.01
+"""Smallest mean of log π_train + entropy that shows sharper sampling, nats."""
+GAP_SIGNIFICANCE = (4.5, 9.0)
+"""The same in standard errors, for no and for full confidence."""
+
+
+def sharper_sampling(tokens: Tokens) -> Finding | None:
+    """E[log π_train + entropy] > 0: tokens are likelier than samples of training's distribution."""
+    measured = tokens.only(np.isfinite(tokens.surprise))
+    gap, error = mean_of(measured.surprise, measured.sample)
+    if len(measured) < MIN_TOKENS or gap < MIN_GAP:
+        return None
+    significance = gap / (error + 1e-9)
+    evidence = (
+        (
+            f"log π_train + entropy is {gap:+.3f} on average instead of 0, a difference of"
+            f" {significance:.0f} standard errors: sampling is sharper than the trained"
+            " distribution"
+        ),
+        (
+            "the reported log-probs do not show it: they were taken before truncation or before the"
+            " temperature"
+        ),
+    )
+    return Finding(
+        "truncated_sampling",
+        evidence,
+        confidence=0.7 * ramp(significance, *GAP_SIGNIFICANCE),
+        share=0.0,
+        detail="or a lower temperature, not in the reported log-probs",
+    )
+
+
+EXPLAINED = (0.93, 0.97)
+"""Share of the variance of Δ that a temperature explains, for no and for full confidence."""
+EXPLAINED_BY_SERIES = (0.75, 0.85)
+"""The same if the remainder has the sign of the series' next term."""
+NEGATIVE_REMAINDER = (0.3, 0.1)
+"""Negative share of the remainder, for no and for full confidence in the next term's sign."""
+
+
+def temperature(tokens: Tokens) -> Finding:
+    """Δ is a function of log p + entropy: d log p / dβ = (log p + H)/β, with β = 1/temperature.
+
+    The next term of the series, half of the variance of log p times (β − 1)², is positive at every
+    token.
+    """
+    log_ratio = tokens.log_ratio
+    size = np.abs(log_ratio)
+    has_entropy = bool(np.isfinite(tokens.surprise).all())
+    if has_entropy:
+        variable = "log p + entropy"
+        columns = [tokens.surprise, tokens.surprise**2]
+    else:
+        variable = "log p"
+        columns = [tokens.train, tokens.train**2, np.ones(len(tokens))]
+    design = np.stack(columns, axis=1)
+    # Limits the influence of a few large tokens.
+    weight = 1 / np.sqrt(size.mean() + size)
+    solution, *_ = np.linalg.lstsq(design * weight[:, None], log_ratio * weight, rcond=None)
+    residual = (((log_ratio - design @ solution) * weight) ** 2).sum()
+    explained = 1 - float(residual / ((log_ratio * weight) ** 2).sum())
+    slope = float(solution[0])
+    confidence = ramp(explained, *EXPLAINED)
+    if has_entropy:
+        remainder = log_ratio - slope * tokens.surprise
+        negative = np.maximum(-remainder, 0).sum() / max(np.abs(remainder).sum(), 1e-12)
+        follows_series = ramp(float(negative), *NEGATIVE_REMAINDER)
+        confidence = max(confidence, ramp(explained, *EXPLAINED_BY_SERIES) * follows_series)
+    ratio = 1 / max(1 - slope, 0.05)
+    evidence = (
+        (
+            f"{explained:.0%} of the variance of Δ depends on {variable}, as with a different"
+            " temperature"
+        ),
+        f"slope {slope:+.3f}: rollout temperature / training temperature is about {ratio:.2f}",
+    )
+    return Finding(
+        "temperature",
+        evidence,
+        confidence=0.85 * confidence,
+        share=explained,
+        detail=f"rollout/training ≈ {ratio:.2f}",
+    )
+
+
+MIN_BIASED = 8
+"""Smallest number of tokens with a biased id."""
+MIN_CLASS = 0.03
+"""Smallest share of the mismatch that the changed tokens have, and that the others have."""
+POSITIVE_CHANGED = (0.4, 0.55)
+"""Positive share of the changed tokens' mismatch, for no and for full confidence. Δ of a lowered
+token is negative if likelier tokens are lowered even more."""
+NEGATIVE_OTHERS = (0.9, 0.97)
+"""Negative share of the other tokens' mismatch, for no and for full confidence."""
+
+
+def penalty(tokens: Tokens) -> Finding | None:
+    """A penalty lowers tokens that came before, and raises all others: Δ ≤ 0 for the others.
+
+    A repetition penalty below 1 exchanges the signs.
+    """
+    if tokens.repeats is None:
+        return None
+    came_before = {"in the response": tokens.repeats > 0}
+    if tokens.in_prompt is not None:
+        came_before["in the prompt or the response"] = tokens.repeats + tokens.in_prompt > 0
+    candidates = []
+    for text, changed in came_before.items():
+        for sign in (1, -1):
+            candidates.append((_opposite_signs(sign * tokens.log_ratio, changed), text, sign))
+    confidence, text, sign = max(candidates)
+    evidence = (_signs_in_words(sign, f"tokens that came before {text}"),)
+    return Finding("penalty", evidence, 0.95 * confidence)
+
+
+CANDIDATES = 3
+"""Number of token ids that are tried for a bias, for each sign."""
+
+
+def logit_bias(tokens: Tokens) -> Finding | None:
+    """A bias of one token id: Δ has one sign for it, and the other sign for all other tokens."""
+    if tokens.token is None:
+        return None
+    ids, index, counts = np.unique(tokens.token, return_inverse=True, return_counts=True)
+    candidates = [(0.0, 0, 1)]
+    for sign in (1, -1):
+        size = np.bincount(index, np.maximum(sign * tokens.log_ratio, 0), len(ids))
+        size[counts < MIN_BIASED] = -1
+        for i in np.argsort(-size)[:CANDIDATES].tolist():
+            candidates.append((_opposite_signs(sign * tokens.log_ratio, index == i), i, sign))
+    confidence, i, sign = max(candidates)
+    evidence = (_signs_in_words(sign, f"token {ids[i]}"),)
+    return Finding("penalty", evidence, 0.95 * confidence, detail=f"bias of token {ids[i]}")
+
+
+def _opposite_signs(log_ratio: Floats, changed: Mask) -> float:
+    """Returns the confidence that Δ is mostly positive if changed, and else always negative."""
+    if min(changed.sum(), (~changed).sum()) < MIN_BIASED:
+        return 0.0
+    changed_size = np.abs(log_ratio[changed]).sum()
+    other_size = np.abs(log_ratio[~changed]).sum()
+    if min(changed_size, other_size) < MIN_CLASS * (changed_size + other_size):
+        return 0.0
+    positive = np.maximum(log_ratio[changed], 0).sum() / changed_size
+    negative = np.maximum(-log_ratio[~changed], 0).sum() / other_size
+    return min(ramp(float(positive), *POSITIVE_CHANGED), ramp(float(negative), *NEGATIVE_OTHERS))
+
+
+def _signs_in_words(sign: int, changed: str) -> str:
+    if sign > 0:
+        return f"Δ is positive for {changed}, and negative for all others"
+    return f"Δ is negative for {changed}, and positive for all others"
