@@ -4,6 +4,7 @@ import gc
 import signal
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.devices import SIMULATED, on_device
@@ -33,6 +34,9 @@ def pytest_configure(config):
     From here on tests make their tensors on the device, those of a module's constants too.
     """
     gc.disable()
+    # A fork of a process whose OpenMP threads have started waits for them for ever. Tests fork
+    # their ranks, so this process must never start any.
+    torch.set_num_threads(1)
     device = on_device(config.getoption("device"))
     device.__enter__()
     config.add_cleanup(lambda: device.__exit__(None, None, None))
