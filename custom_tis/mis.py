@@ -29,9 +29,9 @@ from slime_tis.correction import LOG_RATIO_BOUND, SequenceSums, is_log_prob, per
 from slime_tis.integrations.slime import (
     GLOBAL_BATCH_OPTIONS,
     ContextParallel,
+    complete_masks,
     config_from_args,
     context_parallel,
-    whole_masks,
 )
 
 Spread = Callable[[Tensor], Tensor]
@@ -135,7 +135,7 @@ def compute_mis_weights_with_cp(  # noqa: PLR0913
     if config.use_tis:
         weights = torch.cat(found.weights)
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
-    masks = whole_masks(found.mask, loss_masks, slices, context)
+    masks = complete_masks(found.mask, loss_masks, slices, context)
     return pg_loss, masks, {f"mis_{name}": values for name, values in metrics.items()}
 
 

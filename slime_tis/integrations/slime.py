@@ -1,6 +1,6 @@
-"""Arguments of a custom TIS function in slime and miles, as this library's options, ranks and slices.
+"""Arguments of custom TIS functions in slime and miles, as our options, ranks and slices.
 
-`args` may lack any attribute: slime's parser knows only some of them.
+`args` may lack any attribute, because slime's parser has only some of our options.
 """
 
 import sys
@@ -26,26 +26,26 @@ from slime_tis.options.fields import flag
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 """Loss, loss masks and metrics that a custom function returns."""
 UNBOUNDED = RolloutCorrectionConfig(use_tis=True, tis_upper_bound=1e9)
-"""Raw token ratios: exp(±20) bounds them before this."""
+"""Raw token ratios: the bound is above exp(20), the largest ratio."""
 
-NOT_OF_THE_CORRECTION = (
+LOSS_OPTIONS = (
     "policy_loss",
     "use_rollout_logprobs",
     "old_logprobs",
     "get_mismatch_metrics",
 )
-"""Fields that choose the corrected loss: a custom function gets the finished loss."""
-FOLLOWED_BY_THE_TRAINER = (*NOT_OF_THE_CORRECTION, "rejection_normalizer")
+"""Options that choose the corrected loss: a custom function gets the finished loss."""
+TRAINER_OPTIONS = (*LOSS_OPTIONS, "rejection_normalizer")
+"""Options that the trainer follows itself."""
 BOUNDS = ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound")
-"""Bounds of options that other options enable; train.py passes all of them, also unset ones."""
+"""Bounds act only with other options; train.py passes all of them, also unset ones."""
 
 GLOBAL_BATCH_OPTIONS = {
     "rs_second_moment_bound": "second_moment_limit",
     "rs_z_score": "adaptive_bounds",
     "rs_target_fraction": "adaptive_bounds",
 }
-"""Options of the global batch → the argument with which a custom TIS function, which gets
-micro-batches, follows it."""
+"""Option that needs the global batch → argument that passes its statistics to a custom function."""
 
 
 def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
@@ -54,31 +54,39 @@ def config_from_args(args: Namespace) -> RolloutCorrectionConfig:
     Attributes that are missing or None take their defaults. `tis_clip` and `tis_clip_low` bound the
     weight; a `tis_clip_low` of 0, slime's default, counts as unset.
     """
-    options = {
-        name: value
-        for name, value in given_options(args).items()
-        if name not in NOT_OF_THE_CORRECTION
-    }
+    options = given_options(args)
+    for name in LOSS_OPTIONS:
+        options.pop(name, None)
     if getattr(args, "tis_lower_bound", None) is None and not options.get("tis_lower_bound"):
         options.pop("tis_lower_bound", None)
     return RolloutCorrectionConfig(**options, policy_loss="reinforce", get_mismatch_metrics=True)
 
 
 def refuse_unread(args: Namespace, function: str, read: Collection[str]) -> None:
-    """Raises ValueError if an option of the correction is set that a custom function does not follow."""
+    """Refuses correction options that a custom function does not follow.
+
+    Args:
+        args: The trainer's options.
+        function: Name of the custom function, for the message.
+        read: Options that the function follows.
+
+    Raises:
+        ValueError: Another option of the correction is set.
+    """
+    allowed = {*read, *BOUNDS, *TRAINER_OPTIONS}
     for field in fields(RolloutCorrectionConfig):
         value = getattr(args, field.name, field.default)
-        if value != field.default and field.name not in (*read, *BOUNDS, *FOLLOWED_BY_THE_TRAINER):
+        if value != field.default and field.name not in allowed:
+            shown = "on" if value is True else value
             raise ValueError(
-                f"{flag(field.name)} is {'on' if value is True else value}, and {function} does not"
-                " follow it; remove it, or omit --custom-tis-function-path: the built-in"
-                " correction follows every option."
+                f"{flag(field.name)} is {shown}, and {function} does not follow it; remove it, or"
+                " omit --custom-tis-function-path: the built-in correction follows every option."
             )
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank's index in its context-parallel group; no group if the size is 1."""
+    """This rank in its context-parallel group; there is no group if the size is 1."""
 
     rank: int = 0
     size: int = 1
@@ -89,10 +97,9 @@ class ContextParallel:
         """The reductions over the group."""
         if self.size == 1:
             return Ranks()
-        # To torch.distributed, no group is the default one.
-        return Ranks.from_groups(
-            context=torch.distributed.group.WORLD if self.group is None else self.group
-        )
+        # torch.distributed takes None for the default group.
+        group = self.group or torch.distributed.group.WORLD
+        return Ranks.from_groups(context=group)
 
     def slices(
         self,
@@ -100,7 +107,10 @@ class ContextParallel:
         response_lengths: Sequence[int],
         padded_lengths: Sequence[int] | None,
     ) -> ResponseSlices:
-        """Returns this rank's slices; miles slices `padded_lengths` (`max_seq_lens`) instead of total lengths."""
+        """Returns this rank's slices of responses.
+
+        miles slices `padded_lengths` (its `max_seq_lens`) instead of total lengths.
+        """
         return response_slices(
             total_lengths, response_lengths, self.rank, self.size, padded_lengths
         )
@@ -129,18 +139,20 @@ def context_parallel(kwargs: Mapping[str, Any]) -> ContextParallel:
     )
 
 
-def whole_masks(
+def complete_masks(
     masks: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
     slices: ResponseSlices,
     context: ContextParallel,
 ) -> list[Tensor]:
-    """Returns masks of whole responses, identical on every rank, from masks of this rank's slices."""
-    if context.size == 1:
-        return [mask.to(original.dtype) for mask, original in zip(masks, loss_masks, strict=True)]
-    whole = context.ranks.over_context(slices.scatter(torch.cat(list(masks)).to(torch.float32)))
-    pieces = whole.split(slices.lengths)
-    return [piece.to(original.dtype) for piece, original in zip(pieces, loss_masks, strict=True)]
+    """Gathers masks of complete responses, equal on all ranks, from masks of this rank's slices.
+
+    They have the dtypes of `loss_masks`.
+    """
+    if context.size > 1:
+        scattered = slices.scatter(torch.cat(list(masks)).to(torch.float32))
+        masks = context.ranks.over_context(scattered).split(slices.lengths)
+    return [mask.to(original.dtype) for mask, original in zip(masks, loss_masks, strict=True)]
 
 
 def weighted_by_token(
@@ -149,31 +161,38 @@ def weighted_by_token(
     pg_loss: Tensor,
     call: Mapping[str, Any],
 ) -> TisResult:
-    """Returns loss, masks and slime's metrics of a custom function that weights each token separately.
+    """Weights each token separately, as a custom function.
 
-    `args` has `tis_clip` (default 2), `tis_clip_low` (default 0) and `nonfinite_policy`. `bounded`
-    returns the weight of a ratio within two bounds. Masked tokens have ratio 0 and loss 0. `call`
-    has slime's other arguments.
+    Args:
+        args: Reads `tis_clip` (default 2), `tis_clip_low` (default 0) and `nonfinite_policy`.
+        bounded: Returns the weight for a ratio, a lower and an upper bound.
+        pg_loss: Loss of this rank's tokens, [N].
+        call: slime's other arguments.
 
     Returns:
         pg_loss, the loss masks without non-finite tokens, and tis (the raw ratio), tis_clipfrac,
-        tis_abs, [N] each.
+        tis_abs, [N] each. Masked tokens have ratio 0 and loss 0.
     """
-    context, loss_masks = context_parallel(call), call["loss_masks"]
+    loss_masks = call["loss_masks"]
+    context = context_parallel(call)
     slices = context.slices(
         call["total_lengths"], call["response_lengths"], call.get("max_seq_lens")
     )
-    config = replace(
-        UNBOUNDED, nonfinite_policy=getattr(args, "nonfinite_policy", None) or "reject"
+    nonfinite_policy: Any = getattr(args, "nonfinite_policy", None) or "reject"
+    correction = correct(
+        replace(UNBOUNDED, nonfinite_policy=nonfinite_policy),
+        call["train_log_probs"],
+        call["rollout_log_probs"],
+        slices.slice_list(loss_masks),
     )
-    ratios = correct(
-        config, call["train_log_probs"], call["rollout_log_probs"], slices.slice_list(loss_masks)
-    )
-    ratio, masks = torch.cat(ratios.weights), whole_masks(ratios.mask, loss_masks, slices, context)
+    masks = complete_masks(correction.mask, loss_masks, slices, context)
+    ratio = torch.cat(correction.weights)
     weight = bounded(ratio, getattr(args, "tis_clip_low", 0.0), getattr(args, "tis_clip", 2.0))
     metrics = {
         "tis": ratio,
         "tis_clipfrac": (weight != ratio).to(ratio.dtype),
         "tis_abs": (ratio - 1).abs(),
     }
-    return torch.where((ratio > 0) & (weight > 0), pg_loss * weight, 0.0), masks, metrics
+    # The loss of a masked token may be NaN, and 0 · NaN is NaN.
+    loss = torch.where((ratio > 0) & (weight > 0), pg_loss * weight, 0.0)
+    return loss, masks, metrics

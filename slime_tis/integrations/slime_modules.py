@@ -1,4 +1,7 @@
-"""The parts of slime that user functions import, provided by a finder at the start of `sys.meta_path`."""
+"""The parts of slime that user functions import.
+
+A finder at the start of `sys.meta_path` provides them.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -21,10 +24,10 @@ Values = TypeVar("Values", Tensor, list[float])
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Returns the whole response [response_length, …] from the slices [L, …] of all context-parallel ranks.
+    """Returns the complete response [response_length, …] from the ranks' slices [L, …].
 
-    Every rank writes its tokens into zeros, and a sum over the group joins them. The gradient of a
-    token is the sum of its gradients on all ranks.
+    Every context-parallel rank writes its tokens into zeros, and a sum over the group joins them. A
+    token's gradient is the sum of its gradients on all ranks.
     """
     context = context_parallel({})
     if context.size == 1:
@@ -35,11 +38,15 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
 
 
 def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length: int) -> Values:
-    """Returns this context-parallel rank's tokens of a whole response; raises ValueError for another length."""
+    """Returns this context-parallel rank's tokens of a complete response.
+
+    Raises:
+        ValueError: `log_prob` has another length.
+    """
     if len(log_prob) != response_length:
         raise ValueError(
             f"log_prob has {len(log_prob)} values but response_length is {response_length}; pass"
-            " the whole response."
+            " the complete response."
         )
     context = context_parallel({})
     if context.size == 1:
@@ -47,18 +54,15 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
     slices = response_slices([total_length], [response_length], context.rank, context.size)
     if isinstance(log_prob, Tensor):
         return slices.slice_flat(log_prob)
+    # A rank has two pieces of a sequence, one from each half, so that all ranks have equal work.
     gap, first, middle, second, _ = slices.pieces
     start = gap + first + middle
     return log_prob[gap : gap + first] + log_prob[start : start + second]
 
 
-_AGENTS, _DATA, _REWARDS = (
-    "slime_tis.trainer.agents",
-    "slime_tis.trainer.data",
-    "slime_tis.trainer.rewards",
-)
 _FILTERS = "slime_tis.trainer.rollout.filter_hub"
-_GRADERS, _CLIENT = f"{_REWARDS}.builtin_rewards", f"{_AGENTS}.slime_client"
+_GRADERS = "slime_tis.trainer.rewards.builtin_rewards"
+_CLIENT = "slime_tis.trainer.agents.slime_client"
 MODULES: dict[str, tuple[str, ...]] = {
     "slime.backends.megatron_utils.cp_utils": (
         __name__,
@@ -69,8 +73,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "slime_tis.trainer.megatron.log_probs",
         "get_log_probs_and_entropy",
     ),
-    "slime.rollout.base_types": (f"{_AGENTS}.rollout_function", "RolloutFnTrainOutput"),
-    "slime.rollout.data_source": (f"{_DATA}.data_source", "DataSource"),
+    "slime.rollout.base_types": (
+        "slime_tis.trainer.agents.rollout_function",
+        "RolloutFnTrainOutput",
+    ),
+    "slime.rollout.data_source": ("slime_tis.trainer.data.data_source", "DataSource"),
     "slime.rollout.filter_hub.base_types": (_FILTERS, "DynamicFilterOutput"),
     "slime.rollout.filter_hub.dynamic_sampling_filters": (
         _FILTERS,
@@ -83,31 +90,33 @@ MODULES: dict[str, tuple[str, ...]] = {
     "slime.rollout.sglang_rollout": (_CLIENT, "GenerateState"),
     "slime.utils.http_utils": (_CLIENT, "get", "post"),
     "slime.utils.misc": ("slime_tis.user_functions", "load_function"),
-    "slime.utils.types": (f"{_DATA}.sample", "Sample"),
+    "slime.utils.types": ("slime_tis.trainer.data.sample", "Sample"),
 }
 """Module of slime → the module that defines its names here, and the names."""
 
-_PARENTS = {
-    ".".join(name.split(".")[:depth]) for name in MODULES for depth in range(1, name.count(".") + 1)
-}
+_PACKAGES = set()
+"""Packages of the modules: slime, slime.backends, …"""
+for _name in MODULES:
+    while "." in _name:
+        _name = _name.rpartition(".")[0]
+        _PACKAGES.add(_name)
 
 
 class Finder(MetaPathFinder, Loader):
-    """Provides `MODULES`. Other modules, and other names of the same modules, come from an installed slime."""
+    """Provides `MODULES`; an installed slime provides its other modules and names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec of a module of `MODULES`, or of one of their packages; None for every other name."""
-        if fullname not in MODULES and fullname not in _PARENTS:
+        """Returns the spec of a module or package of `MODULES`; None for every other name."""
+        if fullname not in MODULES and fullname not in _PACKAGES:
             return None
         installed = PathFinder.find_spec(fullname, path)
         if fullname not in MODULES and installed is not None:
             return installed
         spec = ModuleSpec(fullname, self, is_package=True)
-        spec.submodule_search_locations = list(
-            (installed and installed.submodule_search_locations) or ()
-        )
+        if installed is not None and installed.submodule_search_locations is not None:
+            spec.submodule_search_locations = list(installed.submodule_search_locations)
         spec.loader_state = installed
         return spec
 
@@ -122,11 +131,12 @@ class Finder(MetaPathFinder, Loader):
             return
         execute = installed.loader.exec_module
 
+        # Executed when a name is first needed: slime's modules import ray and sglang.
         @cache
         def original() -> ModuleType:
-            whole = module_from_spec(installed)
-            execute(whole)
-            return whole
+            theirs = module_from_spec(installed)
+            execute(theirs)
+            return theirs
 
         def __getattr__(name: str) -> Any:
             """Returns a name that only the installed module has."""

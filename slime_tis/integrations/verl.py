@@ -3,14 +3,18 @@
 `RolloutCorrectionConfig` is verl's class, with its fields and presets. `to_config()` converts it to
 the `slime_tis.RolloutCorrectionConfig` that `slime_tis.correct` takes.
 
-Also the older API of the documents: `rollout_rs="token"|"sequence"|"geometric"` with
-`rollout_rs_threshold_lower` and `rollout_token_veto_threshold`. What differs, deliberately: k1
-bounds are on the ratio π_train/π_rollout, where verl inverts them (`verl_compat=True` brings that
-back); rows without a valid token count nowhere; padding may hold anything; weights that are all
-zero, or a batch without a finite log-ratio, give metrics of 0 instead of an error.
+verl's older API works as well: `rollout_rs="token"|"sequence"|"geometric"` with
+`rollout_rs_threshold_lower` and `rollout_token_veto_threshold`.
 
-Shapes: suffix _BT is [batch, time], _B per row. Metrics are over valid tokens, or over rows that
-    have one.
+Deliberate differences:
+    * k1 bounds are on the ratio π_train/π_rollout. verl bounds the inverse, as `verl_compat=True`
+      does.
+    * Rows without a valid token are ignored.
+    * Padding may have any values.
+    * If all weights are zero, or no log-ratio is finite, metrics are 0 instead of an error.
+
+Shapes: suffix _BT is [batch, time], _B is one value per row. Metrics are over valid tokens, or over
+    rows with a valid token.
 """
 
 import math
@@ -56,9 +60,13 @@ __all__ = [
 ]
 
 SAFETY_BOUND = LOG_RATIO_BOUND
+"""Bound on log-ratios, in nats."""
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(CRITERIA)
+"""Criteria of `rollout_rs`."""
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in CRITERIA if name.startswith("token_")}
+"""Criteria that reject single tokens."""
 MISMATCH = Config(get_mismatch_metrics=True)
+"""Only measures."""
 
 
 def compute_rollout_correction_and_rejection_mask(  # noqa: PLR0913
@@ -77,15 +85,15 @@ def compute_rollout_correction_and_rejection_mask(  # noqa: PLR0913
 ) -> tuple[Any, Tensor, dict[str, float]]:
     """Weights, rejection mask and metrics of a padded batch.
 
-    The options are verl's; `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are its
-    older API's. `verl_compat` inverts the bounds of k1 criteria, as verl does.
+    The options are verl's. `rollout_token_veto_threshold` and `rollout_rs_threshold_lower` are from
+    the older API. `verl_compat` inverts the bounds of k1 criteria, as verl does.
 
     Returns:
-        An object with `.batch["rollout_is_weights"]` (None without weights), the mask in its own
-        dtype, and the metrics with the prefix rollout_corr/.
+        An object with `.batch["rollout_is_weights"]` (None without weights), the mask in the dtype
+        of `response_mask`, and the metrics with the prefix rollout_corr/.
 
     Raises:
-        ValueError: if there is no valid token, shapes differ, or an option means nothing.
+        ValueError: No token is valid, shapes differ, or an option has no meaning.
     """
     _check(old_log_prob, rollout_log_prob, response_mask)
     are_usable = is_log_prob(old_log_prob) & is_log_prob(rollout_log_prob)
@@ -93,10 +101,10 @@ def compute_rollout_correction_and_rejection_mask(  # noqa: PLR0913
     metrics: dict[str, float] = {}
     weights = None
     if rollout_is is not None and rollout_is_threshold is not None:
-        weights, found = compute_rollout_correction_weights(
+        weights, weight_values = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
-        metrics |= found
+        metrics |= weight_values
     mask = response_mask.detach().clone()
     if rollout_rs is not None or rollout_token_veto_threshold is not None:
         options = {
@@ -106,10 +114,12 @@ def compute_rollout_correction_and_rejection_mask(  # noqa: PLR0913
             "rollout_token_veto_threshold": rollout_token_veto_threshold,
         }
         config = Config(**config_fields(options))
-        mask, found = _reject(config, log_ratio, response_mask, verl_compat)
-        metrics |= found
+        mask, rejection_values = _reject(config, log_ratio, response_mask, verl_compat)
+        metrics |= rejection_values
     metrics |= compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
-    proto = None if weights is None else _proto({"rollout_is_weights": weights})
+    proto = None
+    if weights is not None:
+        proto = _proto({"rollout_is_weights": weights})
     return proto, mask, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -121,20 +131,30 @@ def compute_rollout_correction_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     """Bounded weights [B, T], 0 at padding, and their metrics without prefix."""
-    options = {"rollout_is": rollout_is, "rollout_is_threshold": rollout_is_threshold}
-    config = Config(
-        **config_fields({**options, "rollout_is_batch_normalize": rollout_is_batch_normalize})
-    )
-    ranks, distributed = Ranks(), torch.distributed
+    options = {
+        "rollout_is": rollout_is,
+        "rollout_is_threshold": rollout_is_threshold,
+        "rollout_is_batch_normalize": rollout_is_batch_normalize,
+    }
+    config = Config(**config_fields(options))
+    ranks = Ranks()
+    distributed = torch.distributed
     if rollout_is_batch_normalize and distributed.is_available() and distributed.is_initialized():
         ranks = Ranks.from_groups(data=distributed.group.WORLD)  # verl's ranks are data-parallel
-    known = GlobalBatch(ranks=ranks)
+    # Δ as log π_train, and zeros as log π_rollout, have the log-ratio Δ.
     delta = _usable(log_ratio)
-    found = correct(config, delta, torch.zeros_like(delta), response_mask, global_batch=known)
+    correction = correct(
+        config,
+        delta,
+        torch.zeros_like(delta),
+        response_mask,
+        global_batch=GlobalBatch(ranks=ranks),
+    )
     metrics = weight_metrics(config, log_ratio, response_mask)
     if rollout_is_batch_normalize:
-        metrics["rollout_is_batch_norm_factor"] = found.statistics.batch_norm_factor(ranks).item()
-    return found.weights.to(log_ratio.dtype), metrics
+        factor = correction.statistics.batch_norm_factor(ranks)
+        metrics["rollout_is_batch_norm_factor"] = factor.item()
+    return correction.weights.to(log_ratio.dtype), metrics
 
 
 def compute_rollout_rejection_mask(
@@ -145,10 +165,9 @@ def compute_rollout_rejection_mask(
     *,
     verl_compat: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask without what the criteria reject, and their metrics without prefix."""
-    config = Config(
-        **config_fields({"rollout_rs": rollout_rs, "rollout_rs_threshold": rollout_rs_threshold})
-    )
+    """The mask without rejected tokens, and the criteria's metrics without prefix."""
+    options = {"rollout_rs": rollout_rs, "rollout_rs_threshold": rollout_rs_threshold}
+    config = Config(**config_fields(options))
     if log_ratio.shape[0] == 0:
         return response_mask.detach(), {}
     return _reject(config, log_ratio, response_mask, verl_compat)
@@ -157,29 +176,25 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Perplexities and divergences without prefix; only the training policy's without rollout log-probs.
+    """Perplexities and divergences without prefix; empty if no log-prob is finite.
 
-    Empty where no log-prob is finite.
+    Without rollout log-probs there are only the training policy's perplexities.
     """
     reference = old_log_prob if rollout_log_prob is None else rollout_log_prob
     _check(old_log_prob, reference, response_mask)
-    found = correct(MISMATCH, old_log_prob, reference, response_mask).statistics.metrics()
-    metrics = {
+    correction = correct(MISMATCH, old_log_prob, reference, response_mask)
+    prefix = "mismatch_training_" if rollout_log_prob is None else "mismatch_"
+    return {
         name.removeprefix("mismatch_"): value
-        for name, value in found.items()
-        if name.startswith("mismatch_")
+        for name, value in correction.statistics.metrics().items()
+        if name.startswith(prefix)
     }
-    if rollout_log_prob is None:
-        return {
-            name: metrics[name] for name in ("training_ppl", "training_log_ppl") if name in metrics
-        }
-    return metrics
 
 
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """The same between the current policy and the rollout, with the prefix rollout_corr/."""
+    """Metrics between the current policy and the rollout, with the prefix rollout_corr/."""
     metrics = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -187,14 +202,17 @@ def compute_rollout_corr_metrics_from_logprobs(
 def compute_rollout_correction_and_add_to_batch(
     batch: Any, rollout_corr_config: Any
 ) -> tuple[Any, dict[str, float]]:
-    """Corrects a DataProto in place: `response_mask` always, `rollout_is_weights` where there are weights."""
-    defaults = RolloutCorrectionConfig(rollout_is=None)
-    names = [name for name in vars(defaults) if name.startswith("rollout_")]
+    """Sets `response_mask` of a DataProto and, with weights, `rollout_is_weights`."""
+    options = {
+        name: rollout_corr_config.get(name, default)
+        for name, default in vars(RolloutCorrectionConfig(rollout_is=None)).items()
+        if name.startswith("rollout_")
+    }
     proto, mask, metrics = compute_rollout_correction_and_rejection_mask(
         batch.batch["old_log_probs"],
         batch.batch["rollout_log_probs"],
         batch.batch["response_mask"],
-        **{name: rollout_corr_config.get(name, defaults.get(name)) for name in names},
+        **options,
     )
     batch.batch["response_mask"] = mask
     if proto is not None:
@@ -207,10 +225,15 @@ def apply_bypass_mode(
     rollout_corr_config: Any = None,
     policy_loss_config: MutableMapping[str, object] | None = None,
 ) -> None:
-    """Bypass: `old_log_probs` of the batch become `rollout_log_probs`, and the policy loss gets their configuration.
+    """Replaces the batch's `old_log_probs` by its `rollout_log_probs`, and selects verl's bypass loss.
+
+    Args:
+        batch: A DataProto, changed in place.
+        rollout_corr_config: Options of the correction, for the policy loss.
+        policy_loss_config: Options of the policy loss, changed in place.
 
     Raises:
-        ValueError: if the batch has no rollout log-probs.
+        ValueError: The batch has no rollout log-probs.
     """
     if "rollout_log_probs" not in batch.batch:
         raise ValueError(
@@ -225,7 +248,8 @@ def apply_bypass_mode(
 
 
 def _open(config: object) -> AbstractContextManager[object]:
-    """Lets a struct of omegaconf's take new keys; omegaconf has been imported by whoever has one."""
+    """Lets a struct of omegaconf take new keys."""
+    # Without an import of omegaconf there is no struct of it.
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is None or not omegaconf.OmegaConf.is_config(config):
         return nullcontext()
@@ -236,58 +260,69 @@ def _open(config: object) -> AbstractContextManager[object]:
 def _reject(
     config: Config, log_ratio: Tensor, response_mask: Tensor, inverted: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    criteria, acting = parse_criteria(config.rollout_rs, config.rollout_rs_threshold), config
-    if inverted:  # k1 bounds as verl reads them: on π_rollout/π_train
-        specs = [
-            str(c.upper) if c.lower is None else f"{1 / c.upper}_{1 / (c.lower or 1e-300)}"
-            for c in criteria
-        ]
-        acting = replace(config, rollout_rs_threshold=",".join(specs) or None)
+    criteria = parse_criteria(config.rollout_rs, config.rollout_rs_threshold)
+    thresholds = config.rollout_rs_threshold
+    if inverted and criteria:
+        thresholds = ",".join(_inverted_threshold(criterion) for criterion in criteria)
     delta = _usable(log_ratio)
-    found = correct(acting, delta, torch.zeros_like(delta), response_mask)
-    values = found.statistics.metrics()
+    correction = correct(
+        replace(config, rollout_rs_threshold=thresholds),
+        delta,
+        torch.zeros_like(delta),
+        response_mask,
+    )
+    values = correction.statistics.metrics()
     metrics: dict[str, float] = {}
     for criterion in criteria:
         metrics |= criterion_metrics(criterion, log_ratio, response_mask, inverted)
-    for prefix in (
-        ["rs_", *(f"rs_{criterion.name}_" for criterion in config.rejections)]
-        if config.rejections
-        else []
-    ):
+    prefixes = [f"rs_{criterion.name}_" for criterion in config.rejections]
+    if prefixes:
+        prefixes.insert(0, "rs_")
+    # Without a valid token, there are no statistics: verl's metrics are then 0.
+    for prefix in prefixes:
         for name in (f"{prefix}masked_fraction", f"{prefix}seq_masked_fraction"):
             metrics[f"rollout_{name}"] = values.get(f"mis_{name}", 0.0)
     if config.vetoes:
-        metrics["rollout_is_veto_fraction"] = values.get("mis_catastrophic_seq_fraction", 0.0)
-        metrics["rollout_is_catastrophic_token_fraction"] = values.get(
-            "mis_catastrophic_token_fraction", 0.0
-        )
-    return found.mask.to(response_mask.dtype), metrics
+        sequences = values.get("mis_catastrophic_seq_fraction", 0.0)
+        tokens = values.get("mis_catastrophic_token_fraction", 0.0)
+        metrics["rollout_is_veto_fraction"] = sequences
+        metrics["rollout_is_catastrophic_token_fraction"] = tokens
+    return correction.mask.to(response_mask.dtype), metrics
+
+
+def _inverted_threshold(criterion: Criterion) -> str:
+    """A criterion's threshold with k1 bounds as verl reads them: on π_rollout/π_train."""
+    if criterion.lower is None:
+        return str(criterion.upper)
+    # A lower bound of 0 is none; 1e-300 keeps its inverse finite.
+    lower = criterion.lower or 1e-300
+    return f"{1 / criterion.upper}_{1 / lower}"
 
 
 def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> None:
     if not response_mask.any():
         raise ValueError("response_mask must contain at least one valid token (1).")
-    for name, x in (("rollout_log_prob", rollout_log_prob), ("response_mask", response_mask)):
-        if old_log_prob.shape != x.shape:
+    others = {"rollout_log_prob": rollout_log_prob, "response_mask": response_mask}
+    for name, values in others.items():
+        if old_log_prob.shape != values.shape:
             raise ValueError(
-                f"old_log_prob shape {old_log_prob.shape} does not match {name} shape {x.shape}."
+                f"old_log_prob shape {old_log_prob.shape} does not match {name} shape"
+                f" {values.shape}."
             )
 
 
 def _proto(tensors: dict[str, Tensor]) -> Any:
-    """verl's DataProto where verl is loaded, a stand-in with the same `.batch` elsewhere."""
+    """verl's DataProto if verl is loaded, else a stand-in with the same `.batch`."""
     protocol = sys.modules.get("verl.protocol")
-    return (
-        SimpleNamespace(batch=tensors)
-        if protocol is None
-        else protocol.DataProto.from_dict(tensors=tensors)
-    )
+    if protocol is None:
+        return SimpleNamespace(batch=tensors)
+    return protocol.DataProto.from_dict(tensors=tensors)
 
 
 def weight_metrics(
     config: Config, log_ratio_BT: Tensor, response_mask_BT: Tensor
 ) -> dict[str, float]:
-    """rollout_is_* of the weights that `config` makes of a log-ratio, after the bound, before batch normalisation."""
+    """rollout_is_* metrics of the bounded weights, before batch normalisation."""
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     lower, upper = config.is_bounds
     log_weight = delta if config.tis_level == "token" else delta.sum(-1, keepdim=True)
@@ -308,26 +343,39 @@ def compute_is_metrics(
     rollout_is_threshold: float,
     rollout_is_threshold_lower: float | None = None,
 ) -> dict[str, float]:
-    """verl's rollout_is_* metrics of given weights, without prefix.
+    """verl's rollout_is_* metrics of weights, without prefix.
 
-    As in verl, minimum and maximum at the sequence level are of the unbounded ratio, up to e^20 and
-    from 0. The log-ratios are [B, T] per token, or [B, 1] per sequence; the lower bound is 1/upper
-    when None.
+    Args:
+        rollout_is_weights: Bounded weights [B, T].
+        raw_rollout_is_weights: Weights before the bound, [B, T].
+        log_ratio_for_metrics: Log-ratios [B, T] per token, or [B, 1] per sequence.
+        response_mask: Nonzero at valid tokens, [B, T].
+        rollout_is: Level of the weights: token or sequence.
+        rollout_is_threshold: Upper bound.
+        rollout_is_threshold_lower: Lower bound; None is 1/upper.
     """
     valid = response_mask.bool() & rollout_is_weights.isfinite() & raw_rollout_is_weights.isfinite()
-    bounded, raw = (
-        torch.where(valid, x, 0.0).double() for x in (rollout_is_weights, raw_rollout_is_weights)
-    )
+    bounded = torch.where(valid, rollout_is_weights, 0.0).double()
+    raw = torch.where(valid, raw_rollout_is_weights, 0.0).double()
     upper = rollout_is_threshold
-    lower = 1.0 / upper if rollout_is_threshold_lower is None else rollout_is_threshold_lower
-    present = valid.any(-1)
-    per_row, raw_per_row = _row_means(bounded, valid)[present], _row_means(raw, valid)[present]
+    lower = rollout_is_threshold_lower
+    if lower is None:
+        lower = 1.0 / upper
+    has_tokens = valid.any(-1)
+    per_row = _row_means(bounded, valid)[has_tokens]
+    raw_per_row = _row_means(raw, valid)[has_tokens]
     if rollout_is == "token":
-        high, low, extremes = raw[valid] > upper, raw[valid] < lower, bounded[valid]
+        high = raw[valid] > upper
+        low = raw[valid] < lower
+        extremes = bounded[valid]
     else:
-        rows = log_ratio_for_metrics.double()[:, 0][present].nan_to_num(0.0, torch.inf, -torch.inf)
-        high, low = rows > math.log(upper), rows < (math.log(lower) if lower else -math.inf)
-        extremes = rows.clamp(max=LOG_RATIO_BOUND).exp()
+        # As in verl, minimum and maximum of sequences are of the unbounded ratio, at most e^20.
+        log_ratios = log_ratio_for_metrics.double()[:, 0][has_tokens]
+        log_ratios = log_ratios.nan_to_num(0.0, torch.inf, -torch.inf)
+        log_lower = math.log(lower) if lower else -math.inf
+        high = log_ratios > math.log(upper)
+        low = log_ratios < log_lower
+        extremes = log_ratios.clamp(max=LOG_RATIO_BOUND).exp()
     mean, mean_square, deviation = _deviation(bounded[valid].clamp(0.0, upper))
     return {
         "rollout_is_mean": _mean(bounded[valid]),
@@ -337,7 +385,7 @@ def compute_is_metrics(
         "rollout_is_min": -_highest(-extremes),
         "rollout_is_std": deviation,
         "rollout_is_eff_sample_size": mean * mean / mean_square if mean_square else 0.0,
-        **_of_rows("rollout_is_", per_row),
+        **_row_metrics("rollout_is_", per_row),
         "rollout_is_seq_max_deviation": _highest((per_row - 1).abs()),
         "rollout_is_seq_fraction_high": _mean(raw_per_row > upper),
         "rollout_is_seq_fraction_low": _mean(raw_per_row < lower),
@@ -347,7 +395,7 @@ def compute_is_metrics(
 def criterion_metrics(
     criterion: Criterion, log_ratio_BT: Tensor, response_mask_BT: Tensor, inverted: bool
 ) -> dict[str, float]:
-    """rollout_rs_<criterion>_* of the statistic that a criterion bounds; for k1 it is −Δ if `inverted`, as in verl."""
+    """rollout_rs_<criterion>_* metrics of the criterion's statistic; `inverted` negates Δ of k1."""
     valid, delta = _clean(log_ratio_BT, response_mask_BT)
     bounded = delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     divergences = {
@@ -356,13 +404,19 @@ def criterion_metrics(
         "k3": bounded.expm1() - bounded,
         "error": bounded.abs().exp(),
     }
-    statistic, per_row = torch.where(valid, divergences[criterion.divergence], 0.0), None
-    if not criterion.per_token:  # divergences with a maximum are never negative
+    statistic = torch.where(valid, divergences[criterion.divergence], 0.0)
+    per_row = None
+    if not criterion.per_token:
+        # The padding lets amax work on rows of no columns; k2 and k3 are never negative.
         maxima = torch.nn.functional.pad(statistic, (0, 1)).amax(-1)
         rows = {"mean": _row_means(statistic, valid), "sum": statistic.sum(-1), "max": maxima}
         per_row = rows[criterion.aggregation]
         statistic = per_row[:, None].expand_as(statistic)
-    lower, upper = (0.0, criterion.upper) if criterion.lower is None else criterion.log_bounds
+    if criterion.lower is None:
+        lower = 0.0
+        upper = criterion.upper
+    else:
+        lower, upper = criterion.log_bounds
     return compute_rs_metrics(
         criterion.name,
         statistic,
@@ -388,22 +442,27 @@ def compute_rs_metrics(  # noqa: PLR0913
     rollout_rs_threshold_lower: float,
     apply_lower_threshold: bool,
 ) -> dict[str, float]:
-    """verl's rollout_rs_<option>_* metrics of a given statistic, without prefix.
+    """verl's rollout_rs_<option>_* metrics of a statistic, without prefix.
 
-    `per_sequence_values` [B] are means over the row when None; bounds of k1 are logarithms, and k2
-    and k3 have no lower bound (`apply_lower_threshold`).
+    Args:
+        option_name: The criterion, for the names.
+        rs_statistic: [B, T].
+        response_mask: Nonzero at valid tokens, [B, T].
+        seq_valid_mask: Nonzero at rows to count, [B].
+        level: token or sequence.
+        per_sequence_values: The statistic per row, [B]; None is the mean over the row.
+        rollout_rs_threshold: Upper bound, a logarithm for k1.
+        rollout_rs_threshold_lower: Lower bound, a logarithm.
+        apply_lower_threshold: Whether there is a lower bound; k2 and k3 have none.
     """
     valid = response_mask.bool() & rs_statistic.isfinite()
     statistic = torch.where(valid, rs_statistic, 0.0).double()
-    upper, lower = (
-        rollout_rs_threshold,
-        (rollout_rs_threshold_lower if apply_lower_threshold else 0.0),
-    )
-    per_row = (
-        _row_means(statistic, valid)
-        if per_sequence_values is None
-        else per_sequence_values.double().flatten()
-    )
+    upper = rollout_rs_threshold
+    lower = rollout_rs_threshold_lower if apply_lower_threshold else 0.0
+    if per_sequence_values is None:
+        per_row = _row_means(statistic, valid)
+    else:
+        per_row = per_sequence_values.double().flatten()
     rows = per_row[seq_valid_mask.bool() & valid.any(-1)].nan_to_num()
     values = statistic[valid] if level == "token" else rows
     _, _, deviation = _deviation(statistic[valid].clamp(lower, upper))
@@ -414,7 +473,7 @@ def compute_rs_metrics(  # noqa: PLR0913
         "fraction_high": _mean(values > upper),
         "fraction_low": _mean(values < lower) if apply_lower_threshold else 0.0,
         "std": deviation if valid.sum() > 1 else 0.0,
-        **_of_rows("", rows),
+        **_row_metrics("", rows),
         "seq_max_deviation": _highest(rows.abs()),
         "seq_fraction_high": _mean(rows > upper),
     }
@@ -424,12 +483,12 @@ def compute_rs_metrics(  # noqa: PLR0913
 
 
 def _usable(log_ratio_BT: Tensor) -> Tensor:
-    """Δ, and NaN where it is as large as only an engine's code for minus infinity makes it."""
+    """Δ, or NaN at differences so large that an engine's code for minus infinity caused them."""
     return torch.where(log_ratio_BT.abs() < LOG_PROB_LIMIT, log_ratio_BT, torch.nan)
 
 
 def _clean(log_ratio_BT: Tensor, response_mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens are valid and finite, and Δ in float64, 0 elsewhere."""
+    """The mask of valid tokens with a finite Δ, and Δ in float64, 0 at other tokens."""
     valid = response_mask_BT.bool() & _usable(log_ratio_BT).isfinite()
     return valid, torch.where(valid, log_ratio_BT, 0.0).to(torch.float64)
 
@@ -444,7 +503,9 @@ def _mean(values: Tensor) -> float:
 
 def _deviation(clamped: Tensor) -> tuple[float, float, float]:
     """Mean, mean square and deviation of clamped values."""
-    mean, mean_square = _mean(clamped), _mean(clamped.square())
+    mean = _mean(clamped)
+    mean_square = _mean(clamped.square())
+    # Rounding may make the variance of equal values negative.
     return mean, mean_square, math.sqrt(max(mean_square - mean * mean, 0.0))
 
 
@@ -452,7 +513,7 @@ def _highest(values: Tensor) -> float:
     return values.max().item() if values.numel() else 0.0
 
 
-def _of_rows(prefix: str, rows_B: Tensor) -> dict[str, float]:
+def _row_metrics(prefix: str, rows_B: Tensor) -> dict[str, float]:
     """Mean, deviation and extremes of one value per row."""
     return {
         f"{prefix}seq_mean": _mean(rows_B),

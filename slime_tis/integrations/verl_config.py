@@ -1,9 +1,9 @@
-"""verl's rollout-correction options as ours: one table of names, verl's RolloutCorrectionConfig, and its presets."""
+"""verl's options as ours: tables of names, verl's RolloutCorrectionConfig, and verl's presets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import Parameter, Signature
 from numbers import Real
 from typing import Any
@@ -26,8 +26,7 @@ NAMES = {
     "use_pure_rollout_correction": "policy_loss",
     "loss_type": "policy_loss",
 }
-"""Keys of verl's algorithm.rollout_correction block, of all its generations, and the option each
-one is here."""
+"""Keys of verl's algorithm.rollout_correction block, in all versions of verl → our option."""
 
 SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
     "rollout_is_batch_normalize": (False, True),
@@ -36,7 +35,7 @@ SWITCHES: dict[str, tuple[bool | str, bool | str]] = {
     "use_policy_gradient": ("ppo", "reinforce"),
     "use_pure_rollout_correction": ("ppo", "reinforce"),
 }
-"""Options that are switches, and their values here when off and on."""
+"""Keys that are switches → our values for off and on."""
 
 BOUNDS = (
     "rollout_is_threshold",
@@ -44,12 +43,14 @@ BOUNDS = (
     "rollout_rs_threshold_lower",
     "rollout_token_veto_threshold",
 )
-"""Options that are numbers, or text with several."""
+"""Keys whose value is a number, or text with several numbers."""
 
 LOSSES = {"ppo_clip": "ppo", "reinforce": "reinforce"}
-"""Values of loss_type, and what each one is here."""
+"""Values of loss_type → our policy_loss."""
 
 LOSS_MODE = "policy_loss.loss_mode"
+"""Key of verl's actor block for the policy loss."""
+
 _DPPO: dict[str, str | float] = {
     "policy_loss": "cispo",
     "eps_clip": 1.0,
@@ -62,13 +63,14 @@ LOSS_MODES: dict[str, dict[str, str | float]] = {
     "dppo_tv": {**_DPPO, "divergence_mask": "binary_tv"},
     "dppo_kl": {**_DPPO, "divergence_mask": "binary_kl"},
     "kl_cov": {"policy_loss": "kl_cov", "kl_cov_coef": 0.1},
-    **{
-        name: {"policy_loss": name}
-        for name in ("gspo", "sapo", "vespo", "cispo", "clip_cov", "dro")
-    },
+    "gspo": {"policy_loss": "gspo"},
+    "sapo": {"policy_loss": "sapo"},
+    "vespo": {"policy_loss": "vespo"},
+    "cispo": {"policy_loss": "cispo"},
+    "clip_cov": {"policy_loss": "clip_cov"},
+    "dro": {"policy_loss": "dro"},
 }
-"""Values of `LOSS_MODE`, and the options that each one is here, with verl's defaults where they
-differ from ours."""
+"""Values of `LOSS_MODE` → our options, with those of verl's defaults that differ from ours."""
 
 ACTOR_NAMES = {
     "clip_ratio": "eps_clip",
@@ -87,8 +89,7 @@ ACTOR_NAMES = {
     "policy_loss.tau_neg": "sapo_tau_neg",
     "loss_agg_mode": "calculate_per_token_loss",
 }
-"""Keys of verl's actor_rollout_ref.actor block besides `LOSS_MODE`, and the option each one is
-here."""
+"""Keys of verl's actor_rollout_ref.actor block besides `LOSS_MODE` → our option."""
 
 DPPO_NAMES = {
     "clip_ratio": "divergence_mask_bound",
@@ -96,13 +97,13 @@ DPPO_NAMES = {
     "clip_ratio_high": "divergence_mask_bound",
     "clip_ratio_c": "eps_clip_high",
 }
-"""The same keys under the loss modes dppo_tv and dppo_kl, where clip_ratio_c − 1 is meant."""
+"""The same for the loss modes dppo_tv and dppo_kl, whose eps_clip_high is clip_ratio_c − 1."""
 
 LOSS_AGGREGATIONS = {"token-mean": True, "seq-mean-token-mean": False}
-"""Values of loss_agg_mode, and whether the mean is over all tokens of the batch."""
+"""Values of loss_agg_mode → whether the mean is over all tokens of the batch."""
 
 SEQUENCE_MEAN_MODES = ("gspo", "sapo")
-"""Loss modes whose loss verl averages over sequences, whatever loss_agg_mode says."""
+"""Loss modes that ignore loss_agg_mode: verl averages over sequences."""
 
 DUAL_CLIP_MODES = ("vanilla", "dppo_tv", "dppo_kl")
 """Loss modes that read clip_ratio_c."""
@@ -117,8 +118,7 @@ WEIGHT_LEVELS = ("token", "sequence")
 """Values of rollout_is."""
 
 REJECTION_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Values of rollout_rs in the older generations, and the criterion that each one is in the
-newest."""
+"""Values of rollout_rs in older versions of verl → criterion in the newest version."""
 
 THRESHOLDS = {
     "threshold": "tis_upper_bound",
@@ -127,63 +127,75 @@ THRESHOLDS = {
     "rs_threshold": "rollout_rs_threshold",
     "veto_threshold": "rs_veto_threshold",
 }
-"""Arguments of verl's presets, and the option that each one replaces."""
+"""Arguments of verl's presets → our option."""
+
+Translated = dict[str, tuple[Any, str]]
+"""Our option → value, and verl's key that the value comes from."""
 
 
-def translate(
-    block: Mapping[str, Any], label: Callable[[str], str] = str
-) -> dict[str, tuple[Any, str]]:
-    """verl's options as options of ours: name to the value, and verl's key that it comes from.
+def translate(block: Mapping[str, Any], label: Callable[[str], str] = str) -> Translated:
+    """Translates verl's correction options to ours.
 
     Args:
-        block: by verl's key, among `NAMES`: True or False for `SWITCHES`, None where unset, else
-            text or a number.
-        label: the name of a key in messages.
+        block: Values by verl's key, which is in `NAMES`: True or False for `SWITCHES`, else text or
+            a number; None if unset.
+        label: Returns the name of a key in messages.
 
     Raises:
-        TypeError: a value that is a switch where verl has a number or text, or neither.
-        ValueError: options that contradict each other, or a value that verl does not have.
+        TypeError: A bound is neither a number nor text.
+        ValueError: Options contradict each other, or verl does not have a value.
     """
-    options: dict[str, tuple[Any, str]] = {}
+    options: Translated = {}
     for key, value in block.items():
         if value is None:
             continue
-        if key in SWITCHES:
-            value = SWITCHES[key][value]
-        elif key == "loss_type" and isinstance(value, str):
-            value = LOSSES.get(value, value)
-        elif key in BOUNDS and (isinstance(value, bool) or not isinstance(value, Real | str)):
-            kind = "a boolean" if isinstance(value, bool) else f"a {type(value).__name__}"
-            raise TypeError(f"{label(key)} must be a number or text, not {kind}.")
+        value = _block_value(key, value, label)
         other, other_key = options.setdefault(NAMES[key], (value, key))
         if other_key != key and other != value:
             raise ValueError(f"{label(key)} contradicts {label(other_key)}; remove one of the two.")
-    rejection: dict[str, tuple[Any, str]] = {
-        name: options.pop(name) for name in ("rs_lower_bound", "rs_upper_bound") if name in options
-    }
-    options.pop("rs_level", None)
-    result = {**options, **_weights(block, options, label), **_rejected(block, rejection, label)}
-    rejecting = [
-        key for key in ("rollout_rs", "rollout_token_veto_threshold") if block.get(key) is not None
-    ]
-    return (
-        {**result, "rejection_normalizer": ("kept", rejecting[0])} if rejecting else result
-    )  # verl's token mean
+    weights = _weights(block, options, label)
+    bounds: Translated = {}
+    for name in ("rs_lower_bound", "rs_upper_bound"):
+        if name in options:
+            bounds[name] = options.pop(name)
+    options.pop("rs_level", None)  # `_rejection` has it, or criteria instead
+    options |= weights
+    options |= _rejection(block, bounds, label)
+    # verl divides by the accepted tokens if anything rejects.
+    for key in ("rollout_rs", "rollout_token_veto_threshold"):
+        if block.get(key) is not None:
+            options.setdefault("rejection_normalizer", ("kept", key))
+    return options
 
 
-def translate_actor(  # noqa: C901
+def _block_value(key: str, value: Any, label: Callable[[str], str]) -> Any:
+    """Returns our value for a value of verl's rollout_correction block."""
+    if key in SWITCHES:
+        return SWITCHES[key][value]
+    if key == "loss_type" and isinstance(value, str):
+        return LOSSES.get(value, value)
+    if key in BOUNDS and isinstance(value, bool):
+        raise TypeError(f"{label(key)} must be a number or text, not a boolean.")
+    if key in BOUNDS and not isinstance(value, Real | str):
+        raise TypeError(f"{label(key)} must be a number or text, not a {type(value).__name__}.")
+    return value
+
+
+def translate_actor(
     values: Mapping[str, str | float | None], label: Callable[[str], str] = str
 ) -> dict[str, tuple[str | float, str]]:
-    """verl's options of the policy loss as options of ours: name to the value, and verl's key that it comes from.
+    """Translates verl's options of the policy loss to ours.
 
     Args:
-        values: by verl's key, `LOSS_MODE` or among `ACTOR_NAMES`; None where unset.
-        label: the name of a key in messages.
+        values: Values by verl's key, `LOSS_MODE` or a key in `ACTOR_NAMES`; None if unset.
+        label: Returns the name of a key in messages.
+
+    Returns:
+        Our option → value, and verl's key that the value comes from.
 
     Raises:
-        ValueError: an unknown loss mode or loss_agg_mode, a clip_ratio_c of dppo or a
-            clip_ratio_low that is not a number, or two keys of one option that contradict each
-            other.
+        ValueError: The loss mode or loss_agg_mode is unknown, a clip ratio is not a number, or two
+            keys of the same option contradict each other.
     """
     mode = values.get(LOSS_MODE)
     if mode is not None and mode not in LOSS_MODES:
@@ -197,18 +209,10 @@ def translate_actor(  # noqa: C901
         if value is None or key == LOSS_MODE or _is_ignored(key, str(mode or "vanilla")):
             continue
         name = names[key]
-        if key == "loss_agg_mode":
-            value = _aggregation(value, str(mode), label)
-        elif is_dppo and key == "clip_ratio_c":
-            value = _clip_ratio(label(key), value) - 1
-        elif not is_dppo and key == "clip_ratio_low":
-            value = min(
-                _clip_ratio(label(key), value), 1.0
-            )  # ratios are above 0: 1 is no bound, as 10 is
+        value = _actor_value(key, value, str(mode), label)
         other, other_key = options.get(name, (value, LOSS_MODE))
-        if other_key == "clip_ratio":
-            pass  # clip_ratio_low and clip_ratio_high replace it
-        elif other_key != LOSS_MODE and str(other) != str(value):
+        if other_key not in (LOSS_MODE, "clip_ratio") and str(other) != str(value):
+            # clip_ratio_low and clip_ratio_high replace clip_ratio, also if it comes after them.
             if key == "clip_ratio":
                 continue
             raise ValueError(f"{label(key)} contradicts {label(other_key)}; remove one of the two.")
@@ -219,6 +223,21 @@ def translate_actor(  # noqa: C901
     return options
 
 
+def _actor_value(
+    key: str, value: str | float, mode: str, label: Callable[[str], str]
+) -> str | float:
+    """Returns our value for a value of verl's actor block."""
+    is_dppo = mode in ("dppo_tv", "dppo_kl")
+    if key == "loss_agg_mode":
+        return _aggregation(value, mode, label)
+    if is_dppo and key == "clip_ratio_c":
+        return _clip_ratio(label(key), value) - 1
+    if not is_dppo and key == "clip_ratio_low":
+        # Ratios are above 0, so a lower clip of 1 or more is no bound.
+        return min(_clip_ratio(label(key), value), 1.0)
+    return value
+
+
 def _clip_ratio(label: str, value: str | float) -> float:
     try:
         return float(value)
@@ -227,7 +246,7 @@ def _clip_ratio(label: str, value: str | float) -> float:
 
 
 def _is_ignored(key: str, mode: str) -> bool:
-    """Whether verl's loss mode reads nothing from a key, so that the key has no effect there either."""
+    """Whether verl's loss mode ignores a key, as we then do."""
     if key == "clip_ratio_c":
         return mode not in DUAL_CLIP_MODES
     if key.startswith("clip_ratio"):
@@ -248,40 +267,42 @@ def _aggregation(value: str | float, mode: str, label: Callable[[str], str]) -> 
 
 
 def _weights(
-    block: Mapping[str, Any], options: Mapping[str, tuple[Any, str]], label: Callable[[str], str]
-) -> dict[str, tuple[Any, str]]:
+    block: Mapping[str, Any], options: Translated, label: Callable[[str], str]
+) -> Translated:
+    """The options of the weights; `options` are those that `block` names directly."""
     if "rollout_is" not in block:
         return {}
-    level, threshold = block["rollout_is"], "rollout_is_threshold"
+    level = block["rollout_is"]
     if level not in (None, *WEIGHT_LEVELS):
         raise ValueError(
             f"{label('rollout_is')} is {quoted(level)} but must be null, token or sequence; "
             "tis_level outside of verl's block takes more."
         )
-    is_bypass = options.get("use_rollout_logprobs", (False, ""))[0] is True
-    applied = level is not None and not (
-        is_bypass and options.get("policy_loss", ("ppo", ""))[0] == "ppo"
-    )
-    weights: dict[str, tuple[Any, str]] = {
-        "use_tis": (applied, "rollout_is")
-    }  # in bypass PPO they are measured only
-    bound = block.get(threshold)
+    is_bypass, _ = options.get("use_rollout_logprobs", (False, ""))
+    policy_loss, _ = options.get("policy_loss", ("ppo", ""))
+    # In bypass mode the ratio of PPO contains the weight, and verl only measures weights.
+    applied = level is not None and not (is_bypass is True and policy_loss == "ppo")
+    weights: Translated = {"use_tis": (applied, "rollout_is")}
+    key = "rollout_is_threshold"
+    bound = block.get(key)
     if isinstance(bound, str) and "_" in bound:
         lower, upper = bound.split("_", 1)
-        weights["tis_upper_bound"] = (upper, threshold)
-        if applied:  # IcePop, whose tokens stay in the denominator
-            icepop = {"tis_lower_bound": lower, "tis_mode": "mask"}
-            weights |= {name: (value, threshold) for name, value in icepop.items()}
+        weights["tis_upper_bound"] = (upper, key)
+        if applied:
+            # IcePop: tokens out of the bounds stay in the denominator.
+            weights["tis_lower_bound"] = (lower, key)
+            weights["tis_mode"] = ("mask", key)
     return weights
 
 
-def _rejected(
-    block: Mapping[str, Any], bounds: dict[str, tuple[Any, str]], label: Callable[[str], str]
-) -> dict[str, tuple[Any, str]]:
-    """The options of the rejection: a level with its bounds, or a list of criteria."""
+def _rejection(
+    block: Mapping[str, Any], bounds: Translated, label: Callable[[str], str]
+) -> Translated:
+    """The options of the rejection: a level and bounds, or a list of criteria."""
     if "rollout_rs" not in block:
         return bounds
-    rule, key = block["rollout_rs"], "rollout_rs"
+    key = "rollout_rs"
+    rule = block[key]
     if rule is None:
         return {"use_rs": (False, key), **bounds}
     if "rs_upper_bound" not in bounds:
@@ -316,52 +337,57 @@ def _rejected(
 def _preset(
     name: str, *arguments: str
 ) -> classmethod[RolloutCorrectionConfig, ..., RolloutCorrectionConfig]:
-    """A constructor of a preset: the options come from `PRESETS`, and each of verl's arguments replaces one."""
-    signature = Signature(
-        [Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD) for argument in ("cls", *arguments)]
-    )
+    """Returns a constructor for a preset of `PRESETS` in which each argument replaces an option."""
+    parameters = [
+        Parameter(argument, Parameter.POSITIONAL_OR_KEYWORD) for argument in ("cls", *arguments)
+    ]
+    signature = Signature(parameters)
 
     def build(
         cls: type[RolloutCorrectionConfig], *args: str | float | None, **kwargs: str | float | None
     ) -> RolloutCorrectionConfig:
-        given = signature.bind_partial(cls, *args, **kwargs).arguments
-        replaced = {THRESHOLDS[key]: value for key, value in given.items() if key != "cls"}
-        return cls(**_in_verls_words({**PRESETS[name], **replaced}))
+        options = dict(PRESETS[name])
+        for argument, value in signature.bind_partial(cls, *args, **kwargs).arguments.items():
+            if argument != "cls":
+                options[THRESHOLDS[argument]] = value
+        return cls(**_verl_options(options))
 
-    build.__name__, build.__doc__ = name, f"verl's preset {name}."
-    build.__signature__ = signature  # type: ignore[attr-defined]  # what help() and IDEs show
+    build.__name__ = name
+    build.__doc__ = f"verl's preset {name}."
+    # help() and IDEs show the signature
+    build.__signature__ = signature  # type: ignore[attr-defined]
     return classmethod(build)
 
 
-def _in_verls_words(options: Mapping[str, Any]) -> dict[str, Any]:
+def _verl_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Our options of a preset as verl's options."""
     upper = options.get("tis_upper_bound", Config.tis_upper_bound)
-    words = {
+    verl_options = {
         "rollout_is": options.get("tis_level"),
-        "rollout_is_threshold": (
-            f"{options['tis_lower_bound']}_{upper}" if "tis_lower_bound" in options else upper
-        ),
+        "rollout_is_threshold": upper,
         "rollout_token_veto_threshold": options.get("rs_veto_threshold"),
         "bypass_mode": options.get("use_rollout_logprobs", False),
-        "loss_type": "reinforce" if options.get("policy_loss") == "reinforce" else "ppo_clip",
+        "loss_type": "ppo_clip",
     }
+    if "tis_lower_bound" in options:
+        verl_options["rollout_is_threshold"] = f"{options['tis_lower_bound']}_{upper}"
+    if options.get("policy_loss") == "reinforce":
+        verl_options["loss_type"] = "reinforce"
     if "rs_level" in options:
+        verl_options["rollout_rs"] = REJECTION_LEVELS[options["rs_level"]]
         bounds = f"{options['rs_lower_bound']}_{options['rs_upper_bound']}"
-        return {
-            **words,
-            "rollout_rs": REJECTION_LEVELS[options["rs_level"]],
-            "rollout_rs_threshold": options.get("rollout_rs_threshold", bounds),
-        }
-    return words | {
-        name: options[name] for name in ("rollout_rs", "rollout_rs_threshold") if name in options
-    }
+        verl_options["rollout_rs_threshold"] = bounds
+    for name in ("rollout_rs", "rollout_rs_threshold"):
+        if name in options:
+            verl_options[name] = options[name]
+    return verl_options
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """Options of `algorithm.rollout_correction` in verl, newest and older spelling, and verl's presets.
+    """Options of verl's `algorithm.rollout_correction`, in the newest and older spellings.
 
-    A preset is a class method of its name, whose arguments are verl's:
-    `decoupled_token_is(threshold=3.0)`.
+    verl's presets are class methods with verl's arguments: `decoupled_token_is(threshold=3.0)`.
     """
 
     rollout_is: str | None = "sequence"
@@ -400,21 +426,21 @@ class RolloutCorrectionConfig:
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field by name, as from verl's dictionary-like config."""
-        return getattr(self, name) if name in {field.name for field in fields(self)} else default
+        return vars(self).get(name, default)
 
     def to_config(self) -> Config:
         """The same correction as this library's configuration.
 
-        In bypass mode with the PPO loss verl computes weights for its metrics alone, and so they
-        are not applied.
+        In bypass mode with the PPO loss, weights are only measured, as in verl.
         """
-        older = (
+        # __post_init__ has copied the older spellings to the newest ones.
+        older_names = (
             "bypass_old_logprob_for_rollout",
             "use_policy_gradient",
             "use_pure_rollout_correction",
         )
-        words = {name: getattr(self, name) for name in NAMES if name not in older}
-        return Config(**config_fields(words), get_mismatch_metrics=True)
+        options = {name: getattr(self, name) for name in NAMES if name not in older_names}
+        return Config(**config_fields(options), get_mismatch_metrics=True)
 
     decoupled_token_is = _preset("decoupled_token_is", "threshold")
     decoupled_seq_is = _preset("decoupled_seq_is", "threshold")
@@ -444,17 +470,19 @@ class RolloutCorrectionConfig:
     disabled = _preset("disabled")
 
 
-def config_fields(words: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's options, by name, as fields of our configuration; text of bounds becomes numbers."""
-    block = {name: bool(value) if name in SWITCHES else value for name, value in words.items()}
+def config_fields(verl_options: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's options as fields of our configuration; bounds become numbers."""
+    block = dict(verl_options)
+    for name in SWITCHES:
+        if name in block:
+            block[name] = bool(block[name])
     options = {name: value for name, (value, _) in translate(block).items()}
     for name in ("tis_lower_bound", "tis_upper_bound", "rs_lower_bound", "rs_upper_bound"):
         if isinstance(options.get(name), str):
             options[name] = _number(name, options[name])
     if not options.get("use_tis"):
-        options.pop(
-            "tis_batch_normalize", None
-        )  # weights that are measured alone are so before normalisation
+        # Weights that are only measured are measured before normalisation.
+        options.pop("tis_batch_normalize", None)
     return options
 
 
