@@ -1,1 +1,1 @@
-"""Custom TIS functions in slime's contract: to use by path, or to copy and change."""
+"""Custom TIS functions in slime's contract, to use by path or to copy."""

@@ -1,4 +1,4 @@
-"""IcePop: a token whose ratio is out of bounds has no part in the gradient, and stays in the denominator.
+"""IcePop: tokens out of bounds have no gradient, and stay in the denominator.
 
 `--custom-tis-function-path custom_tis.icepop.icepop`, in train.py, slime and miles.
 Source: "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
@@ -19,7 +19,7 @@ check_args = partial(refuse_unread, function="icepop", read=("use_tis", "nonfini
 
 
 def icepop(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
-    """pg_loss · w, with w = π_train/π_rollout where tis_clip_low ≤ w ≤ tis_clip and 0 elsewhere.
+    """pg_loss · w, with w = π_train/π_rollout if tis_clip_low ≤ w ≤ tis_clip, else 0.
 
     Args and returns as `custom_tis.tis.vanilla_tis`.
     """

@@ -6,14 +6,17 @@ miles.
 It is the built-in correction behind slime's contract: the same options give the same weights and
 masks.
 
-What differs from slime's file, deliberately: rejection works without `use_tis` and veto without
-`use_rs`; a lower bound of rejection that is not given is 1/upper where the upper one is given; the
-mask mode gives weight 0 outside the bounds; geometric weights can be batch-normalised; a sequence
-without valid tokens has no part in the batch mean; a non-finite log-prob rejects its token, and
-does nothing where masked. What is a property of the global batch (its mean weight, its second
-moment) comes from the trainer where the trainer knows it, as train.py does; slime does not, and
-there the mean weight covers the micro-batch, as in slime's file, and a second-moment bound is
-refused.
+Deliberate differences from slime's file:
+    * Rejection works without `use_tis`, and veto without `use_rs`.
+    * An unset lower bound of rejection is 1/upper if the upper bound is set.
+    * The mask mode gives weight 0 outside the bounds.
+    * Geometric weights can be batch-normalised.
+    * Sequences without valid tokens are not in the batch mean.
+    * A non-finite log-prob rejects its token; at masked tokens it has no effect.
+
+Some values belong to the global batch: the mean weight, the limit of the second moment, adaptive
+bounds. train.py passes them. slime does not: then the mean weight covers the micro-batch, as in
+slime's file, and options that need the other values are refused.
 """
 
 import math
@@ -35,9 +38,10 @@ from slime_tis.integrations.slime import (
 )
 
 Spread = Callable[[Tensor], Tensor]
+"""[S], one value per sequence → [N], at each token of the sequence."""
 
 SLIME_LEVELS = ("token", "sequence", "geometric")
-"""Levels whose ratio before the bounds is a metric of slime's."""
+"""slime's levels, whose ratio before the bounds is a metric."""
 
 
 def compute_mis_weights(
@@ -60,20 +64,19 @@ def compute_mis_weights(
         [T_i] each.
 
     Raises:
-        ValueError: if the lists or the lengths disagree, or the options are inconsistent.
+        ValueError: The lists or the lengths disagree, or the options are inconsistent.
     """
     config = config_from_args(args)
-    found = correct(config, train_log_probs, rollout_log_probs, loss_masks)
-    metrics = _metrics(
-        config, found, (train_log_probs, rollout_log_probs, loss_masks), ContextParallel()
-    )
+    correction = correct(config, train_log_probs, rollout_log_probs, loss_masks)
+    log_ratio = _log_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    flat_metrics = _metrics(config, correction, log_ratio, loss_masks, ContextParallel())
     lengths = [len(mask) for mask in loss_masks]
-    masks = [mask.to(original.dtype) for mask, original in zip(found.mask, loss_masks, strict=True)]
-    return (
-        found.weights if config.use_tis else None,
-        masks,
-        {name: list(values.split(lengths)) for name, values in metrics.items()},
-    )
+    metrics = {name: list(values.split(lengths)) for name, values in flat_metrics.items()}
+    masks = [
+        mask.to(original.dtype) for mask, original in zip(correction.mask, loss_masks, strict=True)
+    ]
+    weights = correction.weights if config.use_tis else None
+    return weights, masks, metrics
 
 
 def compute_mis_weights_with_cp(  # noqa: PLR0913
@@ -90,25 +93,25 @@ def compute_mis_weights_with_cp(  # noqa: PLR0913
     adaptive_bounds: AdaptiveBounds | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """The same for slime's custom TIS contract, on this rank's slices.
+    """The correction in slime's custom TIS contract, on this rank's slices.
 
-    One all-reduce over the context-parallel group adds the sums of sequences. At the levels prefix
-    and segment, it gathers the tokens instead.
+    One all-reduce over the context-parallel group adds the sequences' sums. At the levels prefix and
+    segment, it gathers the tokens instead. `template.py` describes the arguments of slime's
+    contract.
 
-    Args beyond slime's contract, which `template.py` describes:
+    Args beyond slime's contract:
         batch_norm_factor: Mean weight of the global batch; None uses these responses.
-        second_moment_limit: Δ² from which tokens of the global batch are trimmed.
+        second_moment_limit: Tokens with Δ² at or above this limit are trimmed.
         adaptive_bounds: Rejection bounds of the global batch for rs_z_score or rs_target_fraction.
         kwargs: `log_probs` and `advantages` of the current policy, which train.py passes and a
-            divergence mask needs; `cp_group` or `parallel_state` for the context-parallel group,
-            if there is one.
+            divergence mask needs; `cp_group` or `parallel_state` with the context-parallel group.
 
     Returns:
         pg_loss times the weights, masks of complete responses, and metrics [N] with the prefix
         mis_.
 
     Raises:
-        ValueError: if an option needs statistics of the global batch, but the trainer passes none.
+        ValueError: An option needs statistics of the global batch, but the trainer passes none.
     """
     config = config_from_args(args)
     context = context_parallel(kwargs)
@@ -125,69 +128,69 @@ def compute_mis_weights_with_cp(  # noqa: PLR0913
                 f"{name} is {getattr(config, name)}, which needs statistics of the global batch,"
                 " but this trainer passes micro-batches; remove it, or train with train.py."
             )
-    inputs = train_log_probs, rollout_log_probs, slices.slice_list(loss_masks)
-    policy: dict[str, Any] = {
-        "current_log_probs": kwargs.get("log_probs"),
-        "advantages": kwargs.get("advantages"),
-    }
-    found = correct(config, *inputs, **policy, global_batch=global_batch)
-    metrics = _metrics(config, found, inputs, context)
+    local_masks = slices.slice_list(loss_masks)
+    correction = correct(
+        config,
+        train_log_probs,
+        rollout_log_probs,
+        local_masks,
+        current_log_probs=kwargs.get("log_probs"),
+        advantages=kwargs.get("advantages"),
+        global_batch=global_batch,
+    )
+    log_ratio = _log_ratio(train_log_probs, rollout_log_probs, local_masks)
+    metrics = _metrics(config, correction, log_ratio, local_masks, context)
     if config.use_tis:
-        weights = torch.cat(found.weights)
+        weights = torch.cat(correction.weights)
+        # The loss of a masked token may be NaN, and 0 · NaN is NaN.
         pg_loss = torch.where(weights > 0, pg_loss * weights, 0.0)
-    masks = complete_masks(found.mask, loss_masks, slices, context)
+    masks = complete_masks(correction.mask, loss_masks, slices, context)
     return pg_loss, masks, {f"mis_{name}": values for name, values in metrics.items()}
 
 
 @torch.no_grad()
 def _metrics(
     config: RolloutCorrectionConfig,
-    found: Correction[list[Tensor]],
-    inputs: tuple[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]],
+    correction: Correction[list[Tensor]],
+    log_ratio: Tensor,
+    loss_masks: Sequence[Tensor],
     context: ContextParallel,
 ) -> dict[str, Tensor]:
-    """slime's metrics, flat over the tokens of this rank, a sequence's value at each of its tokens."""
-    loss_masks = inputs[2]
-    counts = torch.tensor([len(mask) for mask in loss_masks]).to(
-        loss_masks[0].device, non_blocking=True
-    )
-    size = sum(map(len, loss_masks))
+    """slime's metrics, flat over this rank's tokens [N].
+
+    slime averages them over tokens, so a metric of sequences has the sequence's value at every
+    token.
+    """
+    lengths = [len(mask) for mask in loss_masks]
+    counts = torch.tensor(lengths).to(loss_masks[0].device, non_blocking=True)
 
     def spread(values_S: Tensor) -> Tensor:
-        """One value per sequence, at each of its tokens on this rank."""
-        return values_S.to(torch.float32).repeat_interleave(counts, output_size=size)
+        # With output_size, repeat_interleave does not wait for the GPU.
+        return values_S.to(torch.float32).repeat_interleave(counts, output_size=sum(lengths))
 
-    log_ratio = _log_ratio(*inputs)
-    metrics = _mismatch_metrics(found.sequence_sums, log_ratio, spread)
+    sums_S = correction.sequence_sums
+    metrics = _mismatch_metrics(sums_S, log_ratio, spread)
     if config.use_tis:
-        applied, factor = torch.cat(found.weights), found.global_batch.batch_norm_factor
-        bounded = applied if factor is None else applied * factor.to(torch.float32)
-        metrics |= _weight_metrics(config, found, log_ratio, bounded, spread)
+        metrics |= _weight_metrics(config, correction, log_ratio, spread)
     if config.use_rs and config.rs_level in SLIME_LEVELS and not config.adaptive:
-        ratio, (lower, upper) = (
-            _ratio(config.rs_level, found.sequence_sums, log_ratio, spread),
-            config.rs_bounds,
-        )
+        ratio = _ratio(config.rs_level, sums_S, log_ratio, spread)
+        lower, upper = config.rs_bounds
         metrics["rs_mask_fraction_low"] = (ratio < lower).float()
         metrics["rs_mask_fraction_high"] = (ratio > upper).float()
-    if found.sequence_sums.catastrophic is not None:
-        floor = (
-            -math.inf if config.rs_veto_threshold is None else math.log(config.rs_veto_threshold)
-        )
-        ceiling = (
-            math.inf
-            if config.rs_veto_upper_threshold is None
-            else math.log(config.rs_veto_upper_threshold)
-        )
-        metrics["rs_catastrophic_token_fraction"] = (
-            (log_ratio < floor) | (log_ratio > ceiling)
-        ).float()
-        metrics["rs_catastrophic_seq_fraction"] = spread(found.sequence_sums.catastrophic > 0)
-    if found.global_batch.second_moment_limit is not None:
-        trimmed = log_ratio.square() >= found.global_batch.second_moment_limit
-        metrics["second_moment_masked_fraction"] = trimmed.float()
+    if sums_S.catastrophic is not None:
+        catastrophic = torch.zeros_like(log_ratio, dtype=torch.bool)
+        if config.rs_veto_threshold is not None:
+            catastrophic |= log_ratio < math.log(config.rs_veto_threshold)
+        if config.rs_veto_upper_threshold is not None:
+            catastrophic |= log_ratio > math.log(config.rs_veto_upper_threshold)
+        metrics["rs_catastrophic_token_fraction"] = catastrophic.float()
+        metrics["rs_catastrophic_seq_fraction"] = spread(sums_S.catastrophic > 0)
+    limit = correction.global_batch.second_moment_limit
+    if limit is not None:
+        metrics["second_moment_masked_fraction"] = (log_ratio.square() >= limit).float()
     if config.use_tis:
-        metrics |= _final_metrics(found, loss_masks, counts, context, spread)
+        metrics |= _final_metrics(correction, loss_masks, counts, context, spread)
+        factor = correction.global_batch.batch_norm_factor
         if factor is not None:
             metrics["batch_norm_factor"] = factor.to(torch.float32).expand_as(log_ratio)
     return metrics
@@ -198,86 +201,95 @@ def _log_ratio(
     rollout_log_probs: Sequence[Tensor | None],
     loss_masks: Sequence[Tensor],
 ) -> Tensor:
-    """Δ of this rank's tokens, flat, 0 where masked or not finite."""
-    pairs = zip(train_log_probs, rollout_log_probs, strict=True)
-    rollout = torch.cat(
-        [torch.full_like(train, torch.nan) if r is None else r for train, r in pairs]
-    )
-    train = torch.cat(list(train_log_probs))
-    usable = torch.cat(list(loss_masks)).bool() & is_log_prob(train) & is_log_prob(rollout)
-    return torch.where(usable, train - rollout, 0.0).to(torch.float32)
+    """Δ of this rank's tokens, flat; 0 if a token is masked or a log-prob is not finite."""
+    rollouts = []
+    for train, rollout in zip(train_log_probs, rollout_log_probs, strict=True):
+        if rollout is None:
+            rollout = torch.full_like(train, torch.nan)
+        rollouts.append(rollout)
+    train_N = torch.cat(list(train_log_probs))
+    rollout_N = torch.cat(rollouts)
+    usable_N = torch.cat(list(loss_masks)).bool() & is_log_prob(train_N) & is_log_prob(rollout_N)
+    return torch.where(usable_N, train_N - rollout_N, 0.0).to(torch.float32)
 
 
 def _mismatch_metrics(
     sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread
 ) -> dict[str, Tensor]:
-    n = (sums_S.masked_in - sums_S.nonfinite).clamp_min(1)  # a neutral token has no log-prob
-    return {
-        **{name: spread(values_S) for name, values_S in vars(perplexities(sums_S)).items()},
-        "kl": -log_ratio,
-        "k3_kl": (
-            (log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1() - log_ratio).clamp_min(0)
-        ),
-        "chi2_token": spread((sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1) / n),
-        "chi2_seq": spread(safe_exp(sums_S.log_ratio).square() - 1),
-    }
+    """KL and χ² estimates, and perplexities."""
+    # Neutral tokens count as valid, but have no log-prob.
+    n = (sums_S.masked_in - sums_S.nonfinite).clamp_min(1)
+    ratio_minus_1 = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).expm1()
+    metrics = {name: spread(values_S) for name, values_S in vars(perplexities(sums_S)).items()}
+    metrics["kl"] = -log_ratio
+    metrics["k3_kl"] = (ratio_minus_1 - log_ratio).clamp_min(0)
+    # r² − 1 = (r − 1)² + 2·(r − 1)
+    chi2_S = (sums_S.ratio_minus_1_squared + 2 * sums_S.ratio_minus_1) / n
+    metrics["chi2_token"] = spread(chi2_S)
+    metrics["chi2_seq"] = spread(safe_exp(sums_S.log_ratio).square() - 1)
+    return metrics
 
 
 def _weight_metrics(
     config: RolloutCorrectionConfig,
-    found: Correction[list[Tensor]],
+    correction: Correction[list[Tensor]],
     log_ratio: Tensor,
-    bounded: Tensor,
     spread: Spread,
 ) -> dict[str, Tensor]:
-    """Before and after the mode; before it only where the level is one of slime's."""
-    metrics = {"tis_weight_after_bound": bounded, "is_ratio_mean_after_tis_rs": bounded}
-    if config.tis_level not in SLIME_LEVELS:
-        return metrics
-    raw = _ratio(config.tis_level, found.sequence_sums, log_ratio, spread)
-    lower, upper = config.is_bounds
-    touched = {f"tis_{config.mode.high_fraction}": (raw > upper).float()}
-    if config.mode.has_lower_bound:
-        touched[f"tis_{config.mode.low_fraction}"] = (raw < lower).float()
-    return {"tis_weight_before_bound": raw, **touched, **metrics}
+    """Weights after the bound and, at slime's levels, before it; without normalisation."""
+    weights = torch.cat(correction.weights)
+    factor = correction.global_batch.batch_norm_factor
+    if factor is not None:
+        weights = weights * factor.to(torch.float32)
+    metrics = {}
+    if config.tis_level in SLIME_LEVELS:
+        raw = _ratio(config.tis_level, correction.sequence_sums, log_ratio, spread)
+        lower, upper = config.is_bounds
+        metrics["tis_weight_before_bound"] = raw
+        metrics[f"tis_{config.mode.high_fraction}"] = (raw > upper).float()
+        if config.mode.has_lower_bound:
+            metrics[f"tis_{config.mode.low_fraction}"] = (raw < lower).float()
+    metrics["tis_weight_after_bound"] = weights
+    metrics["is_ratio_mean_after_tis_rs"] = weights
+    return metrics
 
 
 def _final_metrics(
-    found: Correction[list[Tensor]],
+    correction: Correction[list[Tensor]],
     loss_masks: Sequence[Tensor],
     counts: Tensor,
     context: ContextParallel,
     spread: Spread,
 ) -> dict[str, Tensor]:
-    """Mean, minimum and maximum of each whole sequence's weights as applied; 0 where it has no valid token."""
-    weights, valid = torch.cat(found.weights), torch.cat(list(loss_masks)).bool()
-    # unsafe omits a check of the lengths for which a GPU's host would wait
+    """Mean, minimum and maximum of the applied weights per sequence.
+
+    They cover the complete sequence, and are 0 for sequences without a valid token.
+    """
+    weights = torch.cat(correction.weights)
+    valid = torch.cat(list(loss_masks)).bool()
+    # unsafe=True omits a check of the lengths, for which the host would wait.
     total = torch.segment_reduce(
         weights.to(torch.float64), "sum", lengths=counts, unsafe=True, initial=0
     )
-    lowest = torch.segment_reduce(
-        torch.where(valid, -weights, -torch.inf),
-        "max",
-        lengths=counts,
-        unsafe=True,
-        initial=-torch.inf,
-    )
+    # The minimum is −max(−w), so that one collective has both extremes.
+    negative = torch.where(valid, -weights, -torch.inf)
+    lowest = torch.segment_reduce(negative, "max", lengths=counts, unsafe=True, initial=-torch.inf)
     highest = torch.segment_reduce(weights, "max", lengths=counts, unsafe=True, initial=0)
-    ranks = context.ranks
-    total = ranks.over_context(total)
-    lowest, highest = ranks.over_context(torch.stack([lowest, highest]), "max").unbind()
-    n, nonempty = found.sequence_sums.valid.clamp_min(1), found.sequence_sums.valid > 0
+    total = context.ranks.over_context(total)
+    extremes = context.ranks.over_context(torch.stack([lowest, highest]), "max")
+    lowest, highest = extremes.unbind()
+    n = correction.sequence_sums.valid
     return {
-        "is_ratio_mean_final": spread(total / n),
-        "is_ratio_min_final": spread(torch.where(nonempty, -lowest, 0.0)),
+        "is_ratio_mean_final": spread(total / n.clamp_min(1)),
+        "is_ratio_min_final": spread(torch.where(n > 0, -lowest, 0.0)),
         "is_ratio_max_final": spread(highest),
     }
 
 
 def _ratio(level: str, sums_S: SequenceSums[Tensor], log_ratio: Tensor, spread: Spread) -> Tensor:
-    """exp of the log-ratio at one of slime's three levels, at every token."""
+    """The ratio at one of `SLIME_LEVELS`, at every token [N]."""
     if level == "token":
         return safe_exp(log_ratio)
-    return spread(
-        safe_exp(sums_S.log_ratio / (sums_S.valid.clamp_min(1) if level == "geometric" else 1))
-    )
+    if level == "sequence":
+        return spread(safe_exp(sums_S.log_ratio))
+    return spread(safe_exp(sums_S.log_ratio / sums_S.valid.clamp_min(1)))

@@ -1,4 +1,4 @@
-"""Truncated importance sampling as slime has it built in.
+"""Truncated importance sampling, as slime's built-in one.
 
 `--custom-tis-function-path custom_tis.tis.vanilla_tis`, in train.py, slime and miles.
 Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -20,7 +20,7 @@ built."""
 
 
 def vanilla_tis(args: Namespace, *, pg_loss: Tensor, **call: Any) -> TisResult:
-    """pg_loss · clamp(π_train/π_rollout, tis_clip_low, tis_clip), token by token; what is masked becomes 0.
+    """pg_loss · clamp(π_train/π_rollout, tis_clip_low, tis_clip) per token; 0 at masked tokens.
 
     Args:
         args: Reads tis_clip (2.0 if missing), tis_clip_low (0.0 if missing) and nonfinite_policy.

@@ -2,7 +2,10 @@
 
 import json
 from argparse import Namespace
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,80 +19,152 @@ ROLLOUT = [torch.tensor(s["rollout"]) for s in GOLDEN["sequences"]]
 MASKS = [torch.tensor(s["mask"]) for s in GOLDEN["sequences"]]
 
 DIFFERENT_IN_MASK_MODE = {
-    *("tis_weight_after_bound", "is_ratio_mean_after_tis_rs", "batch_norm_factor"),
-    *("is_ratio_mean_final", "is_ratio_min_final", "is_ratio_max_final"),
+    "tis_weight_after_bound",
+    "is_ratio_mean_after_tis_rs",
+    "batch_norm_factor",
+    "is_ratio_mean_final",
+    "is_ratio_min_final",
+    "is_ratio_max_final",
 }
 """slime leaves the raw weight at rejected tokens, and lets it into the batch mean and all
 metrics."""
 
 
-def sample_mean(values):
+def sample_mean(values: list[torch.Tensor]) -> float:
     """slime's reduction: masked mean of each sequence, then the mean over sequences."""
-    means = [
-        ((v * m).sum() / m.sum().clamp_min(1)).item() for v, m in zip(values, MASKS, strict=True)
-    ]
-    return sum(means) / len(means)
+    total = 0.0
+    for value, mask in zip(values, MASKS, strict=True):
+        total += ((value * mask).sum() / mask.sum().clamp_min(1)).item()
+    return total / len(MASKS)
 
 
-@pytest.mark.parametrize(
-    "case", GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values()))
-)
-def test_golden(case):
+def has_mask_mode(case: dict[str, Any]) -> bool:
+    return case["args"]["use_tis"] and case["args"]["tis_mode"] == "mask"
+
+
+@dataclass
+class GoldenRun:
+    """Our output for one case of slime's."""
+
+    case: dict[str, Any]
+    weights: list[torch.Tensor] | None
+    masks: list[torch.Tensor]
+    metrics: dict[str, list[torch.Tensor]]
+
+
+@pytest.fixture(params=GOLDEN["cases"], ids=lambda case: "-".join(map(str, case["args"].values())))
+def golden_run(request: pytest.FixtureRequest) -> GoldenRun:
     weights, masks, metrics = compute_mis_weights(
-        Namespace(**case["args"]),
+        Namespace(**request.param["args"]),
         train_log_probs=TRAIN,
         rollout_log_probs=ROLLOUT,
         loss_masks=MASKS,
     )
-    assert [mask.tolist() for mask in masks] == case["masks"]
-    is_mask = case["args"]["use_tis"] and case["args"]["tis_mode"] == "mask"
-    different = DIFFERENT_IN_MASK_MODE if is_mask else set()
-    if case["weights"] is None:
-        assert weights is None
-    elif not different:
-        for found, expected in zip(weights, case["weights"], strict=True):
-            assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert set(metrics) == set(case["metrics"])
-    for name, expected in case["metrics"].items():
-        if name not in different:
-            assert sample_mean(metrics[name]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+    return GoldenRun(request.param, weights, masks, metrics)
 
 
-def contract(**args):
-    pg_loss = torch.arange(1.0, 1.0 + sum(map(len, TRAIN)), requires_grad=True)
+def test_masks_equal_slime(golden_run: GoldenRun) -> None:
+    assert [mask.tolist() for mask in golden_run.masks] == golden_run.case["masks"]
+
+
+def test_weights_equal_slime(golden_run: GoldenRun) -> None:
+    expected = golden_run.case["weights"]
+    if golden_run.weights is None or has_mask_mode(golden_run.case):
+        assert (golden_run.weights is None) == (expected is None)
+        return
+    values = torch.cat(golden_run.weights).tolist()
+    assert values == pytest.approx(list(chain.from_iterable(expected)), rel=1e-5, abs=1e-6)
+
+
+def test_metric_names_equal_slime(golden_run: GoldenRun) -> None:
+    assert set(golden_run.metrics) == set(golden_run.case["metrics"])
+
+
+def test_metrics_equal_slime(golden_run: GoldenRun) -> None:
+    expected = dict(golden_run.case["metrics"])
+    if has_mask_mode(golden_run.case):
+        for name in DIFFERENT_IN_MASK_MODE:
+            expected.pop(name, None)
+    means = {name: sample_mean(golden_run.metrics[name]) for name in expected}
+    assert means == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def call_with_contract(
+    **args: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     return call_custom_tis(
         compute_mis_weights_with_cp,
         Namespace(**args),
-        pg_loss=pg_loss,
+        pg_loss=LOSSES.clone().requires_grad_(),
         train_log_probs=TRAIN,
         rollout_log_probs=ROLLOUT,
         loss_masks=MASKS,
-        total_lengths=[len(x) + 5 for x in TRAIN],
-        response_lengths=[len(x) for x in TRAIN],
+        total_lengths=[len(values) + 5 for values in TRAIN],
+        response_lengths=[len(values) for values in TRAIN],
         advantages=None,
     )
 
 
-def test_the_contract_and_metrics_only():
-    args = {"use_tis": True, "use_rs": True, "rs_upper_bound": 3.0, "tis_batch_normalize": True}
-    weights, masks, _ = compute_mis_weights(
-        Namespace(**args), train_log_probs=TRAIN, rollout_log_probs=ROLLOUT, loss_masks=MASKS
+LOSSES = torch.arange(1.0, 1.0 + sum(map(len, TRAIN)))
+CORRECTION = {
+    "use_tis": True,
+    "use_rs": True,
+    "rs_upper_bound": 3.0,
+    "tis_batch_normalize": True,
+}
+
+
+@pytest.fixture(scope="module")
+def contract_result() -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    return call_with_contract(**CORRECTION)
+
+
+def test_contract_weights_the_loss(contract_result: tuple[Any, ...]) -> None:
+    weights, _, _ = compute_mis_weights(
+        Namespace(**CORRECTION),
+        train_log_probs=TRAIN,
+        rollout_log_probs=ROLLOUT,
+        loss_masks=MASKS,
     )
-    pg_loss, whole, metrics = contract(**args)
-    flat = torch.cat(weights)
-    assert pg_loss.tolist() == pytest.approx((torch.arange(1.0, 1.0 + len(flat)) * flat).tolist())
-    assert pg_loss.requires_grad and [m.tolist() for m in whole] == [m.tolist() for m in masks]
-    assert "mis_tis_truncate_fraction" in metrics and all(
-        name.startswith("mis_") for name in metrics
+    assert weights is not None
+    expected = LOSSES * torch.cat(weights)
+    pg_loss, _, _ = contract_result
+    assert pg_loss.tolist() == pytest.approx(expected.tolist())
+    assert pg_loss.requires_grad
+
+
+def test_contract_returns_complete_masks(contract_result: tuple[Any, ...]) -> None:
+    _, expected, _ = compute_mis_weights(
+        Namespace(**CORRECTION),
+        train_log_probs=TRAIN,
+        rollout_log_probs=ROLLOUT,
+        loss_masks=MASKS,
     )
-    assert all(value.shape == flat.shape and not value.requires_grad for value in metrics.values())
-    pg_loss, masks, metrics = contract()
-    assert torch.equal(pg_loss, torch.arange(1.0, 1.0 + sum(map(len, TRAIN))))
-    assert [m.tolist() for m in masks] == [m.tolist() for m in MASKS] and "mis_kl" in metrics
+    _, masks, _ = contract_result
+    assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in expected]
+
+
+def test_contract_metrics_have_slimes_names(contract_result: tuple[Any, ...]) -> None:
+    _, _, metrics = contract_result
+    assert "mis_tis_truncate_fraction" in metrics
+    assert {name[:4] for name in metrics} == {"mis_"}
+
+
+def test_contract_metrics_are_flat_without_gradient(contract_result: tuple[Any, ...]) -> None:
+    _, _, metrics = contract_result
+    kinds = {(tuple(value.shape), value.requires_grad) for value in metrics.values()}
+    assert kinds == {(tuple(LOSSES.shape), False)}
+
+
+def test_without_options_only_metrics_are_added() -> None:
+    pg_loss, masks, metrics = call_with_contract()
+    assert torch.equal(pg_loss, LOSSES)
+    assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in MASKS]
+    assert "mis_kl" in metrics
 
 
 @pytest.mark.parametrize("code", [-9999.0, -1e6, -float("inf")])
-def test_a_code_for_minus_infinity_is_in_no_metric(code):
+def test_engine_code_for_minus_infinity_is_ignored(code: float) -> None:
     options = Namespace(use_tis=True, tis_mode="truncate", tis_level="token", tis_upper_bound=2.0)
     weights, masks, metrics = compute_mis_weights(
         options,

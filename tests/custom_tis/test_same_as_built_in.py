@@ -1,8 +1,11 @@
-"""custom_tis.mis behind slime's contract trains as the built-in correction does, whatever the options."""
+"""custom_tis.mis behind slime's contract trains as the built-in correction, with any options."""
 
 import itertools
 import random
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,41 +17,42 @@ from slime_tis.errors import CustomFunctionError
 from slime_tis.policy.config import PolicyConfig
 from slime_tis.policy.custom_loss import CustomTis
 from slime_tis.policy.policy_loss import LossStep
-from slime_tis.policy.step_sums import step_metrics
+from slime_tis.policy.response_tokens import ResponseTokens
+from slime_tis.policy.step_sums import StepSums, step_metrics
 from slime_tis.user_functions import load_custom_tis
 from tests.policy.test_policy_loss import counts, evaluate, make
 
 LEVELS = ("token", "sequence", "geometric", "prefix", "segment")
-TIS: list[dict[str, Any]] = [{}] + [
-    {"use_tis": True, "tis_level": level, "tis_mode": mode, **bounds, **normalized}
-    for level, mode, bounds, normalized in itertools.product(
-        LEVELS,
-        ("truncate", "clip", "mask"),
-        (
-            {},
-            {"tis_upper_bound": 1.2, "tis_upper_bound_negative": 1.1},
-            {"tis_upper_bound": 1.5, "tis_lower_bound": 0.9},
-        ),
-        ({}, {"tis_batch_normalize": True}),
-    )
+Options = dict[str, Any]
+WEIGHT_BOUNDS: list[Options] = [
+    {},
+    {"tis_upper_bound": 1.2, "tis_upper_bound_negative": 1.1},
+    {"tis_upper_bound": 1.5, "tis_lower_bound": 0.9},
 ]
-RS = [
+TIS: list[Options] = [{}]
+for level, mode, bounds, normalize in itertools.product(
+    LEVELS, ("truncate", "clip", "mask"), WEIGHT_BOUNDS, (False, True)
+):
+    weight_options = {"use_tis": True, "tis_level": level, "tis_mode": mode, **bounds}
+    if normalize:
+        weight_options["tis_batch_normalize"] = True
+    TIS.append(weight_options)
+
+REJECTION_BOUNDS: list[Options] = [
+    {},
+    {"rs_upper_bound": 1.1},
+    {"rs_lower_bound": 0.95},
+    {"rs_upper_bound": 1.3, "rs_lower_bound": 0.6},
+]
+RS: list[Options] = [
     {},
     {"use_rs": True, "rs_level": "geometric", "rs_z_score": 1.0},
     {"use_rs": True, "rs_level": "sequence", "rs_target_fraction": 0.4},
-] + [
-    {"use_rs": True, "rs_level": level, **bounds}
-    for level, bounds in itertools.product(
-        LEVELS,
-        (
-            {},
-            {"rs_upper_bound": 1.1},
-            {"rs_lower_bound": 0.95},
-            {"rs_upper_bound": 1.3, "rs_lower_bound": 0.6},
-        ),
-    )
 ]
-OTHERS = [
+for level, bounds in itertools.product(LEVELS, REJECTION_BOUNDS):
+    RS.append({"use_rs": True, "rs_level": level, **bounds})
+
+OTHERS: list[Options] = [
     {},
     {"rs_veto_threshold": 0.6},
     {"rs_veto_upper_threshold": 1.5},
@@ -65,76 +69,118 @@ OTHERS = [
     {"nonfinite_policy": "neutral"},
     {"rs_veto_threshold": 0.6, "rs_second_moment_bound": 0.03},
 ]
-BYPASS = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
+BYPASS: Options = {"use_rollout_logprobs": True, "policy_loss": "reinforce"}
 
 
-def combinations():
+def combinations() -> list[Options]:
     """Every choice of TIS, RS and others, each with some of the rest."""
     chance = random.Random(0)
+    chosen = []
     for number, tis in enumerate(TIS):
-        options = (
-            tis | RS[number % len(RS)] | OTHERS[number % len(OTHERS)] | chance.choice(({}, BYPASS))
-        )
+        bypass = chance.choice(({}, BYPASS))
+        options = tis | RS[number % len(RS)] | OTHERS[number % len(OTHERS)] | bypass
         if RolloutCorrectionConfig(**options).corrects:
-            yield options
+            chosen.append(options)
+    return chosen
 
 
-def sequences(*, missing=True):
-    """Six responses with masked tokens and missing log-probs, one masked, and the current policy's log-probs."""
+def make_sequences(*, missing: bool = True) -> tuple[ResponseTokens, list[float]]:
+    """Six responses, one of them masked, and the current policy's log-probs.
+
+    Some tokens are masked; with `missing`, two rollout log-probs are NaN.
+    """
     chance = random.Random(1)
     lengths = [3, 7, 1, 12, 5, 4]
     rollout = [[-chance.random() * 2 for _ in range(n)] for n in lengths]
-    current = [value + chance.gauss(0, 0.25) for row in rollout for value in row]
+    current = [value + chance.gauss(0, 0.25) for value in chain.from_iterable(rollout)]
     if missing:
-        rollout[1][2] = rollout[3][0] = float("nan")
+        rollout[1][2] = float("nan")
+        rollout[3][0] = float("nan")
     masks = [[int(chance.random() > 0.15) for _ in range(n)] for n in lengths]
-    masks[2], masks[3][0] = [0], 0
-    advantages = [
-        [value] * n for n, value in zip(lengths, (1.0, -1.0, 0.5, -0.3, 2.0, -2.0), strict=True)
-    ]
+    masks[2] = [0]
+    masks[3][0] = 0
+    advantages = []
+    for length, value in zip(lengths, (1.0, -1.0, 0.5, -0.3, 2.0, -2.0), strict=True):
+        advantages.append([value] * length)
     return make(masks, rollout_log_probs=rollout, advantages=advantages), current
 
 
-def trained(config, *, custom, per_token, missing=True):
-    """Gradient and sums of a step of two micro-batches, what concerns the global batch found before them."""
-    tokens, log_probs = sequences(missing=missing)
-    train_L = torch.tensor(log_probs)
-    known = tokens.rollout_log_probs_L, tokens.loss_mask_L
-    found = correct(config, train_L, *known, lengths=tokens.lengths, advantages=tokens.advantages_L)
-    options = {name: getattr(config, name) for name in config.__dataclass_fields__}
+def train(
+    config: RolloutCorrectionConfig, *, custom: bool, per_token: bool, missing: bool = True
+) -> tuple[torch.Tensor, StepSums]:
+    """Gradient and sums of a step with two micro-batches.
+
+    Statistics of the global batch are computed before the step.
+    """
+    tokens, log_probs = make_sequences(missing=missing)
+    correction = correct(
+        config,
+        torch.tensor(log_probs),
+        tokens.rollout_log_probs_L,
+        tokens.loss_mask_L,
+        lengths=tokens.lengths,
+        advantages=tokens.advantages_L,
+    )
+    custom_tis = None
+    if custom:
+        args = Namespace(**vars(config))
+        custom_tis = CustomTis(function=compute_mis_weights_with_cp, args=args, seed=0)
     step = LossStep(
         correction=config,
         policy=PolicyConfig(calculate_per_token_loss=per_token),
         uses_recomputed_old_policy=False,
-        custom=(
-            CustomTis(function=compute_mis_weights_with_cp, args=Namespace(**options), seed=0)
-            if custom
-            else None
-        ),
-        global_batch=found.global_batch,
+        custom=custom_tis,
+        global_batch=correction.global_batch,
     )
     leaf = torch.tensor(log_probs, requires_grad=True)
     cut = sum(tokens.lengths[:3])
-    one = evaluate(step, tokens.select(range(3)), leaf[:cut], torch.zeros(cut))
-    two = evaluate(step, tokens.select(range(3, 6)), leaf[cut:], torch.zeros(len(log_probs) - cut))
-    ((one[0] + two[0]) / (one[1] + two[1]).clamp_min(1)).backward()
-    return leaf.grad, one[2].merge(two[2])
+    first = evaluate(step, tokens.select(range(3)), leaf[:cut], torch.zeros(cut))
+    rest = torch.zeros(len(log_probs) - cut)
+    second = evaluate(step, tokens.select(range(3, 6)), leaf[cut:], rest)
+    loss = (first[0] + second[0]) / (first[1] + second[1]).clamp_min(1)
+    loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad, first[2].merge(second[2])
 
 
-def test_the_same_options_give_the_same_gradient_and_the_same_kept_share():
-    tried = 0
-    for options in combinations():
-        config = RolloutCorrectionConfig(**options)
-        per_token = tried % 2 == 0
-        expected, of_built_in = trained(config, custom=False, per_token=per_token)
-        gradient, sums = trained(config, custom=True, per_token=per_token)
-        assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7), options
-        assert counts(sums) == counts(of_built_in), options
-        torch.testing.assert_close(
-            sums.terms.pg_loss, of_built_in.terms.pg_loss, rtol=1e-5, atol=1e-6
-        )
-        tried += 1
-    assert tried >= 90
+COMBINATIONS = combinations()
+
+
+@dataclass
+class Pair:
+    """One step with the built-in correction, and one with custom_tis.mis."""
+
+    gradient: torch.Tensor
+    sums: StepSums
+    custom_gradient: torch.Tensor
+    custom_sums: StepSums
+
+
+@pytest.fixture(scope="module", params=range(len(COMBINATIONS)))
+def pair(request: pytest.FixtureRequest) -> Pair:
+    config = RolloutCorrectionConfig(**COMBINATIONS[request.param])
+    per_token = request.param % 2 == 0
+    gradient, sums = train(config, custom=False, per_token=per_token)
+    custom_gradient, custom_sums = train(config, custom=True, per_token=per_token)
+    return Pair(gradient, sums, custom_gradient, custom_sums)
+
+
+def test_custom_gradient_equals_the_built_in(pair: Pair) -> None:
+    assert torch.allclose(pair.custom_gradient, pair.gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_custom_counts_equal_the_built_in(pair: Pair) -> None:
+    assert counts(pair.custom_sums) == counts(pair.sums)
+
+
+def test_custom_policy_loss_equals_the_built_in(pair: Pair) -> None:
+    torch.testing.assert_close(
+        pair.custom_sums.terms.pg_loss, pair.sums.terms.pg_loss, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_there_are_enough_combinations() -> None:
+    assert len(COMBINATIONS) >= 90
 
 
 METRICS = {
@@ -151,7 +197,9 @@ METRICS = {
 tokens."""
 
 
-def test_the_metrics_of_both_are_the_same_under_their_two_names():
+@pytest.fixture(scope="module")
+def metrics_of_both() -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics of the built-in correction, and of custom_tis.mis."""
     config = RolloutCorrectionConfig(
         use_tis=True,
         tis_upper_bound=1.2,
@@ -160,67 +208,86 @@ def test_the_metrics_of_both_are_the_same_under_their_two_names():
         rs_second_moment_bound=0.02,
     )
     policy = PolicyConfig(calculate_per_token_loss=True)
-    built_in, mis = (
-        step_metrics(
-            trained(config, custom=custom, per_token=True, missing=False)[1], config, policy
-        )
-        for custom in (False, True)
-    )
-    assert (
-        0 < built_in["mis_second_moment_masked_fraction"] < 1
-        and 0 < built_in["mis_catastrophic_token_fraction"] < 1
-    )
-    for ours, slimes in METRICS.items():
-        assert mis[slimes] == pytest.approx(built_in[ours], rel=1e-5, abs=1e-7), ours
+    _, sums = train(config, custom=False, per_token=True, missing=False)
+    _, custom_sums = train(config, custom=True, per_token=True, missing=False)
+    return step_metrics(sums, config, policy), step_metrics(custom_sums, config, policy)
 
 
-def test_what_a_function_does_not_follow_is_refused_before_the_run():
-    defaults = {
+@pytest.mark.parametrize("name", METRICS)
+def test_custom_metric_equals_the_built_in(
+    metrics_of_both: tuple[dict[str, float], dict[str, float]], name: str
+) -> None:
+    built_in, custom = metrics_of_both
+    assert custom[METRICS[name]] == pytest.approx(built_in[name], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    "name", ["mis_second_moment_masked_fraction", "mis_catastrophic_token_fraction"]
+)
+def test_rejections_occur(
+    metrics_of_both: tuple[dict[str, float], dict[str, float]], name: str
+) -> None:
+    built_in, _ = metrics_of_both
+    assert 0 < built_in[name] < 1
+
+
+def load(path: str, **options: Any) -> Callable[..., Any]:
+    """A custom function, loaded with the options of a run."""
+    args = {
         name: field.default for name, field in RolloutCorrectionConfig.__dataclass_fields__.items()
     }
-
-    def loaded(path, **options):
-        return load_custom_tis(
-            path, Namespace(**{**defaults, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0, **options})
-        )
-
-    for path in ("custom_tis.tis.vanilla_tis", "custom_tis.icepop.icepop"):
-        assert loaded(path, use_tis=True, tis_upper_bound=1.5, nonfinite_policy="neutral")
-        for options, flag in (
-            ({"use_rs": True}, "--use-rs is on"),
-            ({"tis_level": "sequence"}, "--tis-level is sequence"),
-            ({"tis_mode": "mask"}, "--tis-mode is mask"),
-            ({"rs_veto_threshold": 1e-4}, "--rs-veto-threshold is 0.0001"),
-            ({"rollout_rs": "token_k1"}, "--rollout-rs is token_k1"),
-        ):
-            with pytest.raises(
-                CustomFunctionError, match=f"{flag}, and {path.split('.')[-1]} does not follow it"
-            ):
-                loaded(path, use_tis=True, **options)
-    for path in ("custom_tis.tis.vanilla_tis", "custom_tis.template.soft_tis"):
-        with pytest.raises(
-            CustomFunctionError,
-            match=r"--rs-second-moment-bound is 0.1 .* no argument second_moment_",
-        ):
-            loaded(path, rs_second_moment_bound=0.1)
-    assert loaded(
-        "custom_tis.mis.compute_mis_weights_with_cp", use_rs=True, rs_second_moment_bound=0.1
-    )
+    # train.py always passes bounds, also without --use-rs.
+    args |= {"rs_lower_bound": 0.5, "rs_upper_bound": 2.0}
+    return load_custom_tis(path, Namespace(**(args | options)))
 
 
-def test_a_bound_on_the_global_batch_is_refused_where_the_trainer_does_not_know_it():
-    tokens, log_probs = sequences()
-    train = list(torch.tensor(log_probs).split(tokens.lengths))
-    with pytest.raises(
-        ValueError,
-        match=r"rs_second_moment_bound is 0.1, which needs statistics of the global batch, but",
-    ):
+TOKEN_FUNCTIONS = ["custom_tis.tis.vanilla_tis", "custom_tis.icepop.icepop"]
+UNREAD_OPTIONS: dict[str, tuple[Options, str]] = {
+    "rejection": ({"use_rs": True}, "--use-rs is on"),
+    "level": ({"tis_level": "sequence"}, "--tis-level is sequence"),
+    "mode": ({"tis_mode": "mask"}, "--tis-mode is mask"),
+    "veto": ({"rs_veto_threshold": 1e-4}, "--rs-veto-threshold is 0.0001"),
+    "criteria": ({"rollout_rs": "token_k1"}, "--rollout-rs is token_k1"),
+}
+
+
+@pytest.mark.parametrize("path", TOKEN_FUNCTIONS)
+def test_options_that_a_function_follows_load(path: str) -> None:
+    assert callable(load(path, use_tis=True, tis_upper_bound=1.5, nonfinite_policy="neutral"))
+
+
+@pytest.mark.parametrize("path", TOKEN_FUNCTIONS)
+@pytest.mark.parametrize(("options", "flag"), UNREAD_OPTIONS.values(), ids=UNREAD_OPTIONS)
+def test_options_that_a_function_ignores_are_refused(
+    options: Options, flag: str, path: str
+) -> None:
+    function = path.split(".")[-1]
+    with pytest.raises(CustomFunctionError, match=f"{flag}, and {function} does not follow it"):
+        load(path, use_tis=True, **options)
+
+
+@pytest.mark.parametrize("path", ["custom_tis.tis.vanilla_tis", "custom_tis.template.soft_tis"])
+def test_global_batch_options_need_an_argument(path: str) -> None:
+    message = r"--rs-second-moment-bound is 0.1 .* no argument second_moment_"
+    with pytest.raises(CustomFunctionError, match=message):
+        load(path, rs_second_moment_bound=0.1)
+
+
+def test_mis_follows_global_batch_options() -> None:
+    path = "custom_tis.mis.compute_mis_weights_with_cp"
+    assert callable(load(path, use_rs=True, rs_second_moment_bound=0.1))
+
+
+def test_global_batch_statistics_must_be_passed() -> None:
+    tokens, log_probs = make_sequences()
+    message = r"rs_second_moment_bound is 0.1, which needs statistics of the global batch, but"
+    with pytest.raises(ValueError, match=message):
         compute_mis_weights_with_cp(
             Namespace(rs_second_moment_bound=0.1),
             pg_loss=torch.ones(len(log_probs)),
-            train_log_probs=train,
-            rollout_log_probs=list(tokens.rollout_log_probs_L.split(tokens.lengths)),
-            loss_masks=list(tokens.loss_mask_L.split(tokens.lengths)),
-            total_lengths=list(tokens.total_lengths),
-            response_lengths=list(tokens.response_lengths),
+            train_log_probs=torch.tensor(log_probs).split(tokens.lengths),
+            rollout_log_probs=tokens.rollout_log_probs_L.split(tokens.lengths),
+            loss_masks=tokens.loss_mask_L.split(tokens.lengths),
+            total_lengths=tokens.total_lengths,
+            response_lengths=tokens.response_lengths,
         )
