@@ -1,4 +1,4 @@
-"""User functions: the table of their signatures, loading, calls, and checks of returned tensors."""
+"""User functions: table of signatures, loading, calls, checks of returned tensors."""
 
 from slime_tis.user_functions.calling import accepted, call, calling, describe
 from slime_tis.user_functions.loading import load_custom_tis, load_function, load_user_function

@@ -9,7 +9,7 @@ import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from slime_tis.errors import CustomFunctionError, one_line
 
 MAX_REASON_LENGTH = 300
-"""Shown characters of an exception's text; torch names the tensors at the end of its messages."""
+"""Characters of an exception's text that are shown; torch names the tensors at the end."""
 TRACEBACK_HINT = "SLIME_TIS_TRACEBACK=1 shows the traceback."
+"""Last sentence of messages."""
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -31,14 +32,17 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (os.getcwd, os.chdir),
 )
-"""Getter and setter of each setting that `isolated_global_state` restores."""
+"""Getters and setters of the global settings that `isolated_global_state` restores."""
 
 
 def call(
     function: Callable[..., Any], *arguments: Any, seed: int | None = None, **keywords: Any
 ) -> Any:
     """Calls a user function; see `calling`. With a seed the call runs in `isolated_global_state`."""
-    with nullcontext() if seed is None else isolated_global_state(seed), calling(function):
+    if seed is None:
+        with calling(function):
+            return function(*arguments, **keywords)
+    with isolated_global_state(seed), calling(function):
         return function(*arguments, **keywords)
 
 
@@ -50,8 +54,7 @@ def calling(function: Callable[..., Any]) -> Iterator[None]:
             result = await function(args, sample)
 
     The message names the function, the exception, and the last executed line of the function's
-    directory. `sys.exit` is an exception like any other. Ctrl-C and a task's cancellation pass
-    through.
+    directory. `sys.exit` counts as an exception. Ctrl-C and a task's cancellation pass through.
     """
     code = _code(function)
     try:
@@ -59,40 +62,52 @@ def calling(function: Callable[..., Any]) -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, CustomFunctionError):
         raise
     except BaseException as error:
-        line = None if code is None else last_line(error, Path(code.co_filename).parent)
-        where = describe(function) if line is None else f"{_name(function)} ({line})"
+        where = describe(function)
+        if code is not None:
+            line = last_line(error, Path(code.co_filename).parent)
+            if line is not None:
+                where = f"{_name(function)} ({line})"
         raise CustomFunctionError(f"{where} {failure(error)}. {TRACEBACK_HINT}") from error
 
 
 @contextmanager
 def isolated_global_state(seed: int) -> Iterator[None]:
-    """Seeds the generators of torch, Python and numpy; restores generators and `SETTINGS` afterwards."""
+    """Seeds torch, Python and numpy; restores their generators and `SETTINGS` afterwards."""
     before = [getter() for getter, _ in SETTINGS]
+    python_state = random.getstate()
+    # Without an import of numpy, the user function cannot have numbers from its generator.
     numpy = sys.modules.get("numpy")
-    generators = random.getstate(), None if numpy is None else numpy.random.get_state()
-    on_gpu = torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+    if numpy is not None:
+        numpy_state = numpy.random.get_state()
+    devices = []
+    # Asking for the device would start CUDA in a process that does not use it.
+    if torch.cuda.is_initialized():
+        devices.append(torch.cuda.current_device())
+    with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
-        if on_gpu:
+        if devices:
             torch.cuda.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
-            numpy.random.seed(seed % 2**32)
+            numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
         try:
             yield
         finally:
-            random.setstate(generators[0])
+            random.setstate(python_state)
             if numpy is not None:
-                numpy.random.set_state(generators[1])
+                numpy.random.set_state(numpy_state)
             for (getter, setter), value in zip(SETTINGS, before, strict=True):
                 if getter() != value:
                     setter(value)
 
 
 def describe(function: Callable[..., Any]) -> str:
-    """Returns `NAME (FILE, line N)` of a function; the name alone without Python source."""
-    code, name = _code(function), _name(function)
-    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
+    """Returns `NAME (FILE, line N)` of a function, or only the name if it has no Python source."""
+    name = _name(function)
+    code = _code(function)
+    if code is None:
+        return name
+    return f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def accepted(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
@@ -101,16 +116,20 @@ def accepted(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # a function in C without a signature
         return []
-    takes_any = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-    return [name for name in names if takes_any or name in parameters]
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return list(names)
+    return [name for name in names if name in parameters]
 
 
 def check_signature(
     function: Callable[..., Any], positional: Sequence[str], keywords: Sequence[str]
 ) -> None:
-    """Checks that a function can be called with these arguments; raises CustomFunctionError if not."""
+    """Checks that a function can be called with these arguments.
+
+    Raises:
+        CustomFunctionError: The function does not take these arguments.
+    """
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # a function in C without a signature
@@ -118,7 +137,7 @@ def check_signature(
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        arguments = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
+        arguments = ", ".join([*positional, *[f"{name}=…" for name in keywords]])
         raise CustomFunctionError(
             f"{describe(function)} cannot be called as {_name(function)}({arguments}):"
             f" {one_line(str(error))}; take these parameters, or **kwargs for unused parameters."
@@ -133,31 +152,39 @@ def failure(error: BaseException) -> str:
             " to stop the run"
         )
     try:
+        # str of a SyntaxError repeats file and line, which the message has already.
         text = error.msg if isinstance(error, SyntaxError) else str(error)
     except Exception:  # a user-defined __str__
         text = ""
     text = one_line(text, MAX_REASON_LENGTH).rstrip(".")
-    if isinstance(error, AttributeError) and isinstance(
-        error.obj, Namespace
-    ):  # an option of the function itself
+    if isinstance(error, AttributeError) and isinstance(error.obj, Namespace):
+        # The function reads an option of args that the run does not have.
         text += (
             f"; add {error.name} to the YAML file of --custom-config-path, or in Python to the"
             " Namespace of the argument args="
         )
-    return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
+    name = type(error).__name__
+    return f"raised {name}: {text}" if text else f"raised {name}"
 
 
 def last_line(error: BaseException, directory: Path | None) -> str | None:
-    """Returns `FILE, line N` of the innermost frame in a directory; without a directory, outside of importlib."""
+    """Returns `FILE, line N` of the innermost frame in a directory.
+
+    Without a directory, it is the innermost frame outside of importlib and of this package.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno or 1}"
-    line, trace = None, error.__traceback__
+    importers = (str(Path(__file__).parent), importlib.__file__)
+    line = None
+    trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        is_imported = directory is None and not name.startswith(
-            (str(Path(__file__).parent), importlib.__file__)
-        )
-        if not name.startswith("<") and (is_imported or Path(name).parent == directory):
+        if directory is None:
+            is_user_code = not name.startswith(importers)
+        else:
+            is_user_code = Path(name).parent == directory
+        # Code without a file has a name such as <frozen importlib._bootstrap> or <string>.
+        if is_user_code and not name.startswith("<"):
             line = f"{name}, line {trace.tb_lineno}"
         trace = trace.tb_next
     return line
@@ -173,8 +200,8 @@ def _inner(function: Callable[..., Any]) -> Any:
 
 def _name(function: Callable[..., Any]) -> str:
     inner = _inner(function)
-    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    return str(name).rpartition("<locals>.")[2]
+    name: str = getattr(inner, "__qualname__", None) or type(inner).__qualname__
+    return name.rpartition("<locals>.")[2]
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:

@@ -1,7 +1,7 @@
 """Loads user functions from `package.module.function` or `path/file.py:function`.
 
-Each file is a module of its own and runs once, for any number of functions. It can import from its
-directory (`from helper import x`, `from .helper import x`) without a change of `sys.path`.
+A file is executed once, also for several functions. It can import modules from the same directory
+(`from helper import x`, `from .helper import x`); `sys.path` does not change.
 """
 
 import hashlib
@@ -34,20 +34,21 @@ from slime_tis.user_functions.table import USER_FUNCTIONS
 
 
 def load_user_function(option: str, path: str) -> Callable[..., Any]:
-    """Returns the function at a path; raises CustomFunctionError unless it can be called as in `USER_FUNCTIONS`."""
-    function, signature = load_function(path), USER_FUNCTIONS[option]
-    if signature.is_plain and (
-        inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
-    ):
+    """Returns the function at a path.
+
+    Raises:
+        CustomFunctionError: The function cannot be called as `USER_FUNCTIONS` describes.
+    """
+    function = load_function(path)
+    signature = USER_FUNCTIONS[option]
+    is_plain = not (inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function))
+    if signature.is_plain and not is_plain:
         raise CustomFunctionError(
             f"{describe(function)} is a coroutine or a generator; write a plain `def` with a"
             " `return`."
         )
-    check_signature(
-        function,
-        signature.positional,
-        [*signature.keywords, *accepted(function, signature.optional)],
-    )
+    keywords = [*signature.keywords, *accepted(function, signature.optional)]
+    check_signature(function, signature.positional, keywords)
     for method, arguments in signature.methods.items():
         if not callable(getattr(function, method, None)):
             raise CustomFunctionError(
@@ -58,17 +59,21 @@ def load_user_function(option: str, path: str) -> Callable[..., Any]:
 
 
 def load_custom_tis(path: str, args: Namespace) -> Callable[..., Any]:
-    """Returns a custom TIS function; raises CustomFunctionError if it does not follow an option of the run.
+    """Returns the custom TIS function at a path.
 
-    A function `check_args(args)` of its module may raise ValueError for options that the function
-    does not follow.
+    The function's module may define `check_args(args)`, which raises ValueError for options that the
+    function does not follow.
+
+    Raises:
+        CustomFunctionError: The function does not follow an option of the run.
     """
     function = load_user_function("custom_tis_function_path", path)
     parameters = inspect.signature(function).parameters
     for option, argument in GLOBAL_BATCH_OPTIONS.items():
-        if argument not in parameters and getattr(args, option, None) is not None:
+        value = getattr(args, option, None)
+        if value is not None and argument not in parameters:
             raise CustomFunctionError(
-                f"--{option.replace('_', '-')} is {getattr(args, option)} and goes by the global"
+                f"--{option.replace('_', '-')} is {value}, which needs statistics of the global"
                 f" batch, but {describe(function)} gets micro-batches and takes no argument"
                 f" {argument}; remove one of the two."
             )
@@ -93,13 +98,18 @@ def load_function(path: str) -> Callable[..., Any]:
     """
     slime_modules.provide()
     shown = repr(one_line(path))
-    source, separator, name = path.rpartition(":" if ":" in path else ".")
-    if not source or not name or (source.startswith(".") and not separator == ":") or name == "py":
+    is_file = ":" in path
+    source, _, name = path.rpartition(":" if is_file else ".")
+    is_relative_module = source.startswith(".") and not is_file
+    if not source or not name or is_relative_module or name == "py":
         raise CustomFunctionError(
             f"{shown} names no module and function; write package.module.function or"
             " path/file.py:function."
         )
-    module = _module_of_file(shown, source) if separator == ":" else _module_of_name(shown, source)
+    if is_file:
+        module = _module_of_file(shown, source)
+    else:
+        module = _module_of_name(shown, source)
     function: Any = module
     for attribute in name.split("."):
         function = getattr(function, attribute, None)
@@ -109,9 +119,9 @@ def load_function(path: str) -> Callable[..., Any]:
             for key, value in vars(module).items()
             if callable(value) and not key.startswith("_")
         ]
-        has = one_line(", ".join(names), 200) or "none"
+        available = one_line(", ".join(names), 200) or "none"
         raise CustomFunctionError(
-            f"{shown}: {one_line(source)} has no function {name!r}; it has {has}."
+            f"{shown}: {one_line(source)} has no function {name!r}; it has {available}."
         )
     result: Callable[..., Any] = function
     return result
@@ -129,17 +139,17 @@ def _module_of_file(shown: str, source: str) -> ModuleType:
         raise CustomFunctionError(
             f"{shown}: {source} is not a Python file; write path/file.py:function."
         )
+    # A name for each directory, so that files of the same name do not replace each other.
     digest = hashlib.sha256(bytes(file.parent)).hexdigest()[:12]
     package = f"_custom_function_{digest}"
-    stem = (
-        file.stem
-        if file.stem.isidentifier()
-        else re.sub(r"\W", "_", file.stem) + f"_{len(file.stem)}"
-    )
+    stem = file.stem
+    if not stem.isidentifier():
+        stem = re.sub(r"\W", "_", stem) + f"_{len(stem)}"
     name = f"{package}.{stem}"
     if name in sys.modules:
         return sys.modules[name]
-    if package not in sys.modules:  # `from .helper import x` imports files of the same directory
+    if package not in sys.modules:
+        # `from .helper import x` imports files of the same directory.
         sys.modules[package] = ModuleType(package)
         sys.modules[package].__path__ = [str(file.parent)]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -162,11 +172,14 @@ def _module_of_name(shown: str, name: str) -> ModuleType:
             return importlib.import_module(name)
     except CustomFunctionError as error:
         cause = error.__cause__
-        if not isinstance(cause, ModuleNotFoundError) or not f"{name}.".startswith(
-            f"{cause.name}."
-        ):
+        if not isinstance(cause, ModuleNotFoundError):
             raise
-        hint = " Here slime's mis.py is custom_tis.mis." if name.endswith(".mis") else ""
+        # If it is not the module or one of its packages, the user's module imports it.
+        if not f"{name}.".startswith(f"{cause.name}."):
+            raise
+        hint = ""
+        if name.endswith(".mis"):
+            hint = " Here slime's mis.py is custom_tis.mis."
         raise CustomFunctionError(
             f"{shown}: there is no module {cause.name!r}; set PYTHONPATH to its directory, or write"
             f" path/file.py:function.{hint}"
@@ -181,20 +194,28 @@ def _importing(shown: str, file: Path | None) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        line = (file and last_line(error, file.parent)) or last_line(error, None) or file
+        line = None
+        if file is not None:
+            line = last_line(error, file.parent)
+        where = line or last_line(error, None) or file
+        reason = failure(error)
+        if where:
+            reason += f" ({where})"
         raise CustomFunctionError(
-            f"{shown} could not be loaded: importing it"
-            f" {failure(error)}{f' ({line})' if line else ''}; {_hint(error)}"
+            f"{shown} could not be loaded: importing it {reason}; {_hint(error)}"
         ) from error
 
 
 def _hint(error: BaseException) -> str:
-    if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "slime":
-        modules = slime_modules.described(error.name or "")
-        return f"slime is not installed, and of its modules this program has {modules} alone."
-    if isinstance(error, ImportError):
-        return "install it, copy it to the file's directory, or set PYTHONPATH."
-    return TRACEBACK_HINT
+    if not isinstance(error, ImportError):
+        return TRACEBACK_HINT
+    name = error.name or ""
+    if name.split(".")[0] == "slime":
+        return (
+            "slime is not installed; of slime, this program only provides"
+            f" {slime_modules.described(name)}."
+        )
+    return "install it, copy it to the file's directory, or set PYTHONPATH."
 
 
 class _SiblingFinder(MetaPathFinder):
@@ -203,15 +224,19 @@ class _SiblingFinder(MetaPathFinder):
     def __init__(self) -> None:
         self.directories: set[Path] = set()
         self.modules: dict[str, Path] = {}
-        """Name of each imported module → its directory."""
+        """Imported module → directory."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns the spec of a module in the directory of the importing file."""
-        directory = None if path is not None else self._importer()
-        spec = None if directory is None else PathFinder.find_spec(fullname, [str(directory)])
-        if directory is None or spec is None or spec.origin is None:
+        if path is not None:  # a module in a package, which has been found already
+            return None
+        directory = self._importer()
+        if directory is None:
+            return None
+        spec = PathFinder.find_spec(fullname, [str(directory)])
+        if spec is None or spec.origin is None:  # a directory without __init__.py has no origin
             return None
         self.modules[fullname] = directory
         return spec
@@ -221,17 +246,17 @@ class _SiblingFinder(MetaPathFinder):
         self.directories.add(directory)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        for name in [name for name, other in self.modules.items() if other != directory]:
-            sys.modules.pop(name, None)
-            del self.modules[name]
+        for name, other in list(self.modules.items()):
+            if other != directory:
+                sys.modules.pop(name, None)
+                del self.modules[name]
         importlib.invalidate_caches()
 
     def _importer(self) -> Path | None:
         """Returns the directory of the innermost frame outside of importlib, if it was added."""
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(
-            ("<frozen importlib", importlib.__file__)
-        ):
+        importers = ("<frozen importlib", importlib.__file__)
+        frame = sys._getframe(2)  # the frame that called find_spec
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(importers):
             frame = frame.f_back
         directory = Path(frame.f_code.co_filename).parent
         return directory if directory in self.directories else None

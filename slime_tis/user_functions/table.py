@@ -1,4 +1,4 @@
-"""The table of user functions: the call and the return type of each, in slime's signatures."""
+"""Table of user functions: arguments and return types, as slime has them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,25 +12,36 @@ class Signature:
     """How the program calls a user function."""
 
     positional: tuple[str, ...] = ()
+    """Names of positional arguments, for messages and docs."""
     keywords: tuple[str, ...] = ()
+    """Keyword arguments that are always passed."""
     optional: tuple[str, ...] = ()
-    """Keyword arguments for functions that accept them."""
+    """Keyword arguments that are passed if the function accepts them."""
     returns: Any = None
     is_plain: bool = True
     """Whether the function is called without `await`."""
     methods: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Methods of a class, and the arguments of each."""
+    """For a class: method → names of arguments."""
 
 
 USER_FUNCTIONS: dict[str, Signature] = {
     "custom_tis_function_path": Signature(
         keywords=(
-            *("args", "pg_loss", "train_log_probs", "rollout_log_probs"),
-            *("loss_masks", "total_lengths", "response_lengths"),
+            "args",
+            "pg_loss",
+            "train_log_probs",
+            "rollout_log_probs",
+            "loss_masks",
+            "total_lengths",
+            "response_lengths",
         ),
         optional=(
-            *("log_probs", "advantages", "cp_group"),
-            *("batch_norm_factor", "second_moment_limit", "adaptive_bounds"),
+            "log_probs",
+            "advantages",
+            "cp_group",
+            "batch_norm_factor",
+            "second_moment_limit",
+            "adaptive_bounds",
         ),
         returns=tuple[Tensor, list[Tensor], dict[str, Tensor]],
     ),
@@ -86,4 +97,4 @@ USER_FUNCTIONS: dict[str, Signature] = {
         positional=("rollout_id", "args", "data", "extra_metrics"), returns=bool | None
     ),
 }
-"""User functions by the name of their option."""
+"""Option of the run → signature of the user function."""

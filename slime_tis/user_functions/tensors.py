@@ -11,8 +11,9 @@ from slime_tis.user_functions.calling import accepted, call, describe
 from slime_tis.user_functions.table import USER_FUNCTIONS
 
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+"""Loss, masks and metrics."""
 MAX_NAME_LENGTH = 100
-"""Characters of a metric's name."""
+"""Longest metric name, in characters."""
 
 
 def call_custom_tis(
@@ -27,16 +28,18 @@ def call_custom_tis(
         kwargs: The other arguments of `USER_FUNCTIONS`.
 
     Returns:
-        pg_loss [N] in the dtype of the argument, masks of whole responses, and metrics [N].
+        pg_loss [N] in the dtype of the argument, masks of complete responses, and metrics [N].
     """
-    names = accepted(function, USER_FUNCTIONS["custom_tis_function_path"].optional)
-    names += USER_FUNCTIONS["custom_tis_function_path"].keywords
+    signature = USER_FUNCTIONS["custom_tis_function_path"]
+    names = [*signature.keywords, *accepted(function, signature.optional)]
     copies = {name: _copy(value) for name, value in kwargs.items() if name in names}
     pg_loss: Tensor = copies["pg_loss"]
     origin = pg_loss.grad_fn
-    hook = pg_loss.register_hook(_refuse_backward) if origin is not None else None
-    result = call(function, seed=seed, args=args, **copies)
-    if hook is not None:
+    if origin is None:
+        result = call(function, seed=seed, args=args, **copies)
+    else:
+        hook = pg_loss.register_hook(_refuse_backward)
+        result = call(function, seed=seed, args=args, **copies)
         hook.remove()
     name = describe(function)
     if not isinstance(result, tuple | list) or len(result) != 3:
@@ -59,12 +62,8 @@ def check_metrics(name: str, metrics: Any) -> None:
             f"{name} returned {kind(metrics)} as metrics; return a dict of names to tensors."
         )
     for key in metrics:
-        if (
-            not isinstance(key, str)
-            or not key
-            or not key.isprintable()
-            or len(key) > MAX_NAME_LENGTH
-        ):
+        is_name = isinstance(key, str) and key.isprintable() and 0 < len(key) <= MAX_NAME_LENGTH
+        if not is_name:
             raise CustomFunctionError(
                 f"{name} returned a metric named {one_line(repr(key))}; use {MAX_NAME_LENGTH}"
                 " printable characters."
@@ -74,8 +73,16 @@ def check_metrics(name: str, metrics: Any) -> None:
 def check_metric_names(
     function: Callable[..., Any], names: Sequence[Sequence[str]], where: str
 ) -> None:
-    """Checks that calls returned the same names, since metrics are summed; `where` is "micro-batch" or "rank"."""
-    differing = set().union(*names).difference(set(names[0]).intersection(*names))
+    """Checks that all calls returned the same metrics, because their values are summed.
+
+    Args:
+        function: The user function.
+        names: Metric names per call.
+        where: How calls differ, for the message: "micro-batch" or "rank".
+    """
+    all_names = set().union(*names)
+    common_names = set(names[0]).intersection(*names)
+    differing = all_names - common_names
     if differing:
         raise CustomFunctionError(
             f"{describe(function)} returned metric {one_line(repr(min(differing)))} for one {where}"
@@ -84,7 +91,15 @@ def check_metric_names(
 
 
 def check_gradient(name: str, value: Tensor, source: Tensor, source_name: str, origin: Any) -> None:
-    """Checks that a returned loss has a gradient to the tensor that the function got."""
+    """Checks that a returned loss depends on the tensor that the function got.
+
+    Args:
+        name: The function, for the message.
+        value: The returned loss.
+        source: The tensor.
+        source_name: Name of the tensor, for the message.
+        origin: Node of the autograd graph that made the tensor.
+    """
     if source.requires_grad and not _leads_to(value.grad_fn, origin):
         raise CustomFunctionError(
             f"{name} returned a loss that lost the gradient of {source_name}; do not detach or"
@@ -95,14 +110,14 @@ def check_gradient(name: str, value: Tensor, source: Tensor, source_name: str, o
 def kind(value: Any) -> str:
     """Returns a short description of a value."""
     if isinstance(value, Tensor):
-        layout = (
-            "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
-        )
-        device = "" if value.device.type == "cpu" else f" on {value.device}"
-        return (
-            f"a {layout}tensor of shape {tuple(value.shape)} and type"
-            f" {str(value.dtype)[6:]}{device}"
-        )
+        dtype = str(value.dtype).removeprefix("torch.")
+        text = f"tensor of shape {tuple(value.shape)} and type {dtype}"
+        if value.layout is not torch.strided:
+            layout = str(value.layout).removeprefix("torch.")
+            text = f"{layout} {text}"
+        if value.device.type != "cpu":
+            text += f" on {value.device}"
+        return f"a {text}"
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     return type(value).__name__
@@ -116,11 +131,13 @@ def _refuse_backward(grad: Tensor) -> None:
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
-    return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    return value
 
 
 def _checked_loss(name: str, pg_loss: Any, source: Tensor, origin: Any) -> Tensor:
-    """Returns the loss in the dtype of the source; `origin` is the node of the graph that copied the source."""
+    """Returns the loss in the dtype of the source; `origin` is the autograd node of its copy."""
     _check_like(name, pg_loss, source, "pg_loss")
     if pg_loss.dtype not in (source.dtype, torch.float64):
         raise CustomFunctionError(
@@ -140,7 +157,8 @@ def _checked_loss(name: str, pg_loss: Any, source: Tensor, origin: Any) -> Tenso
 
 def _leads_to(node: Any, origin: Any) -> bool:
     """Whether the autograd graph leads from a node back to the origin."""
-    seen, waiting = set(), [node]
+    seen = set()
+    waiting = [node]
     while waiting:
         node = waiting.pop()
         if node is origin:
@@ -161,16 +179,16 @@ def _check_masks(name: str, masks: Any, originals: list[Tensor]) -> None:
         _check_like(name, mask, original, f"mask {i}")
     if not masks:
         return
-    flat, original = (
-        torch.cat([mask.detach().to(torch.float64) for mask in some]) for some in (masks, originals)
-    )
-    wrong = flat[(flat != 0) & (flat != 1)]
+    # All masks at once: each comparison makes the host wait for a GPU.
+    flat_mask = torch.cat([mask.detach().to(torch.float64) for mask in masks])
+    flat_original = torch.cat([mask.to(torch.float64) for mask in originals])
+    wrong = flat_mask[(flat_mask != 0) & (flat_mask != 1)]
     if len(wrong):
         raise CustomFunctionError(
             f"{name} returned a mask with {wrong[0].item():g} in it; masks are 0 or 1. Weights go"
             " into pg_loss."
         )
-    if ((flat != 0) & (original == 0)).any():
+    if ((flat_mask != 0) & (flat_original == 0)).any():
         raise CustomFunctionError(
             f"{name} returned a mask with 1 where the loss mask is 0; multiply the loss masks that"
             " it gets."
@@ -178,7 +196,7 @@ def _check_masks(name: str, masks: Any, originals: list[Tensor]) -> None:
 
 
 def _check_like(name: str, value: Any, source: Tensor, role: str) -> None:
-    """Checks for a dense real tensor with the shape and device of another."""
+    """Checks that a value is a dense real tensor with the shape and device of `source`."""
     is_dense = (
         isinstance(value, Tensor) and value.layout is torch.strided and not value.is_complex()
     )
