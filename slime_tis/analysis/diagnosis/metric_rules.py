@@ -2,8 +2,8 @@
 
 rows → series of finite values → named statistics → findings
 
-`RUN_RULES` apply with and without tokens. `MISMATCH_METRICS` have limits and growth rules, which
-judge a run without tokens. Health needs at least one of them, finite and in enough steps.
+`RUN_RULES` apply with and without tokens. Limits and growth of the `MISMATCH_METRICS` judge a run
+without tokens. Such a run is healthy only if one of these metrics is finite in enough steps.
 """
 
 import math
@@ -14,23 +14,24 @@ from statistics import fmean
 from slime_tis.health import MAX_K3, METRIC_PREFIXES, Finding, Rows, Rule, Values, evaluate, ramp
 
 LARGEST_VALUE = 1e12
-"""A metric above it counts as not finite. No mean over tokens reaches it, and its square is still a
+"""A larger metric counts as not finite. No mean over tokens reaches it, and its square is still a
 float."""
 ROUNDING = 1e-6
 """Error of a mean in fp32; a value this far beyond a bound is possible."""
 MIN_STEPS = 9
-"""A run is healthy, or its metrics grow, on this number of finite values: three for each third of
-the run."""
+"""Smallest number of finite values that show health or growth: three for each third of the run."""
 MIN_NAMED_CONFIDENCE = 0.7
-"""Below this confidence several causes share the pattern: the answer is `unexplained`, with them as
-candidates."""
+"""Below this confidence several causes share the pattern. The answer is `unexplained`, and these
+causes are candidates."""
+MIN_GAPS = 5
+"""Smallest number of values of train/entropy_gap that have a standard error."""
 CERTAIN = 0.95
 """Confidence of a fact that needs no interpretation, such as a NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchMetric:
-    """A metric that compares the log-probs of both engines, and what its size means."""
+    """A metric that compares the log-probs of both engines, with its limits."""
 
     name: str
     """Our name; a name without a slash has one of METRIC_PREFIXES."""
@@ -39,18 +40,19 @@ class MismatchMetric:
     lowest: float = 0.0
     """Smallest possible value."""
     highest: float = math.inf
+    """Largest possible value."""
     distance: Callable[[float], float] = float
-    """The size of the mismatch from the value; 0 is agreement."""
+    """Size of the mismatch as a function of the value; 0 is agreement."""
     noise: float
-    """Smallest mean distance that is a visible mismatch. Two fp32 engines stay below it."""
+    """Smallest mean distance that is a visible mismatch; two fp32 engines stay below it."""
     largest: float
-    """Largest distance that low precision or weights of a few steps ago make."""
+    """Largest distance that low precision or weights of a few steps ago cause."""
     growth: tuple[float, float]
-    """Growth from the first to the last third of a run, as a factor: above the first number the
-    engines may drift apart, from the second on they do. With weights that are never updated, abs(Δ)
-    grows 2 to 5 times and k3 ≈ Δ²/2 grows 5 to 19 times."""
+    """Growth from the first to the last third of a run, as a factor, for no and for full
+    confidence. With weights that are never updated, abs(Δ) grows 2 to 5 times and k3 ≈ Δ²/2 grows 5
+    to 19 times."""
     late_growth: float = 1.6
-    """The same from the second third to the last one, from which on growth is certain; a jump has
+    """Growth from the second to the last third, as a factor, for full confidence. A single jump has
     ended before."""
     grown: float
     """Smallest mean distance in the last third that counts as grown."""
@@ -59,22 +61,30 @@ class MismatchMetric:
     ignores scale."""
 
 
+EARLY_LATE_GROWTH = 1.2
+"""Growth from the second to the last third, as a factor, for no confidence."""
 ABS = "train_rollout_logprob_abs_diff"
+"""Metric of the mean abs(Δ)."""
 K3 = "mismatch_k3_kl"
+"""Metric of the k3 estimate of the KL."""
 K1 = "mismatch_kl"
+"""Metric of the k1 estimate of the KL."""
 PROBABILITIES = "training/rollout_probs_diff_mean"
+"""Metric of verl, the mean abs(π_train − π_rollout)."""
 PEARSON = "training/rollout_actor_probs_pearson_corr"
+"""Metric of verl, the correlation of the probabilities."""
+# For normal noise k3 = π/4 · (mean abs(Δ))², so the limits of k3 and abs(Δ) are the same.
+ABS_METRIC = MismatchMetric(
+    name=ABS,
+    label="mean abs(Δ) (nats)",
+    noise=2e-3,
+    largest=0.25,
+    growth=(3, 8),
+    late_growth=1.8,
+    grown=0.01,
+)
 MISMATCH_METRICS = (
-    # For normal noise k3 = π/4 · (mean abs(Δ))², so the limits of k3 and abs(Δ) are the same.
-    MismatchMetric(
-        name=ABS,
-        label="mean abs(Δ) (nats)",
-        noise=2e-3,
-        largest=0.25,
-        growth=(3, 8),
-        late_growth=1.8,
-        grown=0.01,
-    ),
+    ABS_METRIC,
     MismatchMetric(
         name=K3, label="k3 (nats per token)", noise=3e-6, largest=MAX_K3, growth=(2, 4), grown=1e-4
     ),
@@ -121,13 +131,15 @@ OTHER_SERIES = (
     "train/without_replay/mismatch_k3_kl",
     "train/with_replay/mismatch_k3_kl",
 )
+"""Metrics that rules use without a limit of the mismatch."""
 SERIES = (*(metric.name for metric in MISMATCH_METRICS), *OTHER_SERIES)
-"""Metrics that the rules use; a name without a slash is a metric of the correction, under any of
-its prefixes."""
+"""Metrics that the rules use. A name without a slash is a metric of the correction, which has any
+of the METRIC_PREFIXES."""
 RATIOS = {
     "staleness ratio": (K3, "mismatch_k3_kl_staleness_0"),
     "replay ratio": ("train/without_replay/mismatch_k3_kl", "train/with_replay/mismatch_k3_kl"),
 }
+"""Statistics that are the ratio of two metrics' means."""
 NO_MISMATCH_METRIC = (
     "no mismatch metric is in it: mean abs(Δ), k3, or verl's difference of the probabilities "
     "(docs/diagnosis.md lists the names of each framework)"
@@ -135,13 +147,16 @@ NO_MISMATCH_METRIC = (
 
 
 def logged_values(rows: Rows, name: str) -> list[tuple[float, float]]:
-    """Step and value of each row that has a metric, finite or not."""
-    names = (name,) if "/" in name else tuple(prefix + name for prefix in METRIC_PREFIXES)
+    """Returns step and value of each row that has a metric, finite or not."""
+    names = [name]
+    if "/" not in name:
+        names = [prefix + name for prefix in METRIC_PREFIXES]
     values: list[tuple[float, float]] = []
     for row in rows:
-        value = next((row[key] for key in names if isinstance(row.get(key), int | float)), None)
-        if value is not None:
-            values.append((float(row.get("step", len(values))), float(value)))
+        numbers = [row[key] for key in names if isinstance(row.get(key), int | float)]
+        if numbers:
+            step = row.get("step", len(values))
+            values.append((float(step), float(numbers[0])))
     return values
 
 
@@ -151,65 +166,65 @@ def is_usable(value: float) -> bool:
 
 
 def series_of(rows: Rows, name: str) -> list[float]:
-    """The finite values of a metric, in the order of the rows."""
+    """Returns the finite values of a metric, in the order of the rows."""
     return [value for _, value in logged_values(rows, name) if is_usable(value)]
 
 
 def run_statistics(rows: Rows) -> dict[str, float]:
-    """Named statistics of a run's metrics. A statistic is missing if its metrics are.
+    """Returns named statistics of a run's metrics. A statistic is missing if its metrics are.
 
-    Statistics of a mismatch metric are of its `distance`.
+    Statistics of a mismatch metric use its `distance` instead of its value.
     """
     series = {name: series_of(rows, name) for name in SERIES}
     for metric in MISMATCH_METRICS:
         series[metric.name] = [metric.distance(value) for value in series[metric.name]]
-    values: dict[str, float] = {}
-    for name, numbers in series.items():
-        values[f"count {name}"] = float(len(numbers))
-        if numbers:
-            values[f"mean {name}"] = fmean(numbers)
-            values[f"max {name}"] = max(numbers)
+    statistics: dict[str, float] = {}
+    for name, values in series.items():
+        statistics[f"count {name}"] = float(len(values))
+        if values:
+            statistics[f"mean {name}"] = fmean(values)
+            statistics[f"max {name}"] = max(values)
     for metric in MISMATCH_METRICS:
-        values |= _thirds(metric.name, series[metric.name])
-        above = [value for value in series[metric.name] if value > metric.largest]
-        values[f"share above the limit of {metric.name}"] = len(above) / max(
-            len(series[metric.name]), 1
-        )
+        values = series[metric.name]
+        statistics |= _thirds(metric.name, values)
+        above = sum(value > metric.largest for value in values)
+        statistics[f"share above the limit of {metric.name}"] = above / max(len(values), 1)
     gaps = series["train/entropy_gap"]
-    if len(gaps) >= 5:
+    if len(gaps) >= MIN_GAPS:
         mean = fmean(gaps)
-        error = (fmean((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 + 1e-9
-        values["gap in standard errors"] = mean / error
-    for ratio, names in RATIOS.items():
-        numerator, denominator = (values.get(f"mean {name}") for name in names)
-        if numerator is not None and denominator is not None:
-            values[ratio] = numerator / max(denominator, 1e-12)
-    return values
+        variance = fmean((gap - mean) ** 2 for gap in gaps)
+        error = (variance / len(gaps)) ** 0.5 + 1e-9
+        statistics["gap in standard errors"] = mean / error
+    for ratio, (numerator, denominator) in RATIOS.items():
+        if f"mean {numerator}" in statistics and f"mean {denominator}" in statistics:
+            mean = max(statistics[f"mean {denominator}"], 1e-12)
+            statistics[ratio] = statistics[f"mean {numerator}"] / mean
+    return statistics
 
 
-def _thirds(name: str, numbers: list[float]) -> dict[str, float]:
-    """Means of the first, second and last third of a run; nothing for a short one."""
-    third = len(numbers) // 3
-    if len(numbers) < MIN_STEPS:
+def _thirds(name: str, values: list[float]) -> dict[str, float]:
+    """Returns the means of a run's thirds; nothing for a short run."""
+    if len(values) < MIN_STEPS:
         return {}
+    third = len(values) // 3
     return {
-        f"first third of {name}": fmean(numbers[:third]),
-        f"second third of {name}": fmean(numbers[third:-third]),
-        f"last third of {name}": fmean(numbers[-third:]),
+        f"first third of {name}": fmean(values[:third]),
+        f"second third of {name}": fmean(values[third:-third]),
+        f"last third of {name}": fmean(values[-third:]),
     }
 
 
 def _growth(metric: MismatchMetric, values: Values) -> float:
-    """Confidence that a mismatch grows over a run although the weights count as current."""
-    first, middle, last = (
-        values[f"{part} third of {metric.name}"] for part in ("first", "second", "last")
-    )
+    """Returns the confidence that a mismatch grows although the weights count as current."""
+    first = values[f"first third of {metric.name}"]
+    second = values[f"second third of {metric.name}"]
+    last = values[f"last third of {metric.name}"]
     if values.get("max rollout/weight_staleness", 0) > 0 or first <= 0 or last < metric.grown:
         return 0.0
     low, high = metric.growth
-    return 0.7 * min(
-        ramp(last, low * first, high * first), ramp(last, 1.2 * middle, metric.late_growth * middle)
-    )
+    growth = ramp(last, low * first, high * first)
+    late_growth = ramp(last, EARLY_LATE_GROWTH * second, metric.late_growth * second)
+    return 0.7 * min(growth, late_growth)
 
 
 def _growth_rule(metric: MismatchMetric) -> Rule:
@@ -253,6 +268,7 @@ def _limit_rule(metric: MismatchMetric) -> Rule:
 
 
 def _has_mismatch(values: Values) -> bool:
+    """Whether the run has any mismatch metric."""
     return any(f"mean {metric.name}" in values for metric in MISMATCH_METRICS)
 
 
@@ -260,6 +276,7 @@ STALENESS = (
     "the sampling weights are {values[mean rollout/weight_staleness]:.1f} optimizer steps behind on"
     " average"
 )
+"""Evidence of both rules on stale weights."""
 RUN_RULES = (
     Rule(
         cause="broken_tokens",
@@ -276,7 +293,7 @@ RUN_RULES = (
         ),
         message="after rounding, {value:.0%} of the weight updates arrive in the rollout engine",
     ),
-    _growth_rule(MISMATCH_METRICS[0]),
+    _growth_rule(ABS_METRIC),
     Rule(
         cause="stale_weights",
         metric="staleness ratio",
@@ -314,48 +331,49 @@ RUN_RULES = (
         message="without replay, k3 is {value:.1f} times as large as with replay",
         share=0.3,
     ),
-    _noise_rule(MISMATCH_METRICS[0]),
+    _noise_rule(ABS_METRIC),
 )
-"""Rules on `run_statistics`; the first rule of a cause whose condition holds makes its finding."""
+"""Rules on `run_statistics`. Of several rules of a cause, the first one that holds is used."""
 
 
 def metric_findings(rows: Rows) -> list[Finding]:
-    """All findings on a run without tokens: of RUN_RULES, and of the rules of each mismatch metric."""
+    """Returns all findings on a run without tokens.
+
+    They come from RUN_RULES and from the rules of each mismatch metric.
+    """
     values = run_statistics(rows)
-    findings = [finding for finding in evaluate(RUN_RULES, values).values() if finding is not None]
-    too_large: list[str] = []
+    findings = list(evaluate(RUN_RULES, values).values())
     for metric in MISMATCH_METRICS:
         rules = (_growth_rule(metric), _noise_rule(metric), _limit_rule(metric))
-        for finding in evaluate(rules, values).values():
-            if finding is None:
-                continue
-            if finding.cause == "unexplained":
-                too_large += finding.evidence
-            else:
-                findings.append(finding)
+        findings += evaluate(rules, values).values()
+    too_large: list[str] = []
     best: dict[str, Finding] = {}
     for finding in findings:
-        known = best.get(finding.cause)
-        if known is None or finding.confidence > known.confidence:
+        if finding is None:
+            continue
+        if finding.cause == "unexplained":
+            too_large += finding.evidence
+        elif finding.cause not in best or finding.confidence > best[finding.cause].confidence:
             best[finding.cause] = finding
     if too_large:
-        best.pop("rounding", None)  # no precision makes a mismatch of this size
+        # No precision makes a mismatch of this size.
+        best.pop("rounding", None)
         growing = best.get("weights_not_updated")
-        if (
-            growing is not None and growing.confidence >= MIN_NAMED_CONFIDENCE
-        ):  # its mismatch has no limit
+        if growing is not None and growing.confidence >= MIN_NAMED_CONFIDENCE:
+            # The mismatch of weights that are never updated has no limit.
             best["weights_not_updated"] = replace(growing, evidence=(*growing.evidence, *too_large))
         else:
             best["unexplained"] = Finding(
                 "unexplained", tuple(too_large), MIN_NAMED_CONFIDENCE, share=0.5
             )
-    if facts := invalid_values(rows):
+    facts = invalid_values(rows)
+    if facts:
         best["broken_metrics"] = Finding("broken_metrics", tuple(facts), CERTAIN, share=0.0)
     return list(best.values())
 
 
 def invalid_values(rows: Rows, names: tuple[str, ...] = SERIES) -> list[str]:
-    """One sentence for each metric with values that are not finite, and for each with impossible values."""
+    """Returns a sentence for each metric with values that are not finite, or impossible."""
     bounds = {metric.name: (metric.lowest, metric.highest) for metric in MISMATCH_METRICS}
     facts = []
     for name in names:
@@ -382,30 +400,28 @@ def invalid_values(rows: Rows, names: tuple[str, ...] = SERIES) -> list[str]:
 
 
 def health(rows: Rows) -> Finding:
-    """The result for metrics without a finding: `healthy` with its evidence, or `not_measured` with the reason."""
-    series = {metric: series_of(rows, metric.name) for metric in MISMATCH_METRICS}
-    judged = [
-        metric
-        for metric, values in series.items()
-        if metric.shows_health and len(values) >= MIN_STEPS
-    ]
-    if judged:
-        facts = []
-        for metric in judged:
-            values = series[metric]
-            facts.append(
-                f"judged by {metric.label}: {fmean(values):.2g} on average over {len(values)}"
-                f" steps, {max(values):.2g} at most; below {metric.noise:g} it is noise of fp32"
-            )
-        return Finding("healthy", tuple(facts), 0.9)
-    logged = [(metric, values) for metric, values in series.items() if values]
-    facts = []
-    for metric, values in logged:
+    """Returns the result for metrics without a finding.
+
+    It is `healthy` with its evidence, or `not_measured` with the reason.
+    """
+    judged = []
+    too_few = []
+    for metric in MISMATCH_METRICS:
+        values = series_of(rows, metric.name)
+        if not values:
+            continue
         if not metric.shows_health:
-            facts.append(
+            too_few.append(
                 f"{metric.label} is in the log, but a small value does not show that the engines"
                 " agree"
             )
+        elif len(values) < MIN_STEPS:
+            too_few.append(f"{metric.label} is in {len(values)} steps, fewer than {MIN_STEPS}")
         else:
-            facts.append(f"{metric.label} is in {len(values)} steps, fewer than {MIN_STEPS}")
-    return Finding("not_measured", tuple(facts) or (NO_MISMATCH_METRIC,), 0.0, 0.0)
+            judged.append(
+                f"judged by {metric.label}: {fmean(values):.2g} on average over {len(values)}"
+                f" steps, {max(values):.2g} at most; below {metric.noise:g} it is noise of fp32"
+            )
+    if judged:
+        return Finding("healthy", tuple(judged), 0.9)
+    return Finding("not_measured", tuple(too_few) or (NO_MISMATCH_METRIC,), 0.0, 0.0)

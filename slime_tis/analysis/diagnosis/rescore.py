@@ -1,4 +1,7 @@
-"""Names the wrong engine: rescores a few samples in fp32 with a Hugging Face model and compares both engines to it."""
+"""Finds the wrong engine: scores a few samples again in fp32 and compares both engines to it.
+
+The reference is a Hugging Face model.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +17,9 @@ from slime_tis.hf_directory import read_model_config
 from slime_tis.hf_model import load_causal_lm
 
 SAMPLES_PER_STEP = 6
-"""Rescored samples of the first and of the last step."""
+"""Number of samples of the first step, and of the last step, that are scored again."""
 MAX_TOKENS = 4096
-"""Largest number of tokens of a prompt and its response; longer samples are skipped."""
+"""Largest number of tokens of prompt and response; longer samples are skipped."""
 WRONG_ENGINE_RATIO = 3.0
 """Smallest ratio of the wrong engine's error to the other engine's error."""
 NEGLIGIBLE_ERROR = 5e-5
@@ -30,9 +33,11 @@ class Rescored:
     """Errors of both engines relative to fp32."""
 
     samples: int
+    """Number of samples that were scored."""
     tokens: int
+    """Number of their tokens with log-probs of both engines."""
     step: int | None
-    """Step whose samples fit the model's weights best; None without a step column."""
+    """The step whose samples fit the model's weights best; None if the dump has no steps."""
     train_error: float
     """Mean abs(log π_train − log π_fp32), nats."""
     rollout_error: float
@@ -47,13 +52,12 @@ class Rescored:
 
     @property
     def verdict(self) -> str:
-        """Which engine is wrong, in words."""
-        train, rollout = self.train_error, self.rollout_error
-        if max(train, rollout) < MAX_AGREEING_ERROR:
+        """The wrong engine, in words."""
+        if max(self.train_error, self.rollout_error) < MAX_AGREEING_ERROR:
             return "both engines are close to fp32"
-        if rollout > WRONG_ENGINE_RATIO * train:
+        if self.rollout_error > WRONG_ENGINE_RATIO * self.train_error:
             return "the rollout engine is wrong: training agrees with fp32"
-        if train > WRONG_ENGINE_RATIO * rollout:
+        if self.train_error > WRONG_ENGINE_RATIO * self.rollout_error:
             return "training is wrong: the rollout engine agrees with fp32"
         return (
             "both differ from fp32: the model has other weights, or both engines get a wrong input"
@@ -61,7 +65,9 @@ class Rescored:
 
     def __str__(self) -> str:
         """The verdict with its numbers."""
-        step = "" if self.step is None else f" of step {self.step}"
+        step = ""
+        if self.step is not None:
+            step = f" of step {self.step}"
         return (
             f"{self.verdict} ({self.tokens} tokens of {self.samples} samples{step}: mean abs(log π"
             f" − log π_fp32) is {self.train_error:.2g} of training and {self.rollout_error:.2g} of"
@@ -82,11 +88,12 @@ class HfScorer:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, response: int, **inputs: Any) -> Tensor:
-        """Logits; `inputs` are further arguments of the model."""
-        logits: Tensor = self.model(
-            tokens[None].to(self.model.device), logits_to_keep=response + 1, **inputs
-        ).logits
-        return logits[0, :-1].float().cpu()
+        """Returns the logits [T, V]; `inputs` are further arguments of the model."""
+        tokens = tokens[None].to(self.model.device)
+        # The logits of a token predict the next one, so the last logits are not used.
+        output = self.model(tokens, logits_to_keep=response + 1, **inputs)
+        logits: Tensor = output.logits[0, :-1].float().cpu()
+        return logits
 
 
 def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
@@ -94,6 +101,9 @@ def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
 
     The initial checkpoint of a training run fits its first step, and an exported checkpoint fits
     the last step.
+
+    Raises:
+        ValueError: The dump lacks tokens or prompts, fits another model, or has only long samples.
     """
     if table.token is None or table.prompt is None:
         raise ValueError("scoring again needs token ids and prompts, which this dump lacks.")
@@ -107,18 +117,18 @@ def rescore(table: TokenTable, scorer: Scorer) -> Rescored:
                 f" {quoted_path(scorer.model.name_or_path)} has {vocabulary}; give the model that"
                 " sampled."
             )
-    scored = [
-        each
-        for step, chosen in _chosen(table)
-        if (each := _compare(table, scorer, step, chosen)) is not None
-    ]
+    scored = []
+    for step, chosen in _chosen(table):
+        rescored = _compare(table, scorer, step, chosen)
+        if rescored is not None:
+            scored.append(rescored)
     if not scored:
         raise ValueError(f"no sample of the dump has log-probs and at most {MAX_TOKENS} tokens.")
-    return min(scored, key=lambda each: min(each.train_error, each.rollout_error))
+    return min(scored, key=lambda rescored: min(rescored.train_error, rescored.rollout_error))
 
 
 def load_model(directory: str) -> Any:
-    """The model of a directory, in fp32 on the CPU.
+    """Returns the model of a directory, in fp32 on the CPU.
 
     Raises:
         ValueError: The directory has no model that loads completely.
@@ -130,48 +140,47 @@ def load_model(directory: str) -> Any:
         raise ValueError(f"{quoted_path(directory)} {error}.") from error
 
 
-def _chosen(table: TokenTable) -> list[tuple[int | None, Sequence[int]]]:
-    """Indices of the rescored samples, by step."""
+def _chosen(table: TokenTable) -> list[tuple[int | None, list[int]]]:
+    """Returns the indices of the samples that are scored again, by step."""
     prompts = np.array([len(prompt) for prompt in table.prompt or ()])
-    fits = (
-        (prompts + table.response_length <= MAX_TOKENS)
-        & (prompts > 0)
-        & (table.response_length > 0)
-    )
+    responses = table.response_length
+    fits = (prompts + responses <= MAX_TOKENS) & (prompts > 0) & (responses > 0)
     if table.step is None:
         return [(None, np.flatnonzero(fits)[:SAMPLES_PER_STEP].tolist())]
-    steps = sorted({int(table.step.min()), int(table.step.max())}) if len(table) else []
-    return [
-        (step, np.flatnonzero(fits & (table.step == step))[:SAMPLES_PER_STEP].tolist())
-        for step in steps
-    ]
+    if not len(table):
+        return []
+    chosen: list[tuple[int | None, list[int]]] = []
+    for step in sorted({int(table.step.min()), int(table.step.max())}):
+        samples = np.flatnonzero(fits & (table.step == step))
+        chosen.append((step, samples[:SAMPLES_PER_STEP].tolist()))
+    return chosen
 
 
 @torch.inference_mode()
 def _compare(
     table: TokenTable, scorer: Scorer, step: int | None, chosen: Sequence[int]
 ) -> Rescored | None:
+    """Returns the errors on the chosen samples; None if they have no valid tokens."""
     assert table.token is not None and table.prompt is not None
     temperature = float(table.metadata.get("temperature") or 1.0)
-    train, rollout = [np.zeros(0)], [np.zeros(0)]
+    train = [np.zeros(0)]
+    rollout = [np.zeros(0)]
     for i in chosen:
         rows = slice(int(table.offsets[i]), int(table.offsets[i + 1]))
-        prompt, valid = table.prompt[i], table.valid[rows]
+        prompt = table.prompt[i]
+        valid = table.valid[rows]
         ids = torch.from_numpy(np.concatenate([prompt, table.token[rows]]).astype(np.int64))
-        logits = scorer(ids, rows.stop - rows.start) / temperature
-        reference = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].numpy()[valid]
+        log_probs = (scorer(ids, rows.stop - rows.start) / temperature).log_softmax(-1)
+        reference = log_probs.gather(1, ids[len(prompt) :, None])[:, 0].numpy()[valid]
         train.append(np.abs(table.policy_log_prob[rows][valid] - reference))
         rollout.append(np.abs(table.rollout_log_prob[rows][valid] - reference))
-    tokens = sum(map(len, train))
+    tokens = sum(len(errors) for errors in train)
     if not tokens:
         return None
-    train_error, rollout_error = (
-        float(np.concatenate(errors).sum() / tokens) for errors in (train, rollout)
-    )
     return Rescored(
         samples=len(chosen),
         tokens=tokens,
         step=step,
-        train_error=train_error,
-        rollout_error=rollout_error,
+        train_error=float(np.concatenate(train).sum() / tokens),
+        rollout_error=float(np.concatenate(rollout).sum() / tokens),
     )

@@ -47,8 +47,8 @@ def _matches_sample(tokens: Tokens, lag: int) -> Mask:
         own = slice(start, start + length)
         other = slice(other_start, other_start + length)
         size = np.abs(tokens.train[own] - tokens.rollout[own]).sum()
-        remaining = np.abs(tokens.train[other] - tokens.rollout[own]).sum()
         if length >= MIN_ALIGNED_TOKENS and size > MIN_SAVED:
+            remaining = np.abs(tokens.train[other] - tokens.rollout[own]).sum()
             mask[own] = remaining < MAX_RESIDUAL_SMALL * size
     return mask
 

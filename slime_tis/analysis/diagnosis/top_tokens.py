@@ -1,9 +1,11 @@
-"""Compares the likeliest next tokens of both engines, and names the setting of the sampler that changes them.
+"""Compares both engines' likeliest next tokens, and names the sampler's setting that changes them.
 
 d = log π_train − log π_rollout of the K likeliest tokens at each position. A penalty changes tokens
-that came before, a bias few token ids, and truncation or banned tokens change all d of a position
-by one amount. A temperature changes d in proportion to log π_train. Precision, weights and prompts
+that came before, a bias few token ids. Truncation or banned tokens change all d of a position by
+one amount. A temperature changes d in proportion to log π_train. Precision, weights and prompts
 leave no such pattern.
+
+Shapes: P positions, K tokens; NaN if a position has fewer tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +18,11 @@ from numpy.typing import NDArray
 from slime_tis.health import NEGLIGIBLE_DIFFERENCE
 
 Array = NDArray[Any]
+
 MAX_RESIDUAL = 0.03
-"""Largest part of the difference that a pattern may leave unexplained."""
+"""Largest share of the difference that a pattern may leave unexplained."""
 MAX_NOISY_RESIDUAL = 0.1
-"""The same limit if the remainder is below the noise of the engines."""
+"""The same limit if the remainder is below the engines' noise."""
 ONE_SIGN = 0.9
 """Smallest |Σd| / Σ|d| of differences that have one sign."""
 MIN_CHANGED = 4
@@ -30,8 +33,10 @@ MAX_BIASED = 3
 """Largest number of token ids with a bias."""
 MAX_TEMPERATURE = 5.0
 """Largest ratio of the temperatures, or of their inverses."""
+MIN_DISTANCE = 1e-6
+"""Smallest distance of a token's log-prob to the likeliest one's that gives a slope, nats."""
 REMAINING = 1e-6
-"""Smallest mass of the tokens outside of the K likeliest ones."""
+"""Smallest probability of all tokens outside of the K likeliest ones."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Position:
     train: Mapping[int, float]
     """Log-prob of each token by the training engine."""
     rollout: Mapping[int, float]
-    """The same by the rollout engine; the same tokens."""
+    """Log-prob of the same tokens by the rollout engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +55,8 @@ class TopTokens:
     """The difference of both engines' likeliest tokens."""
 
     size: str
-    """In words: mean KL(π_train ‖ π_rollout) over the K tokens and all others together, nats; mean
-    probability of the K tokens in training; largest |d|."""
+    """In words: mean KL(π_train ‖ π_rollout), nats, with all other tokens as one; mean probability
+    of the K tokens in training; largest |d|."""
     cause: str
     """A cause of `diagnose.CAUSES`; empty if no setting of the sampler explains the difference."""
     evidence: str
@@ -60,134 +65,187 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class _Pattern:
+    """The effect of a setting of the sampler."""
+
     cause: str
     evidence: str
     size: float
     """Mean |d| that the pattern explains, nats."""
     residual: float
-    """Mean |d| that it leaves, nats."""
+    """Mean |d| that the pattern leaves, nats."""
+
+    def holds(self, noise: float) -> bool:
+        """Whether the pattern explains enough; `noise` is the engines' mean |d|, nats."""
+        bound = min(max(MAX_RESIDUAL * self.size, noise), MAX_NOISY_RESIDUAL * self.size)
+        return self.size >= NEGLIGIBLE_DIFFERENCE and self.residual <= bound
 
 
 def compare_top_tokens(positions: Sequence[Position], noise: float) -> TopTokens:
-    """Compares the likeliest tokens; the precision of the engines explains a mean |d| of `noise` nats."""
+    """Compares the likeliest tokens of both engines.
+
+    Args:
+        positions: At least one.
+        noise: Mean |d| that the precision of the engines explains, nats.
+    """
     width = max(len(position.train) for position in positions)
-    token, train, rollout = (np.full((len(positions), width), np.nan) for _ in range(3))
+    shape = (len(positions), width)
+    token = np.full(shape, np.nan)
+    train = np.full(shape, np.nan)
+    rollout = np.full(shape, np.nan)
+    came_before = np.zeros(shape, bool)
     for row, position in enumerate(positions):
         columns = slice(len(position.train))
         token[row, columns] = list(position.train)
         train[row, columns] = list(position.train.values())
         rollout[row, columns] = [position.rollout[each] for each in position.train]
+        came_before[row] = np.isin(token[row], list(position.text))
+    pattern = _best_pattern(token, train, train - rollout, came_before, noise)
+    size = _size_in_words(train, rollout)
+    return TopTokens(size=size, cause=pattern.cause, evidence=pattern.evidence)
+
+
+def _size_in_words(train: Array, rollout: Array) -> str:
+    """Returns mass, KL divergence and largest difference of log-probs [P, K]."""
+    p = np.exp(train)
+    q = np.exp(rollout)
     d = train - rollout
-    p, q = np.exp(train), np.exp(rollout)
-    p_rest, q_rest = (np.maximum(1 - np.nansum(each, 1), REMAINING) for each in (p, q))
+    p_rest = np.maximum(1 - np.nansum(p, 1), REMAINING)
+    q_rest = np.maximum(1 - np.nansum(q, 1), REMAINING)
     kl = float(np.mean(np.nansum(p * d, 1) + p_rest * np.log(p_rest / q_rest)))
-    mass, largest = float(np.nansum(p, 1).mean()), float(np.nanmax(np.abs(d)))
-    size = (
-        f"the {width} likeliest tokens at {len(positions)} positions ({mass:.0%} of the"
-        f" probability) have a KL divergence of {kl:.2g} nats and differ by at most {largest:.2g}"
+    mass = float(np.nansum(p, 1).mean())
+    largest = float(np.nanmax(np.abs(d)))
+    positions, width = train.shape
+    return (
+        f"the {width} likeliest tokens at {positions} positions ({mass:.0%} of the probability)"
+        f" have a KL divergence of {kl:.2g} nats and differ by at most {largest:.2g}"
     )
-    seen = np.array(
-        [np.isin(row, list(each.text)) for row, each in zip(token, positions, strict=True)]
-    )
-    cause, mean = "", float(np.nanmean(np.abs(d)))
-    evidence = (
-        "no setting of the sampler makes this pattern: weights, input, settings or precision of a"
-        " network differ"
-    )
+
+
+def _best_pattern(
+    token: Array, train: Array, d: Array, came_before: Array, noise: float
+) -> _Pattern:
+    """Returns the pattern with the smallest residual; one without a cause if none holds."""
+    mean = _mean(d)
+    if mean >= NEGLIGIBLE_DIFFERENCE:
+        patterns = (
+            _truncation(d),
+            _penalty(d, came_before),
+            *_biases(token, d),
+            _temperature(train, d),
+        )
+        holding = [pattern for pattern in patterns if pattern is not None and pattern.holds(noise)]
+        if holding:
+            return min(holding, key=lambda pattern: pattern.residual / pattern.size)
     if mean < max(noise, NEGLIGIBLE_DIFFERENCE):
         evidence = (
             "they agree, so a larger mismatch of the sampled tokens comes from how these are"
             " reported"
         )
-    if mean >= NEGLIGIBLE_DIFFERENCE:
-        found = [each for each in _patterns(token, train, d, seen) if _holds(each, noise)]
-        if found:
-            best = min(found, key=lambda each: each.residual / each.size)
-            cause, evidence = best.cause, best.evidence
-    return TopTokens(size=size, cause=cause, evidence=evidence)
-
-
-def _holds(pattern: _Pattern, noise: float) -> bool:
-    bound = min(max(MAX_RESIDUAL * pattern.size, noise), MAX_NOISY_RESIDUAL * pattern.size)
-    return pattern.size >= NEGLIGIBLE_DIFFERENCE and pattern.residual <= bound
-
-
-def _patterns(token: Array, train: Array, d: Array, seen: Array) -> Iterator[_Pattern]:
-    """What each setting of the sampler would explain; d has a free constant at each position, its normalization."""
-    centered = d - np.nanmedian(d, 1, keepdims=True)
-    if np.nansum(d) < -ONE_SIGN * np.nansum(np.abs(d)):
-        words = (
-            "the tokens of a position differ by one amount: the rollout engine omits other tokens"
+    else:
+        evidence = (
+            "no setting of the sampler makes this pattern: weights, input, settings or precision of"
+            " a network differ"
         )
-        yield _Pattern("truncated_sampling", words, _mean(d), _mean(centered))
-    yield from _penalty(d, seen)
-    yield from _bias(token, d)
-    x, y = train - train[:, :1], d - d[:, :1]  # a line through the likeliest token
-    counts = np.abs(x) > 1e-6
-    slope = _weighted_median(y[counts] / x[counts], np.abs(x[counts])) if counts.any() else 0.0
-    left = d - slope * train
-    if not 1 / MAX_TEMPERATURE <= 1 - slope <= MAX_TEMPERATURE:
-        return
-    words = (
-        f"differences grow with the log-probs: the rollout engine samples at {1 / (1 - slope):.3g}"
-        " times the "
-    )
-    words += "training temperature, or scales its logits"
-    yield _Pattern(
-        "temperature", words, _mean(centered), _mean(left - np.nanmedian(left, 1, keepdims=True))
-    )
+    return _Pattern(cause="", evidence=evidence, size=0.0, residual=mean)
 
 
-def _penalty(d: Array, seen: Array) -> Iterator[_Pattern]:
+def _centered(d: Array, reference: Array | None = None) -> Array:
+    """Returns d [P, K] minus its median at each position, over the reference tokens [P, K].
+
+    The normalization of the log-probs adds a constant to all d of a position.
+    """
+    chosen = d
+    if reference is not None:
+        chosen = np.where(reference, d, np.nan)
+    centered: Array = d - np.nanmedian(chosen, 1, keepdims=True)
+    return centered
+
+
+def _truncation(d: Array) -> _Pattern | None:
+    """All tokens of a position differ by one amount, and are less likely in training."""
+    if np.nansum(d) >= -ONE_SIGN * np.nansum(np.abs(d)):
+        return None
+    evidence = (
+        "the tokens of a position differ by one amount: the rollout engine omits other tokens"
+    )
+    return _Pattern("truncated_sampling", evidence, _mean(d), _mean(_centered(d)))
+
+
+def _penalty(d: Array, came_before: Array) -> _Pattern | None:
     """Only tokens that came before differ."""
-    is_new = np.isfinite(d) & ~seen
+    is_new = np.isfinite(d) & ~came_before
     usable = is_new.sum(1) >= 2
     if not usable.any():
-        return
-    left = d[usable] - np.nanmedian(np.where(is_new, d, np.nan)[usable], 1, keepdims=True)
-    before, new = left[seen[usable] & np.isfinite(left)], left[is_new[usable]]
-    if (
-        len(before) < MIN_CHANGED
-        or len(new) < MIN_UNCHANGED
-        or abs(before.sum()) < ONE_SIGN * np.abs(before).sum()
-    ):
-        return
-    words = (
-        f"only tokens that came before differ, by {abs(before.mean()):.2g} nats on average: the"
-        " rollout engine "
+        return None
+    left = _centered(d[usable], is_new[usable])
+    old = left[came_before[usable] & np.isfinite(left)]
+    new = left[is_new[usable]]
+    if len(old) < MIN_CHANGED or len(new) < MIN_UNCHANGED:
+        return None
+    if abs(old.sum()) < ONE_SIGN * np.abs(old).sum():
+        return None
+    setting = "prefers repeated tokens"
+    if old.sum() > 0:
+        setting = "applies a penalty to repeated tokens"
+    evidence = (
+        f"only tokens that came before differ, by {abs(old.mean()):.2g} nats on average: the"
+        f" rollout engine {setting}"
     )
-    words += (
-        "applies a penalty to repeated tokens" if before.sum() > 0 else "prefers repeated tokens"
-    )
-    yield _Pattern("penalty", words, _mean(before), _mean(new))
+    return _Pattern("penalty", evidence, _mean(old), _mean(new))
 
 
-def _bias(token: Array, d: Array) -> Iterator[_Pattern]:
-    """Only a few token ids differ, each by one amount."""
+def _biases(token: Array, d: Array) -> Iterator[_Pattern]:
+    """Only a few token ids differ, each by one amount. Yields a pattern for 1, 2 … token ids."""
     is_other = np.isfinite(d)
     chosen: list[int] = []
     for _ in range(MAX_BIASED):
-        left = d - np.nanmedian(np.where(is_other, d, np.nan), 1, keepdims=True)
+        left = np.abs(_centered(d, is_other))
         totals: dict[int, float] = {}
-        for each, value in zip(token[is_other], np.abs(left[is_other]), strict=True):
-            totals[int(each)] = totals.get(int(each), 0.0) + float(value)
-        chosen.append(max(totals, key=lambda each: totals[each]))
-        is_other &= token != chosen[-1]
+        for token_id, size in zip(token[is_other], left[is_other], strict=True):
+            totals[int(token_id)] = totals.get(int(token_id), 0.0) + float(size)
+        largest = max(totals, key=lambda token_id: totals[token_id])
+        chosen.append(largest)
+        is_other &= token != largest
         if (is_other.sum(1) < 2).any() or is_other.sum() < MIN_UNCHANGED:
             return
-        left = d - np.nanmedian(np.where(is_other, d, np.nan), 1, keepdims=True)
-        groups = [left[token == each] for each in chosen]
-        residual = np.concatenate([left[is_other], *(group - np.median(group) for group in groups)])
-        if sum(map(len, groups)) >= MIN_CHANGED:
-            words = (
+        left = _centered(d, is_other)
+        residuals = [left[is_other]]
+        biases = []
+        changed = 0
+        for token_id in chosen:
+            values = left[token == token_id]
+            median = np.median(values)
+            biases.append(float(np.abs(median)))
+            residuals.append(values - median)
+            changed += len(values)
+        if changed >= MIN_CHANGED:
+            evidence = (
                 f"only token ids {chosen} differ: the rollout engine adds a bias to their logits"
             )
-            yield _Pattern(
-                "penalty", words, min(float(np.abs(np.median(g))) for g in groups), _mean(residual)
-            )
+            yield _Pattern("penalty", evidence, min(biases), _mean(np.concatenate(residuals)))
+
+
+def _temperature(train: Array, d: Array) -> _Pattern | None:
+    """d is proportional to log π_train, up to a constant of each position."""
+    # A line through the likeliest token, which is the first one.
+    x = train - train[:, :1]
+    y = d - d[:, :1]
+    counts = np.abs(x) > MIN_DISTANCE
+    slope = 0.0
+    if counts.any():
+        slope = _weighted_median(y[counts] / x[counts], np.abs(x[counts]))
+    if not 1 / MAX_TEMPERATURE <= 1 - slope <= MAX_TEMPERATURE:
+        return None
+    evidence = (
+        f"differences grow with the log-probs: the rollout engine samples at {1 / (1 - slope):.3g}"
+        " times the training temperature, or scales its logits"
+    )
+    residual = _mean(_centered(d - slope * train))
+    return _Pattern("temperature", evidence, _mean(_centered(d)), residual)
 
 
 def _mean(values: Array) -> float:
+    """Returns the mean absolute value, without NaN."""
     return float(np.nanmean(np.abs(values)))
 
 

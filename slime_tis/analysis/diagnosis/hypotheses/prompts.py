@@ -9,12 +9,15 @@ from torch import Tensor
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, PromptEdit
 
 SIZES = tuple(2**i for i in range(1, 12))
+"""Grid of prompt lengths and attention windows, tokens."""
 FEW = (1, 2, 3, 4)
+"""Grid of a number of missing tokens."""
 PADS = (*range(1, 9), 16)
+"""Grid of a number of padding tokens."""
 
 
 def with_prompt(sample: Input, prompt: Tensor) -> Input:
-    """The sample's response after another prompt."""
+    """Returns the sample's response after another prompt; the sample itself if none changes."""
     if not len(prompt) or torch.equal(prompt, sample.prompt):
         return sample
     tokens = torch.cat([prompt, sample.tokens[len(sample.tokens) - sample.response :]])
@@ -22,7 +25,10 @@ def with_prompt(sample: Input, prompt: Tensor) -> Input:
 
 
 def _causal(length: int) -> Tensor:
-    """An explicit mask: without one, transformers may take a jump of the positions for the start of another sample."""
+    """Returns an explicit mask [S, S].
+
+    Without one, transformers may take a jump of the positions for the start of another sample.
+    """
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
@@ -33,12 +39,11 @@ def _gap(sample: Input, value: float, _: Input) -> Input:
 
 
 def _window(sample: Input, value: float, _: Input) -> Input:
-    distance = torch.arange(len(sample.tokens))[:, None] - torch.arange(len(sample.tokens))
-    return (
-        sample
-        if value >= len(distance)
-        else replace(sample, mask=(distance >= 0) & (distance < value))
-    )
+    length = len(sample.tokens)
+    if value >= length:
+        return sample
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return replace(sample, mask=(distance >= 0) & (distance < value))
 
 
 def _neighbor(sample: Input, _: float, before: Input) -> Input:
@@ -50,18 +55,25 @@ def _neighbor(sample: Input, _: float, before: Input) -> Input:
 def _fp8_cache(sample: Input, _: float, __: Input) -> Input:
     from transformers import DynamicCache
 
+    def rounded(states: Tensor) -> Tensor:
+        return states.to(torch.float8_e4m3fn).to(states.dtype)
+
     class Fp8Cache(DynamicCache):  # type: ignore[misc]  # transformers has no types here
         def update(
             self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            small = [x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key_states, value_states)]
-            return super().update(*small, *args, **kwargs)
+            return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
 
     return replace(sample, cache=Fp8Cache)
 
 
 def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
-    """The hypotheses on attended padding; `longest` is the length of the longest prompt."""
+    """Returns the hypotheses on attended padding.
+
+    Args:
+        pad: Token id of the padding.
+        longest: Length of the longest prompt, tokens.
+    """
 
     def before(prompt: Tensor, count: int) -> Tensor:
         return torch.cat([prompt.new_full((max(count, 0),), pad), prompt])
@@ -69,148 +81,151 @@ def for_pads(pad: int, longest: int) -> dict[str, Hypothesis]:
     def after(prompt: Tensor, count: int) -> Tensor:
         return torch.cat([prompt, prompt.new_full((max(count, 0),), pad)])
 
+    cause = "attention_mask"
     few = "attends to {value:.0f} padding tokens"
     full = "attends to the padding on the {} of the prompt, which makes all prompts {} tokens long"
     return {
-        "pads attended": Hypothesis(
-            f"{few} before the prompt", "attention_mask", PADS, prompt=before
-        ),
-        "pads after the prompt": Hypothesis(
-            f"{few} after the prompt", "attention_mask", PADS, prompt=after
-        ),
+        "pads attended": Hypothesis(f"{few} before the prompt", cause, PADS, prompt=before),
+        "pads after the prompt": Hypothesis(f"{few} after the prompt", cause, PADS, prompt=after),
         "padded on the left": Hypothesis(
-            full.format("left", longest),
-            "attention_mask",
-            prompt=lambda p, _: before(p, longest - len(p)),
+            full.format("left", longest), cause, prompt=lambda p, _: before(p, longest - len(p))
         ),
         "padded on the right": Hypothesis(
-            full.format("right", longest),
-            "attention_mask",
-            prompt=lambda p, _: after(p, longest - len(p)),
+            full.format("right", longest), cause, prompt=lambda p, _: after(p, longest - len(p))
         ),
     }
 
 
 def for_bos(bos: int) -> dict[str, Hypothesis]:
-    """The hypothesis on the token that starts a text."""
-    claim = "reads a BOS token before the prompt"
+    """Returns the hypothesis on the token that starts a text."""
     return {
-        "BOS added": Hypothesis(
-            claim, "other_prompt", prompt=lambda p, _: torch.cat([p.new_tensor([bos]), p])
+        "BOS added": _other_prompt(
+            "reads a BOS token before the prompt", lambda p, _: torch.cat([p.new_tensor([bos]), p])
         )
     }
 
 
 def for_template(tokenizer: Any) -> dict[str, Hypothesis]:
-    """The hypotheses on the chat template of a tokenizer; none if it has no template that renders."""
+    """Returns the hypotheses on special tokens, and on the chat template if it renders."""
     special = torch.tensor(sorted(tokenizer.all_special_ids))
 
-    def encoded(text: str) -> Tensor:
-        return torch.tensor(
-            tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long
-        )
-
-    def rendered(text: str, **options: Any) -> str:
-        options = {"tokenize": False, "add_generation_prompt": True, **options}
-        return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options))
-
-    def in_template(prompt: Tensor, _: int) -> Tensor:
-        return encoded(rendered(tokenizer.decode(prompt[~torch.isin(prompt, special)])))
-
     def without_first_message(prompt: Tensor, _: int) -> Tensor:
-        marks = torch.isin(prompt, special) & (prompt != (tokenizer.bos_token_id or -1))
-        first = prompt[marks][:1]
-        return (
-            prompt[(prompt == first).nonzero()[1:2, 0] :]
-            if len(first) and (prompt == first).sum() > 1
-            else prompt
-        )
+        marks = prompt[torch.isin(prompt, special) & (prompt != (tokenizer.bos_token_id or -1))]
+        if not len(marks):
+            return prompt
+        starts = (prompt == marks[0]).nonzero()[:, 0]
+        if len(starts) < 2:
+            return prompt
+        return prompt[starts[1] :]
 
-    changes: dict[str, tuple[str, PromptEdit]] = {
-        "special tokens missing": (
-            "reads the prompt without special tokens",
-            lambda p, _: p[~torch.isin(p, special)],
+    table = {
+        "special tokens missing": _other_prompt(
+            "reads the prompt without special tokens", lambda p, _: p[~torch.isin(p, special)]
         ),
-        "first message missing": (
-            "does not read the first message (system prompt?)",
-            without_first_message,
+        "first message missing": _other_prompt(
+            "does not read the first message (system prompt?)", without_first_message
         ),
     }
     try:
-        full, bare, calm = (
-            rendered("x", **options)
-            for options in ({}, {"add_generation_prompt": False}, {"enable_thinking": False})
-        )
-    except Exception:  # no template, or a template that does not render
-        full = bare = calm = ""
+        full = _rendered(tokenizer, "x")
+        without_start = _rendered(tokenizer, "x", add_generation_prompt=False)
+        without_thinking = _rendered(tokenizer, "x", enable_thinking=False)
+    except Exception:
+        # The tokenizer has no template, or the template does not render.
+        return table
     if full:
-        changes["chat template added"] = (
-            "puts the prompt into the chat template (once more)",
-            in_template,
+
+        def in_template(prompt: Tensor, _: int) -> Tensor:
+            text = tokenizer.decode(prompt[~torch.isin(prompt, special)])
+            return _encoded(tokenizer, _rendered(tokenizer, text))
+
+        table["chat template added"] = _other_prompt(
+            "puts the prompt into the chat template (once more)", in_template
         )
-    if len(suffix := encoded(full.removeprefix(bare))) and full.startswith(bare) and bare:
-        claim = "does not read the start of the answer that the chat template adds"
-        changes["generation prompt missing"] = (
-            claim,
-            lambda p, _: p[: -len(suffix)] if _ends(p, suffix) else p,
-        )
-        changes["generation prompt added"] = (
-            f"{claim.split(' not ')[0]} twice",
-            lambda p, _: torch.cat([p, suffix]),
-        )
-    if calm.startswith(full) and len(quiet := encoded(calm.removeprefix(full))):
-        claim = "reads a prompt with the other value of enable_thinking"
-        changes["thinking"] = (
-            claim,
-            lambda p, _: p[: -len(quiet)] if _ends(p, quiet) else torch.cat([p, quiet]),
-        )
+    if without_start and full.startswith(without_start):
+        table |= _for_start(_encoded(tokenizer, full.removeprefix(without_start)))
+    if without_thinking.startswith(full):
+        table |= _for_thinking(_encoded(tokenizer, without_thinking.removeprefix(full)))
+    return table
+
+
+def _rendered(tokenizer: Any, text: str, **options: Any) -> str:
+    """Returns the chat template's text for a message of the user."""
+    options = {"tokenize": False, "add_generation_prompt": True, **options}
+    return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], **options))
+
+
+def _encoded(tokenizer: Any, text: str) -> Tensor:
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(tokens, dtype=torch.long)
+
+
+def _for_start(start: Tensor) -> dict[str, Hypothesis]:
+    """Returns the hypotheses on the start of the answer that a chat template adds."""
+    if not len(start):
+        return {}
+
+    def without_start(prompt: Tensor, _: int) -> Tensor:
+        if not _ends(prompt, start):
+            return prompt
+        return prompt[: -len(start)]
+
     return {
-        name: Hypothesis(claim, "other_prompt", prompt=change)
-        for name, (claim, change) in changes.items()
+        "generation prompt missing": _other_prompt(
+            "does not read the start of the answer that the chat template adds", without_start
+        ),
+        "generation prompt added": _other_prompt(
+            "reads twice the start of the answer that the chat template adds",
+            lambda p, _: torch.cat([p, start]),
+        ),
     }
+
+
+def _for_thinking(thinking: Tensor) -> dict[str, Hypothesis]:
+    """Returns the hypothesis on the tokens that end a prompt without thinking."""
+    if not len(thinking):
+        return {}
+
+    def other_thinking(prompt: Tensor, _: int) -> Tensor:
+        if not _ends(prompt, thinking):
+            return torch.cat([prompt, thinking])
+        return prompt[: -len(thinking)]
+
+    claim = "reads a prompt with the other value of enable_thinking"
+    return {"thinking": _other_prompt(claim, other_thinking)}
 
 
 def _ends(prompt: Tensor, suffix: Tensor) -> bool:
     return len(prompt) >= len(suffix) and torch.equal(prompt[-len(suffix) :], suffix)
 
 
-_PROMPTS: dict[str, tuple[str, tuple[int, ...], PromptEdit]] = {
-    "first prompt tokens missing": (
-        "does not read the first {value:.0f} tokens of the prompt (BOS?)",
-        FEW,
-        lambda p, k: p[k:],
-    ),
-    "last prompt tokens missing": (
-        "does not read the last {value:.0f} tokens of the prompt",
-        FEW,
-        lambda p, k: p[:-k],
-    ),
-    "first token doubled": (
-        "reads the first token of the prompt {value:.0f} times",
-        (2, 3),
-        lambda p, k: torch.cat([p[:1].expand(k - 1), p]),
-    ),
-    "last token doubled": (
-        "reads the last token of the prompt {value:.0f} times",
-        (2, 3),
-        lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
-    ),
-    "prompt cut": (
-        "reads only the last {value:.0f} tokens of the prompt",
-        SIZES,
-        lambda p, n: p[-n:],
-    ),
-    "prompt cut at the end": (
-        "reads only the first {value:.0f} tokens of the prompt",
-        SIZES,
-        lambda p, n: p[:n],
-    ),
-}
+def _other_prompt(claim: str, prompt: PromptEdit, values: tuple[float, ...] = (0.0,)) -> Hypothesis:
+    return Hypothesis(claim, "other_prompt", values, prompt=prompt)
+
+
 TABLE: dict[str, Hypothesis] = {
-    **{
-        name: Hypothesis(claim, "other_prompt", values, prompt=edit)
-        for name, (claim, values, edit) in _PROMPTS.items()
-    },
+    "first prompt tokens missing": _other_prompt(
+        "does not read the first {value:.0f} tokens of the prompt (BOS?)", lambda p, k: p[k:], FEW
+    ),
+    "last prompt tokens missing": _other_prompt(
+        "does not read the last {value:.0f} tokens of the prompt", lambda p, k: p[:-k], FEW
+    ),
+    "first token doubled": _other_prompt(
+        "reads the first token of the prompt {value:.0f} times",
+        lambda p, k: torch.cat([p[:1].expand(k - 1), p]),
+        (2, 3),
+    ),
+    "last token doubled": _other_prompt(
+        "reads the last token of the prompt {value:.0f} times",
+        lambda p, k: torch.cat([p, p[-1:].expand(k - 1)]),
+        (2, 3),
+    ),
+    "prompt cut": _other_prompt(
+        "reads only the last {value:.0f} tokens of the prompt", lambda p, n: p[-n:], SIZES
+    ),
+    "prompt cut at the end": _other_prompt(
+        "reads only the first {value:.0f} tokens of the prompt", lambda p, n: p[:n], SIZES
+    ),
     "packed neighbor": Hypothesis(
         "attends to the sample packed before it", "attention_mask", inputs=_neighbor
     ),
