@@ -1,7 +1,10 @@
-"""Faults of the sampler and of the reported log-probs; logits and log-probs change, the network does not."""
+"""Faults of the sampler and of the reported log-probs.
+
+Logits and log-probs change, the network does not.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -9,28 +12,53 @@ from torch import Tensor
 from slime_tis.analysis.diagnosis.hypotheses.hypothesis import Hypothesis, Input, OutputEdit
 
 CANDIDATES = 48
-"""Number of tokens for which a logit bias is tried."""
-MAX_TOKENS = 8
+"""Largest number of tokens for which a logit bias is tried."""
+MAX_BIASED = 8
 """Largest number of tokens that a logit bias changes."""
-MIN_GAIN = 0.95
+MAX_RATIO = 0.95
 """Largest ratio of the remaining mismatch with and without one more token."""
 PENALTIES = (0.1, 0.3, 0.6, 1.0, 1.5)
+"""Grid of presence and frequency penalties."""
 BIASES = (-math.inf, -8.0, -4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Grid of a token's bias, nats; −inf bans the token."""
+LARGEST_CHANGE = 10.0
+"""Largest weight of a single token, nats."""
 
 
 def _counts(logits: Tensor, sample: Input, *, prompt: bool) -> Tensor:
-    """[T, V] how often each token came before."""
+    """Returns the number of earlier occurrences [T, V] of each token id.
+
+    Args:
+        logits: [T, V].
+        sample: The sample.
+        prompt: Whether occurrences in the prompt count.
+    """
+    vocabulary = logits.shape[1]
     start = len(sample.tokens) - sample.response
-    column, row = torch.arange(len(sample.tokens)), start + torch.arange(sample.response)[:, None]
-    inside = (column < row) if prompt else (column < row) & (column >= start)
-    counts = logits.new_zeros(len(logits), logits.shape[1] + 1)
-    index = torch.where(inside, sample.tokens, logits.shape[1])
+    column = torch.arange(len(sample.tokens))
+    row = start + torch.arange(sample.response)[:, None]
+    counted = column < row
+    if not prompt:
+        counted &= column >= start
+    # Tokens that do not count go to an additional column, which is cut off.
+    index = torch.where(counted, sample.tokens, vocabulary)
+    counts = logits.new_zeros(len(logits), vocabulary + 1)
     return counts.scatter_add_(1, index, torch.ones_like(index, dtype=logits.dtype))[:, :-1]
 
 
 def _repetition(logits: Tensor, sample: Input, value: float) -> Tensor:
-    before = _counts(logits, sample, prompt=True) > 0
-    return torch.where(before, torch.where(logits > 0, logits / value, logits * value), logits)
+    came_before = _counts(logits, sample, prompt=True) > 0
+    penalized = torch.where(logits > 0, logits / value, logits * value)
+    return torch.where(came_before, penalized, logits)
+
+
+def _presence(logits: Tensor, sample: Input, value: float) -> Tensor:
+    came_before = _counts(logits, sample, prompt=False) > 0
+    return logits - value / sample.temperature * came_before
+
+
+def _frequency(logits: Tensor, sample: Input, value: float) -> Tensor:
+    return logits - value / sample.temperature * _counts(logits, sample, prompt=False)
 
 
 def _soft_cap(logits: Tensor, sample: Input, value: float) -> Tensor:
@@ -63,12 +91,12 @@ def _shifted(rows: list[Tensor], value: float) -> list[Tensor]:
 
 
 def _exchanged(rows: list[Tensor], value: float) -> list[Tensor]:
-    """Each sample reports the log-probs of the one `value` places on, up to the shorter length."""
+    """Each sample reports the log-probs of the sample `value` places on."""
     result = []
     for i, row in enumerate(rows):
         other = rows[(i + round(value)) % len(rows)]
-        n = min(len(row), len(other))
-        result.append(torch.cat([other[:n], row[n:]]))
+        # The end of a longer response keeps its log-probs.
+        result.append(torch.cat([other[: len(row)], row[len(other) :]]))
     return result
 
 
@@ -77,7 +105,7 @@ def _each(change: Callable[[Tensor, float], Tensor]) -> OutputEdit:
 
 
 def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | None:
-    """Biases of single tokens, found greedily.
+    """Finds biases of single tokens, greedily.
 
     Args:
         logits: [N, V] of the reference at response tokens.
@@ -88,36 +116,55 @@ def logit_bias(logits: Tensor, target: Tensor, change: Tensor) -> Hypothesis | N
         The hypothesis, whose value scales the biases; None if no bias helps.
     """
     probability = logits.softmax(-1)
-    indicator = torch.nn.functional.one_hot(target, logits.shape[1])
-    gradient = (
-        change.clamp(-10, 10) @ (indicator - probability)
-    ).abs()  # of the fit to the change, by each bias
-    count = min(CANDIDATES // 2, logits.shape[1])
-    scores = (gradient, probability.mean(0))
-    likely = list(
-        dict.fromkeys(token for score in scores for token in score.topk(count).indices.tolist())
-    )
 
     def remaining(biases: Mapping[int, float]) -> float:
-        mass, own = torch.ones_like(change), torch.zeros_like(change)
+        """Returns Σ|Δ| that remains under biases, nats."""
+        mass = torch.ones_like(change)
+        own = torch.zeros_like(change)
         for token, bias in biases.items():
             mass = mass + probability[:, token] * math.expm1(bias)
+            # A finite number for −inf, as 0 · inf is NaN.
             own = own + (target == token) * max(bias, -1e4)
-        return float((change - own + mass.clamp_min(1e-6).log()).abs().clamp_max(10.0).sum())
+        left = change - own + mass.clamp_min(1e-6).log()
+        return float(left.abs().clamp_max(LARGEST_CHANGE).sum())
 
+    candidates = _bias_candidates(probability, target, change)
     biases: dict[int, float] = {}
-    rest = remaining(biases)
-    for _ in range(MAX_TOKENS):
-        tries = [
-            {**biases, token: bias} for token in likely if token not in biases for bias in BIASES
-        ]
-        best = min(tries, key=remaining, default={})
-        for token in best:  # each bias again, next to the others
+    for _ in range(MAX_BIASED):
+        best = min(_one_more_bias(biases, candidates), key=remaining, default={})
+        # The best bias of a token depends on the others.
+        for token in best:
             best = min(({**best, token: bias} for bias in BIASES), key=remaining)
-        if not best or remaining(best) > MIN_GAIN * rest:
+        if not best or remaining(best) > MAX_RATIO * remaining(biases):
             break
-        biases, rest = best, remaining(best)
-    return _biased(biases) if biases else None
+        biases = best
+    if not biases:
+        return None
+    return _biased(biases)
+
+
+def _bias_candidates(probability: Tensor, target: Tensor, change: Tensor) -> list[int]:
+    """Returns the tokens whose bias may explain the change.
+
+    They have the largest gradients of the fit to the change, or are the likeliest ones.
+    """
+    vocabulary = probability.shape[1]
+    indicator = torch.nn.functional.one_hot(target, vocabulary)
+    weight = change.clamp(-LARGEST_CHANGE, LARGEST_CHANGE)
+    gradient = (weight @ (indicator - probability)).abs()
+    count = min(CANDIDATES // 2, vocabulary)
+    tokens = (
+        gradient.topk(count).indices.tolist() + probability.mean(0).topk(count).indices.tolist()
+    )
+    return list(dict.fromkeys(tokens))
+
+
+def _one_more_bias(biases: dict[int, float], candidates: list[int]) -> Iterator[dict[int, float]]:
+    """Yields the biases with each bias of each further candidate."""
+    for token in candidates:
+        if token not in biases:
+            for bias in BIASES:
+                yield {**biases, token: bias}
 
 
 def _biased(biases: dict[int, float]) -> Hypothesis:
@@ -127,27 +174,33 @@ def _biased(biases: dict[int, float]) -> Hypothesis:
             changed[:, token] += bias * value / sample.temperature
         return changed
 
-    banned = [token for token, bias in biases.items() if bias == -math.inf]
-    moved = [
-        f"{token} by about {bias:+g} times {{value:.3g}}"
-        for token, bias in biases.items()
-        if token not in banned
-    ]
-    parts = [f"never samples token {', '.join(map(str, banned))}"] if banned else []
-    parts += [f"moves the logit of token {', '.join(moved)}"] if moved else []
-    values = (0.6, 0.8, 1.0, 1.25, 1.6) if moved else (1.0,)
-    return Hypothesis(" and ".join(parts), "penalty", values, logits=edit)
+    banned = []
+    moved = []
+    for token, bias in biases.items():
+        if bias == -math.inf:
+            banned.append(str(token))
+        else:
+            moved.append(f"{token} by about {bias:+g} times {{value:.3g}}")
+    claims = []
+    values: tuple[float, ...] = (1.0,)
+    if banned:
+        claims.append(f"never samples token {', '.join(banned)}")
+    if moved:
+        claims.append(f"moves the logit of token {', '.join(moved)}")
+        values = (0.6, 0.8, 1.0, 1.25, 1.6)
+    return Hypothesis(" and ".join(claims), "penalty", values, logits=edit)
 
 
 def for_end(eos: int) -> dict[str, Hypothesis]:
-    """The hypotheses on the token that ends a text."""
+    """Returns the hypothesis on the token that ends a text."""
 
     def late_end(logits: Tensor, _: Input, value: float) -> Tensor:
         changed = logits.clone()
         changed[: round(value), eos] = -math.inf
         return changed
 
-    values = (*(2**i for i in range(10)), 10**9)
+    # The last value forbids the token everywhere.
+    values = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10**9)
     claim = "cannot end the text within {value:.0f} tokens"
     return {"minimum length": Hypothesis(claim, "penalty", values, logits=late_end)}
 
@@ -169,13 +222,13 @@ TABLE: dict[str, Hypothesis] = {
         "applies a presence penalty of about {value:.3g}",
         "penalty",
         PENALTIES,
-        logits=lambda x, s, value: x - value / s.temperature * (_counts(x, s, prompt=False) > 0),
+        logits=_presence,
     ),
     "frequency penalty": Hypothesis(
         "applies a frequency penalty of about {value:.3g}",
         "penalty",
         PENALTIES,
-        logits=lambda x, s, value: x - value / s.temperature * _counts(x, s, prompt=False),
+        logits=_frequency,
     ),
     "temperature": Hypothesis(
         "samples at {value:.3g} times the training temperature",
@@ -216,7 +269,8 @@ TABLE: dict[str, Hypothesis] = {
     "clamped": Hypothesis(
         "reports no log-prob below {value:.3g}",
         "broken_tokens",
-        (-1.0,),  # the search takes the lowest log-prob
+        # The search replaces the value by the lowest log-prob.
+        (-1.0,),
         outputs=_each(lambda x, low: x.clamp_min(low)),
     ),
     "reported in bf16": Hypothesis(
@@ -229,4 +283,4 @@ TABLE: dict[str, Hypothesis] = {
         outputs=_exchanged,
     ),
 }
-"""In the order in which an engine applies them."""
+"""The hypotheses, in the order in which an engine applies them."""

@@ -1,4 +1,7 @@
-"""Faults whose cause is another checkpoint: weights or tensors of another step, adapters, draft models, old caches."""
+"""Faults whose cause is another checkpoint.
+
+These are weights or tensors of another step, adapters, draft models and caches of old weights.
+"""
 
 import json
 import math
@@ -16,6 +19,7 @@ from slime_tis.analysis.diagnosis.hypotheses.network import changed
 from slime_tis.errors import first_line, quoted_path
 
 Weights = Mapping[str, Tensor]
+"""Tensors by name."""
 PARTS = {
     "output layer": ("lm_head", "embed_tokens"),
     "attention": ("attn",),
@@ -24,12 +28,15 @@ PARTS = {
 }
 """Parts of a model, and words in the names of their tensors."""
 FRACTIONS = (-3.0, -1.0, -0.5, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+"""Grid of the fraction of the way to the other weights."""
+CAUSE = "weights_not_updated"
+"""Cause of the hypotheses on the weights of another step."""
 SUSPECTS = 6
-"""Single tensors that are tried."""
+"""Number of single tensors that are tried."""
 
 
 def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
-    """The tensors that a LoRA adapter of peft changes, with the adapter added once.
+    """Returns the tensors that a LoRA adapter of peft changes, with the adapter added once.
 
     Raises:
         ValueError: The directory has no LoRA adapter of the model, or one with tensors that plain
@@ -40,14 +47,18 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
     merged = {}
     try:
         config = json.loads((Path(directory) / "adapter_config.json").read_text())
-        rank = config["r"]
-        scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        divisor = config["r"]
+        if config.get("use_rslora"):
+            divisor = math.sqrt(divisor)
+        scale = config["lora_alpha"] / divisor
         tensors = load_file(Path(directory) / "adapter_model.safetensors")
-        for name in (name for name in tensors if name.endswith(".lora_A.weight")):
-            target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
-            up, down = tensors[name.replace(".lora_A.", ".lora_B.")], tensors[name]
-            merged[target] = own[target] + scale * (up.float() @ down.float())
-    except Exception as error:  # safetensors raises its own exception class
+        for name, down in tensors.items():
+            if name.endswith(".lora_A.weight"):
+                target = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+                up = tensors[name.replace(".lora_A.", ".lora_B.")]
+                merged[target] = own[target] + scale * (up.float() @ down.float())
+    except Exception as error:
+        # A broken file raises many types of errors; safetensors has its own.
         message = f"{quoted_path(directory)} is no LoRA adapter of this model"
         raise ValueError(f"{message}: {type(error).__name__}, {first_line(error)}.") from error
     if not merged:
@@ -63,7 +74,7 @@ def read_adapter(directory: str, own: Weights) -> dict[str, Tensor]:
 
 
 def for_model(path: str, other: Any) -> dict[str, Hypothesis]:
-    """The hypothesis on a model of another architecture with the same vocabulary."""
+    """Returns the hypothesis on a model of another architecture with the same vocabulary."""
 
     @contextmanager
     def swapped(model: Any, _: float) -> Iterator[None]:
@@ -80,33 +91,29 @@ def for_model(path: str, other: Any) -> dict[str, Hypothesis]:
 def for_weights(
     path: str, own: Weights, weights: Weights, *, is_adapter: bool = False
 ) -> dict[str, Hypothesis]:
-    """The hypotheses on the weights of another step, or on an adapter."""
-    different = {
-        name: w for name, w in weights.items() if name in own and not torch.equal(own[name], w)
-    }
+    """Returns the hypotheses on the weights of another step, or on an adapter.
+
+    Args:
+        path: Of the weights, for the claims.
+        own: Weights of the reference.
+        weights: The other weights.
+        is_adapter: Whether they come from an adapter.
+    """
+    different = {}
+    for name, weight in weights.items():
+        if name in own and not torch.equal(own[name], weight):
+            different[name] = weight
     if not different:
         return {}
     claim = f"has the weights of {_escaped(path)}, {{value:.3g}} of the way"
     if is_adapter:
         claim = f"applies the adapter {_escaped(path)} {{value:+.3g}} times more"
-    cause, network = "weights_not_updated", _towards(different)
-    table = {f"weights of {path}": Hypothesis(claim, cause, FRACTIONS, network=network)}
+    network = _towards(different)
+    table = {f"weights of {path}": Hypothesis(claim, CAUSE, FRACTIONS, network=network)}
     if is_adapter:
         return table
-    for part, words in PARTS.items():
-        some = {name: w for name, w in different.items() if any(word in name for word in words)}
-        if some and len(some) < len(different):
-            table |= _part(part, path, some)
-    layers = sorted({int(found) for name in different if (found := _layer(name))})
-    if len(layers) > 1:
-
-        def one_layer(model: Any, value: float) -> Any:
-            return _towards(
-                {name: w for name, w in different.items() if _layer(name) == f"{value:.0f}"}
-            )(model, 1.0)
-
-        claim = f"has layer {{value:.0f}} of {_escaped(path)}"
-        table[f"layer of {path}"] = Hypothesis(claim, cause, tuple(layers), network=one_layer)
+    table |= _for_parts(path, different)
+    table |= _for_layers(path, different)
     claim = f"reads the prompt from a cache that has the weights of {_escaped(path)}"
     table[f"prompt cache of {path}"] = Hypothesis(
         claim, "stale_cache", inputs=lambda sample, *_: replace(sample, prompt_network=network)
@@ -114,33 +121,65 @@ def for_weights(
     return table
 
 
+def _for_parts(path: str, different: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypotheses on the parts of a model that have a different tensor."""
+    table: dict[str, Hypothesis] = {}
+    for part, words in PARTS.items():
+        tensors = {}
+        for name, weight in different.items():
+            if any(word in name for word in words):
+                tensors[name] = weight
+        if 0 < len(tensors) < len(different):
+            table |= _part(part, path, tensors)
+    return table
+
+
+def _for_layers(path: str, different: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypothesis on a single layer; none if at most one layer is different."""
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, weight in different.items():
+        index = _layer(name)
+        if index:
+            layers.setdefault(int(index), {})[name] = weight
+    if len(layers) < 2:
+        return {}
+
+    def one_layer(model: Any, value: float) -> Any:
+        return _towards(layers[round(value)])(model, 1.0)
+
+    claim = f"has layer {{value:.0f}} of {_escaped(path)}"
+    indices = tuple(sorted(layers))
+    return {f"layer of {path}": Hypothesis(claim, CAUSE, indices, network=one_layer)}
+
+
 def for_tensors(
     path: str, own: Weights, weights: Weights, gradient: Weights
 ) -> dict[str, Hypothesis]:
-    """The hypotheses on single tensors of another step: those whose first-order effect fits the mismatch best.
+    """Returns the hypotheses on the single tensors whose first-order effect fits the mismatch best.
 
-    `gradient` is of Σ_t change_t · log π_t, whose product with the difference of a tensor is the
-    inner product of the mismatch and the tensor's first-order effect.
+    Args:
+        path: Of the weights, for the claims.
+        own: Weights of the reference.
+        weights: Weights of another step.
+        gradient: Of Σ_t change_t · log π_t. Its product with the difference of a tensor is the
+            inner product of the mismatch and the tensor's first-order effect.
     """
-    effect = {
-        name: float((gradient[name] * (weights[name].to(own[name]) - own[name])).sum())
-        for name in gradient.keys() & weights.keys()
-    }
-    best = sorted((name for name in effect if effect[name] > 0), key=lambda name: -effect[name])[
-        :SUSPECTS
-    ]
-    return {
-        key: each for name in best for key, each in _part(name, path, {name: weights[name]}).items()
-    }
+    effects = {}
+    for name in gradient.keys() & weights.keys():
+        difference = weights[name].to(own[name]) - own[name]
+        effect = float((gradient[name] * difference).sum())
+        if effect > 0:
+            effects[name] = effect
+    table: dict[str, Hypothesis] = {}
+    for name in sorted(effects, key=lambda name: -effects[name])[:SUSPECTS]:
+        table |= _part(name, path, {name: weights[name]})
+    return table
 
 
 def _part(part: str, path: str, weights: Weights) -> dict[str, Hypothesis]:
+    """Returns the hypothesis on some tensors of other weights."""
     claim = f"has the {part} of {_escaped(path)}"
-    return {
-        f"{part} of {path}": Hypothesis(
-            claim, "weights_not_updated", (1.0,), network=_towards(weights)
-        )
-    }
+    return {f"{part} of {path}": Hypothesis(claim, CAUSE, (1.0,), network=_towards(weights))}
 
 
 def _towards(weights: Weights) -> NetworkEdit:
@@ -148,7 +187,9 @@ def _towards(weights: Weights) -> NetworkEdit:
 
     def edit(model: Any, value: float) -> Any:
         def change(name: str, own: Tensor) -> Tensor:
-            return own if name not in weights else own.lerp(weights[name].to(own), value)
+            if name not in weights:
+                return own
+            return own.lerp(weights[name].to(own), value)
 
         return changed(model, change)
 
@@ -156,10 +197,11 @@ def _towards(weights: Weights) -> NetworkEdit:
 
 
 def _layer(name: str) -> str:
-    """The index of the layer of a tensor; empty outside the layers."""
-    words = name.split(".")
-    return next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "layers"), "")
+    """Returns the index of a tensor's layer; empty outside the layers."""
+    _, _, after = f".{name}".partition(".layers.")
+    return after.partition(".")[0]
 
 
 def _escaped(path: str) -> str:
+    """Returns a path as text of a template."""
     return path.replace("{", "{{").replace("}", "}}")
