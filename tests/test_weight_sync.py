@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,13 +105,21 @@ def test_noise_of_both_engines_is_never_called_a_missed_update(seed, tokens, noi
     assert compared(r_before, n, r_before, n_before).is_missed()
 
 
-@pytest.fixture
-def long_prompts(tmp_path):
+def write_long_prompts(directory: Path) -> tuple[str, str]:
+    """Writes eight prompts of 41 tokens; returns the flag that names them."""
     chance = random.Random(0)
-    texts = ["".join(chance.choices("0123456789abcdef", k=40)) + ">" for _ in range(8)]
-    rows = [json.dumps({"prompt": f"<bos>{text}", "label": "1"}) for text in texts]
-    (tmp_path / "long.jsonl").write_text("\n".join(rows) + "\n")
-    return "--prompt-data", str(tmp_path / "long.jsonl")
+    rows = []
+    for _ in range(8):
+        text = "".join(chance.choices("0123456789abcdef", k=40))
+        rows.append(json.dumps({"prompt": f"<bos>{text}>", "label": "1"}))
+    file = directory / "long.jsonl"
+    file.write_text("\n".join(rows) + "\n")
+    return "--prompt-data", str(file)
+
+
+@pytest.fixture
+def long_prompts(tmp_path: Path) -> tuple[str, str]:
+    return write_long_prompts(tmp_path)
 
 
 def test_a_run_whose_engine_misses_an_update_stops(run, long_prompts, monkeypatch, capsys):

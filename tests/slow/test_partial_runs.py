@@ -1,7 +1,10 @@
-"""Runs of train.py with --partial-rollout and routing replay that are interrupted: stragglers keep their experts."""
+"""Interrupted runs with --partial-rollout and routing replay: stragglers keep their experts."""
 
 import json
 import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,29 +32,33 @@ def reward(args, sample):
 """
 
 
-@pytest.fixture
-def task(tmp_path):
+def flags_in(directory: Path) -> list[str]:
     """Flags of a run that the reward interrupts in its third rollout, once."""
-    flags = make_task(tmp_path, "qwen3_moe", prompts=32)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "interrupt").touch()
+    flags = make_task(directory, "qwen3_moe", prompts=32)
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "interrupt").touch()
     return [
-        *(*with_sglang(flags), "--rollout-max-response-len", "60", "--num-rollout", "5"),
-        *("--partial-rollout", "--over-sampling-batch-size", "8"),
-        *(
-            "--use-rollout-routing-replay",
-            "--measure-routing-mismatch",
-            "1",
-            "--save",
-            str(tmp_path / "checkpoints"),
-        ),
-        *("--save-debug-rollout-data", str(tmp_path / "rollout_{rollout_id}.jsonl")),
+        *with_sglang(flags),
+        "--rollout-max-response-len",
+        "60",
+        "--num-rollout",
+        "5",
+        "--partial-rollout",
+        "--over-sampling-batch-size",
+        "8",
+        "--use-rollout-routing-replay",
+        "--measure-routing-mismatch",
+        "1",
+        "--save",
+        str(directory / "checkpoints"),
+        "--save-debug-rollout-data",
+        str(directory / "rollout_{rollout_id}.jsonl"),
     ]
 
 
-def stragglers(directory):
+def stragglers_of(checkpoints: Path) -> list[Sample]:
     """The samples of a checkpoint that were begun and not finished."""
-    (checkpoint,) = directory.glob("iter_*")
+    (checkpoint,) = checkpoints.glob("iter_*")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     samples = [from_dict(row) for group in state["unfinished"] for row in group]
     return [
@@ -61,47 +68,86 @@ def stragglers(directory):
     ]
 
 
-def test_stragglers_of_an_interrupted_run_keep_their_experts(task, tmp_path):
-    with fake_servers(1) as (server,):
-        server.pace = 0.01  # so that all requests are under way before the first of them ends
-        flags = [*task, "--sglang-url", server.url]
-        assert train([*flags, "--output-dir", str(tmp_path / "first")]) == 128 + signal.SIGTERM
-        begun = stragglers(tmp_path / "checkpoints")
-        assert begun
-        for sample in begun:
-            assert_experts(sample)
-        resumed = [
-            *flags,
-            "--load",
-            str(tmp_path / "checkpoints"),
-            "--output-dir",
-            str(tmp_path / "second"),
-        ]
-        assert train(resumed) == 0
-    rows = [*read_metrics(tmp_path / "first"), *read_metrics(tmp_path / "second")]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert all(row["train/routing_replay_missing"] == 0 for row in rows)
-    trained = [
-        sample
-        for rollout in range(5)
-        for group in load_samples(tmp_path / f"rollout_{rollout}.jsonl", 4, 4)
-        for sample in group
-    ]
-    for sample in trained:
-        assert_experts(sample)
-    pairs = [(one, whole) for one in begun for whole in trained if goes_on_from(whole, one)]
-    assert any(
-        len(set(whole.weight_versions)) > len(set(one.weight_versions)) for one, whole in pairs
+@dataclass(frozen=True)
+class ResumedRun:
+    """An interrupted run and the one that resumed it."""
+
+    statuses: tuple[int, int]
+    rows: list[dict[str, Any]]
+    stragglers: list[Sample]
+    trained: list[Sample]
+
+    def continuations(self) -> list[tuple[Sample, Sample]]:
+        """Pairs of a straggler and the trained sample that continues it."""
+        pairs = []
+        for straggler in self.stragglers:
+            for sample in self.trained:
+                if continues(sample, straggler):
+                    pairs.append((straggler, sample))
+        return pairs
+
+
+def continues(sample: Sample, straggler: Sample) -> bool:
+    """Whether a sample has the prompt, first tokens and their weight versions of a straggler."""
+    length = len(straggler.response_ids)
+    return (
+        sample.prompt_index == straggler.prompt_index
+        and sample.response_ids[:length] == straggler.response_ids
+        and sample.weight_versions[:length] == straggler.weight_versions
     )
-    for one, whole in pairs:
-        assert whole.rollout_routed_experts is not None and one.rollout_routed_experts is not None
-        assert torch.equal(
-            whole.rollout_routed_experts[: len(one.rollout_routed_experts)],
-            one.rollout_routed_experts,
-        )
 
 
-def goes_on_from(whole, part):
-    length = len(part.response_ids)
-    beginning = whole.prompt_index, whole.response_ids[:length], whole.weight_versions[:length]
-    return beginning == (part.prompt_index, part.response_ids, part.weight_versions)
+@pytest.fixture(scope="module")
+def resumed_run(tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
+    directory = tmp_path_factory.mktemp("partial")
+    flags = flags_in(directory)
+    first = directory / "first"
+    second = directory / "second"
+    with fake_servers(1) as (server,):
+        server.pace = 0.01  # all requests must be running before the first one ends
+        flags += ["--sglang-url", server.url]
+        interrupted = train([*flags, "--output-dir", str(first)])
+        stragglers = stragglers_of(directory / "checkpoints")
+        load = ["--load", str(directory / "checkpoints"), "--output-dir", str(second)]
+        resumed = train([*flags, *load])
+    trained: list[Sample] = []
+    for rollout in range(5):
+        for group in load_samples(directory / f"rollout_{rollout}.jsonl", 4, 4):
+            trained.extend(group)
+    rows = [*read_metrics(first), *read_metrics(second)]
+    return ResumedRun((interrupted, resumed), rows, stragglers, trained)
+
+
+def test_an_interrupted_run_can_be_resumed(resumed_run):
+    assert resumed_run.statuses == (128 + signal.SIGTERM, 0)
+    assert [row["step"] for row in resumed_run.rows] == [1, 2, 3, 4, 5]
+
+
+def test_no_token_lacks_its_experts(resumed_run):
+    assert all(row["train/routing_replay_missing"] == 0 for row in resumed_run.rows)
+
+
+def test_stragglers_are_saved_with_their_experts(resumed_run):
+    assert resumed_run.stragglers
+    for sample in resumed_run.stragglers:
+        assert_experts(sample)
+
+
+def test_samples_are_trained_with_their_experts(resumed_run):
+    for sample in resumed_run.trained:
+        assert_experts(sample)
+
+
+def test_a_straggler_is_continued_with_newer_weights(resumed_run):
+    newer = []
+    for straggler, sample in resumed_run.continuations():
+        newer.append(len(set(sample.weight_versions)) > len(set(straggler.weight_versions)))
+    assert any(newer)
+
+
+def test_a_continued_straggler_keeps_its_experts(resumed_run):
+    for straggler, sample in resumed_run.continuations():
+        assert straggler.rollout_routed_experts is not None
+        assert sample.rollout_routed_experts is not None
+        first = sample.rollout_routed_experts[: len(straggler.rollout_routed_experts)]
+        assert torch.equal(first, straggler.rollout_routed_experts)
