@@ -61,7 +61,8 @@ SAMPLING_OPTIONS = (
     "measure_routing_mismatch",
     "custom_generate_function_path",
 )
-"""Options of the samples: a resumed run with other values samples the rollouts in flight again."""
+"""Options that decide how samples are made. If a resumed run changes one, it samples the rollouts
+in flight again."""
 
 
 def model_hash(config: MegatronConfig) -> str:
@@ -73,14 +74,15 @@ def find_resume_point(
     config: MegatronConfig, options: dict[str, Any], *, is_main: bool
 ) -> tuple[Path, TrainerState] | None:
     """Returns the latest complete checkpoint under --load and its state, or None; a collective."""
-    latest = (
-        None if config.load is None else sharded_checkpoint.latest_complete_checkpoint(config.load)
-    )
+    if config.load is None:
+        return None
+    latest = sharded_checkpoint.latest_complete_checkpoint(config.load)
     if latest is None:
         return None
-    newest, damaged = latest
-    for each in damaged if is_main else ():
-        print(f"warning: passed over {config.load}/{each}", file=sys.stderr)
+    newest, damages = latest
+    if is_main:
+        for damage in damages:
+            print(f"warning: passed over {config.load}/{damage}", file=sys.stderr)
     state = read_trainer_state(newest)
     check_options(state.options, options)
     if state.model != model_hash(config):
@@ -112,34 +114,33 @@ class Checkpointer:
     def resume(self, path: Path, state: TrainerState) -> None:
         """Restores the policy, the rollout engine and the evaluation."""
         options = self.options
-        learner, sampler, updates = self.weights.learner, self.weights.sampler, self.weights.updates
+        learner = self.weights.learner
+        sampler = self.weights.sampler
         sharded_checkpoint.load(path, learner.engine)
         learner.step = state.step
         learner.engine.keep_token_budget(state.token_budget)
-        if state.first_accuracy is not None and not changed(
-            state.options, options, EVALUATION_OPTIONS
-        ):
+        evaluates_alike = not changed(state.options, options, EVALUATION_OPTIONS)
+        if state.first_accuracy is not None and evaluates_alike:
             self.evaluation.first_accuracy = state.first_accuracy
         self.evaluation.is_overdue = bool(self.evaluation.prompts) and state.evaluation_due
         save = self.config.save
         resumes_there = save is not None and same_path(path.parent, save)
         if resumes_there and not self.evaluation.is_overdue:
             self.saved_step = state.step
-        sampler.resume_unfinished([[from_dict(row) for row in group] for group in state.unfinished])
+        unfinished = []
+        for rows in state.unfinished:
+            unfinished.append([from_dict(row) for row in rows])
+        sampler.resume_unfinished(unfinished)
         same_engine = not changed(state.options, options, ("rollout_engine", "rollout_precision"))
-        if (
-            state.sampler_weight_version != state.step
-            and same_engine
-            and sampler.can_checkpoint_weights
-        ):
+        sampler_is_behind = state.sampler_weight_version != state.step
+        if sampler_is_behind and same_engine and sampler.can_checkpoint_weights:
             sampler.load_weights(path, state.sampler_weight_version)
-            updates.load_samples(path, state.sampler_weight_version)
+            self.weights.updates.load_samples(path, state.sampler_weight_version)
         else:
             self.weights.send()
         if learner.parallel.is_main:
-            if (
-                resumes_there
-            ):  # a killed run may have skipped this, and this run may have nothing to save
+            if resumes_there:
+                # a killed run may not have removed them, and this run may never save
                 sharded_checkpoint.remove_older(path, self.run_id, self.config.save_retain)
             print(f"resumed from {path}, after step {state.step}", flush=True)
             difference = changed_options(state.options, options)
@@ -149,70 +150,50 @@ class Checkpointer:
     def rollouts_in_flight(
         self, path: Path, state: TrainerState, sizes: ModelSizes
     ) -> list[FinishedBatch]:
-        """Returns the complete rollouts of a checkpoint that are not trained on; none if they would be others now."""
+        """Returns the complete rollouts of a checkpoint that are not trained on.
+
+        None are returned if an option that decides how samples are made has changed.
+        """
         if not state.in_flight:
             return []
         different = changed(state.options, self.options, SAMPLING_OPTIONS)
         is_main = self.weights.learner.parallel.is_main
         if different:
             if is_main:
-                print(
-                    f"rollouts in flight are sampled again: {', '.join(map(flag, different))}"
-                    " changed",
-                    flush=True,
-                )
+                flags = ", ".join(map(flag, different))
+                print(f"rollouts in flight are sampled again: {flags} changed", flush=True)
             return []
         batches = load_batches(path / IN_FLIGHT, len(state.in_flight), sizes)
         if not is_main:  # as after sampling, rank 0 has the experts
             for groups in batches:
                 drop_routing(groups)
-        return [
-            FinishedBatch(groups=groups, prompts=prompts)
-            for groups, prompts in zip(batches, state.in_flight, strict=True)
-        ]
+        rollouts = []
+        for groups, prompts in zip(batches, state.in_flight, strict=True):
+            rollouts.append(FinishedBatch(groups=groups, prompts=prompts))
+        return rollouts
 
     def save(self, before_it_counts: Callable[[], object] = lambda: None) -> None:
         """Writes a checkpoint of the position; a collective."""
-        config, position, sampler, updates = (
-            self.config,
-            self.position,
-            self.weights.sampler,
-            self.weights.updates,
-        )
-        learner, engine = self.weights.learner, self.weights.learner.engine
+        config = self.config
+        position = self.position
+        sampler = self.weights.sampler
+        dump = self.weights.learner.dump
+        engine = self.weights.learner.engine
         assert config.save is not None
         self.check_weights()
-        first = self.evaluation.first_accuracy
-        state = TrainerState(
-            run=self.run_id,
-            step=position.step,
-            rollout_id=position.rollout_id,
-            dataset=(
-                position.dataset
-                if self.data is None
-                else self.data.checkpoint(position.dataset, position.rollout_id - 1)
-            ),
-            unfinished=[[to_dict(sample) for sample in group] for group in position.unfinished],
-            evaluation_due=self.evaluation.is_overdue,
-            sampler_weight_version=sampler.weight_version,
-            first_accuracy=None if math.isnan(first) else first,
-            token_budget=None if engine.token_budget is None else engine.token_budget.tokens,
-            options=self.options,
-            model=self.model,
-            in_flight=[batch.prompts for batch in position.in_flight],
-            health=self.health(),
-        )
+        state = self._trainer_state()
 
         def write_extra(directory: Path) -> None:
             if position.in_flight:
-                save_batches(directory / IN_FLIGHT, [batch.groups for batch in position.in_flight])
+                groups = [batch.groups for batch in position.in_flight]
+                save_batches(directory / IN_FLIGHT, groups)
             if sampler.weight_version != position.step and sampler.can_checkpoint_weights:
                 sampler.save_weights(directory)
-                updates.save_samples(directory)
+                self.weights.updates.save_samples(directory)
 
-        if learner.dump is not None:
+        if dump is not None:
             with engine.timer("train_dump"):
-                learner.dump.flush()
+                dump.flush()
         sharded_checkpoint.save(
             config.save,
             position.step,
@@ -224,15 +205,45 @@ class Checkpointer:
         )
         self.saved_step = position.step
 
+    def _trainer_state(self) -> TrainerState:
+        """Returns the state of the trainer at the position."""
+        position = self.position
+        dataset = position.dataset
+        if self.data is not None:
+            dataset = self.data.checkpoint(dataset, position.rollout_id - 1)
+        unfinished = []
+        for group in position.unfinished:
+            unfinished.append([to_dict(sample) for sample in group])
+        first_accuracy: float | None = self.evaluation.first_accuracy
+        if math.isnan(self.evaluation.first_accuracy):
+            first_accuracy = None
+        budget = self.weights.learner.engine.token_budget
+        return TrainerState(
+            run=self.run_id,
+            step=position.step,
+            rollout_id=position.rollout_id,
+            dataset=dataset,
+            unfinished=unfinished,
+            evaluation_due=self.evaluation.is_overdue,
+            sampler_weight_version=self.weights.sampler.weight_version,
+            first_accuracy=first_accuracy,
+            token_budget=None if budget is None else budget.tokens,
+            options=self.options,
+            model=self.model,
+            in_flight=[batch.prompts for batch in position.in_flight],
+            health=self.health(),
+        )
+
     def is_due(self, rollout_id: int, num_rollout: int) -> bool:
         """Returns whether a checkpoint is due after this number of rollouts; never without --save."""
-        return self.config.save is not None and is_due(
-            self.config.save_interval, rollout_id, num_rollout
-        )
+        if self.config.save is None:
+            return False
+        return is_due(self.config.save_interval, rollout_id, num_rollout)
 
     def save_before_stopping(self) -> str:
         """Saves the position, unless it is saved already; returns a message that names the directory."""
-        save, step = self.config.save, self.position.step
+        save = self.config.save
+        step = self.position.step
         if self.position.rollout_id == 0:
             return "The run stops before its first optimizer step; there is nothing to save."
         if save is None:
@@ -247,7 +258,11 @@ class Checkpointer:
         )
 
     def check_weights(self) -> None:
-        """Raises CheckpointError if a weight is not finite, before it replaces good ones; a collective."""
+        """Refuses to save weights that are not finite; a collective.
+
+        Raises:
+            CheckpointError: A weight is not finite.
+        """
         if not self.weights.learner.engine.weights_are_finite():
             raise sharded_checkpoint.CheckpointError(
                 f"the weights are not finite after step {self.position.step} and were not saved; "
@@ -255,9 +270,8 @@ class Checkpointer:
             )
 
     def _newest(self) -> str:
-        earlier = [] if self.config.save is None else checkpoints(self.config.save)
-        return (
-            f"The latest checkpoint is {earlier[-1]}."
-            if earlier
-            else "There is no earlier checkpoint."
-        )
+        if self.config.save is not None:
+            earlier = checkpoints(self.config.save)
+            if earlier:
+                return f"The latest checkpoint is {earlier[-1]}."
+        return "There is no earlier checkpoint."

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +29,7 @@ EVALUATION_OPTIONS = (
 
 
 def is_due(interval: int | None, rollout_id: int, num_rollout: int) -> bool:
-    """Returns whether something is due after a number of rollouts: every `interval` rollouts and after the last one."""
+    """Returns whether something is due after a rollout: every `interval` rollouts and at the end."""
     return rollout_id == num_rollout or bool(interval and rollout_id % interval == 0)
 
 
@@ -50,30 +51,45 @@ class Evaluation:
     generate: GenerateFunction | None = None
     """The user's function that makes the answers; None lets the engine answer."""
     first_accuracy: float = math.nan
-    """Before training, or where the run was first evaluated; NaN before that."""
+    """Accuracy before training, or of the run's first evaluation; NaN before that."""
     last_accuracy: float = math.nan
     is_first: bool = False
     """Whether the last evaluation is the run's first."""
     is_binary: bool = True
     """Whether all rewards of the last evaluation are 0 or 1, so that their mean is an accuracy."""
     is_overdue: bool = False
-    """Whether a signal ended an evaluation, which a resumed run makes."""
+    """Whether a signal ended an evaluation, which the resumed run repeats."""
     _answers: RolloutEngine | None = field(default=None, init=False)
 
     def is_due_first(self, rollout_id: int) -> bool:
-        """Returns whether the loop starts with an evaluation: before training, or to repeat an interrupted one."""
+        """Returns whether the run starts with an evaluation.
+
+        It does before training, or to repeat an evaluation that a signal ended.
+        """
         before = rollout_id == 0 and not self.config.skip_eval_before_train
         return bool(self.prompts) and (before or self.is_overdue)
 
     @property
     def summary(self) -> str:
-        """The accuracies, or mean rewards, before and after training; only the last if it is the first."""
+        """The accuracies, or mean rewards, before and after training.
+
+        Only one value if the run was evaluated once.
+        """
         name = "eval accuracy" if self.is_binary else "mean eval reward"
         before = "" if self.is_first else f"{self.first_accuracy:.2f} -> "
         return f"{name}: {before}{self.last_accuracy:.2f}"
 
     def __call__(self, version: int, rollout_id: int) -> dict[str, float]:
-        """Returns held-out accuracy and lengths of this version as eval/SET and eval/SET/…; a collective."""
+        """Evaluates these weights; a collective.
+
+        Args:
+            version: Optimizer steps made so far, the version of the weights.
+            rollout_id: Number of the rollout, for the user's log function.
+
+        Returns:
+            The accuracy as eval/SET and other metrics as eval/SET/NAME; empty if the user's
+            function logs them.
+        """
         if not self.prompts:
             return {}
         metrics: dict[str, float] = {}
@@ -87,7 +103,8 @@ class Evaluation:
                 answers[name] = self._answer(self._answers, prompts)
                 values = accuracy_metrics(answers[name])
                 metrics[f"eval/{name}"] = values.pop("accuracy")
-                metrics |= {f"eval/{name}/{key}": value for key, value in values.items()}
+                for key, value in values.items():
+                    metrics[f"eval/{name}/{key}"] = value
         first_set = next(iter(self.prompts))
         self.last_accuracy = metrics[f"eval/{first_set}"]
         rewards = {rollout_reward(answer) for answer in by_rollout(answers[first_set])}
@@ -99,43 +116,55 @@ class Evaluation:
         return metrics if self.logs(rollout_id, answers) else {}
 
     def _answer(self, engine: RolloutEngine, prompts: Sequence[Prompt]) -> list[Sample]:
-        sampling, concurrency = evaluation_sampling(self.config), self.config.generate_concurrency
-        function = None if self.generate is None else self.generate.bind(sampling, evaluation=True)
-        groups = engine.submit(
-            prompts, sampling, 0, function=function, concurrency=concurrency
-        ).result()
+        """Samples answers to the prompts and scores them."""
+        sampling = evaluation_sampling(self.config)
+        function = None
+        if self.generate is not None:
+            function = self.generate.bind(sampling, evaluation=True)
+        answers = engine.submit(
+            prompts,
+            sampling,
+            seed=0,
+            function=function,
+            concurrency=self.config.generate_concurrency,
+        )
+        groups = answers.result()
         if function is not None:
             mark_failed_samples(groups)
         assign_rewards(groups, self.reward)
-        return [sample for group in groups for sample in group]
+        return list(chain.from_iterable(groups))
 
 
 def load_evaluation_prompts(
     config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes | None = None
 ) -> dict[str, list[Prompt]]:
     """Returns the held-out prompt sets by name; see `load_prompts`."""
+    options = prompt_options(config)
     keys = {
         "input_key": config.eval_input_key,
         "label_key": config.eval_label_key,
         "tool_key": config.eval_tool_key,
     }
-    options = prompt_options(config) | {name: key for name, key in keys.items() if key is not None}
-    return {
-        name: load_prompts(path, tokenizer, sizes=sizes, **options)
-        for name, path in config.eval_prompt_sets
-    }
+    for name, key in keys.items():
+        if key is not None:
+            options[name] = key
+    prompts = {}
+    for name, path in config.eval_prompt_sets:
+        prompts[name] = load_prompts(path, tokenizer, sizes=sizes, **options)
+    return prompts
 
 
 def accuracy_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns means over scored answers, in which the segments of an answer count together."""
+    """Returns means over scored answers; the segments of an answer count as one answer."""
     answers = by_rollout(samples)
-    return {
-        "accuracy": sum(map(rollout_reward, answers)) / len(answers),
-        "response_length": (
-            sum(sample.effective_response_length for sample in samples) / len(answers)
-        ),
-        "truncated_fraction": (
-            sum(has_status(answer, SampleStatus.TRUNCATED) for answer in answers) / len(answers)
-        ),
-        **{f"reward/{key}": value for key, value in mean_parts(samples).items()},
+    rewards = [rollout_reward(answer) for answer in answers]
+    lengths = [sample.effective_response_length for sample in samples]
+    truncated = [has_status(answer, SampleStatus.TRUNCATED) for answer in answers]
+    metrics = {
+        "accuracy": sum(rewards) / len(answers),
+        "response_length": sum(lengths) / len(answers),
+        "truncated_fraction": sum(truncated) / len(answers),
     }
+    for name, value in mean_parts(samples).items():
+        metrics[f"reward/{name}"] = value
+    return metrics

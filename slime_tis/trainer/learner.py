@@ -47,6 +47,7 @@ from slime_tis.trainer.megatron.batch import (
     shard,
     unshard,
 )
+from slime_tis.trainer.megatron.micro_batches import in_sample_order
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, receive_routing
 from slime_tis.trainer.megatron.training_engine import StepResult, TrainingEngine
@@ -58,7 +59,7 @@ from slime_tis.trainer.step_inputs import (
     with_token_baseline,
 )
 from slime_tis.trainer.token_gradients import TokenGradients
-from slime_tis.trainer.train_dump import StepDump, TrainDump, in_order
+from slime_tis.trainer.train_dump import StepDump, TrainDump
 from slime_tis.user_functions.tensors import check_metric_names
 
 WITH_REPLAY = "with_replay"
@@ -488,7 +489,8 @@ class Learner:
             return
         with self.engine.timer("train_dump"):
             tokens = step.batch.responses
-            record_L = in_order(records, step.partition, tokens.lengths)
+            record = torch.cat([micro.stack() for micro in records])
+            record_L = in_sample_order(record, step.partition, tokens.lengths)
             record_N = parallel.ranks.over_context(tokens.slices.scatter(record_L))
             if parallel.context_rank == 0:
                 self.dump.add(

@@ -1,10 +1,10 @@
-"""`slime-tis plan`: memory and sizes of a run on any number of ranks, computed on one machine without weights.
+"""`slime-tis plan`: memory and sizes of a run on any number of ranks.
 
-The model is built once, on one rank, under torch's `FakeTensorMode` with the `fake` process group.
-Its weights give the memory of any layout; `tests/megatron/test_plan.py` compares it with what
-megatron-core builds on each rank. The padding of the distributed optimizer's buffers, less than 64
-values per weight, is not counted. Activations are estimated: in the schedule 1F1B, stage s of P
-holds P − s micro-batches.
+It runs on one machine and needs no weights. The model is built once, on one rank, under torch's
+`FakeTensorMode` with the `fake` process group. The memory of any layout follows from its weights;
+`tests/megatron/test_plan.py` compares it with what megatron-core builds on each rank. The padding
+of the distributed optimizer's buffers, less than 64 values per weight, is not counted. Activations
+are estimated: in the schedule 1F1B, stage s of P holds P − s micro-batches.
 """
 
 from __future__ import annotations
@@ -33,9 +33,13 @@ if TYPE_CHECKING:  # its import must follow that of slime_tis.trainer.megatron
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 GIB = 2**30
+"""Bytes in a GiB."""
 MAX_RANKS = 65_536
+"""Largest number of ranks that a plan accepts."""
+MAX_GPU_MEMORY = 1e6
+"""Largest memory of a GPU that a plan accepts, GiB."""
 USABLE = 0.9
-"""Share of a GPU's memory that tensors may take; the remainder is for libraries, communication and
+"""Share of a GPU's memory for tensors. The remainder is for libraries, communication and
 fragmentation."""
 MIN_TOKENS = 2048
 """Tokens that a recommended layout must fit into one micro-batch."""
@@ -44,7 +48,10 @@ MAX_TENSOR_SIZE = 8
 
 
 class Weight(NamedTuple):
-    """A weight of the whole model, or a rank's shard of it; with `copies` experts, the weights with the same role."""
+    """A weight of the model, or a rank's shard of a weight.
+
+    An expert's weight stands for the `copies` experts of its layer.
+    """
 
     rows: int
     size: int
@@ -66,15 +73,11 @@ def _backward_bytes(config: TransformerConfig) -> int:
     """
     inner = config.ffn_hidden_size
     if config.num_moe_experts is not None:
-        inner = max(
-            inner if 0 in config.moe_layer_freq else 0,
-            config.moe_router_topk * config.moe_ffn_hidden_size,
-        )
-    return int(
-        config.params_dtype.itemsize
-        * 3
-        * (inner / config.tensor_model_parallel_size + config.hidden_size)
-    )
+        chosen_experts = config.moe_router_topk * config.moe_ffn_hidden_size
+        has_dense_layers = 0 in config.moe_layer_freq
+        inner = max(inner, chosen_experts) if has_dense_layers else chosen_experts
+    values = 3 * (inner / config.tensor_model_parallel_size + config.hidden_size)
+    return int(config.params_dtype.itemsize * values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +114,18 @@ class Census:
 
     @property
     def total(self) -> int:
-        """The number of parameters of the model."""
+        """Number of parameters of the model."""
         return sum(weight.size * weight.copies for weight in self.weights)
 
     def stages(self, config: MegatronConfig, world_size: int) -> list[Stage]:
-        """The memory of one rank of each pipeline stage."""
-        pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+        """Returns the memory of one rank of each pipeline stage."""
+        pipeline = config.pipeline_model_parallel_size
+        tensor = config.tensor_model_parallel_size
         per_stage = self.transformer.num_layers // pipeline
         shards: list[list[Weight]] = [[] for _ in range(pipeline)]
         for weight in self.weights:
-            first = pipeline - 1 if weight.layer is None else weight.layer // per_stage
-            if weight.is_embedding:
-                first = 0
-            size, copies = weight.size, weight.copies
+            size = weight.size
+            copies = weight.copies
             if weight.is_expert:
                 size //= config.expert_tensor_parallel_size or tensor
                 copies //= config.expert_model_parallel_size
@@ -131,14 +133,24 @@ class Census:
                 size = -(-weight.rows // tensor) * (weight.size // weight.rows)
             elif weight.is_sharded:
                 size //= tensor
-            for stage in {first, pipeline - 1} if weight.is_embedding and self.tied else {first}:
+            stages = {pipeline - 1}  # the last norm and the output layer
+            if weight.layer is not None:
+                stages = {weight.layer // per_stage}
+            elif weight.is_embedding:
+                # tied weights are on the last stage too, for the output layer
+                stages = {0, pipeline - 1} if self.tied else {0}
+            for stage in stages:
                 shards[stage].append(weight._replace(size=size, copies=copies))
         return [self._stage(config, world_size, index, shard) for index, shard in enumerate(shards)]
 
     def _stage(
         self, config: MegatronConfig, world_size: int, index: int, shard: Sequence[Weight]
     ) -> Stage:
-        itemsize, per_value = (4, 8) if config.precision == "fp32" else (2, 12)
+        itemsize = 2
+        optimizer_bytes = 12  # Adam's two moments and the float32 copy of the weight
+        if config.precision == "fp32":
+            itemsize = 4
+            optimizer_bytes = 8
         stages = config.pipeline_model_parallel_size
         transformer = copy.copy(self.transformer)
         transformer.tensor_model_parallel_size = config.tensor_model_parallel_size
@@ -149,22 +161,20 @@ class Census:
         in_flight = stages - index
         transformer.num_layers = transformer.num_layers // stages * in_flight
         transformer.pipeline_model_parallel_size = in_flight
-        if (
-            config.precision != "fp32"
-            and config.transformer_impl != "local"
-            and transformer.num_moe_experts is None
-        ):
+        has_engine = config.precision != "fp32" and config.transformer_impl != "local"
+        if has_engine and transformer.num_moe_experts is None:
             transformer.use_te_activation_func = False  # transformer-engine's layers save more
         optimizer = 0
         for weight in shard:
-            # context-parallel ranks share the optimizer state, too
-            repeats = (
-                config.expert_parallel_size
-                if weight.is_expert
-                else config.tensor_model_parallel_size * stages
-            )
-            ranks = world_size // repeats if config.use_distributed_optimizer else 1
-            optimizer += per_value * weight.size * weight.copies // ranks
+            ranks = 1  # that divide the optimizer state
+            if config.use_distributed_optimizer:
+                model_parallel = config.tensor_model_parallel_size * stages
+                if weight.is_expert:
+                    model_parallel = config.expert_parallel_size
+                # includes the context-parallel ranks
+                ranks = world_size // model_parallel
+            optimizer += optimizer_bytes * weight.size * weight.copies // ranks
+        activations = bytes_per_token(transformer, 0, config.log_probs_chunk_size)
         parameters = sum(weight.size * weight.copies for weight in shard)
         return Stage(
             parameters=parameters,
@@ -172,19 +182,20 @@ class Census:
             gradients=4 * parameters,
             optimizer=optimizer,
             temporary=itemsize * max(weight.size for weight in shard),
-            per_token=bytes_per_token(transformer, 0, config.log_probs_chunk_size)
-            + _backward_bytes(transformer),
+            per_token=activations + _backward_bytes(transformer),
         )
 
 
 @contextmanager
 def fake_rank(config: MegatronConfig, world_size: int, rank: int = 0) -> Iterator[Parallel]:
-    """One of `world_size` ranks, without the others; its collectives do nothing, its tensors have no memory."""
+    """One of `world_size` ranks, without the others.
+
+    Collectives do nothing, and tensors have no memory.
+    """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        parallel = initialize(
-            replace(config, transformer_impl=None)
-        )  # transformer-engine cannot be built on the CPU
+        # transformer-engine cannot be built on the CPU
+        parallel = initialize(replace(config, transformer_impl=None))
         with FakeTensorMode():
             yield parallel
     finally:
@@ -195,7 +206,7 @@ def census(config: MegatronConfig) -> Census:
     """Builds the model on one rank, with one expert per layer."""
     moe = moe_sizes(read_hf_config(config.hf_checkpoint))
     experts = 1 if moe is None else moe.num_experts
-    alone = replace(
+    one_rank = replace(
         config,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
@@ -204,16 +215,21 @@ def census(config: MegatronConfig) -> Census:
         expert_tensor_parallel_size=None if moe is None else 1,
         sequence_parallel=False,
     )
-    with fake_rank(alone, experts) as parallel:
-        model = build_model(alone.hf_checkpoint, alone, parallel)
+    # as many expert-parallel ranks as experts, hence one expert on the rank
+    with fake_rank(one_rank, experts) as parallel:
+        model = build_model(one_rank.hf_checkpoint, one_rank, parallel)
         weights = []
         for name, parameter in model.module.named_parameters():
+            # megatron-core's mark of expert weights
             is_expert = not getattr(parameter, "allreduce", True)
+            layer = None
+            if name.startswith("decoder.layers."):
+                layer = int(name.split(".")[2])
             weight = Weight(
                 rows=len(parameter),
                 size=parameter.numel(),
                 copies=experts if is_expert else 1,
-                layer=int(name.split(".")[2]) if name.startswith("decoder.layers.") else None,
+                layer=layer,
                 is_embedding=name.startswith("embedding."),
                 is_sharded=getattr(parameter, "tensor_model_parallel", False),
                 is_expert=is_expert,
@@ -227,18 +243,19 @@ def census(config: MegatronConfig) -> Census:
 
 
 def smallest_layout(
-    config: MegatronConfig, whole: Census, world_size: int, memory: float
+    config: MegatronConfig, weights: Census, world_size: int, memory: float
 ) -> tuple[int, MegatronConfig] | None:
-    """The fewest ranks, up to `world_size`, whose ranks all fit `MIN_TOKENS` tokens; None if no layout does.
+    """Finds the layout with the fewest ranks that all fit `MIN_TOKENS` tokens.
 
-    Layouts of powers of two without context parallelism, with the distributed optimizer; of equal
-    numbers of ranks the one with the smallest pipeline, then the smallest tensor size, then the
-    smallest expert size.
+    Sizes are powers of two, without context parallelism, with the distributed optimizer. Among
+    layouts of equally many ranks, the smallest pipeline wins, then the smallest tensor size, then
+    the smallest expert size.
+
+    Returns:
+        Number of ranks, at most `world_size`, and the layout; None if no layout fits.
     """
-    model, moe = (
-        read_model_config(config.hf_checkpoint),
-        moe_sizes(read_hf_config(config.hf_checkpoint)),
-    )
+    model = read_model_config(config.hf_checkpoint)
+    moe = moe_sizes(read_hf_config(config.hf_checkpoint))
     for ranks in _powers(world_size):
         for pipeline, tensor, expert in product(
             _powers(ranks), _powers(min(ranks, MAX_TENSOR_SIZE)), _powers(ranks)
@@ -257,17 +274,19 @@ def smallest_layout(
             )
             if any(layout_problems(layout, model, moe, ranks)):
                 continue
-            if min(stage.tokens(memory) for stage in whole.stages(layout, ranks)) >= MIN_TOKENS:
+            tokens = [stage.tokens(memory) for stage in weights.stages(layout, ranks)]
+            if min(tokens) >= MIN_TOKENS:
                 return ranks, layout
     return None
 
 
 def _powers(limit: int) -> list[int]:
-    return [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
+    """Returns the powers of two up to `limit`."""
+    return [1 << exponent for exponent in range(limit.bit_length())]
 
 
 def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidth: float) -> str:
-    """The plan as text.
+    """Returns the plan as text.
 
     Args:
         config: Model, parallel sizes and precision.
@@ -278,79 +297,84 @@ def plan(config: MegatronConfig, world_size: int, *, gpu_memory: float, bandwidt
     Raises:
         ValueError: the model or the ranks do not divide, or a number is out of range.
     """
-    for flag, value, most in (
+    limits = (
         ("--world-size", world_size, MAX_RANKS),
-        ("--gpu-memory", gpu_memory, 1e6),
-    ):
-        if not 0 < value <= most:
-            raise ValueError(f"{flag} is {value:g}; it must be above 0 and at most {most:g}.")
+        ("--gpu-memory", gpu_memory, MAX_GPU_MEMORY),
+    )
+    for flag, value, limit in limits:
+        if not 0 < value <= limit:
+            raise ValueError(f"{flag} is {value:g}; it must be above 0 and at most {limit:g}.")
     if not 0 < bandwidth < math.inf:
         raise ValueError(f"--bandwidth is {bandwidth:g}; it must be above 0.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     hf = read_hf_config(config.hf_checkpoint)
     moe = moe_sizes(hf)
-    if problems := [
-        *layout_problems(config, read_model_config(config.hf_checkpoint), moe, world_size)
-    ]:
-        raise ValueError(" ".join(problems))
-    whole = census(config)
-    ranks = whole.stages(config, world_size)
+    model = read_model_config(config.hf_checkpoint)
+    problems = " ".join(layout_problems(config, model, moe, world_size))
+    if problems:
+        raise ValueError(problems)
+    weights = census(config)
+    stages = weights.stages(config, world_size)
     memory = USABLE * gpu_memory * GIB
     data = world_size // config.model_parallel_size
-    update = whole.total * (4 if config.precision == "fp32" else 2)
+    bytes_per_weight = 4 if config.precision == "fp32" else 2
+    update = weights.total * bytes_per_weight / 1e9
     lines = [
-        (
-            f"{config.hf_checkpoint}: {whole.total:,} parameters ({hf.architectures[0]}),"
-            f" {config.precision}"
-        ),
-        (
-            f"{world_size} ranks: tensor {config.tensor_model_parallel_size} × pipeline"
-            f" {len(ranks)} × context {config.context_parallel_size} × data {data}, expert"
-            f" {config.expert_model_parallel_size}"
-        ),
-        "",
-        *_table(ranks, memory),
-        "",
-        f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
-        (
-            f"Weight update: {update / 1e9:.2f} GB, {update / 1e9 / bandwidth:.2f} s at"
-            f" {bandwidth:g} GB/s."
-        ),
-        f"Routing replay: {2 * len(moe.layers) * moe.top_k:,} bytes per token." if moe else "",
+        f"{config.hf_checkpoint}: {weights.total:,} parameters ({hf.architectures[0]}),"
+        f" {config.precision}",
+        f"{world_size} ranks: tensor {config.tensor_model_parallel_size} × pipeline"
+        f" {len(stages)} × context {config.context_parallel_size} × data {data}, expert"
+        f" {config.expert_model_parallel_size}",
     ]
-    if min(stage.tokens(memory) for stage in ranks) == 0:
+    lines += _table(stages, memory)
+    lines += [
+        f"tokens: the largest micro-batch that fits into {USABLE:.0%} of {gpu_memory:g} GiB.",
+        f"Weight update: {update:.2f} GB, {update / bandwidth:.2f} s at {bandwidth:g} GB/s.",
+    ]
+    if moe is not None:
+        replayed = 2 * len(moe.layers) * moe.top_k  # int16 per chosen expert
+        lines.append(f"Routing replay: {replayed:,} bytes per token.")
+    tokens = [stage.tokens(memory) for stage in stages]
+    if min(tokens) == 0:
         lines.append("This layout does not fit.")
-    smallest = smallest_layout(config, whole, world_size, memory)
+    smallest = smallest_layout(config, weights, world_size, memory)
     if smallest is None:
         lines.append(f"No layout of up to {world_size} ranks fits {MIN_TOKENS:,} tokens.")
     else:
-        lines.append(f"Smallest layout that fits {MIN_TOKENS:,} tokens: {_flags(*smallest)}")
-    return "\n".join(filter(None, lines))
+        ranks, layout = smallest
+        count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        flags = " ".join(_flags(layout))
+        lines.append(f"Smallest layout that fits {MIN_TOKENS:,} tokens: {count}, {flags}")
+    return "\n".join(lines)
 
 
-def _table(ranks: Sequence[Stage], memory: float) -> Iterator[str]:
-    columns = ("weights", "gradients", "optimizer", "fixed")
-    yield f"{'stage':>5} {'parameters':>16} " + " ".join(
-        f"{name:>12}" for name in (*columns, "per token", "tokens")
+def _table(stages: Sequence[Stage], memory: float) -> Iterator[str]:
+    """Yields a header, and a line for each pipeline stage."""
+    yield (
+        f"{'stage':>5} {'parameters':>16} {'weights':>12} {'gradients':>12} {'optimizer':>12}"
+        f" {'fixed':>12} {'per token':>12} {'tokens':>12}"
     )
-    for index, stage in enumerate(ranks):
-        sizes = " ".join(f"{getattr(stage, name) / GIB:8.2f} GiB" for name in columns)
-        per_token = f"{stage.per_token / 2**20:8.3f} MiB"
-        yield f"{index:5} {stage.parameters:16,} {sizes} {per_token} {stage.tokens(memory):12,}"
+    for index, stage in enumerate(stages):
+        yield (
+            f"{index:5} {stage.parameters:16,} {stage.weights / GIB:8.2f} GiB"
+            f" {stage.gradients / GIB:8.2f} GiB {stage.optimizer / GIB:8.2f} GiB"
+            f" {stage.fixed / GIB:8.2f} GiB {stage.per_token / 2**20:8.3f} MiB"
+            f" {stage.tokens(memory):12,}"
+        )
 
 
-def _flags(ranks: int, config: MegatronConfig) -> str:
-    sizes = (
-        ("--tensor-model-parallel-size", config.tensor_model_parallel_size),
-        ("--pipeline-model-parallel-size", config.pipeline_model_parallel_size),
-        ("--expert-model-parallel-size", config.expert_model_parallel_size),
-        ("--expert-tensor-parallel-size", config.expert_tensor_parallel_size or 1),
-    )
-    words = [f"{flag} {size}" for flag, size in sizes if size > 1]
+def _flags(config: MegatronConfig) -> list[str]:
+    """Returns the flags of a layout."""
+    sizes = {
+        "--tensor-model-parallel-size": config.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": config.pipeline_model_parallel_size,
+        "--expert-model-parallel-size": config.expert_model_parallel_size,
+    }
+    flags = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+    # unset, it is the tensor-parallel size
     if config.expert_tensor_parallel_size == 1 and config.tensor_model_parallel_size > 1:
-        words.append("--expert-tensor-parallel-size 1")
-    words += ["--sequence-parallel"] if config.sequence_parallel else []
-    return (
-        f"{ranks} rank{'s' if ranks > 1 else ''},"
-        f" {' '.join([*words, '--use-distributed-optimizer'])}"
-    )
+        flags.append("--expert-tensor-parallel-size 1")
+    if config.sequence_parallel:
+        flags.append("--sequence-parallel")
+    flags.append("--use-distributed-optimizer")
+    return flags

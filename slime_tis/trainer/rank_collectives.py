@@ -22,26 +22,29 @@ LONGEST_ROLLOUT = timedelta(days=30)
 def on_every_rank(function: Callable[[], Result]) -> list[Result]:
     """Returns the result of `function()` on each rank; a collective.
 
-    An error on one rank is raised on all of them, so that no rank waits for the others:
-    `Interrupted` first, then the rank's own error, then another rank's error as `portable` makes
-    it.
+    An error on one rank is raised on all ranks, so that no rank waits for the others. `Interrupted`
+    comes first, then the error of this rank, then the error of another rank (see `portable`).
     """
-    if _size() == 1:
+    size = _size()
+    if size == 1:
         return [function()]
-    error, sent = _attempt(function)
-    outcomes: list[Any] = [None] * _size()
-    dist.all_gather_object(outcomes, sent)
+    error, outcome = _attempt(function)
+    outcomes: list[Any] = [None] * size
+    dist.all_gather_object(outcomes, outcome)
     interrupted = [outcome for outcome in outcomes if isinstance(outcome, Interrupted)]
-    for outcome in (*interrupted, error, *outcomes):
-        if isinstance(outcome, Exception):
-            raise outcome
+    for raised in (*interrupted, error, *outcomes):
+        if isinstance(raised, Exception):
+            raise raised
     return outcomes
 
 
 def map_over_ranks(
     function: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]
 ) -> list[Result]:
-    """Returns `function(items)` on every rank, where each rank processes every world-size-th item; a collective."""
+    """Returns `function(items)` on every rank; each rank processes every world-size-th item.
+
+    A collective.
+    """
     size = _size()
     if size == 1:
         return function(items)
@@ -50,20 +53,27 @@ def map_over_ranks(
 
 
 def on_rank_zero(function: Callable[[], Result]) -> Result:
-    """Returns rank 0's `function()` on every rank, so that user functions may decide randomly; a collective."""
+    """Returns rank 0's `function()` on every rank; a collective.
+
+    User functions may therefore decide randomly.
+    """
     if _size() == 1:
         return function()
-    error, sent = _attempt(function) if dist.get_rank() == 0 else (None, None)
-    outcomes: list[Any] = [sent]
+    error: Exception | None = None
+    outcomes: list[Any] = [None]
+    if dist.get_rank() == 0:
+        error, outcomes[0] = _attempt(function)
     dist.broadcast_object_list(outcomes, src=0)
-    for outcome in (error, outcomes[0]):
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes[0]  # type: ignore[no-any-return]  # rank 0's
+    if error is not None:
+        raise error
+    if isinstance(outcomes[0], Exception):
+        raise outcomes[0]
+    result: Result = outcomes[0]
+    return result
 
 
 def portable(error: Exception) -> Exception:
-    """Returns an error with the same message whose type every rank can unpickle."""
+    """Returns an error with the same message, of a type that every rank can unpickle."""
     if isinstance(error, Interrupted):
         return error
     for kind in (CustomFunctionError, RolloutUnavailable, ValueError, OSError):
@@ -73,7 +83,9 @@ def portable(error: Exception) -> Exception:
 
 
 def _size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size()
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Exception | None, Any]:
@@ -85,19 +97,24 @@ def _attempt(function: Callable[[], Any]) -> tuple[Exception | None, Any]:
 
 
 class RankZero:
-    """Makes all ranks return or raise rank 0's outcome, in a gloo group that works from the thread of the weights."""
+    """Makes all ranks return or raise rank 0's outcome.
+
+    It has a separate gloo group, which rank 0 also uses from the thread that sends weights.
+    """
 
     def __init__(self) -> None:
-        """A collective if there are several ranks."""
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = dist.new_group(backend="gloo", timeout=LONGEST_ROLLOUT) if several else None
-        self.is_self = not several or dist.get_rank() == 0
+        """Creates the group; a collective if there are several ranks."""
+        self._group = None
+        self.is_self = True
+        if _size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=LONGEST_ROLLOUT)
+            self.is_self = dist.get_rank() == 0
 
     def run(self, work: Callable[[WeightSource], Result], source: WeightSource) -> Result:
         """Runs work on rank 0 and returns its result, or raises its error, on all ranks.
 
-        The work is called with a source of weights; when it iterates the source, the other ranks
-        iterate theirs.
+        The work is called with a source of weights. Weights are gathered by collectives: when the
+        work iterates the source, the other ranks iterate theirs.
         """
 
         def shared_source() -> Iterable[tuple[str, Tensor]]:
@@ -105,7 +122,8 @@ class RankZero:
             return source()
 
         if not self.is_self:
-            return self._follow(source)  # type: ignore[no-any-return]
+            followed: Result = self._follow(source)
+            return followed
         try:
             result = work(shared_source)
         except Exception as error:
@@ -131,7 +149,7 @@ class RankZero:
                 return content
             if kind == "error":
                 raise content
-            for _ in source():
+            for _ in source():  # takes part in the collectives
                 pass
 
     def _send(self, kind: str, content: Any) -> None:

@@ -7,9 +7,8 @@ reporters
 import copy
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ RewardFunction = Callable[[list[Sample]], list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """This process: its options, its place in the layout, its signals and its clock."""
+    """This process: options, ranks, signals, clock, and the resources to close at the end."""
 
     arguments: Arguments
     parallel: Parallel
@@ -79,9 +78,11 @@ class Process:
         """
 
         def close(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is None:
+                resource.close()
+                return
             # after an error, which may be a full disk, `close` must not hide that error
-            guard = nullcontext() if kind is None else suppress(OSError)
-            with guard:
+            with suppress(OSError):
                 resource.close()
 
         self.opened.push(close)
@@ -89,7 +90,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class UserFunctions:
-    """The functions that options name, and the built-in ones where an option is unset."""
+    """The functions that options name; built-in functions if an option is unset."""
 
     custom_tis: Callable[..., Any] | None
     objective: ObjectiveFunctions
@@ -142,15 +143,19 @@ class Run:
 def set_up(
     arguments: Arguments, parallel: Parallel, interrupts: Interrupts, opened: ExitStack
 ) -> Run:
-    """Builds all parts of a run and restores the checkpoint under --load, if there is one."""
+    """Builds all parts of a run; restores the latest checkpoint under --load, if one exists."""
     process = Process(
         arguments=arguments, parallel=parallel, interrupts=interrupts, timer=Timer(), opened=opened
     )
     functions = load_functions(process)
     options = effective_config(arguments)
     checkpoint = find_resume_point(arguments.megatron, options, is_main=parallel.is_main)
-    resumed = None if checkpoint is None else checkpoint[1]
-    run_id = on_rank_zero(lambda: uuid.uuid4().hex) if resumed is None else resumed.run
+    resumed = None
+    if checkpoint is None:
+        run_id = on_rank_zero(lambda: uuid.uuid4().hex)
+    else:
+        _, resumed = checkpoint
+        run_id = resumed.run
     check_metrics(arguments.reporting.output_dir, run_id)
     data = load_data(process, resumed)
     learner = build_learner(process, functions, data)
@@ -207,9 +212,11 @@ def set_up(
 
 
 def load_functions(process: Process) -> UserFunctions:
-    """Loads every user function, so that a wrong one is refused before a model is built."""
-    arguments, check = process.arguments, process.interrupts.check
-    rollout, namespace = arguments.rollout, arguments.namespace
+    """Loads every user function, so that an invalid function is refused before a model is built."""
+    arguments = process.arguments
+    check = process.interrupts.check
+    rollout = arguments.rollout
+    namespace = arguments.namespace
     custom_tis = None
     if arguments.custom_tis_function_path is not None:
         custom_tis = load_custom_tis(arguments.custom_tis_function_path, namespace)
@@ -227,11 +234,11 @@ def load_functions(process: Process) -> UserFunctions:
 
 @contextmanager
 def refusing_prompts() -> Iterator[None]:
-    """Makes prompts that the flags do not fit an error of the command line."""
+    """Reports prompts that the flags do not fit as an error of the command line."""
     try:
         yield
     except CustomFunctionError:
-        raise  # of a user's function, with a status of its own
+        raise  # a ValueError too, but the user's function is wrong, not the command line
     except ValueError as error:
         raise CommandLineError(str(error)) from error
 
@@ -249,12 +256,15 @@ def load_data(process: Process, resumed: TrainerState | None) -> Data:
                 rollout.data_source_path, arguments.namespace, tokenizer, rollout, sizes
             )
         else:
-            # the rollout function may read a file of its own kind by args.prompt_data
-            file = None if rollout.disable_rollout_global_dataset else rollout.prompt_data
+            file = rollout.prompt_data
+            if rollout.disable_rollout_global_dataset:
+                # the rollout function reads args.prompt_data, which may be any kind of file
+                file = None
             dataset = PromptDataset(file, tokenizer, rollout, sizes)
+    first_batch = 0
     if resumed is not None:
         dataset.load_state_dict(resumed.dataset)
-    first_batch = 0 if resumed is None else resumed.dataset[BATCH]
+        first_batch = resumed.dataset[BATCH]
     with refusing_prompts():
         eval_prompts = load_evaluation_prompts(rollout, tokenizer, sizes)
         check_rewards(arguments, dataset, eval_prompts)
@@ -278,39 +288,43 @@ def check_rewards(
     eval_prompts: dict[str, list[Prompt]],
 ) -> None:
     """Checks that every prompt has the label that its reward needs."""
-    if arguments.loop.load_debug_rollout_data is None:  # loaded samples have their rewards
-        check_prompts(arguments.rollout, dataset.prompts)
-    for name, prompts in eval_prompts.items():
-        check_prompts(
-            arguments.rollout,
-            prompts,
-            f"--label-key or --eval-label-key (--eval-prompt-data {name})",
-        )
     rollout = arguments.rollout
-    sources = (
+    if arguments.loop.load_debug_rollout_data is None:  # loaded samples have rewards
+        check_prompts(rollout, dataset.prompts)
+    for name, prompts in eval_prompts.items():
+        flags = f"--label-key or --eval-label-key (--eval-prompt-data {name})"
+        check_prompts(rollout, prompts, flags)
+    user_functions = (
         rollout.data_source_path,
         rollout.rollout_function_path,
         rollout.custom_generate_function_path,
     )
-    if sources == (None, None, None):  # a user function may choose the server for each sample
+    # a user function may choose the server for each sample
+    if user_functions == (None, None, None):
         check_reward_server(rollout, [*dataset.prompts, *chain(*eval_prompts.values())])
 
 
 def build_learner(process: Process, functions: UserFunctions, data: Data) -> Learner:
     """Builds the training engine and the learner."""
-    arguments, parallel = process.arguments, process.parallel
-    rollout, steps = arguments.rollout, steps_per_rollout(arguments)
+    arguments = process.arguments
+    rollout = arguments.rollout
+    steps = steps_per_rollout(arguments)
+
+    def check_interrupts() -> None:
+        # one of several ranks must not stop without the others
+        if process.parallel.size == 1:
+            process.interrupts.check()
+
     engine = TrainingEngine(
         arguments.megatron,
-        parallel,
+        process.parallel,
         temperature=rollout.rollout_temperature,
         total_steps=data.num_rollout * steps,
         keep_reference=arguments.policy.use_kl_loss,
         entropy_gradient=arguments.policy.entropy_coef != 0,
         gives_logits=functions.objective.loss is not None,
         timer=process.timer,
-        # a single rank must not stop on its own
-        check_interrupts=process.interrupts.check if parallel.size == 1 else lambda: None,
+        check_interrupts=check_interrupts,
     )
     return Learner(
         engine=engine,
@@ -326,11 +340,16 @@ def build_learner(process: Process, functions: UserFunctions, data: Data) -> Lea
 
 def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDump | None:
     """Returns the writer of --save-debug-train-data; None without the flag."""
-    arguments, parallel = process.arguments, process.parallel
+    arguments = process.arguments
+    parallel = process.parallel
     pattern = arguments.loop.save_debug_train_data
     if pattern is None:
         return None
-    rollout, moe = arguments.rollout, moe_sizes(load_config(arguments.megatron.hf_checkpoint))
+    rollout = arguments.rollout
+    rollout_precision = None  # SGLang's servers may choose their precision themselves
+    if rollout.rollout_engine == "local":
+        rollout_precision = rollout.rollout_precision
+    moe = moe_sizes(load_config(arguments.megatron.hf_checkpoint))
     steps = steps_per_rollout(arguments)
     settings = DumpSettings(
         pattern=pattern,
@@ -345,10 +364,7 @@ def open_dump(process: Process, run_id: str, workers: Sequence[str]) -> TrainDum
             "flags": changed_fields(arguments.correction),
             "policy": changed_fields(arguments.policy),
             "precision": arguments.megatron.precision,
-            # SGLang's servers may choose their precision themselves
-            "rollout_precision": (
-                rollout.rollout_precision if rollout.rollout_engine == "local" else None
-            ),
+            "rollout_precision": rollout_precision,
             "num_experts": 0 if moe is None else moe.num_experts,
             "replays_experts": rollout.use_rollout_routing_replay,
             "temperature": rollout.rollout_temperature,
@@ -395,12 +411,14 @@ def build_engine_check(
     It is skipped when resuming, for debug rollouts and for loaded rollouts.
     """
     arguments = process.arguments
-    rollout, loop = arguments.rollout, arguments.loop
-    is_made = (
-        resumed is None and loop.load_debug_rollout_data is None and not loop.debug_rollout_only
-    )
+    rollout = arguments.rollout
+    loop = arguments.loop
+    has_other_rollouts = loop.load_debug_rollout_data is not None or loop.debug_rollout_only
+    mode = rollout.check_engines
+    if resumed is not None or has_other_rollouts:
+        mode = "off"
     return EngineCheck(
-        mode=rollout.check_engines if is_made else "off",
+        mode=mode,
         learner=weights.learner,
         sampler=weights.sampler,
         prompts=data.dataset.prompts,
@@ -417,18 +435,23 @@ def build_samples(
     generate: GenerateFunction | None,
 ) -> SampleSource:
     """Builds the path of samples from the rollout engine to the learner."""
-    arguments, dataset = process.arguments, data.dataset
+    arguments = process.arguments
+    dataset = data.dataset
     rollout = arguments.rollout
     unfinished = Unfinished(engine=sampler, choose=functions.hooks.choose)
 
     def submit(prompts: list[Prompt], number: int) -> RolloutFuture:
-        num_groups = rollout.rollout_batch_size if rollout.partial_rollout else None
-        seed, sampling = (rollout.rollout_seed << 32) + number, training_sampling(rollout)
-        function = None if generate is None else generate.bind(sampling)
+        sampling = training_sampling(rollout)
+        function = None
+        if generate is not None:
+            function = generate.bind(sampling)
+        num_groups = None
+        if rollout.partial_rollout:
+            num_groups = rollout.rollout_batch_size
         return sampler.submit(
             prompts,
             sampling,
-            seed,
+            seed=(rollout.rollout_seed << 32) + number,
             function=function,
             concurrency=rollout.generate_concurrency,
             num_groups=num_groups,
@@ -439,7 +462,7 @@ def build_samples(
         size = rollout.over_sampling_batch_size or rollout.rollout_batch_size
         return size - unfinished.take(size)
 
-    checks = build_generate_function(
+    rollout_function = build_generate_function(
         rollout,
         arguments.namespace,
         data.tokenizer,
@@ -448,6 +471,9 @@ def build_samples(
         address=sampler.http_address,
         option="rollout_function_path",
     )
+    custom_rollout = None
+    if rollout_function is not None:
+        custom_rollout = CustomRollout(checks=rollout_function, dataset=dataset, config=rollout)
     return SampleSource(
         arguments=arguments,
         is_main=process.parallel.is_main,
@@ -462,11 +488,7 @@ def build_samples(
             number=data.first_batch,
         ),
         unfinished=unfinished,
-        custom_rollout=(
-            None
-            if checks is None
-            else CustomRollout(checks=checks, dataset=dataset, config=rollout)
-        ),
+        custom_rollout=custom_rollout,
         reward=functions.reward,
         hooks=functions.hooks,
         data_source=dataset if isinstance(dataset, PromptDataset) else dataset.source,
@@ -481,23 +503,31 @@ def build_evaluation(
     weights: PolicyWeights,
     generate: GenerateFunction | None,
 ) -> Evaluation:
-    """Builds the evaluation on held-out prompts, by the rollout engine or an unrounded copy of the weights."""
-    config, megatron = process.arguments.rollout, process.arguments.megatron
-    local_engine = partial(
-        LocalEngine,
-        megatron.hf_checkpoint,
-        data.tokenizer,
-        precision=megatron.precision,
-        device=process.parallel.device,
-        check_interrupts=process.interrupts.check,
-    )
+    """Builds the evaluation on held-out prompts.
+
+    The rollout engine samples the answers, or an in-process engine with unrounded weights.
+    """
+    config = process.arguments.rollout
+    megatron = process.arguments.megatron
+
+    def answering_engine() -> RolloutEngine:
+        if not config.evaluates_locally:
+            return weights.sampler
+        return LocalEngine(
+            megatron.hf_checkpoint,
+            data.tokenizer,
+            precision=megatron.precision,
+            device=process.parallel.device,
+            check_interrupts=process.interrupts.check,
+        )
+
     return Evaluation(
         prompts=data.eval_prompts,
         reward=functions.eval_reward,
         logs=functions.hooks.logs_evaluation,
         config=config,
         engine=weights.learner.engine,
-        build_engine=local_engine if config.evaluates_locally else lambda: weights.sampler,
+        build_engine=answering_engine,
         generate=generate,
     )
 
@@ -525,7 +555,8 @@ def report_settings(process: Process, engine: TrainingEngine) -> None:
     """Prints settings that the training engine derived."""
     if not process.parallel.is_main:
         return
-    if engine.token_budget is not None and engine.token_budget.reason is not None:
-        print(f"micro-batches: {engine.token_budget}", flush=True)
+    budget = engine.token_budget
+    if budget is not None and budget.reason is not None:
+        print(f"micro-batches: {budget}", flush=True)
     if process.arguments.megatron.share_prompts is None and not engine.shares_prompts:
         print(f"shared prompts: off ({engine.no_shared_prompts})", flush=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord
 from slime_tis.trainer.rollout.rollout_metrics import rollout_reward
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -26,12 +29,12 @@ class Step:
 
     samples: Sequence[Sample]
     rollouts: Sequence[int]
-    """Number of the rollout to which each sample belongs; the segments of a rollout share one."""
+    """Each sample's rollout; the segments of a rollout have the same number."""
     assigned_together: int
-    """Consecutive rollouts of the step that are assigned to one rank."""
+    """Number of consecutive rollouts that are assigned to the same rank."""
     batch: TrainingBatch
     recorded: TrainingBatch
-    """The samples with the rollout's experts, also if training does not replay them."""
+    """The same batch with the rollout's experts, even if training does not replay them."""
     partition: list[list[int]]
     load: float | None
     """Tokens of the largest micro-batch of all ranks, as a share of the token budget; None without
@@ -45,7 +48,7 @@ class Step:
 def user_batch(
     step: Step, tokens: ResponseTokens, advantages: Sequence[float]
 ) -> dict[str, list[Any]]:
-    """Returns the columns that --custom-advantage-function-path gets for one step, in slime's names."""
+    """Returns the input of --custom-advantage-function-path for one step, in slime's names."""
     columns: dict[str, list[Any]] = loss_batch(tokens, step.batch.tokens)
     del columns["advantages"]
     return columns | {
@@ -64,30 +67,49 @@ def advantages_of(
     policy: PolicyConfig,
     user_advantages: Sequence[float] | None = None,
 ) -> list[float]:
-    """Returns the advantage of every sample, group by group; all segments of a rollout share its advantage."""
-    rollouts = [rollout for group in groups for rollout in by_rollout(group)]
-    units = (
-        rollouts
-        if user_advantages is None
-        else [[sample] for rollout in rollouts for sample in rollout]
-    )
-    if user_advantages is not None and accepted is not None:
-        accepted = [keep for keep, rollout in zip(accepted, rollouts, strict=True) for _ in rollout]
+    """Returns the advantage of every sample, group by group.
 
-    def grouped(values: Sequence[float] | Sequence[bool]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).view(
-            len(groups) if user_advantages is None else 1, -1
-        )
+    All segments of a rollout have the same advantage, unless the user's function computes it.
 
-    per_unit = advantages(
-        grouped([rollout_reward(unit) for unit in units]),
-        grouped([float(sum(sum(sample.loss_mask) for sample in unit)) for unit in units]),
+    Args:
+        groups: The samples of each prompt.
+        accepted: Whether each rollout has an accepted token; None if all have.
+        policy: How advantages are computed.
+        user_advantages: The advantage of every sample from the user's function; None without one.
+    """
+    rollouts = list(chain.from_iterable(map(by_rollout, groups)))
+    # An advantage belongs to a rollout, or to a sample if the user's function computes it.
+    units = rollouts
+    num_groups = len(groups)
+    if user_advantages is not None:
+        units = [[sample] for sample in chain.from_iterable(rollouts)]
+        num_groups = 1
+        if accepted is not None:
+            accepted = _per_sample(accepted, rollouts)
+
+    def grouped(values: Sequence[float] | Sequence[bool]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(num_groups, -1)
+
+    rewards = [rollout_reward(unit) for unit in units]
+    token_counts = []
+    for unit in units:
+        token_counts.append(sum(sum(sample.loss_mask) for sample in unit))
+    unit_advantages = advantages(
+        grouped(rewards),
+        grouped(token_counts),
         policy,
         None if accepted is None else grouped(accepted) > 0,
         None if user_advantages is None else grouped(user_advantages),
     )
-    values: list[float] = per_unit.flatten().tolist()
-    return [value for value, unit in zip(values, units, strict=True) for _ in unit]
+    return _per_sample(unit_advantages.flatten().tolist(), units)
+
+
+def _per_sample(values: Sequence[T], units: Sequence[Sequence[Sample]]) -> list[T]:
+    """Repeats the value of each unit for each of its samples."""
+    repeated: list[T] = []
+    for value, unit in zip(values, units, strict=True):
+        repeated += [value] * len(unit)
+    return repeated
 
 
 def with_token_baseline(
@@ -97,24 +119,29 @@ def with_token_baseline(
     group_numbers: Mapping[int | None, int],
     ranks: Ranks,
 ) -> list[Step]:
-    """Returns the steps of a rollout with the optimal token baseline subtracted from the rewards; a collective.
+    """Subtracts the optimal token baseline from the rewards of a rollout's steps; a collective.
 
     Args:
         steps: This rank's share of every step, with log π_old and Σ_v π_v².
-        rewards: Reward of each of their samples, given at its last token.
+        rewards: For each step, the reward of each sample, assigned to the last token.
         corrections: The mask and the importance weights [L] of each step's tokens.
-        group_numbers: Number of each group, by its index.
+        group_numbers: Number of each group, by the group's index.
         ranks: The ranks that share the steps.
+
+    Returns:
+        The steps with advantages.
     """
     rows: list[Tensor] = []
     for step, (mask_L, weights_L) in zip(steps, corrections, strict=True):
         tokens = step.batch.responses
-        values = tokens.old_log_probs_L, tokens.sum_pi_squared_L, mask_L > 0, weights_L
-        columns_L = torch.stack(
-            [value.to(mask_L.device).double() for value in values if value is not None], 1
-        )
-        rows += ranks.over_context(tokens.slices.scatter(columns_L)).split(tokens.response_lengths)
+        assert tokens.old_log_probs_L is not None
+        assert tokens.sum_pi_squared_L is not None
+        values = (tokens.old_log_probs_L, tokens.sum_pi_squared_L, mask_L > 0, weights_L)
+        columns_L = torch.stack([value.to(mask_L.device).double() for value in values], 1)
+        columns_N = ranks.over_context(tokens.slices.scatter(columns_L))
+        rows += columns_N.split(tokens.response_lengths)
     log_probs_BT, squares_BT, mask_BT, weights_BT = pad_sequence(rows, batch_first=True).unbind(2)
+    # The number of trained tokens from each token on is 1 at the last trained token.
     is_last_BT = (mask_BT > 0) & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
     all_rewards: list[float] = []
     groups: list[int] = []
@@ -131,15 +158,14 @@ def with_token_baseline(
         weights_BT=weights_BT,
         ranks=Ranks(data=ranks.data),
     ).float()
-    # without the padding, sample by sample in the order of the steps
-    sample_values = [
-        values_T[: len(row)] for values_T, row in zip(advantages_BT, rows, strict=True)
-    ]
-    remaining = iter(sample_values)
     with_advantages = []
+    first = 0
     for step in steps:
-        values_N = torch.cat([next(remaining) for _ in step.samples])
-        values_L = step.batch.responses.slices.slice_flat(values_N).cpu()
+        unpadded = []
+        for sample in range(first, first + len(step.samples)):
+            unpadded.append(advantages_BT[sample, : len(rows[sample])])
+        first += len(step.samples)
+        values_L = step.batch.responses.slices.slice_flat(torch.cat(unpadded)).cpu()
         batch = step.batch.with_token_values(advantages_L=values_L)
         with_advantages.append(replace(step, batch=batch))
     return with_advantages
@@ -148,7 +174,10 @@ def with_token_baseline(
 def training_batch(
     samples: Sequence[Sample], parallel: Parallel, rollouts: Sequence[int] | None = None
 ) -> TrainingBatch:
-    """Returns this rank's samples as tensors; `rollouts` is None if each sample is a separate rollout."""
+    """Returns this rank's samples as tensors.
+
+    `rollouts` has the number of each sample's rollout; None if each sample is a separate rollout.
+    """
     return make_batch(
         [sample.tokens for sample in samples],
         [sample.loss_mask for sample in samples],

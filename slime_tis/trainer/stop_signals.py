@@ -4,13 +4,14 @@
     SIGTERM   Slurm's and Kubernetes' request to end, and torchrun's to its ranks
     SIGUSR1   Slurm's warning ahead of the time limit (`#SBATCH --signal`)
 
-A thread receives signals, also while the main thread waits in a collective or a kernel. At the next
+A thread receives signals, because the main thread may wait in a collective or a kernel. At the next
 check the run saves and ends with status 128 + the signal's number. A second signal, or a signal
-during start-up, ends the process immediately. Ranks share signals and failures through the
-key-value store of their rendezvous.
+during start-up, ends the process immediately. Ranks share signals and failures through
+torch.distributed's key-value store.
 """
 
 import json
+import math
 import os
 import select
 import signal
@@ -28,14 +29,16 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 REPEAT_WINDOW = 0.5
-"""Seconds in which a repeated signal counts as the first: launchers forward signals to processes
-that have them."""
+"""A signal that is repeated within this number of seconds counts once: launchers forward signals to
+processes that have received them."""
 POLL_INTERVAL = 0.5
 """Seconds between two reads of other ranks' reports."""
 FAILURE_TIMEOUT = 15.0
-"""Seconds until a rank ends its process after another rank failed."""
+"""After another rank fails, seconds until a rank ends its process."""
 MESSAGE_TIMEOUT = 3.0
 """Longest wait for the message of a rank whose connection has closed, seconds."""
+STORE_POLL_INTERVAL = 0.05
+"""Seconds between two reads of the store while waiting for that message."""
 
 
 class Interrupted(Exception):
@@ -55,14 +58,19 @@ class Failure(NamedTuple):
 
 
 class Interrupts:
-    """Receives signals within its `with` block; one object per process. Until `started` a signal ends the process."""
+    """Receives signals within its `with` block.
+
+    A process has one object. Until `started`, a signal ends the process.
+    """
 
     number = 0
-    """The signal that asks the run to stop, on this or another rank, or 0."""
+    """The signal that this or another rank received, or 0."""
 
     def __init__(self) -> None:
-        self._starting, self._abandonable = True, False
+        self._starting = True
+        self._abandonable = False
         self._since = 0.0
+        """When the signal arrived, in seconds of the monotonic clock."""
         self._store: dist.Store | None = None
         self._rank = 0
         self._pipe = (-1, -1)
@@ -74,14 +82,15 @@ class Interrupts:
             return self
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._watch, args=(self._pipe[0],), name="signals", daemon=True
-        ).start()
+        )
+        thread.start()
+        # Python writes each signal's number to the pipe, also while the main thread is in C code.
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in SIGNALS:
-            if (
-                signal.getsignal(number) is not signal.SIG_IGN
-            ):  # nohup and background jobs of a shell
+            # nohup, and a shell for background jobs, make a process ignore signals
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, _leave_to_the_thread)
         _active = self
         return self
@@ -105,7 +114,7 @@ class Interrupts:
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Within the block `check` raises: a resumed run repeats the abandoned work."""
+        """Inside the block `check` may raise, because a resumed run repeats the abandoned work."""
         self._abandonable = True
         try:
             yield
@@ -117,42 +126,53 @@ class Interrupts:
         self._abandonable = False
 
     def check(self) -> None:
-        """Raises Interrupted if this rank received a signal and may abandon its work; the caller informs the others."""
+        """Raises Interrupted if a signal arrived and this rank may abandon its work.
+
+        The caller must inform the other ranks.
+        """
         if self.number and self._abandonable:
             raise Interrupted(signal.Signals(self.number).name)
 
     def share(self, store: dist.Store | None, rank: int) -> None:
         """Shares signals and failures with the other ranks through a dedicated connection."""
-        self._store, self._rank = store, rank
+        self._store = store
+        self._rank = rank
 
     def report_failure(self, message: str) -> Failure:
         """Reports this rank's failure to the other ranks and returns the first failure of the job."""
-        mine, store = Failure(self._rank, message), self._store
+        failure = Failure(self._rank, message)
+        store = self._store
         if store is None:
-            return mine
-        first = _answer_in_time(
-            lambda: Failure(*json.loads(store.compare_set("failure", "", json.dumps(mine))))
-        )
-        return first or mine
+            return failure
+
+        def report() -> Failure:
+            """Stores the failure if the store has none, and returns the stored one."""
+            return Failure(*json.loads(store.compare_set("failure", "", json.dumps(failure))))
+
+        return _answer_in_time(report) or failure
 
     def failure_elsewhere(self) -> Failure | None:
         """Returns the failure of another rank, or None if the store does not report one in time."""
         return _answer_in_time(lambda: self._find_failure(MESSAGE_TIMEOUT))
 
     def _find_failure(self, wait: float) -> Failure | None:
+        """Reads another rank's failure from the store, for up to `wait` seconds."""
         deadline = time.monotonic() + wait
         while self._store is not None:
             with suppress(RuntimeError):
                 if self._store.check(["failure"]):
                     failure = Failure(*json.loads(self._store.get("failure")))
-                    return failure if failure.rank != self._rank else None
+                    if failure.rank == self._rank:
+                        return None
+                    return failure
             if time.monotonic() >= deadline:
                 break
-            time.sleep(0.05)
+            time.sleep(STORE_POLL_INTERVAL)
         return None
 
     def _watch(self, pipe: int) -> None:
-        deadline = float("inf")
+        """Reads signals from the pipe and other ranks' reports from the store, until `__exit__`."""
+        deadline = math.inf
         while True:
             ready, _, _ = select.select([pipe], [], [], POLL_INTERVAL)
             if ready:
@@ -163,23 +183,27 @@ class Interrupts:
                     self._receive(received[0])
             elif self._store is not None:
                 deadline = min(deadline, self._look_at_others())
-            failure = self._find_failure(0.0) if time.monotonic() > deadline else None
-            if failure is not None:
-                end_process(1, stops_because(self._rank, failure))
+            if time.monotonic() > deadline:
+                failure = self._find_failure(0.0)
+                if failure is not None:
+                    end_process(1, stops_because(self._rank, failure))
         os.close(pipe)
 
     def _receive(self, number: int) -> None:
-        now, name = time.monotonic(), signal.Signals(number).name
+        """Stores a signal for `check`, or ends the process."""
+        now = time.monotonic()
+        name = signal.Signals(number).name
         if self._starting:
             end_process(
                 128 + number, f"{name}: the run ends before training began; nothing was saved."
             )
         if self.number == 0:
-            self.number, self._since = number, now
+            self.number = number
+            self._since = now
             if self._store is not None:
                 with suppress(RuntimeError):
                     if self._store.check(["failure"]):
-                        return  # the launcher ends the other ranks of a run that has failed
+                        return  # a launcher sends the signal to the other ranks of a failed run
                     self._store.set("signal", str(number))
             if self._rank == 0:
                 _write(f"{name}: the run saves and stops; a second signal ends it at once.")
@@ -187,20 +211,30 @@ class Interrupts:
             end_process(128 + number, f"{name}: the run ends at once.")
 
     def _look_at_others(self) -> float:
-        """Receives the signal of another rank; returns when this process must end because another rank failed."""
+        """Receives the signal of another rank, and looks for a failure.
+
+        Returns:
+            When this process must end because another rank failed, in seconds of the monotonic
+            clock; infinite without a failure.
+        """
         assert self._store is not None
         try:
             if self.number == 0 and self._store.check(["signal"]):
-                self.number, self._since = int(self._store.get("signal")), time.monotonic()
+                self.number = int(self._store.get("signal"))
+                self._since = time.monotonic()
             if self._store.check(["failure"]) and self._find_failure(0.0) is not None:
                 return time.monotonic() + FAILURE_TIMEOUT
-        except RuntimeError:  # the rank or launcher with the store has ended
+        except RuntimeError:  # the process that hosts the store has ended
             self._store = None
-        return float("inf")
+        return math.inf
 
 
 def _answer_in_time(ask: Callable[[], T]) -> T | None:
-    """Returns what a question to the store returns; None if the store is lost, or its host does not answer."""
+    """Asks the store in another thread.
+
+    Returns:
+        The answer; None if the store is lost, or its host does not answer in time.
+    """
     answers: list[T] = []
 
     def question() -> None:
@@ -210,7 +244,9 @@ def _answer_in_time(ask: Callable[[], T]) -> T | None:
     thread = threading.Thread(target=question, daemon=True)
     thread.start()
     thread.join(MESSAGE_TIMEOUT + 1)
-    return answers[0] if answers else None
+    if not answers:
+        return None
+    return answers[0]
 
 
 def stops_because(rank: int, failure: Failure | None) -> str:
@@ -237,7 +273,10 @@ def end_process(status: int, message: str = "") -> None:
 
 
 def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Does nothing; the thread reads the signal's number from the pipe."""
+    """Does nothing: the thread reads the signal's number from the pipe.
+
+    Without a handler, the signal would end the process.
+    """
 
 
 def _write(message: str) -> None:
@@ -250,7 +289,7 @@ _active: Interrupts | None = None
 
 
 def _forget_in_child() -> None:
-    """Restores the handlers in a forked child, which lacks the thread."""
+    """Restores the handlers in a forked child, which does not have the thread."""
     global _active
     if _active is not None:
         _active._restore()

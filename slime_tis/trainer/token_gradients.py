@@ -1,13 +1,12 @@
 """Finds the token at which a gradient stops being finite, for the error message of the step."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from slime_tis.errors import one_line
 from slime_tis.policy.policy_loss import LossInputs
 from slime_tis.trainer.data.sample import Sample
+from slime_tis.trainer.megatron.micro_batches import in_sample_order
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.step_inputs import Step
 
@@ -15,13 +14,13 @@ NO_TOKEN = (
     "No trained token has a log-prob, or a gradient of its log-prob, that is not finite: "
     "the overflow is in the model's backward pass."
 )
-"""The sentence if no token is at fault."""
+"""The sentence if all tokens have finite gradients and log-probs."""
 
 
 class TokenGradients:
     """Whether the gradients of each token of an optimizer step are finite, on this rank.
 
-    Hooks look at the gradients as they pass. Nothing synchronizes with the host before
+    Hooks read the gradients during the backward pass. Nothing synchronizes with the host before
     `first_nonfinite`.
     """
 
@@ -49,33 +48,34 @@ class TokenGradients:
             inputs.logits.register_hook(look_at_logits)
 
     def first_nonfinite(self, step: Step, parallel: Parallel) -> str:
-        """The first trained token with a non-finite gradient or log-prob, as a sentence.
+        """Returns a sentence about the first trained token whose gradient or log-prob is not finite.
 
         A collective of all ranks.
         """
         sentence = None
         if parallel.is_last_stage:
             sentence = self._on_this_rank(step, parallel)
-        sentences = parallel.all_gather_data(sentence)
-        first_sentence = next((text for text in sentences if text is not None), NO_TOKEN)
+        sentences = filter(None, parallel.all_gather_data(sentence))
+        first_sentence = next(sentences, NO_TOKEN)
         return parallel.broadcast_from_last_stage(first_sentence)
 
     def _on_this_rank(self, step: Step, parallel: Parallel) -> str | None:
-        """The sentence about this data-parallel rank's samples; None if no token is at fault."""
+        """Returns the sentence for the samples of this data-parallel rank, or None."""
         tokens = step.batch.responses
         log_probs = torch.cat(self._log_probs).float()
         are_finite = torch.cat(self._are_finite).float()
         columns = torch.stack([log_probs, are_finite], 1)
-        columns_L = _in_batch_order(columns, step.partition, tokens.lengths)
-        # NaN and infinity stay what they are: the other ranks add 0
+        columns_L = in_sample_order(columns, step.partition, tokens.lengths)
+        # NaN and infinity are preserved: context-parallel ranks add 0 for tokens of other ranks
         columns_N = parallel.ranks.over_context(tokens.slices.scatter(columns_L)).cpu()
         rows = columns_N.split(tokens.response_lengths)
         for is_at_fault in (_has_nonfinite_gradient, _has_nonfinite_log_prob):
             for sample, row in zip(step.samples, rows, strict=True):
                 trained_T = torch.tensor(sample.loss_mask) > 0
-                places = (is_at_fault(row) & trained_T).nonzero()
-                if len(places):
-                    return _sentence(sample, int(places[0]), row[int(places[0]), 0].item())
+                positions = (is_at_fault(row) & trained_T).nonzero()
+                if len(positions):
+                    position = int(positions[0])
+                    return _sentence(sample, position, row[position, 0].item())
         return None
 
 
@@ -85,16 +85,6 @@ def _has_nonfinite_gradient(row: Tensor) -> Tensor:
 
 def _has_nonfinite_log_prob(row: Tensor) -> Tensor:
     return ~row[:, 0].isfinite()
-
-
-def _in_batch_order(
-    columns: Tensor, partition: Sequence[Sequence[int]], lengths: Sequence[int]
-) -> Tensor:
-    """The tokens of all micro-batches in the order of the batch's samples."""
-    order = [sample for samples in partition for sample in samples]
-    parts = columns.split([lengths[sample] for sample in order])
-    by_sample = dict(zip(order, parts, strict=True))
-    return torch.cat([by_sample[sample] for sample in range(len(order))])
 
 
 def _sentence(sample: Sample, position: int, log_prob: float) -> str:

@@ -29,17 +29,6 @@ MAX_QUEUED_ROLLOUTS = 2
 """Rollouts in the queue; training waits if it is full, which bounds the memory."""
 
 
-def in_order(
-    records: Sequence[TokenRecord], partition: Sequence[Sequence[int]], lengths: Sequence[int]
-) -> Tensor:
-    """Returns the records of all micro-batches in the order of the batch, float32 [L, 6]."""
-    order = [sample for samples in partition for sample in samples]
-    stacked = torch.cat([record.stack() for record in records])
-    parts = stacked.split([lengths[sample] for sample in order])
-    sample_records = dict(zip(order, parts, strict=True))
-    return torch.cat([sample_records[sample] for sample in range(len(order))])
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepDump:
     """The samples of an optimizer step on a data-parallel rank, with values of their tokens."""
@@ -47,7 +36,7 @@ class StepDump:
     samples: Sequence[Sample]
     advantages: Sequence[float]
     record_N: Tensor
-    """float32 [N, 6] on the CPU, `TokenRecord.stack` of the whole responses."""
+    """float32 [N, 6] on the CPU, `TokenRecord.stack` of complete responses."""
     step: int
     global_batch: GlobalBatch
 
@@ -60,11 +49,11 @@ class DumpSettings:
     """Name of the files, with {rollout_id} and {rank}."""
     correction: RolloutCorrectionConfig
     has_custom_function: bool
-    """Whether a user function corrects."""
+    """Whether a user function computes the correction."""
     metadata: Mapping[str, Any]
-    """As in `TokenTable.metadata`; `old_policy` is that of the loss."""
+    """Metadata of the table; `old_policy` describes the π_old that the loss uses."""
     recomputes_old_policy: bool = False
-    """Whether a forward pass before the first step computes π_old of the training engine."""
+    """Whether the training engine computes π_old before the first step."""
 
     def path(self, rollout_id: int, rank: int) -> Path:
         """Returns the file of a rollout and a rank."""
@@ -72,7 +61,7 @@ class DumpSettings:
 
 
 class TrainDump:
-    """Writes the steps of each rollout to one file, in a thread. Failed writes are reported on stderr."""
+    """Writes the steps of each rollout to one file, in a thread; reports failed writes on stderr."""
 
     def __init__(self, settings: DumpSettings, rank: int) -> None:
         self._settings = settings
@@ -89,10 +78,8 @@ class TrainDump:
         """Passes the steps of a rollout to the thread; waits while too many rollouts are queued."""
         if self._steps:
             wait(self._writes[:-MAX_QUEUED_ROLLOUTS])
-            self._writes = [
-                *self._writes[-MAX_QUEUED_ROLLOUTS:],
-                self._thread.submit(self._write, rollout_id, self._steps),
-            ]
+            self._writes = self._writes[-MAX_QUEUED_ROLLOUTS:]
+            self._writes.append(self._thread.submit(self._write, rollout_id, self._steps))
             self._steps = []
 
     def flush(self) -> None:
@@ -107,7 +94,8 @@ class TrainDump:
         path = self._settings.path(rollout_id, self._rank)
         try:
             check_replaceable(path)
-            table = TokenTable.concatenate([table_of(step, self._settings) for step in steps])
+            tables = [table_of(step, self._settings) for step in steps]
+            table = TokenTable.concatenate(tables)
             metadata = {**table.metadata, "rollout_id": rollout_id, "rank": self._rank}
             write(path, replace(table, metadata=metadata))
         except Exception as error:  # training continues after any error
@@ -122,10 +110,11 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
     lengths = [sample.response_length for sample in step.samples]
     record = TokenRecord.unstack(step.record_N)
     records = map(TokenRecord.unstack, step.record_N.split(lengths))
-    parts = [
-        _parts(*values, step.step)
-        for values in zip(step.samples, records, step.advantages, strict=True)
-    ]
+    parts = []
+    for sample, sample_record, advantage in zip(
+        step.samples, records, step.advantages, strict=True
+    ):
+        parts.append(_parts(sample, sample_record, advantage, step.step))
     table = TokenTable.from_parts(parts, dict(settings.metadata))
     turns = turns_of(torch.from_numpy(table.loss_mask), lengths) - 1
     table = replace(table, turn=turns.numpy().astype(np.int32))
@@ -146,10 +135,11 @@ def table_of(step: StepDump, settings: DumpSettings) -> TokenTable:
 def _with_measured_policy(
     table: TokenTable, record: TokenRecord, settings: DumpSettings
 ) -> TokenTable:
-    """Returns the table with the training engine's π_old, which the mismatch metrics are of, as old policy.
+    """Returns the table with the training engine's π_old as old policy.
 
-    The loss of bypass mode has the rollout's π_old, which is a column anyway, and an interpolated
-    one follows from other columns. The weights and criteria of these losses are annotated before.
+    The mismatch metrics compare with this π_old. The loss may use another one: in bypass mode the
+    rollout's log-probs, which the table has in another column, or an interpolation, which follows
+    from other columns. Weights and criteria must be computed before, with the loss's π_old.
     """
     old_policy = "recomputed" if settings.recomputes_old_policy else "current"
     return replace(
@@ -160,7 +150,7 @@ def _with_measured_policy(
 
 
 def sample_parts(sample: Sample, train_log_prob: Any, **columns: Any) -> SampleParts:
-    """Returns training's log-probs of a sample with what the rollout engine returned, and further columns."""
+    """Returns a sample's columns: training's log-probs, the rollout engine's values and `columns`."""
     return SampleParts(
         train_log_prob=train_log_prob,
         rollout_log_prob=sample.rollout_log_probs,
@@ -193,16 +183,23 @@ def _parts(sample: Sample, record: TokenRecord, advantage: float, step: int) -> 
 
 
 def _experts(sample: Sample) -> Column | None:
-    """Returns the experts that predicted each response token: the rows of the preceding tokens."""
+    """Returns the experts that predicted each response token."""
     experts = sample.rollout_routed_experts
     if experts is None:
         return None
+    # the token before each response token predicts it
     first = len(sample.tokens) - sample.response_length - 1
     rows: Column = experts[first : first + sample.response_length].numpy()
-    return rows if len(rows) == sample.response_length else None
+    if len(rows) != sample.response_length:  # the rollout engine recorded too few tokens
+        return None
+    return rows
 
 
 def changed_fields(config: RolloutCorrectionConfig | PolicyConfig) -> dict[str, Any]:
-    """Returns the options with other values than the defaults."""
-    values = {field.name: (getattr(config, field.name), field.default) for field in fields(config)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    """Returns the options whose values differ from the defaults."""
+    changed = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            changed[field.name] = value
+    return changed

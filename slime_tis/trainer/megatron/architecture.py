@@ -1,4 +1,7 @@
-"""A Hugging Face configuration → megatron-core's GPTModel, for the families of `slime_tis.hf_directory`."""
+"""Builds megatron-core's GPTModel from a Hugging Face configuration.
+
+The supported families are in `slime_tis.hf_directory`.
+"""
 
 import importlib
 from dataclasses import dataclass, fields
@@ -54,7 +57,7 @@ class HfConfig(Protocol):
 
 
 class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
-    """A GPTModel that returns hidden states, or logits, only after the tokens of `PackedSequences.response_rows`.
+    """A GPTModel that returns hidden states, or logits, only for `PackedSequences.response_rows`.
 
     Under sequence parallelism a rank's slice of the tokens has any number of these rows. Therefore
     the hidden states are gathered here, and the gradient of the rows is summed over the
@@ -64,12 +67,18 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process and self.config.sequence_parallel:
-            self.output_layer.sequence_parallel, self.output_layer.allreduce_dgrad = False, True
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = True
 
     def _postprocess(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **kwargs: Any
     ) -> Tensor:
-        """Hidden states [L, 1, h] or logits [1, L, V] of the rows on the last pipeline stage; elsewhere [T, 1, h]."""
+        """Selects the rows whose log-probs are needed.
+
+        Returns:
+            On the last pipeline stage hidden states [L, 1, h] or logits [1, L, V]; on other stages
+            hidden states [T, 1, h] of all tokens.
+        """
         if self.post_process:
             if self.config.sequence_parallel:
                 hidden_states = gather_from_sequence_parallel_region(
@@ -85,11 +94,12 @@ class ResponseModel(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return output
 
     def output_weight(self) -> Tensor:
-        """The output layer's weight on this rank, on the last pipeline stage."""
-        tied = self.share_embeddings_and_output_weights
-        weight: Tensor = (
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        )
+        """Returns this rank's weight of the output layer; only on the last pipeline stage."""
+        weight: Tensor
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
         return weight
 
 
@@ -105,23 +115,23 @@ class Model:
 
 
 def read_hf_config(directory: str | Path) -> HfConfig:
-    """Loads a checkpoint's configuration; ValueError if the architecture, or a variant of it, is not supported."""
+    """Loads a checkpoint's configuration.
+
+    Raises:
+        ValueError: The architecture, or one of its options, is not supported.
+    """
     read_model_config(directory)
     hf: HfConfig = load_config(directory)
     name = hf.architectures[0]
-    unsupported = {
-        "hidden_act": hf.hidden_act not in ("silu", "swish"),
-        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
-        "attention_bias": (
-            FAMILIES[name].qkv_bias is False and bool(getattr(hf, "attention_bias", False))
-        ),
-        "use_sliding_window": bool(getattr(hf, "use_sliding_window", False)),
-    }
-    for field, bad in unsupported.items():
-        if bad:
-            raise ValueError(
-                f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}"
-            )
+    unsupported = ["mlp_bias", "use_sliding_window"]
+    if FAMILIES[name].qkv_bias is False:
+        unsupported.append("attention_bias")
+    used = [field for field in unsupported if getattr(hf, field, False)]
+    if hf.hidden_act not in ("silu", "swish"):
+        used.insert(0, "hidden_act")
+    if used:
+        field = used[0]
+        raise ValueError(f"{directory}: {field}={getattr(hf, field)!r} is not supported for {name}")
     return hf
 
 
@@ -141,12 +151,10 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
             f"{directory}: rotary scaling by {scaling} (YaRN) is supported on plain torch layers"
             " only"
         )
-    norms = transformer.qk_layernorm
-    spec = (
-        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=norms)
-        if engine
-        else _torch_spec(transformer)
-    )
+    if engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
+    else:
+        spec = _torch_spec(transformer)
     module = ResponseModel(
         transformer,
         spec,
@@ -160,14 +168,13 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
     if parallel.device.type != "cpu":  # torch cannot move the fake parameters of a plan
         module.to(parallel.device)
     release_probabilities(module)
-    # With equal sizes, the ranks with the same expert are the data- and context-parallel ranks, and
-    # megatron-core is right as it is.
+    # If the sizes are equal, the data- and context-parallel ranks are the ranks with the same
+    # expert. megatron-core is then right without this.
     if parallel.expert_tensor_size != parallel.tensor_size:
         separate_expert_gradients(module)
     if engine:
-        module.rotary_pos_emb.inv_freq = inverse_frequency.to(
-            parallel.device, copy=True
-        )  # no longer a buffer
+        # built without rotary scaling, which these frequencies have
+        module.rotary_pos_emb.inv_freq = inverse_frequency.to(parallel.device, copy=True)
         return Model(module, transformer, hf, None)
     return Model(module, transformer, hf, RotaryAngles(inverse_frequency, scaling))
 
@@ -175,11 +182,12 @@ def build_model(directory: str | Path, config: MegatronConfig, parallel: Paralle
 def transformer_config(
     hf: HfConfig, config: MegatronConfig, parallel: Parallel
 ) -> TransformerConfig:
-    """megatron-core's configuration of a Hugging Face model under the parallel layout."""
+    """Returns megatron-core's configuration of a Hugging Face model under the parallel layout."""
     family = FAMILIES[hf.architectures[0]]
-    names = {field.name for field in fields(TransformerConfig)} & {
-        field.name for field in fields(config)
-    }
+    engine = uses_transformer_engine(hf, parallel)
+    same_options = fields_in_common(config, TransformerConfig)
+    # megatron-core reads it only to choose layers, which `build_model` does
+    del same_options["transformer_impl"]
     dtype = DTYPES[config.precision]
     on_cpu = parallel.device.type == "cpu"
     return TransformerConfig(
@@ -200,26 +208,31 @@ def transformer_config(
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        **{
-            name: getattr(config, name) for name in names - {"transformer_impl"}
-        },  # precision, layout, recomputation
+        **same_options,  # precision, layout, recomputation
         # Sums over tokens or sequences are divided once, by their number in the global batch.
         calculate_per_token_loss=True,
         variable_seq_lengths=parallel.pipeline_size > 1,
         moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, dense or not
         **_moe_options(hf),
         use_cpu_initialization=on_cpu,
-        use_te_activation_func=not uses_transformer_engine(
-            hf, parallel
-        ),  # the spec's, here TorchSwiGLU
-        apply_rope_fusion=uses_transformer_engine(hf, parallel),
+        use_te_activation_func=not engine,  # takes the activation of the spec, TorchSwiGLU
+        apply_rope_fusion=engine,
         batch_p2p_comm=not on_cpu,
         batch_p2p_sync=not on_cpu,
     )
 
 
+def fields_in_common(config: MegatronConfig, megatron_class: type) -> dict[str, Any]:
+    """Returns the options whose names are also fields of a dataclass of megatron-core."""
+    names = {field.name for field in fields(megatron_class)}
+    return {name: value for name, value in vars(config).items() if name in names}
+
+
 def _moe_options(hf: Any) -> dict[str, Any]:
-    """megatron-core's configuration of a model's experts, trained without a loss for balance; empty if dense."""
+    """Returns megatron-core's options for a model's experts; empty for a dense model.
+
+    Experts are trained without a load-balancing loss.
+    """
     sizes = moe_sizes(hf)
     if sizes is None:
         return {}
@@ -234,42 +247,38 @@ def _moe_options(hf: Any) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
     }
-    if (
-        not family.sigmoid_router
-    ):  # a softmax over all experts, or over the chosen ones, whose weights then sum to 1
-        return options | {
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
-        }
+    if not family.sigmoid_router:
+        options["moe_router_score_function"] = "softmax"
+        # Normalized weights are a softmax over the chosen experts, others one over all experts.
+        options["moe_router_pre_softmax"] = not hf.norm_topk_prob
+        return options
     # "DeepSeek-V3 Technical Report" (https://arxiv.org/abs/2412.19437), section 2.1.2
-    groups = (
-        {"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group}
-        if hf.n_group > 1
-        else {}
-    )
-    return (
-        options
-        | groups
-        | {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,  # the bias keeps its pretrained value
-            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
-        }
-    )
+    options["moe_router_score_function"] = "sigmoid"
+    options["moe_router_enable_expert_bias"] = True
+    options["moe_router_bias_update_rate"] = 0.0  # the bias keeps its pretrained value
+    options["moe_router_topk_scaling_factor"] = hf.routed_scaling_factor
+    if hf.n_group > 1:
+        options["moe_router_num_groups"] = hf.n_group
+        options["moe_router_group_topk"] = hf.topk_group
+    return options
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """The size of the vocabulary, rounded up to a multiple of the tensor-parallel size."""
+    """Rounds the size of the vocabulary up to a multiple of the tensor-parallel size."""
     return -(-vocab_size // tensor_size) * tensor_size
 
 
 def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies [d/2], factor on cosine and sine), as transformers computes them for this model."""
-    module, name = family.rotary_class.split(":")
+    """Returns the rotary settings that transformers computes for this model.
+
+    Returns:
+        Inverse frequencies [d/2], and the factor on cosine and sine.
+    """
+    module_name, class_name = family.rotary_class.split(":")
+    rotary_class = getattr(importlib.import_module(module_name), class_name)
     try:
-        rotary = getattr(importlib.import_module(module), name)(config=hf)
-    except Exception as error:  # a missing factor, say
+        rotary = rotary_class(config=hf)
+    except Exception as error:  # for example KeyError if the configuration lacks a factor
         raise ValueError(
             f"the checkpoint's rotary settings are invalid: {first_line(error)}."
         ) from error
@@ -277,22 +286,23 @@ def rotary_frequencies(hf: HfConfig, family: Family) -> tuple[torch.Tensor, floa
 
 
 def uses_transformer_engine(hf: HfConfig, parallel: Parallel) -> bool:
-    """Whether layers come from transformer-engine; `hf_weights` does not know its names of the weights of experts."""
+    """Returns whether transformer-engine computes the layers: only for dense models.
+
+    `hf_weights` does not know transformer-engine's names of expert weights.
+    """
     return parallel.transformer_engine and moe_sizes(hf) is None
 
 
 def _torch_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    dense, first = _torch_layer_spec(config, None), get_transformer_layer_offset(config)
-    sparse = (
-        dense
-        if config.num_moe_experts is None
-        else _torch_layer_spec(config, config.num_moe_experts)
-    )
-    pattern = (
-        config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
-    )
-    here = pattern[first : first + get_num_layers_to_build(config)]
-    layers = [sparse if is_sparse else dense for is_sparse in here]
+    """Returns the specification of the layers of this pipeline stage."""
+    dense = _torch_layer_spec(config, None)
+    layers = [dense] * get_num_layers_to_build(config)
+    if config.num_moe_experts is not None:
+        sparse = _torch_layer_spec(config, config.num_moe_experts)
+        first = get_transformer_layer_offset(config)
+        for number in range(len(layers)):
+            if config.moe_layer_freq[first + number]:
+                layers[number] = sparse
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
 
 
@@ -301,13 +311,15 @@ def _torch_layer_spec(config: TransformerConfig, num_experts: int | None) -> Any
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = TorchAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+        attention.q_layernorm = TorchRMSNorm
+        attention.k_layernorm = TorchRMSNorm
+    layer.submodules.input_layernorm = TorchRMSNorm
+    layer.submodules.pre_mlp_layernorm = TorchRMSNorm
     mlp = layer.submodules.mlp
-    if num_experts is not None:
-        mlp.submodules.router = MoeRouter
-        for experts in (mlp.submodules.experts, mlp.submodules.shared_experts):
-            experts.submodules.activation_func = TorchSwiGLU
-    else:
+    if num_experts is None:
         mlp.module = TorchMLP
+    else:
+        mlp.submodules.router = MoeRouter
+        mlp.submodules.experts.submodules.activation_func = TorchSwiGLU
+        mlp.submodules.shared_experts.submodules.activation_func = TorchSwiGLU
     return layer

@@ -1,11 +1,11 @@
-"""Reads megatron-core's distributed checkpoints without running code that somebody put into them.
+"""Reads megatron-core's distributed checkpoints without running code from their files.
 
-torch's `FileSystemReader` loads `.metadata` with an unrestricted unpickler, and torch's planner
-loads objects in `.distcp` files likewise. A pickle may call any function. Here, a class in
-`.metadata` only becomes a record of data, from which torch's classes are made anew with checked
-fields, and objects are loaded with `weights_only=True`. `dist_checkpointing.load` takes the two
-strategies. The names that begin with `_` are private in torch 2.13 and megatron-core 0.16.1: check
-them after an upgrade.
+A pickle may call any function. torch's `FileSystemReader` loads `.metadata` with an unrestricted
+unpickler, and torch's planner loads objects in `.distcp` files with one. Here, classes in
+`.metadata` become records of plain data. Torch's classes are made from their checked fields.
+Objects are loaded with `weights_only=True`. `dist_checkpointing.load` gets the two strategies.
+Imported names that begin with `_` are private in torch 2.13 and megatron-core 0.16.1: check them
+after an upgrade.
 """
 
 import io
@@ -53,8 +53,7 @@ RECORDS = {
     ("torch.distributed.checkpoint.planner", "WriteItemType"),
     ("torch.serialization", "_get_layout"),
 }
-"""Classes and functions in `.metadata` that are read as records; none of them is imported or
-called."""
+"""Classes and functions in `.metadata` that become records. None of them is imported or called."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -73,7 +72,7 @@ DTYPES = {
 """Data types of tensors in `.metadata`, by their name in the module torch."""
 
 EXTRA_STATE = re.compile(r"(.*\.)?_extra_state[0-9]*")
-"""Names in a model's state for what transformer-engine keeps of FP8 training, and unpickles."""
+"""Names of transformer-engine's FP8 state, a pickle, in the state of a model."""
 
 
 class SafeShardedStrategy(torch_strategy.TorchDistLoadShardedStrategy):  # type: ignore[misc]
@@ -82,10 +81,9 @@ class SafeShardedStrategy(torch_strategy.TorchDistLoadShardedStrategy):  # type:
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """Loads the ranks' part of a checkpoint."""
         reader = CheckpointReader(checkpoint_dir)
-        reader.read_metadata()  # here an error is raised as it is; torch would wrap it into its own
+        reader.read_metadata()  # raises UnsafeFile, which torch would wrap in another error
         original = torch_strategy._get_filesystem_reader
-        # megatron-core has no parameter for the reader: its strategy calls this function of its
-        # module.
+        # megatron-core has no parameter for the reader: its strategy calls this function.
         torch_strategy._get_filesystem_reader = lambda directory, cache_metadata=False: reader
         try:
             return super().load(sharded_state_dict, checkpoint_dir)
@@ -97,7 +95,11 @@ class SafeCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
     """megatron-core's strategy for `common.pt`, the state that all ranks share."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """Loads `common.pt`; raises UnsafeFile if it holds other objects than tensors and plain data."""
+        """Loads `common.pt`.
+
+        Raises:
+            UnsafeFile: It contains objects other than tensors and plain data.
+        """
         return load_tensors(Path(checkpoint_dir) / COMMON)
 
 
@@ -108,16 +110,19 @@ class CheckpointReader(FileSystemReader):
         super().__init__(path)
         self._metadata: Metadata | None = None
 
-    def read_metadata(
-        self,
-    ) -> Metadata:  # not of one rank: then torch would fall back to other files
-        """Returns the content of `.metadata`; raises UnsafeFile if it is not what torch writes."""
+    # Without torch's parameter for the metadata of one rank, which may fall back to other files.
+    def read_metadata(self) -> Metadata:
+        """Returns the content of `.metadata`.
+
+        Raises:
+            UnsafeFile: The content is not torch's metadata of a checkpoint.
+        """
         if self._metadata is None:
             self._metadata = read_metadata(Path(self.path) / METADATA)
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Reads tensors and objects into the planner's state, one file after the other."""
+        """Reads tensors and objects into the planner's state, file by file."""
         safe_planner: Any = _SafePlanner(planner, self)
         items_by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -125,10 +130,10 @@ class CheckpointReader(FileSystemReader):
         for file, items in items_by_file.items():
             try:
                 super().read_data(replace(plan, items=items), safe_planner)
-            except pickle.UnpicklingError:  # its message recommends weights_only=False
-                raise UnsafeFile(
-                    f"{Path(self.path) / file} was not loaded: {NOT_TENSORS}"
-                ) from None
+            except pickle.UnpicklingError:
+                # without torch's message, which recommends weights_only=False
+                path = Path(self.path) / file
+                raise UnsafeFile(f"{path} was not loaded: {NOT_TENSORS}") from None
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -140,7 +145,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class _SafePlanner:
-    """The planner, except that it gets objects after `weights_only=True` has loaded them."""
+    """A planner that gets objects only after `weights_only=True` has loaded them."""
 
     def __init__(self, planner: LoadPlanner, reader: CheckpointReader) -> None:
         self._planner = planner
@@ -150,13 +155,12 @@ class _SafePlanner:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Loads an object without running code and passes it on in a file of our own.
+        """Loads an object without running code, and saves it again for the planner.
 
-        The planner loads what it gets with `weights_only=False`.
+        The planner loads files with `weights_only=False`.
         """
-        content = load_tensors(
-            value, where=Path(self._reader.path) / self._reader.file_of(read_item)
-        )
+        path = Path(self._reader.path) / self._reader.file_of(read_item)
+        content = load_tensors(value, where=path)
         checked = io.BytesIO()
         torch.save(content, checked)
         checked.seek(0)
@@ -164,10 +168,13 @@ class _SafePlanner:
 
 
 def check_extra_state(state: dict[str, Any], checkpoint: Path) -> None:
-    """Raises UnsafeFile if a model's state has pickled state of layers.
+    """Refuses pickled state of layers.
 
     transformer-engine unpickles `_extra_state` without restriction. It is empty unless a model
-    trains in FP8, which this program does not.
+    trains in FP8, which this program does not support.
+
+    Raises:
+        UnsafeFile: The state of the model has such a pickle.
     """
     for name, value in state.items():
         if not EXTRA_STATE.fullmatch(name) or value is None:
@@ -185,7 +192,7 @@ def check_extra_state(state: dict[str, Any], checkpoint: Path) -> None:
 
 
 class _Record:
-    """What `.metadata` says of one object: its arguments and its state."""
+    """An object in `.metadata`: the arguments and the state of its class."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -203,10 +210,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self._classes: dict[tuple[str, str], type] = {}
-        """Made for this file: a pickle may also change the attributes of a class."""
+        """New classes for each file, because a pickle may change the attributes of a class."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what a name in the pickle stands for."""
+        """Returns the class, function or data type for a name in the pickle."""
         if (module, name) in RECORDS:
             return self._classes.setdefault((module, name), type(name, (_Record,), {}))
         if (module, name) == ("torch", "Size"):
@@ -221,11 +228,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Returns the metadata of a checkpoint, made of checked plain data.
+    """Returns the metadata of a checkpoint, built from checked plain data.
 
     Raises:
         UnsafeFile: The file names a class or function that torch's metadata does not contain, or
-            has another form.
+            its content has another form.
         OSError: The file cannot be read.
     """
     try:
@@ -246,19 +253,15 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _metadata(record: Any) -> Metadata:
-    """Makes torch's metadata, without the saved plans, which loading does not need."""
+    """Returns torch's metadata, without the saved plans, which loading does not need."""
     fields = _fields(record, "Metadata")
-    return Metadata(
-        state_dict_metadata={
-            _checked(name, str): _storage_metadata(entry)
-            for name, entry in _checked(fields["state_dict_metadata"], dict).items()
-        },
-        storage_data={
-            _index(index): _storage_info(entry)
-            for index, entry in _checked(fields["storage_data"], dict).items()
-        },
-        storage_meta=StorageMeta(),
-    )
+    tensors = {}
+    for name, entry in _checked(fields["state_dict_metadata"], dict).items():
+        tensors[_checked(name, str)] = _storage_metadata(entry)
+    storage = {}
+    for index, entry in _checked(fields["storage_data"], dict).items():
+        storage[_index(index)] = _storage_info(entry)
+    return Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=StorageMeta())
 
 
 def _storage_metadata(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -293,7 +296,7 @@ def _index(record: Any) -> MetadataIndex:
 def _storage_info(record: Any) -> _StorageInfo:
     fields = _fields(record, "_StorageInfo")
     path = _checked(fields["relative_path"], str)
-    if not re.fullmatch(SHARD_FILE, path):  # another could be any file of this machine
+    if not re.fullmatch(SHARD_FILE, path):  # otherwise it could be any file of this machine
         raise UnsafeFile(f"refers to the file {path!r}")
     if fields.get("transform_descriptors"):
         raise UnsafeFile("refers to a transformation of its files")

@@ -1,9 +1,9 @@
 """Layers in plain torch, as megatron-core spec modules, for machines without transformer-engine.
 
 RMSNorm and SwiGLU save little for the backward pass. megatron-core's torch RMSNorm refuses sequence
-parallelism, and torch's also saves the normalized input on a CPU. megatron-core's MLP saves the
-input of SwiGLU, silu(gate), a copy of the other factor and the product: five times the inner size.
-Here only the input is saved, twice the inner size.
+parallelism, and torch's RMSNorm also saves the normalized input on a CPU. megatron-core's MLP saves
+the input of SwiGLU, silu(gate), a copy of the other factor and the product: five times the inner
+size. Here only the input is saved, twice the inner size.
 """
 
 from collections.abc import Callable
@@ -57,24 +57,27 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         """query [tokens, heads, d], key and value [tokens, groups, d] → [tokens, heads·d]."""
         layout = packed_seq_params
         assert layout.cos is not None and layout.sin is not None  # `pack` with rotary angles
-        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        query = rotate(query, layout.cos, layout.sin)
+        key = rotate(key, layout.cos, layout.sin)
         if self.context_group.size() > 1:
-            keys_and_values = torch.stack([key, value], 1)
-            key, value = gather_from_sequence_parallel_region(
-                keys_and_values, group=self.context_group
-            ).unbind(1)
-        repeats = query.shape[1] // key.shape[1]
-        outputs = [
-            F.scaled_dot_product_attention(
+            local = torch.stack([key, value], 1)
+            # gathers along the first dimension, the tokens
+            gathered = gather_from_sequence_parallel_region(local, group=self.context_group)
+            key, value = gathered.unbind(1)
+        queries_per_group = query.shape[1] // key.shape[1]
+        outputs = []
+        for rows in layout.rows:
+            keys = rows.gather(key, rows.key_index)
+            values = rows.gather(value, rows.key_index)
+            output = F.scaled_dot_product_attention(
                 rows.gather(query, rows.query_index),
-                rows.gather(key, rows.key_index).repeat_interleave(repeats, 1),
-                rows.gather(value, rows.key_index).repeat_interleave(repeats, 1),
+                keys.repeat_interleave(queries_per_group, 1),
+                values.repeat_interleave(queries_per_group, 1),
                 attn_mask=rows.mask,
                 is_causal=rows.mask is None,
                 scale=self.softmax_scale,
             )
-            for rows in layout.rows
-        ]
+            outputs.append(output)
         return layout.packed(outputs).flatten(1)
 
 
@@ -88,9 +91,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x is [tokens, heads, d or more], cos and sin are [tokens, 1, d/2].
     """
-    rotated, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
-    rotated = _Rotate.apply(rotated, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]  # torch's
-    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
+    width = 2 * cos.shape[-1]
+    rotated, rest = x.split([width, x.shape[-1] - width], -1)
+    output: Tensor = _Rotate.apply(rotated, cos.to(x.dtype), sin.to(x.dtype))  # type: ignore[no-untyped-call]
+    if rest.shape[-1] == 0:
+        return output
+    return torch.cat([output, rest], -1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -102,10 +108,11 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
+        return _rotated(grads[0], cos, -sin), None, None  # the inverse rotation
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The formula of `rotate`, in one new tensor."""
     half = x.shape[-1] // 2
     rotated: Tensor = x.unflatten(-1, (2, half)) * cos.unsqueeze(-2)
     rotated[..., 0, :].addcmul_(x[..., half:], sin, value=-1)
@@ -114,14 +121,15 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class TorchRMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight; megatron-core reduces its gradient under sequence parallelism."""
+    """x / sqrt(mean(x²) + ε) · weight."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
+        # megatron-core sums the gradient of weights with this mark over the tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,22 +159,25 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         wide = x.to(scale.dtype)
-        of_weight = grad * wide
-        of_weight.mul_(scale)
-        product = grad * weight.to(scale.dtype)
-        mean = (product * wide).mean(-1, keepdim=True)
-        product.addcmul_(wide, mean.mul_(scale).mul_(scale), value=-1).mul_(scale)
-        grad_weight = of_weight.flatten(0, -2).sum(0)
-        return product.to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_weight = grad * wide
+        grad_weight.mul_(scale)
+        grad_x = grad * weight.to(scale.dtype)
+        mean = (grad_x * wide).mean(-1, keepdim=True)
+        grad_x.addcmul_(wide, mean.mul_(scale).mul_(scale), value=-1).mul_(scale)
+        grad_weight = grad_weight.flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class TorchMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's MLP without biases, which recomputes the second layer's input in the backward pass."""
+    """megatron-core's MLP without biases.
+
+    The backward pass computes the input of the second linear layer again.
+    """
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """[..., hidden size] → the same, and no bias."""
+        """[..., hidden size] → [..., hidden size], and None instead of a bias."""
         assert per_token_scale is None  # experts use megatron-core's MLP
         x, _bias = self.linear_fc1(hidden_states)
         output, _bias = with_recomputed_input(self.linear_fc2, swiglu, x)
@@ -202,29 +213,32 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
-        of_x = torch.empty_like(x)
-        of_gate, of_up = of_x.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(
-            torch.mul(grad, up, out=of_gate), gate, grad_input=of_gate
-        )
-        return of_x
+        # Both halves are views of one tensor, which needs no copy.
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_x
 
 
 def with_recomputed_input(
     layer: Callable[[Tensor], R], function: Callable[[Tensor], Tensor], x: Tensor
 ) -> R:
-    """layer(function(x)), where the layer saves x instead of its input; `function` must be deterministic."""
+    """Returns layer(function(x)); the layer saves x instead of its input.
+
+    `function` must be deterministic.
+    """
     inputs = function(x)
-    shape, address = (
-        inputs.shape,
-        inputs.data_ptr(),
-    )  # autograd keeps `pack`, which must not refer to the tensor
+    # Autograd keeps `pack`. If that referred to `inputs`, they would stay in memory.
+    shape = inputs.shape
+    address = inputs.data_ptr()
     saved = x.detach()
 
     def pack(tensor: Tensor) -> Tensor | _Recomputed:
-        is_input = tensor.shape == shape and tensor.data_ptr() == address
-        return _Recomputed(saved) if is_input else tensor
+        if tensor.shape == shape and tensor.data_ptr() == address:
+            return _Recomputed(saved)
+        return tensor
 
     def unpack(packed: Tensor | _Recomputed) -> Tensor:
         if isinstance(packed, Tensor):
@@ -247,7 +261,10 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
     expert_bias: Tensor | None
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [..., experts] float32; megatron-core's method reads a name of transformer-engine."""
+        """Computes logits [..., experts] in float32.
+
+        megatron-core's method needs transformer-engine.
+        """
         return F.linear(input.float(), self.weight.float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoeRouter":
@@ -259,19 +276,20 @@ class MoeRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         return self
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Does nothing: megatron-core would count tokens per expert, to change the bias."""
+        """Does nothing: megatron-core would count tokens per expert to update the bias."""
 
 
 def release_probabilities(module: nn.Module) -> None:
-    """Makes megatron-core's dispatchers release the probabilities of a micro-batch after their layer has run.
+    """Makes megatron-core's dispatchers release the probabilities after their layer has run.
 
-    The graph of the probabilities refers to the parameters, whose data-parallel hooks refer to the
-    model: a cycle through C++ that Python's garbage collector does not see, so that the model would
-    never be freed.
+    The autograd graph of the probabilities refers to the parameters, whose data-parallel hooks
+    refer to the model. Python's garbage collector does not see this cycle through C++, and would
+    never free the model.
     """
 
     def release(layer: Any, args: Any, output: Any) -> None:
-        layer.token_dispatcher.local_probs = layer.token_dispatcher.probs = None
+        layer.token_dispatcher.local_probs = None
+        layer.token_dispatcher.probs = None
 
     for child in module.modules():
         if isinstance(child, MoELayer):
@@ -279,13 +297,13 @@ def release_probabilities(module: nn.Module) -> None:
 
 
 def separate_expert_gradients(module: nn.Module) -> None:
-    """Makes megatron-core sum the gradients of routed experts over the ranks that hold the same shard of an expert.
+    """Makes megatron-core sum gradients of routed experts over the ranks with the same shard.
 
     megatron-core 0.16.1 does so only for weights with the mark `allreduce = False`, and it sets
     that mark only if the expert-parallel size is above 1
     (`megatron/core/tensor_parallel/layers.py`). Without the mark, gradients are summed over the
-    data- and context-parallel ranks. These are other ranks if the expert-tensor size differs from
-    the tensor size: experts then miss tokens, or the gradients of different shards are added.
+    data- and context-parallel ranks. If the expert-tensor size differs from the tensor size, these
+    are other ranks: experts then miss tokens, or gradients of different shards are added.
     """
     for child in module.modules():
         if isinstance(child, MoELayer):

@@ -12,12 +12,30 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Rollout = list[int]  # the indices of its sequences
 MIN_SHARED = 8
 """Tokens of the shortest shared segment, except for complete prompts. Each level of the tree costs
 one more attention call per layer."""
+
+
+def in_sample_order(
+    values: Tensor, partition: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> Tensor:
+    """Reorders the values of all micro-batches' tokens to the order of the samples.
+
+    Args:
+        values: [tokens, …], micro-batch by micro-batch.
+        partition: The samples of each micro-batch.
+        lengths: Number of tokens of each sample.
+    """
+    order = list(chain.from_iterable(partition))
+    lengths_in_order = [lengths[sample] for sample in order]
+    rows_in_order = values.split(lengths_in_order)
+    rows_by_sample = dict(zip(order, rows_in_order, strict=True))
+    return torch.cat([rows_by_sample[sample] for sample in range(len(order))])
 
 
 @dataclass(frozen=True, kw_only=True)

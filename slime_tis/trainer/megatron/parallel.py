@@ -30,7 +30,7 @@ class Parallel:
 
     device: torch.device
     transformer_engine: bool
-    """Whether its layers are used: on a GPU, if it is installed."""
+    """Whether transformer-engine computes the layers: on a GPU, if it is installed."""
     tensor_rank: int
     tensor_size: int
     pipeline_rank: int
@@ -40,10 +40,10 @@ class Parallel:
     data_rank: int
     data_size: int
     expert_rank: int
-    """Among the ranks that share the experts of a layer."""
+    """Rank in the group that divides the experts of a layer."""
     expert_size: int
     expert_tensor_rank: int
-    """Among the ranks that share one expert."""
+    """Rank in the group that divides each expert."""
     expert_tensor_size: int
     local_size: int
     tensor_group: dist.ProcessGroup
@@ -80,7 +80,7 @@ class Parallel:
         return dist.get_world_size()
 
     def largest(self, value: int) -> int:
-        """The largest value of all ranks; a collective with one host synchronization."""
+        """Returns the largest value of all ranks; a collective with one host synchronization."""
         if self.size == 1:
             return value
         largest = torch.tensor([value], device=self.device)
@@ -90,33 +90,37 @@ class Parallel:
     @property
     def ranks(self) -> Ranks:
         """The reductions over the context- and data-parallel ranks, in place."""
-        sliced, shared = self.context_size > 1, self.data_size > 1
-        if not (sliced or shared):
+        context = None
+        data = None
+        both = None
+        if self.context_size > 1:
+            context = self.context_group
+        if self.data_size > 1:
+            data = self.data_group
+        if context is not None and data is not None:
+            both = self.data_and_context_group
+        if context is None and data is None:
             return Ranks()
-        return Ranks.from_groups(
-            context=self.context_group if sliced else None,
-            data=self.data_group if shared else None,
-            data_and_context=self.data_and_context_group if sliced and shared else None,
-        )
+        return Ranks.from_groups(context=context, data=data, data_and_context=both)
 
     def broadcast_from_stage(self, value: T, stage: int) -> T:
-        """A small Python object of pipeline stage `stage`, on every stage."""
+        """Returns a small Python object of pipeline stage `stage` on every stage."""
         if self.pipeline_size == 1:
             return value
-        box: list[T] = [value]
-        dist.broadcast_object_list(box, group=self.pipeline_group, group_src=stage)
-        return box[0]
+        values: list[T] = [value]  # torch replaces the element
+        dist.broadcast_object_list(values, group=self.pipeline_group, group_src=stage)
+        return values[0]
 
     def broadcast_from_last_stage(self, value: T) -> T:
-        """A small Python object of the last pipeline stage, on every stage."""
+        """Returns a small Python object of the last pipeline stage on every stage."""
         return self.broadcast_from_stage(value, self.pipeline_size - 1)
 
     def all_gather_data(self, value: T) -> list[T]:
-        """A small Python object of every data-parallel rank, in their order."""
+        """Returns a small Python object of every data-parallel rank, by rank."""
         return _all_gather(value, self.data_size, self.data_group)
 
     def all_gather_data_and_context(self, value: T) -> list[T]:
-        """A small Python object of every data- and context-parallel rank, in their order."""
+        """Returns a small Python object of every data- and context-parallel rank, by rank."""
         return _all_gather(value, self.data_size * self.context_size, self.data_and_context_group)
 
 
@@ -131,16 +135,15 @@ def trains_with_transformer_engine(config: MegatronConfig, *, has_gpu: bool) -> 
     """Returns whether transformer-engine computes the layers.
 
     Raises:
-        ValueError: --transformer-impl transformer_engine asks for it, and it cannot.
+        ValueError: --transformer-impl transformer_engine requests it, but it is not possible.
     """
-    problem = ""
     if config.transformer_impl == "local":
         return False
+    problem = ""
     if not has_gpu:
         problem = "transformer-engine needs a GPU"
-    elif (
-        config.precision == "fp32"
-    ):  # the unfused backend takes it, but pads and refuses context parallelism
+    elif config.precision == "fp32":
+        # its unfused attention supports float32, but pads sequences and has no context parallelism
         problem = (
             "transformer-engine's flash and fused attention do not support float32; add --bf16 or"
             " --fp16"
@@ -148,7 +151,8 @@ def trains_with_transformer_engine(config: MegatronConfig, *, has_gpu: bool) -> 
     else:
         try:
             importlib.import_module("transformer_engine.pytorch")
-        except (ImportError, OSError, RuntimeError) as error:  # also a build for another CUDA
+        except (ImportError, OSError, RuntimeError) as error:
+            # OSError and RuntimeError: a build for another version of CUDA
             problem = f"transformer_engine.pytorch does not import: {first_line(error)}"
     if problem and config.transformer_impl is not None:
         raise ValueError(
@@ -158,21 +162,22 @@ def trains_with_transformer_engine(config: MegatronConfig, *, has_gpu: bool) -> 
 
 
 def initialize(config: MegatronConfig) -> Parallel:
-    """Starts torch.distributed, with or without torchrun, and megatron-core's groups; seeds every rank."""
+    """Starts torch.distributed, with or without torchrun, and megatron-core; seeds every rank."""
     environment = read_environment(os.environ)
     has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", environment.local_rank) if has_gpu else torch.device("cpu")
+    device = torch.device("cpu")
+    backend = "gloo"
+    if has_gpu:
+        device = torch.device("cuda", environment.local_rank)
+        backend = "nccl"
     transformer_engine = trains_with_transformer_engine(config, has_gpu=has_gpu)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if has_gpu:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _start_process_group(
-            "nccl" if has_gpu else "gloo",
-            environment,
-            timedelta(minutes=config.distributed_timeout_minutes),
-        )
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        _start_process_group(backend, environment, timeout)
     mpu.initialize_model_parallel(
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -196,11 +201,9 @@ def initialize(config: MegatronConfig) -> Parallel:
     }
     fields: dict[str, Any] = {}
     for name, group in groups.items():
-        fields |= {
-            f"{name}_rank": group.rank(),
-            f"{name}_size": group.size(),
-            f"{name}_group": group,
-        }
+        fields[f"{name}_rank"] = group.rank()
+        fields[f"{name}_size"] = group.size()
+        fields[f"{name}_group"] = group
     return Parallel(
         device=device,
         transformer_engine=transformer_engine,
@@ -211,32 +214,36 @@ def initialize(config: MegatronConfig) -> Parallel:
 
 
 def _start_process_group(backend: str, environment: Environment, timeout: timedelta) -> None:
+    """Connects to the other ranks; a process without a launcher is the only rank.
+
+    Raises:
+        ValueError: The network interface does not exist, or a rank did not connect.
+    """
     if not environment.launched:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    wanted, present = (
-        os.environ.get("GLOO_SOCKET_IFNAME"),
-        [name for _, name in socket.if_nameindex()],
-    )
-    if backend == "gloo" and wanted and not {*wanted.split(",")} <= {*present}:
-        raise ValueError(
-            f"GLOO_SOCKET_IFNAME is {wanted!r}, but this host's interfaces are"
-            f" {', '.join(present)}."
-        )
+    requested = os.environ.get("GLOO_SOCKET_IFNAME")
+    if backend == "gloo" and requested:
+        interfaces = [name for _, name in socket.if_nameindex()]
+        if not set(requested.split(",")) <= set(interfaces):
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME is {requested!r}, but this host's interfaces are"
+                f" {', '.join(interfaces)}."
+            )
     try:
         dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch has a dozen error types here
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)[:200]
         raise ValueError(
             f"rank {environment.rank} of {environment.world_size} did not connect to the other"
-            f" ranks at {address}: {reason[:200]}; check that MASTER_ADDR and MASTER_PORT are equal"
+            f" ranks at {address}: {reason}; check that MASTER_ADDR and MASTER_PORT are equal"
             " on all ranks and that the port is free."
         ) from error
 
 
 def connect_store() -> dist.Store | None:
-    """A separate connection to the ranks' key-value store; None for a single rank."""
+    """Returns a separate connection to the ranks' key-value store; None for a single rank."""
     if dist.get_world_size() == 1:
         return None
     store = dist.TCPStore(
@@ -245,18 +252,17 @@ def connect_store() -> dist.Store | None:
         is_master=False,
         wait_for_workers=False,
     )
-    attempt = os.environ.get(
-        "TORCHELASTIC_RESTART_COUNT", "0"
-    )  # the store outlives a restart of the ranks
+    # torchrun may restart the ranks; the store then has the entries of the failed attempt
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"slime_tis/{attempt}", store)
 
 
 def lost_contact(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, comes from a collective whose other ranks have ended."""
+    """Returns whether an error, or its cause, comes from a collective whose other ranks ended."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error)
-        ):
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and "gloo" in str(error):  # it has no class for this
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,9 +1,9 @@
-"""Training checkpoints and exports: complete or absent, their files checked before they are loaded.
+"""Training checkpoints and exports: complete or absent, with files that are checked before loading.
 
-A checkpoint holds megatron-core's distributed checkpoint of model, optimizer, scheduler and random
-state, and the trainer's state; `slime_tis.trainer.storage.checkpoint_files` has the names of its
-files. All functions except `remove_older` are collectives. The second half works around
-megatron-core 0.16.1 and uses its private names: check it after an upgrade.
+A checkpoint contains the trainer's state, and megatron-core's distributed checkpoint of model,
+optimizer, scheduler and random state. `slime_tis.trainer.storage.checkpoint_files` names the files.
+All functions except `remove_older` are collectives. The second half works around megatron-core
+0.16.1 and uses private names: check it after an upgrade.
 """
 
 import json
@@ -37,8 +37,8 @@ from slime_tis.trainer.storage import exports
 from slime_tis.trainer.storage.hf_writer import SHARD_BYTES, write_hf_checkpoint
 
 SET_BY_STATE = ("params", "step", "lr", "weight_decay")
-"""Entries of an optimizer's parameter groups that are not options: parameters, and values that the
-scheduler sets."""
+"""Entries of an optimizer's parameter groups that options do not set: the parameters, and values
+that the scheduler sets."""
 
 
 class CheckpointError(RuntimeError):
@@ -55,23 +55,34 @@ def save(
     write_extra: Callable[[Path], object] = lambda directory: None,
     before_it_counts: Callable[[], object] = lambda: None,
 ) -> None:
-    """Writes the checkpoint `directory/iter_STEP`, and removes all but the run's `retain` newest checkpoints.
+    """Writes the checkpoint `directory/iter_STEP`, then removes older checkpoints of the run.
 
-    `before_it_counts` is called when all files are written, before the checkpoint gets the name
-    under which a run resumes it.
+    Args:
+        directory: The directory of the run's checkpoints.
+        step: Number of optimizer steps made.
+        engine: The engine that is saved.
+        trainer_state: Content of the trainer's file.
+        retain: Number of the run's newest checkpoints to keep.
+        write_extra: Writes further files to the given directory, on the main process.
+        before_it_counts: Called when all files are written, before the checkpoint gets the name
+            under which a run resumes it.
+
+    Raises:
+        CheckpointError: The checkpoint could not be written.
     """
     final = files.checkpoint_path(directory, step)
     path = final.with_name(f".{final.name}.unfinished")
-    is_main, run = engine.parallel.is_main, trainer_state["run"]
+    is_main = engine.parallel.is_main
+    run = trainer_state["run"]
 
     def on_main(action: Callable[[], object]) -> None:
+        """Runs an action on the main process; its error is raised on all ranks."""
         on_every_rank(action if is_main else lambda: None)
 
     def write_state() -> None:
         write_extra(path)
-        (path / files.TRAINER_STATE).write_text(
-            json.dumps(trainer_state, indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(trainer_state, indent=2) + "\n"
+        (path / files.TRAINER_STATE).write_text(text, encoding="utf-8")
 
     try:
         with engine.timer("save"), _naming_the_checkpoint(final):
@@ -79,11 +90,11 @@ def save(
             _save_sharded(_sharded_state(engine, is_loading=False), path)
             on_main(write_state)
             names = files.files_of(path)
-            assert all(files.OWN_FILE.fullmatch(name) for name in names), (
-                names
-            )  # others would never be removed
-            shares = on_every_rank(lambda: files.checksums(path, _share(names)))
-            sums = {name: value for share in shares for name, value in share.items()}
+            for name in names:  # files with other names would never be removed
+                assert files.OWN_FILE.fullmatch(name), name
+            sums: dict[str, str] = {}
+            for share in on_every_rank(lambda: files.checksums(path, _share(names))):
+                sums |= share
             on_main(lambda: files.write_manifest(path, sums))
         before_it_counts()
         with _naming_the_checkpoint(final):
@@ -98,6 +109,7 @@ def save(
 
 @contextmanager
 def _naming_the_checkpoint(final: Path) -> Iterator[None]:
+    """Raises CheckpointError, with the checkpoint's path, after any error."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -108,13 +120,19 @@ def _naming_the_checkpoint(final: Path) -> Iterator[None]:
 
 
 def latest_complete_checkpoint(directory: str | Path) -> tuple[Path, list[str]] | None:
-    """The newest undamaged checkpoint under `directory`, and the newer damaged ones; None without checkpoints."""
+    """Finds the newest undamaged checkpoint under `directory`.
+
+    Returns:
+        The checkpoint, and descriptions of newer damaged checkpoints; None without checkpoints.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged.
+    """
+    # All ranks use the first rank's list.
     candidates, *_ = on_every_rank(lambda: files.checkpoints(directory))
     damaged: list[str] = []
     for checkpoint in reversed(candidates):
-        damages = [
-            damage for damage in on_every_rank(partial(_damage, checkpoint)) if damage is not None
-        ]
+        damages = list(filter(None, on_every_rank(partial(_damage, checkpoint))))
         if not damages:
             return checkpoint, damaged
         damaged.append(f"{checkpoint.name}: {damages[0]}")
@@ -127,11 +145,14 @@ def latest_complete_checkpoint(directory: str | Path) -> tuple[Path, list[str]] 
 
 
 def load(checkpoint: Path, engine: TrainingEngine) -> None:
-    """Restores model, optimizer, scheduler and random state; the optimizer keeps the engine's options."""
-    options = [
-        {name: value for name, value in group.items() if name not in SET_BY_STATE}
-        for group in engine.optimizer.param_groups
-    ]
+    """Restores model, optimizer, scheduler and random state.
+
+    The optimizer keeps the options of the engine.
+
+    Raises:
+        CheckpointError: The checkpoint could not be loaded.
+    """
+    options = [_options_of(group) for group in engine.optimizer.param_groups]
     try:
         with torch.no_grad():
             state = dist_checkpointing.load(
@@ -142,18 +163,15 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
             )
             check_extra_state(state["model"], checkpoint)
             engine.model.module.load_state_dict(state["model"])
-            optimizer = state[
-                "optimizer"
-            ]  # megatron-core does not save the step count, but expects it
-            optimizer.get("optimizer", optimizer).get("state", {}).setdefault(
-                "common_step", torch.tensor(0.0)
-            )
+            optimizer = state["optimizer"]
+            # megatron-core does not save the common step count, but expects it
+            adam = optimizer.get("optimizer", optimizer)
+            adam.get("state", {}).setdefault("common_step", torch.tensor(0.0))
             engine.optimizer.load_state_dict(optimizer)
             _separate_adam_steps(engine.optimizer)
+        # megatron-core has restored the saved learning rates, betas and epsilon
         for group, current in zip(engine.optimizer.param_groups, options, strict=True):
-            group.update(
-                current
-            )  # megatron-core restores the saved learning rates, betas and epsilon
+            group.update(current)
         engine.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["random_state"])
     except (Exception, CheckpointException) as error:
@@ -166,8 +184,15 @@ def load(checkpoint: Path, engine: TrainingEngine) -> None:
         ) from error
 
 
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in SET_BY_STATE}
+
+
 def remove_older(newest: Path, run: str, retain: int) -> None:
-    """Removes all but the run's `retain` newest checkpoints, and unfinished ones; only the main process may call it."""
+    """Removes unfinished checkpoints, and all but the `retain` newest checkpoints of the run.
+
+    Only the main process may call it.
+    """
     try:
         files.sweep(newest.parent)
         files.prune(newest, run, retain)
@@ -176,20 +201,28 @@ def remove_older(newest: Path, run: str, retain: int) -> None:
 
 
 def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
-    """Writes the policy as a Hugging Face directory, under another name until it is complete."""
+    """Writes the policy as a Hugging Face directory, under another name until it is complete.
+
+    Returns:
+        The directory; None except on the main process.
+
+    Raises:
+        CheckpointError: The directory could not be written.
+    """
     tensors = engine.named_hf_tensors()
     if not engine.parallel.is_main:
-        for _ in tensors:
+        for _ in tensors:  # takes part in the collective
             pass
         return None
-    final, like = Path(directory).resolve(), Path(engine.config.hf_checkpoint)
+    final = Path(directory).resolve()
+    like = Path(engine.config.hf_checkpoint)
     unfinished = None
     try:
         unfinished = exports.begin(final)
         write_hf_checkpoint(unfinished, tensors, like=like, shard_bytes=SHARD_BYTES)
         return exports.finish(unfinished, final)
     except OSError as error:
-        for _ in tensors:  # the collective continues for the other ranks
+        for _ in tensors:  # the other ranks are still in the collective
             pass
         if unfinished is not None:
             exports.discard(unfinished)
@@ -197,15 +230,18 @@ def save_hf(directory: str | Path, engine: TrainingEngine) -> Path | None:
 
 
 def _damage(checkpoint: Path) -> str | None:
+    """Describes damage in this rank's share of a checkpoint's files; None without damage."""
     try:
         sums = files.read_manifest(checkpoint)
-        files.check(checkpoint, {name: sums[name] for name in _share(sorted(sums))})
+        share = {name: sums[name] for name in _share(sorted(sums))}
+        files.check(checkpoint, share)
     except files.Damaged as error:
         return str(error)
     return None
 
 
 def _share(names: list[str]) -> list[str]:
+    """Returns the files that this rank reads."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -223,10 +259,14 @@ def _innermost(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     """Returns the last line of the innermost cause's text, or its type if it has no text."""
     cause = _innermost(error)
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+    lines = str(cause).strip().splitlines()
+    if not lines:
+        return type(cause).__name__
+    return lines[-1]
 
 
 def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
+    """Returns the state that megatron-core saves, or loads into."""
     model = engine.model.module.sharded_state_dict()
     metadata = {}
     if engine.config.use_distributed_optimizer:
@@ -243,7 +283,10 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
 
 
 def _save_sharded(state: dict[str, Any], directory: Path) -> None:
-    """Saves a state in this process: `dist_checkpointing.save` forks, and waits forever if a child is killed."""
+    """Saves a state in this process.
+
+    `dist_checkpointing.save` would write in a child process, and wait forever if it is killed.
+    """
     # Without this queue, megatron-core starts a manager process, which imports the program's main
     # module again.
     filesystem_async._results_queue = queue.Queue()
@@ -258,22 +301,28 @@ def _save_sharded(state: dict[str, Any], directory: Path) -> None:
 def _write_buckets(
     transforms: list[Any], rank: int, buckets: list[Any], results: "queue.Queue[Any]"
 ) -> None:
-    written: queue.Queue[tuple[int, Any]] = queue.Queue()
+    """Replaces megatron-core's function that writes each bucket in a child process."""
+    outcomes: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
-        under_way: queue.Queue[int] = queue.Queue()
-        under_way.put(number)
+        written: queue.Queue[tuple[int, Any]] = queue.Queue()
+        started: queue.Queue[int] = queue.Queue()
+        started.put(number)  # megatron-core takes the number when it has written the bucket
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, bucket, written, under_way, use_fsync=True
+            transforms, number, bucket, written, started, use_fsync=True
         )
-    outcomes = dict(written.get() for _ in buckets)
-    failure = next(
-        (outcome for outcome in outcomes.values() if isinstance(outcome, Exception)), None
-    )
-    results.put(outcomes if failure is None else _os_error(failure))
+        _, outcomes[number] = written.get()
+    for outcome in outcomes.values():
+        if isinstance(outcome, Exception):
+            results.put(_os_error(outcome))
+            return
+    results.put(outcomes)
 
 
 def _os_error(error: Exception) -> BaseException:
-    """The OSError behind an error, else the error: for a full disk, torch only says that file positions differ."""
+    """Returns the OSError that caused an error; the error if there is none.
+
+    For a full disk, torch's message only says that file positions differ.
+    """
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__cause__ or link.__context__
@@ -281,30 +330,28 @@ def _os_error(error: Exception) -> BaseException:
 
 
 def torch_adams(optimizer: Any) -> Iterator[Any]:
-    """Yields the megatron-core optimizers that use torch's Adam: without transformer-engine, all."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            yield part
+    """Yields megatron-core's optimizers that use torch's Adam: all without transformer-engine."""
+    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(wrapper.optimizer, torch.optim.AdamW):
+            yield wrapper
 
 
 def _make_adam_state(optimizer: Any) -> None:
     """Gives torch's Adam its initial state, which megatron-core expects when it saves and loads."""
-    for part in torch_adams(optimizer):
-        for parameter in (
-            parameter for group in part.optimizer.param_groups for parameter in group["params"]
-        ):
-            state = part.optimizer.state[parameter]
-            if not state:
-                moments = {
-                    moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")
-                }
-                state.update(step=torch.tensor(0.0), **moments)
-        if isinstance(part, DistributedOptimizer):
-            part._set_main_param_and_optimizer_states = MethodType(_copy_saved_state, part)
+    for wrapper in torch_adams(optimizer):
+        for group in wrapper.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = wrapper.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        if isinstance(wrapper, DistributedOptimizer):
+            wrapper._set_main_param_and_optimizer_states = MethodType(_copy_saved_state, wrapper)
 
 
 def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Replaces DistributedOptimizer's method, which fails on Adam's `step`, not saved per parameter."""
+    """Replaces DistributedOptimizer's method, which expects a saved `step` for each parameter."""
     group, order = self.model_param_group_index_map[model_param]
     main_param = self.optimizer.param_groups[group]["params"][order]
     state = {"param": main_param, **self.optimizer.state[main_param]}
@@ -313,7 +360,10 @@ def _copy_saved_state(self: Any, model_param: Tensor, tensors: dict[str, Tensor]
 
 
 def _separate_adam_steps(optimizer: Any) -> None:
-    """Gives each parameter a separate step count; after loading, all share one, which each would advance."""
-    for part in torch_adams(optimizer):
-        for state in part.optimizer.state.values():
+    """Gives each parameter a separate step count.
+
+    After loading, all parameters share one tensor, and each would advance it.
+    """
+    for wrapper in torch_adams(optimizer):
+        for state in wrapper.optimizer.state.values():
             state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()

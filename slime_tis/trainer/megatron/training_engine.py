@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import partial, reduce
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,12 @@ from slime_tis.policy.policy_loss import LossInputs, LossOutputs
 from slime_tis.policy.step_sums import StepSums
 from slime_tis.trainer.configs.megatron import MegatronConfig
 from slime_tis.trainer.engines.weight_rounding import DTYPES
-from slime_tis.trainer.megatron.architecture import HfConfig, build_model, padded_vocab_size
+from slime_tis.trainer.megatron.architecture import (
+    HfConfig,
+    build_model,
+    fields_in_common,
+    padded_vocab_size,
+)
 from slime_tis.trainer.megatron.batch import TrainingBatch
 from slime_tis.trainer.megatron.hf_weights import (
     copied_weights,
@@ -47,14 +51,21 @@ from slime_tis.trainer.megatron.memory import (
     trim_before_gradient,
     trim_heap,
 )
-from slime_tis.trainer.megatron.micro_batches import PrefixTree, load_of, token_budget_partitions
+from slime_tis.trainer.megatron.micro_batches import (
+    PrefixTree,
+    in_sample_order,
+    load_of,
+    token_budget_partitions,
+)
 from slime_tis.trainer.megatron.packing import MicroBatch, RowSplit, pack
 from slime_tis.trainer.megatron.parallel import Parallel
 from slime_tis.trainer.megatron.routing_replay import RoutingRecord, RoutingReplay
 
 Loss = Callable[[LossInputs], LossOutputs]
+
 MIN_LOSS_SCALE = 1.0
 """A gradient that is not finite at this scale is not an overflow."""
+
 OnLogProbs = Callable[..., Any]
 """Called on the last pipeline stage with a micro-batch and its tokens' log-probs, entropies and, if
 asked, Σ π² [L]."""
@@ -65,18 +76,19 @@ class StepResult:
     """One optimizer step on this rank."""
 
     sums: StepSums | None
-    """Of this rank's micro-batches; None except on the last pipeline stage."""
+    """Sums over this rank's micro-batches; None except on the last pipeline stage."""
     grad_norm: float
-    """Before clipping, on every rank. If gradient or loss are not finite, it is not finite and no
-    step was made."""
+    """The norm before clipping, equal on all ranks. If the gradient or the loss is not finite, the
+    norm is not finite and the weights do not change."""
     learning_rate: float
     loss_denominator: int
-    """Tokens or sequences of the global batch that the loss was divided by; 0 means that no step
-    was made."""
+    """Tokens or sequences of the global batch by which the loss was divided. If it is 0, the
+    weights do not change."""
     loss_scale: float | None = None
-    """Of this step, under --fp16."""
+    """The loss scale of this step; None without --fp16."""
     overflowed: bool = False
-    """The scaled gradient left float16's range: no step was made, and the loss scale falls."""
+    """Whether the scaled gradient exceeded float16's range. Then the weights do not change, and the
+    loss scale falls."""
 
     @property
     def is_finite(self) -> bool:
@@ -88,7 +100,10 @@ class StepResult:
 
 
 class TrainingEngine:
-    """A policy in Megatron-core: log-probs, training steps, and its weights under Hugging Face names."""
+    """A policy in megatron-core.
+
+    It computes log-probs, makes training steps and exports weights under Hugging Face names.
+    """
 
     def __init__(  # noqa: PLR0913
         self,
@@ -103,9 +118,13 @@ class TrainingEngine:
         timer: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
         check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.parallel, self.temperature = config, parallel, temperature
-        self.entropy_gradient, self.gives_logits = entropy_gradient, gives_logits
-        self.timer, self.check_interrupts = timer, check_interrupts
+        self.config = config
+        self.parallel = parallel
+        self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
+        self.gives_logits = gives_logits
+        self.timer = timer
+        self.check_interrupts = check_interrupts
         self.model = build_model(config.hf_checkpoint, config, parallel)
         self.routing = RoutingReplay(
             self.model.module,
@@ -115,10 +134,12 @@ class TrainingEngine:
         )
         self.reference = self._load_weights(keep_reference)
         module = self.model.module
-        module = module if config.precision == "fp32" else Float16Module(self.model.config, module)
+        if config.precision != "fp32":
+            module = Float16Module(self.model.config, module)
         self.ddp = wrap(module, self.model.config, config)
         self.optimizer = _adam(config, self.ddp)
-        self.model.config.grad_scale_func = self.optimizer.scale_loss if config.fp16 else None
+        if config.fp16:
+            self.model.config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = _schedule(config, self.optimizer, total_steps)
         self.model.config.finalize_model_grads_func = self._finalize
         logits = self.model.hf_config.vocab_size if gives_logits else 0
@@ -137,7 +158,8 @@ class TrainingEngine:
         )
         self.token_budget = self._token_budget()
         """None if micro-batches have a fixed number of samples."""
-        self._skips = self._sums_squares = False
+        self._skips = False
+        self._sums_squares = False
 
     def log_probs(
         self,
@@ -149,9 +171,18 @@ class TrainingEngine:
         replays_routing: bool = True,
         sums_squares: bool = False,
     ) -> Tensor:
-        """Log-probs [L] of the response tokens in the micro-batches `partition`; NaN except on the last stage.
+        """Computes the log-probs [L] of response tokens, or [L, 2] with Σ_v π_v² as second column.
 
-        With `sums_squares`, Σ_v π_v² is a second column, [L, 2].
+        Args:
+            batch: The samples of this rank.
+            partition: The samples of each micro-batch.
+            record: Receives the routing of this pass.
+            source: Routing to replay, see `RoutingReplay.begin`.
+            replays_routing: Whether the recorded experts are replayed.
+            sums_squares: Whether Σ_v π_v² is computed too.
+
+        Returns:
+            Values in the order of the samples; NaN except on the last pipeline stage.
         """
 
         def columns(_: MicroBatch, log_probs_L: Tensor, __: Tensor, *squares: Tensor) -> Tensor:
@@ -164,18 +195,17 @@ class TrainingEngine:
         self._sums_squares = False
         lengths = batch.responses.lengths
         if not self.parallel.is_last_stage:
-            shape = (sum(lengths), *((2,) if sums_squares else ()))
+            shape = [sum(lengths)]
+            if sums_squares:
+                shape.append(2)
             return torch.full(shape, math.nan, device=self.parallel.device)
-        order = [sample for samples in partition for sample in samples]
-        per_sample = torch.cat(outputs).split([lengths[sample] for sample in order])
-        return torch.cat(
-            [values for _, values in sorted(zip(order, per_sample, strict=True), key=itemgetter(0))]
-        )
+        return in_sample_order(torch.cat(outputs), partition, lengths)
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
         """Computes log-probs at another temperature inside the block."""
-        previous, self.temperature = self.temperature, temperature
+        previous = self.temperature
+        self.temperature = temperature
         try:
             yield
         finally:
@@ -184,7 +214,7 @@ class TrainingEngine:
     def reference_log_probs(
         self, batch: TrainingBatch, partition: Sequence[Sequence[int]]
     ) -> Tensor:
-        """`log_probs` of the reference policy, without routing replay."""
+        """Computes `log_probs` of the reference policy, without routing replay."""
         if self.reference is None:
             raise ValueError(
                 "the engine has no reference policy: build the engine with keep_reference=True"
@@ -202,15 +232,21 @@ class TrainingEngine:
         scales_with_advantages: bool = False,
         rate_scale: Callable[[StepSums | None], float] = lambda sums: 1.0,
     ) -> StepResult:
-        """Forward and backward over the micro-batches, gradients averaged over the global batch, one Adam step.
+        """Makes one Adam step on the gradient of the global batch.
 
-        The weights stay if the whole global batch is rejected: a step on a zero gradient would
-        still move them by momentum and weight decay. They also stay if the gradient is not finite.
+        The weights do not change if all tokens of the global batch are rejected: a step on a zero
+        gradient would still move them by momentum and weight decay. They also do not change if the
+        gradient is not finite.
 
-        `scales_with_advantages`: each token's loss is a multiple of its advantage, so that the
-        backward pass of a micro-batch without advantages may be skipped. `source`: see
-        `RoutingReplay.begin`. `rate_scale`: gives the factor of the learning rate from this rank's
-        sums; every rank calls it.
+        Args:
+            batch: The samples of this rank.
+            partition: The samples of each micro-batch.
+            loss: The loss of a micro-batch.
+            source: Routing to replay, see `RoutingReplay.begin`.
+            scales_with_advantages: Whether each token's loss is a multiple of its advantage. Then
+                the backward pass of a micro-batch without advantages may be skipped.
+            rate_scale: Returns the factor of the learning rate from this rank's sums. Every rank
+                calls it.
         """
         self._skips = scales_with_advantages and self.skips_backward
         self.ddp.zero_grad_buffer()
@@ -223,9 +259,14 @@ class TrainingEngine:
         self._skips = False
         contributes = self.parallel.largest(int(self.contributing > 0)) > 0
         loss_denominator = int(self.loss_denominator) if contributes else 0
+        merged: StepSums | None = None  # except on the last pipeline stage
+        for micro_sums in sums:
+            merged = micro_sums if merged is None else merged.merge(micro_sums)
+        loss_scale = None
+        if self.config.fp16:
+            # before the step, which may change it
+            loss_scale = float(self.optimizer.get_loss_scale())
         grad_norm = 0.0
-        merged = reduce(lambda left, right: left.merge(right), sums) if sums else None
-        loss_scale = float(self.optimizer.get_loss_scale()) if self.config.fp16 else None
         if loss_denominator > 0:
             with self.timer("optimizer_step"):
                 grad_norm = self._step_if_finite(rate_scale(merged))
@@ -239,7 +280,10 @@ class TrainingEngine:
         )
 
     def weights_are_finite(self) -> bool:
-        """Whether all weights are finite on all ranks; a collective with one host synchronization."""
+        """Returns whether all weights are finite on all ranks.
+
+        A collective with one host synchronization.
+        """
         finite = [weight.detach().isfinite().all() for weight in self.model.module.parameters()]
         return not self.parallel.largest(int(~torch.stack(finite).all()))
 
@@ -249,7 +293,12 @@ class TrainingEngine:
         responses_of_ranks: Sequence[Sequence[int]],
         rollouts_of_ranks: Sequence[Sequence[int]],
     ) -> tuple[list[list[int]], float | None]:
-        """This data-parallel rank's micro-batches, given token ids, response lengths and rollouts of every rank.
+        """Divides the samples of this data-parallel rank into micro-batches.
+
+        Args:
+            tokens_of_ranks: Token ids of the samples of every data-parallel rank.
+            responses_of_ranks: Response length of each sample of every rank.
+            rollouts_of_ranks: Rollout of each sample of every rank.
 
         Returns:
             The samples of each micro-batch. Tokens of the largest micro-batch of all ranks, divided
@@ -262,77 +311,78 @@ class TrainingEngine:
             for sample, rollout in enumerate(rollouts_of_ranks[rank]):
                 partition.setdefault(rollout // self.config.micro_batch_size, []).append(sample)
             return list(partition.values()), None
-        trees = [
-            (
-                PrefixTree.of(tokens, responses)
-                if self.shares_prompts
-                else PrefixTree.apart(map(len, tokens), responses)
-            )
-            for tokens, responses in zip(tokens_of_ranks, responses_of_ranks, strict=True)
-        ]
+        trees = []
+        for tokens, responses in zip(tokens_of_ranks, responses_of_ranks, strict=True):
+            if self.shares_prompts:
+                trees.append(PrefixTree.of(tokens, responses))
+            else:
+                trees.append(PrefixTree.apart(map(len, tokens), responses))
+        # The budget is per rank, and context-parallel ranks divide each micro-batch.
         budget = self.token_budget.tokens * self.parallel.context_size
         partitions = token_budget_partitions(trees, budget, rollouts_of_ranks)
-        largest = max(
-            load_of(tree, samples)
-            for tree, partition in zip(trees, partitions, strict=True)
-            for samples in partition
-        )
-        return partitions[rank], largest / budget
+        loads = []
+        for tree, samples_of_micro_batches in zip(trees, partitions, strict=True):
+            for samples in samples_of_micro_batches:
+                loads.append(load_of(tree, samples))
+        return partitions[rank], max(loads) / budget
 
     @property
     def skips_backward(self) -> bool:
-        """Whether backward passes do not communicate with ranks that have other tokens, so that a rank may skip one."""
+        """Whether a rank may skip the backward pass of a micro-batch.
+
+        Only if backward passes do not communicate with ranks that have other tokens.
+        """
         parallel = self.parallel
-        return (
-            parallel.context_size == parallel.pipeline_size == 1
-            and moe_sizes(self.model.hf_config) is None
-        )
+        is_dense = moe_sizes(self.model.hf_config) is None
+        return parallel.context_size == 1 and parallel.pipeline_size == 1 and is_dense
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the shared beginnings of a micro-batch's samples are computed once."""
+        """Whether common beginnings of a micro-batch's samples are computed once."""
         return self.no_shared_prompts is None
 
     def keep_token_budget(self, tokens: int | None) -> None:
-        """Keeps the budget of the resumed run, unless options set the budget or `tokens` is None."""
-        if (
-            tokens is not None
-            and self.token_budget is not None
-            and self.token_budget.reason is not None
-        ):
+        """Sets the budget of the resumed run, unless `tokens` is None or options set the budget."""
+        current = self.token_budget
+        if tokens is not None and current is not None and current.reason is not None:
             self.token_budget = TokenBudget(tokens=tokens, reason="as before this run was resumed")
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as whole tensors under Hugging Face names; a collective (see hf_weights)."""
+        """Yields complete weights under Hugging Face names; a collective (see hf_weights)."""
         return named_hf_tensors(self.model, self.parallel)
 
     def _load_weights(self, keep_reference: bool) -> dict[str, Tensor] | None:
-        """Loads the policy's weights; returns a copy of the reference policy's weights if `keep_reference`."""
-        config, reference = self.config, None
+        """Loads the policy's weights.
+
+        Returns:
+            A copy of the reference policy's weights; None unless `keep_reference`.
+        """
+        config = self.config
+        reference = None
         if keep_reference and config.ref_load not in (None, config.hf_checkpoint):
             load_hf_weights(self.model, config.ref_load, self.parallel)
             reference = copied_weights(self.model.module)
         load_hf_weights(self.model, config.hf_checkpoint, self.parallel)
-        return (
-            copied_weights(self.model.module) if keep_reference and reference is None else reference
-        )
+        if keep_reference and reference is None:
+            reference = copied_weights(self.model.module)
+        return reference
 
     def _token_budget(self) -> TokenBudget | None:
-        config, parallel = self.config, self.parallel
+        config = self.config
+        parallel = self.parallel
         if config.use_dynamic_batch_size:
             assert config.max_tokens_per_gpu is not None
             return TokenBudget(tokens=config.max_tokens_per_gpu)
         if config.micro_batch_size is not None:
             return None
         weights = list(self.model.module.parameters())
-        moments = 8 * sum(
-            weight.numel() for weight in weights
-        )  # Adam allocates them in its first step
-        gradient = max(
-            weight.nbytes for weight in weights
-        )  # autograd's, before it is added to main_grad
+        # Two float32 moments per value, which Adam allocates in its first step.
+        moments = 8 * sum(weight.numel() for weight in weights)
+        # Autograd's gradient of one weight exists until it is added to main_grad.
+        gradient = max(weight.nbytes for weight in weights)
         free = free_memory(parallel.device, parallel.local_size) - moments - gradient
-        return TokenBudget.that_fits(max(-parallel.largest(-free), 0), self._token_bytes)
+        least_free = -parallel.largest(-free)  # of all ranks
+        return TokenBudget.that_fits(max(least_free, 0), self._token_bytes)
 
     def _run(
         self,
@@ -342,15 +392,23 @@ class TrainingEngine:
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Results of `on_log_probs` on the last stage for each micro-batch; in training, their third values."""
+        """Runs megatron-core's schedule over the micro-batches.
+
+        Returns:
+            The result of `on_log_probs` for each micro-batch, or in training its third value; empty
+            except on the last pipeline stage.
+        """
         self.ddp.train(not forward_only)
         lengths = batch.responses.total_lengths
+        longest = 0
+        for samples in partition:
+            longest = max(longest, sum(lengths[sample] for sample in samples))
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_log_probs=on_log_probs),
             data_iterator=self._packed(batch, partition),
             model=[self.ddp],
             num_microbatches=len(partition),
-            seq_length=max(sum(lengths[i] for i in samples) for samples in partition),
+            seq_length=longest,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -385,7 +443,9 @@ class TrainingEngine:
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(micro_batches)
         self.routing.fill(micro)
-        clock = partial(self.timer, "forward") if module.training else nullcontext
+        clock: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if module.training:
+            clock = partial(self.timer, "forward")
         differentiates = micro.has_gradient and torch.is_grad_enabled()
         with clock(), torch.set_grad_enabled(differentiates):
             output = module(
@@ -394,36 +454,34 @@ class TrainingEngine:
                 attention_mask=None,
                 packed_seq_params=micro.packed_seq_params,
             )
-        if output.requires_grad:  # frees temporaries before the backward pass allocates others
+        if output.requires_grad:
+            # frees temporaries before the backward pass allocates others
             trim_heap(output.device, self._token_bytes * micro.input_ids.numel())
 
         def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
-            with (
-                clock(),
-                torch.set_grad_enabled(differentiates),
-            ):  # megatron-core differentiates outputs with gradient
+            # megatron-core runs the backward pass of every loss that requires a gradient.
+            with clock(), torch.set_grad_enabled(differentiates):
                 if not micro.packed_seq_params.gives_logits:
-                    return on_log_probs(micro, *self._from_hidden_states(output[:, 0], micro))
-                output.detach()[
-                    ..., self._distribution(micro).width(output.shape[-1]) :
-                ] = -torch.inf
-                return on_log_probs(
-                    replace(micro, logits=output.clone()), *self._from_logits(output[0], micro)
-                )
+                    values = self._from_hidden_states(output[:, 0], micro)
+                    return on_log_probs(micro, *values)
+                # The columns that pad the vocabulary are not tokens.
+                width = self._distribution(micro).width(output.shape[-1])
+                output.detach()[..., width:] = -torch.inf
+                # A copy: the computation of log-probs overwrites float32 logits.
+                with_logits = replace(micro, logits=output.clone())
+                return on_log_probs(with_logits, *self._from_logits(output[0], micro))
 
         return output, last_stage
 
     def _distribution(self, micro: MicroBatch) -> TokenDistribution:
-        vocab_size, rank, size = (
-            self.model.hf_config.vocab_size,
-            self.parallel.tensor_rank,
-            self.parallel.tensor_size,
-        )
+        size = self.parallel.tensor_size
+        vocab_size = self.model.hf_config.vocab_size
+        rows_per_rank = padded_vocab_size(vocab_size, size) // size
         return TokenDistribution(
             temperature=self.temperature,
             sampling_mask=micro.sampling_mask,
             group=self.parallel.tensor_group,
-            vocab_start=rank * padded_vocab_size(vocab_size, size) // size,
+            vocab_start=self.parallel.tensor_rank * rows_per_rank,
             vocab_size=vocab_size,
             chunk_size=self.config.log_probs_chunk_size,
             entropy_gradient=self.entropy_gradient,
@@ -448,38 +506,52 @@ class TrainingEngine:
             sequences = [tokens.to(micro.logits.device) for tokens in micro.sequences]
             inputs = replace(inputs, sequences=sequences, logits=micro.logits)
         outputs = loss(inputs)
-        self.poison += outputs.numerator.detach() * 0.0
+        self.poison += outputs.numerator.detach() * 0.0  # NaN if the loss is not finite
         self.contributing += outputs.contributing
         return outputs.numerator, outputs.denominator, outputs.sums
 
     def _step_if_finite(self, rate_scale: float) -> float:
-        """Clips the gradient and steps, unless the gradient's norm is not finite; returns the norm before clipping."""
-        norm = math.nan if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
+        """Clips the gradient and steps, unless the gradient's norm is not finite.
+
+        Returns:
+            The norm before clipping.
+        """
+        overflows = self.optimizer.prepare_grads()
+        if overflows:
+            return math.nan
+        norm = float(self.optimizer.get_grad_norm())
         if not math.isfinite(norm):
             return norm
         self.scheduler.step(1)
         for group in self.optimizer.param_groups:
             group["lr"] *= rate_scale
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            parameters = [] if part.is_stub_optimizer else part.get_parameters()
-            if parameters and self.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
+        if self.config.clip_grad > 0:
+            # With experts, megatron-core has one optimizer for them and one for other weights.
+            for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                if optimizer.is_stub_optimizer:  # this rank has no weights for it
+                    continue
+                parameters = optimizer.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
         return norm
 
     def _can_overflow(self, loss_scale: float | None) -> bool:
-        """Whether a gradient that is not finite may be due to the loss scale; a collective under --fp16."""
+        """Whether the loss scale may be why a gradient is not finite; a collective under --fp16."""
         if loss_scale is None or loss_scale <= MIN_LOSS_SCALE:
             return False
-        return self.parallel.largest(int(not torch.isfinite(self.poison))) == 0
+        loss_is_finite = bool(torch.isfinite(self.poison))
+        return self.parallel.largest(int(not loss_is_finite)) == 0
 
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor, **kwargs: Any) -> None:
-        """megatron-core's gradient reduction, which divides by the global batch's denominator; stores the denominator.
+        """Reduces gradients over the ranks, divided by the denominator of the global batch.
 
-        A loss that is not finite poisons the gradient: all ranks learn of it from the gradient's
-        norm.
+        megatron-core calls this function after the backward passes.
         """
-        next(self.model.module.parameters()).main_grad.view(-1)[:1].add_(self.poison)
+        # A loss that is not finite makes one value of the gradient NaN. All ranks then see it in
+        # the gradient's norm, without another collective.
+        first_weight = next(self.model.module.parameters())
+        first_weight.main_grad.view(-1)[:1].add_(self.poison)
         finalize_model_grads(model, num_tokens, **kwargs)
         self.loss_denominator = num_tokens
 
@@ -487,7 +559,7 @@ class TrainingEngine:
 def wrap(
     module: torch.nn.Module, transformer: TransformerConfig, config: MegatronConfig
 ) -> DistributedDataParallel:
-    """The model with megatron-core's gradient buffers."""
+    """Returns the model with megatron-core's gradient buffers."""
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,
@@ -496,14 +568,11 @@ def wrap(
 
 
 def _adam(config: MegatronConfig, model: DistributedDataParallel) -> Any:
-    names = {field.name for field in fields(OptimizerConfig)} & {
-        field.name for field in fields(config)
-    }
     options = OptimizerConfig(
         optimizer="adam",
         min_loss_scale=MIN_LOSS_SCALE,
         params_dtype=DTYPES[config.precision],
-        **{name: getattr(config, name) for name in names},
+        **fields_in_common(config, OptimizerConfig),
     )
     return get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
 
@@ -528,7 +597,11 @@ def _schedule(config: MegatronConfig, optimizer: Any, total_steps: int) -> Optim
 
 
 def why_not_shared(requested: bool | None, parallel: Parallel, hf_config: HfConfig) -> str | None:
-    """Why prompts are computed for each sample, for the user; None if shared prompts are computed once."""
+    """Returns why shared prompts are not computed once; None if they are.
+
+    Raises:
+        ValueError: --share-prompts is on, but not possible.
+    """
     if requested is False:
         return "--no-share-prompts"
     reason = None
