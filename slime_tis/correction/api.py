@@ -13,7 +13,7 @@ from slime_tis.correction.context_parallel import (
     Ranks,
     ResponseSlices,
     gather_slices,
-    whole_sequence_levels,
+    level_of_complete_sequences,
 )
 from slime_tis.correction.layout import Layout, LogProbs, as_layout
 from slime_tis.correction.ratio import is_log_prob
@@ -75,12 +75,12 @@ class Correction(Generic[LayoutT]):
     accepted_per_sequence: Tensor
     """[S] float64: tokens of `mask` in the complete sequence, over all ranks."""
     sequence_sums: SequenceSums[Tensor]
-    """Sums over the tokens of each complete sequence, [S] float64."""
+    """Per-sequence sums over the tokens, [S] float64; of complete sequences, over all ranks."""
     global_batch: GlobalBatch
     """The given global batch, completed by this call: mean weight, second-moment limit, bounds."""
     lengths: tuple[int, ...]
-    """Number of tokens of each sequence, with masked tokens; of this rank's slice under context
-    parallelism."""
+    """Tokens per sequence, including masked tokens. Under context parallelism, of this rank's
+    slice."""
     rejection_normalizer: Normalizer
     """Whether `mean` divides by the accepted tokens ("kept") or by the tokens of the loss mask
     ("original")."""
@@ -147,7 +147,7 @@ class Correction(Generic[LayoutT]):
         return terms_N.sum() / denominator.clamp_min(1).to(terms_N.dtype)
 
     def _counts_per_sequence(self) -> Tensor:
-        """Tokens of each sequence by which the loss is divided, [S]."""
+        """Tokens per sequence by which the loss is divided, [S]."""
         if self.rejection_normalizer == "kept":
             return self.accepted_per_sequence
         return self.masked_in_per_sequence
@@ -239,7 +239,6 @@ def correct(  # noqa: PLR0913
         raise TypeError(
             f"config is {type(config).__name__}; pass a slime_tis.RolloutCorrectionConfig."
         )
-    ranks = global_batch.ranks
     inputs = {
         "train_log_probs": train_log_probs,
         "rollout_log_probs": rollout_log_probs,
@@ -248,20 +247,27 @@ def correct(  # noqa: PLR0913
     if config.divergence_mask is not None or config.needs_advantages:
         inputs |= _policy_inputs(config, current_log_probs=current_log_probs, advantages=advantages)
     layout = as_layout(inputs, lengths)
-    levels = whole_sequence_levels(config)
-    if ranks.context is not None and levels:
-        slices = _required_slices(ranks, levels[0])
-        # Every context-parallel rank corrects the complete sequences, and keeps its slices.
-        result = correct(
-            config,
-            **gather_slices(layout, slices, ranks),
-            lengths=slices.lengths,
-            global_batch=replace(global_batch, ranks=Ranks(data=ranks.data)),
-            are_densities=are_densities,
+    level = level_of_complete_sequences(config)
+    if level is None or global_batch.ranks.context is None:
+        return _correct(config, layout, global_batch, are_densities)
+    if global_batch.ranks.slices is None:
+        raise ValueError(
+            f"{level} needs complete sequences, but they are sliced over context-parallel ranks;"
+            " pass their positions with Ranks(…, slices=response_slices(…)), or choose another"
+            " level."
         )
-        return _sliced(result, layout, slices, ranks)
-    chunks = layout.chunks(are_densities=are_densities)
-    tokens = [token_pass(config, chunk) for chunk in chunks]
+    return _correct_gathered(config, layout, global_batch.ranks.slices, global_batch, are_densities)
+
+
+def _correct(
+    config: RolloutCorrectionConfig, layout: Layout, global_batch: GlobalBatch, are_densities: bool
+) -> Correction[Any]:
+    """The correction from the layout of the inputs, in the order of docs/math.md."""
+    ranks = global_batch.ranks
+    tokens = []
+    for number in range(layout.number_of_chunks):
+        # no name holds the chunk: its memory is reused for the next one, while it is in the cache
+        tokens.append(token_pass(config, layout.chunk(number, are_densities=are_densities)))
     if config.rs_second_moment_bound is not None:
         limit = global_batch.second_moment_limit
         if limit is None:
@@ -285,8 +291,7 @@ def correct(  # noqa: PLR0913
         if factor is None:
             factor = statistics.batch_norm_factor(ranks)
             global_batch = replace(global_batch, batch_norm_factor=factor)
-        divisor = usable_mean(factor.to(torch.float64))
-        scale = divisor.reciprocal() if scale is None else scale / divisor
+        scale = _normalized(scale, factor)
     weights, mask = _finish(config, tokens, sequences, scale)
     return Correction(
         weights=layout.restore(weights, torch.float32),
@@ -301,14 +306,26 @@ def correct(  # noqa: PLR0913
     )
 
 
-def _required_slices(ranks: Ranks, level: str) -> ResponseSlices:
-    """The slices of the ranks; a ValueError if there are none."""
-    if ranks.slices is None:
-        raise ValueError(
-            f"{level} needs whole sequences, but they are sliced over context-parallel ranks; pass"
-            " their positions with Ranks(…, slices=response_slices(…)), or choose another level."
-        )
-    return ranks.slices
+def _correct_gathered(
+    config: RolloutCorrectionConfig,
+    local: Layout,
+    slices: ResponseSlices,
+    global_batch: GlobalBatch,
+    are_densities: bool,
+) -> Correction[Any]:
+    """Corrects complete sequences on every context-parallel rank, and keeps this rank's slices."""
+    ranks = global_batch.ranks
+    gathered = as_layout(gather_slices(local, slices, ranks), slices.lengths)
+    # Each context-parallel rank has all tokens now, so only data-parallel ranks reduce.
+    data_ranks = replace(global_batch, ranks=Ranks(data=ranks.data))
+    complete = _correct(config, gathered, data_ranks, are_densities)
+    return replace(
+        complete,
+        weights=local.shaped(slices.slice_flat(complete.weights)),
+        mask=local.shaped(slices.slice_flat(complete.mask)),
+        lengths=slices.local_lengths,
+        global_batch=replace(complete.global_batch, ranks=ranks),
+    )
 
 
 def _squares(tokens: list[TokenPass], device: torch.device) -> Tensor:
@@ -353,24 +370,21 @@ def _policy_inputs(
     return {name: values for name, values in inputs.items() if values is not None}
 
 
-def _sliced(
-    whole: Correction[Any], local: Layout, slices: ResponseSlices, ranks: Ranks
-) -> Correction[Any]:
-    """This rank's slices of the correction of complete sequences."""
-    return replace(
-        whole,
-        weights=local.shaped(slices.slice_flat(whole.weights)),
-        mask=local.shaped(slices.slice_flat(whole.mask)),
-        lengths=slices.local_lengths,
-        global_batch=replace(whole.global_batch, ranks=ranks),
-    )
+def _normalized(scale: Tensor | None, batch_norm_factor: Tensor) -> Tensor:
+    """The scale of the weights, None for 1, divided by the mean weight of the batch."""
+    divisor = usable_mean(batch_norm_factor.to(torch.float64))
+    if scale is None:
+        return divisor.reciprocal()
+    return scale / divisor
 
 
 def _flat(values: Tensor | list[Tensor]) -> Tensor:
     """All tokens, one sequence after another."""
     if isinstance(values, Tensor):
         return values.reshape(-1)
-    return torch.cat(values) if values else torch.zeros(0)
+    if not values:
+        return torch.zeros(0)
+    return torch.cat(values)
 
 
 def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, ...]]:
@@ -381,7 +395,7 @@ def _shapes(values: Tensor | list[Tensor]) -> tuple[int, ...] | list[tuple[int, 
 
 
 def _per_token(values_S: Tensor, lengths: Sequence[int], tokens: int) -> Tensor:
-    """The value of each token's sequence, [N]."""
+    """Repeats the value of a sequence for its tokens, [N]."""
     repeats_S = torch.tensor(lengths, dtype=torch.int64).to(values_S.device, non_blocking=True)
     # without `output_size` a GPU would have to report the sum of the lengths to the host
     return values_S.repeat_interleave(repeats_S, output_size=tokens)
@@ -409,7 +423,7 @@ def _finish(
     sequences: SequencePass,
     scale: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Multiplies the weights and masks of tokens by those of their sequences, in place.
+    """Multiplies token weights and masks by the sequence's weight and verdict, in place.
 
     Empties `tokens`, so that the memory of a chunk is free before the next one is finished.
 
@@ -458,8 +472,8 @@ def off_policy_sequence_mask(
 ) -> LayoutT:
     """accept_t = not (A_t < 0 and mean_s(log π_old − log π_θ) > δ), with s over the sequence's tokens.
 
-    Every token uses its own advantage. If a rejected sequence has advantages of both signs, its
-    tokens with A_t ≥ 0 are trained. Masked tokens do not count in the mean.
+    A token's own advantage decides. If a rejected sequence has advantages of both signs, its tokens
+    with A_t ≥ 0 are trained. Masked tokens do not count in the mean.
 
     In the source, π_old is the policy as the inference engine sampled from it, so the bound covers
     both staleness and the mismatch between the engines. TRL does the same. slime uses π_old of the
@@ -516,8 +530,8 @@ def interpolate_old_log_probs(
 ) -> Tensor:
     """log π_old = log π_rollout + α·(log π_θ − log π_rollout) per token.
 
-    α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1), where v is the version of the weights that sampled the
-    token, and v_θ the current version. The old policy is taken to be version v_θ − 1, one step
+    α = clamp((v_θ − 1 − v)/(v_θ − v), 0, 1). v is the version of the weights that sampled the
+    token, and v_θ is the current version. The old policy is taken to be version v_θ − 1, one step
     before the end of a straight line from v to v_θ. Tokens of the versions v_θ and v_θ − 1 have
     α = 0, so their old policy is the policy that sampled them. The same holds if v is unknown (< 0).
 

@@ -1,6 +1,6 @@
-"""Ranks that share a global batch: their reductions, and slices of responses and how to join them.
+"""Ranks that share a global batch: their reductions, and the slices of responses that they hold.
 
-Shapes: suffix _N is per token of the complete responses, one response after another; _L is per
+Shapes: suffix _N is per token of the complete responses, one response after another. _L is per
 token of this rank's slices.
 """
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 ReduceOp = Literal["sum", "min", "max"]
 
 AllReduce = Callable[[Tensor, ReduceOp], Tensor]
-"""Reduces a tensor over the ranks of a group and returns the result, the same on each of them.
+"""Reduces a tensor over the ranks of a group and returns the result, which all ranks get.
 
-It may work in place: the library passes new memory, and uses nothing but the returned tensor
-afterwards.
+It may work in place: the library passes new memory, and afterwards uses only the returned tensor.
 """
 
 
 def context_parallel_slices(
     total_length: int, response_length: int, rank: int, size: int, padded_length: int | None = None
 ) -> tuple[slice, slice]:
-    """The response tokens whose log-probs rank `rank` of `size` computes, as two slices into the response.
+    """Two slices of a response: the tokens whose log-probs rank `rank` of `size` computes.
 
-    Zigzag: the sequence is cut into 2·size chunks of ⌈total/(2·size)⌉ positions, and rank r holds
-    chunks r and 2·size − 1 − r. The logits at position p predict token p + 1, so the response
-    tokens belong to positions prompt − 1 … total − 2. An empty share is `slice(0, 0)`.
+    Zigzag, as in Megatron-core: the sequence is cut into 2·size chunks of ⌈total/(2·size)⌉
+    positions, and rank r holds chunks r and 2·size − 1 − r. The logits at position p predict token
+    p + 1, so the response tokens belong to positions prompt − 1 … total − 2. An empty slice is
+    `slice(0, 0)`.
 
     Args:
         total_length: Tokens of prompt and response.
         response_length: Tokens of the response.
         rank: Rank in the context-parallel group.
         size: Size of the group; with 1 the complete response is the first slice.
-        padded_length: The length that is cut into chunks, if sequences are padded; total_length if
-            None.
+        padded_length: The length that is cut into chunks, if sequences are padded. If None, it is
+            total_length.
 
     Raises:
         ValueError: if the lengths or the rank are impossible.
@@ -64,63 +64,73 @@ def context_parallel_slices(
     prompt_length = total_length - response_length
     chunk = -(-(padded_length or total_length) // (2 * size))
 
-    def share(index: int) -> slice:
+    def predicted_tokens(index: int) -> slice:
+        """Response tokens that the positions of a chunk predict."""
         first = max(index * chunk, prompt_length - 1)
         last = min((index + 1) * chunk, total_length - 1)
         if first >= last:
             return slice(0, 0)
         return slice(first + 1 - prompt_length, last + 1 - prompt_length)
 
-    return share(rank), share(2 * size - 1 - rank)
+    return predicted_tokens(rank), predicted_tokens(2 * size - 1 - rank)
 
 
 @dataclass(frozen=True)
 class ResponseSlices:
-    """Positions of this rank's tokens in the responses: five consecutive pieces each; the rank owns two of them."""
+    """Positions of this rank's tokens in the complete responses."""
 
-    pieces: tuple[int, ...]
-    """Lengths: gap, first slice, gap, second slice, gap, response after response."""
-    local_lengths: tuple[int, ...]
-    """Tokens of each response on this rank."""
+    owned: tuple[tuple[range, range], ...]
+    """Per response, the positions of this rank's two slices in the response."""
     lengths: tuple[int, ...]
-    """Tokens of each whole response."""
+    """Tokens per complete response."""
+
+    @cached_property
+    def local_lengths(self) -> tuple[int, ...]:
+        """Tokens per response on this rank."""
+        return tuple(len(first) + len(second) for first, second in self.owned)
 
     @cached_property
     def local_starts(self) -> tuple[int, ...]:
-        """Where each response begins among this rank's tokens, and where the last one ends."""
+        """Where each response starts in this rank's tokens, and where the last one ends."""
         return tuple(accumulate(self.local_lengths, initial=0))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The same among the tokens of whole responses."""
+        """Where each response starts in the flat complete responses, and where the last one ends."""
         return tuple(accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def positions_L(self) -> Tensor:
+        """Positions of this rank's tokens in the flat complete responses, int64 on the CPU."""
+        ranges = [torch.zeros(0, dtype=torch.int64)]  # `cat` needs a tensor if there is no response
+        for response, (first, second) in enumerate(self.owned):
+            start = self.starts[response]
+            ranges.append(torch.arange(start + first.start, start + first.stop))
+            ranges.append(torch.arange(start + second.start, start + second.stop))
+        return torch.cat(ranges)
 
     def select(self, responses: Sequence[int]) -> ResponseSlices:
         """The slices of the responses at these indices, in that order."""
-        return ResponseSlices(
-            pieces=tuple(piece for i in responses for piece in self.pieces[5 * i : 5 * i + 5]),
-            local_lengths=tuple(self.local_lengths[i] for i in responses),
-            lengths=tuple(self.lengths[i] for i in responses),
-        )
+        owned = tuple(self.owned[i] for i in responses)
+        lengths = tuple(self.lengths[i] for i in responses)
+        return ResponseSlices(owned, lengths)
 
-    def slice_list(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's slice of each whole response."""
+    def slice_list(self, responses: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's tokens of the complete responses, per response."""
         if self.local_lengths == self.lengths:
-            return list(whole)
-        return list(self.slice_flat(torch.cat(list(whole))).split(self.local_lengths))
+            return list(responses)
+        return list(self.slice_flat(torch.cat(list(responses))).split(self.local_lengths))
 
-    def slice_flat(self, whole_N: Tensor) -> Tensor:
-        """This rank's tokens [L] of the flat whole responses [N]."""
-        owned = [piece for i, piece in enumerate(whole_N.split(self.pieces)) if i % 5 in (1, 3)]
-        return torch.cat([whole_N[:0], *owned])
+    def slice_flat(self, values_N: Tensor) -> Tensor:
+        """This rank's tokens [L] of flat complete responses [N]."""
+        positions_L = self.positions_L.to(values_N.device, non_blocking=True)
+        return values_N.index_select(0, positions_L)
 
-    def scatter(self, local_L: Tensor) -> Tensor:
-        """This rank's flat tokens [L, …] at their places in the flat whole responses [N, …], 0 elsewhere."""
-        owned = iter(local_L.split([size for i, size in enumerate(self.pieces) if i % 5 in (1, 3)]))
-        gaps = [size for i, size in enumerate(self.pieces) if i % 5 in (0, 2, 4)]
-        zeros = iter(local_L.new_zeros(sum(gaps), *local_L.shape[1:]).split(gaps))
-        places = [next(owned) if i % 5 in (1, 3) else next(zeros) for i in range(len(self.pieces))]
-        return torch.cat([local_L[:0], *places])
+    def scatter(self, values_L: Tensor) -> Tensor:
+        """This rank's tokens [L, …] at their positions in flat complete responses [N, …], else 0."""
+        positions_L = self.positions_L.to(values_L.device, non_blocking=True)
+        zeros_N = values_L.new_zeros(self.starts[-1], *values_L.shape[1:])
+        return zeros_N.index_copy(0, positions_L, values_L)
 
 
 def response_slices(
@@ -130,42 +140,39 @@ def response_slices(
     size: int,
     padded_lengths: Sequence[int] | None = None,
 ) -> ResponseSlices:
-    """The slices of all responses that rank `rank` of `size` holds; arguments as of `context_parallel_slices`.
+    """The slices of several responses on rank `rank` of `size`.
+
+    The arguments are those of `context_parallel_slices`, per response.
 
     Raises:
         ValueError: if the lengths or the rank are impossible.
     """
-    pieces: list[int] = []
-    local = []
-    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        padded = None if padded_lengths is None else padded_lengths[i]
+    if padded_lengths is None:
+        padded_lengths = total_lengths
+    owned = []
+    for total, response, padded in zip(
+        total_lengths, response_lengths, padded_lengths, strict=True
+    ):
         first, second = context_parallel_slices(total, response, rank, size, padded)
-        if second.stop <= second.start:
-            # an empty second slice is put at the end, so that pieces stay in order
-            second = slice(response, response)
-        first_length = first.stop - first.start
-        second_length = second.stop - second.start
-        between = second.start - first.stop
-        pieces += [first.start, first_length, between, second_length, response - second.stop]
-        local.append(first_length + second_length)
-    return ResponseSlices(tuple(pieces), tuple(local), tuple(response_lengths))
+        owned.append((range(first.start, first.stop), range(second.start, second.stop)))
+    return ResponseSlices(tuple(owned), tuple(response_lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The context- and data-parallel ranks that share a global batch; by default one rank on its own."""
+    """The context- and data-parallel ranks that share a global batch; by default a single rank."""
 
     context: AllReduce | None = None
-    """Reduces over the context-parallel ranks, each with its slices of the same sequences; None
-    where sequences are whole."""
+    """Reduces over the context-parallel ranks, which hold slices of the same sequences; None if
+    sequences are not sliced."""
     data: AllReduce | None = None
-    """Reduces over the data-parallel ranks, each with other sequences; None where one rank has
-    all."""
+    """Reduces over the data-parallel ranks, which hold different sequences; None if one rank has all
+    sequences."""
     data_and_context: AllReduce | None = None
-    """Reduces over both at once; None where that takes `context` and then `data`."""
+    """Reduces over both in one collective; None to reduce over `context` and then over `data`."""
     slices: ResponseSlices | None = None
     """Positions of this rank's slices in the sequences of one call. The levels prefix and segment
-    need them where sequences are sliced; the others do without."""
+    need them if sequences are sliced; the other levels do not."""
 
     @classmethod
     def from_groups(
@@ -176,7 +183,9 @@ class Ranks:
         data_and_context: ProcessGroup | None = None,
         slices: ResponseSlices | None = None,
     ) -> Ranks:
-        """The ranks of torch.distributed's process groups; pickled, they can reduce nothing in another process.
+        """The ranks of torch.distributed's process groups.
+
+        They can be pickled, but cannot reduce after unpickling.
 
         Args:
             context: The context-parallel group; None if sequences are not sliced.
@@ -195,15 +204,16 @@ class Ranks:
                 " before torch.distributed.init_process_group; call that first, or take"
                 " slime_tis.Ranks() for one rank."
             )
-        context_reduce, data_reduce, both = (
-            None if group is None else _GroupAllReduce(group)
-            for group in (context, data, data_and_context)
+        return cls(
+            context=_all_reduce(context),
+            data=_all_reduce(data),
+            data_and_context=_all_reduce(data_and_context),
+            slices=slices,
         )
-        return cls(context=context_reduce, data=data_reduce, data_and_context=both, slices=slices)
 
     @property
     def is_one(self) -> bool:
-        """Whether this rank has the whole batch."""
+        """Whether this rank has the complete batch."""
         return self.context is None and self.data is None
 
     def with_slices(self, slices: ResponseSlices) -> Ranks:
@@ -212,11 +222,15 @@ class Ranks:
 
     def over_context(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduces over the context-parallel ranks; `values` may be overwritten."""
-        return values if self.context is None else self.context(values, op)
+        if self.context is None:
+            return values
+        return self.context(values, op)
 
     def over_data(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduces over the data-parallel ranks; `values` may be overwritten."""
-        return values if self.data is None else self.data(values, op)
+        if self.data is None:
+            return values
+        return self.data(values, op)
 
     def all_reduce(self, values: Tensor, op: ReduceOp = "sum") -> Tensor:
         """Reduces over context- and data-parallel ranks; `values` may be overwritten."""
@@ -230,50 +244,56 @@ ONE_RANK = Ranks()
 
 @dataclass(frozen=True)
 class _GroupAllReduce:
-    """The reduction over a process group, in place; of another process's group when unpickled, which is None."""
+    """Reduces over a process group, in place. The group is None after unpickling."""
 
     group: ProcessGroup | None
 
     def __call__(self, values: Tensor, op: ReduceOp) -> Tensor:
         if self.group is None:
             raise RuntimeError(
-                "these Ranks were pickled, and their process groups are of the process that made"
-                " them; pass Ranks.from_groups(…) of this one."
+                "these Ranks were pickled, and their process groups exist only in the process that"
+                " made them; pass Ranks.from_groups(…) of this process."
             )
-        operations = torch.distributed.ReduceOp
-        operation = {"sum": operations.SUM, "min": operations.MIN, "max": operations.MAX}[op]
-        torch.distributed.all_reduce(values, operation, self.group)
+        operations = {
+            "sum": torch.distributed.ReduceOp.SUM,
+            "min": torch.distributed.ReduceOp.MIN,
+            "max": torch.distributed.ReduceOp.MAX,
+        }
+        torch.distributed.all_reduce(values, operations[op], self.group)
         return values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GroupAllReduce:
+        # A process group cannot be copied. Within a process the same group is right.
         return self
 
     def __reduce__(self) -> tuple[type, tuple[None]]:
         return _GroupAllReduce, (None,)
 
 
-def whole_sequence_levels(config: RolloutCorrectionConfig) -> list[str]:
-    """The flags in force whose level needs whole sequences; for all others a table of sums is enough."""
-    levels = (
-        ("--tis-level", config.use_tis, config.tis_level),
-        ("--rs-level", config.use_rs, config.rs_level),
-    )
-    return [
-        f"{flag} {level}"
-        for flag, is_on, level in levels
-        if is_on and LEVELS[level].needs_whole_sequences
-    ]
+def _all_reduce(group: ProcessGroup | None) -> AllReduce | None:
+    if group is None:
+        return None
+    return _GroupAllReduce(group)
+
+
+def level_of_complete_sequences(config: RolloutCorrectionConfig) -> str | None:
+    """The flag whose level needs complete sequences, or None if a table of sums is enough."""
+    if config.use_tis and LEVELS[config.tis_level].needs_complete_sequences:
+        return f"--tis-level {config.tis_level}"
+    if config.use_rs and LEVELS[config.rs_level].needs_complete_sequences:
+        return f"--rs-level {config.rs_level}"
+    return None
 
 
 def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> dict[str, Tensor]:
-    """Whole responses from the slices of all ranks: the inputs of `correct` by name, packed [N].
+    """Complete responses from the slices of all ranks: the inputs of `correct` by name, packed [N].
 
-    Every rank puts its tokens at their places among zeros, and one sum over the context-parallel
-    ranks joins them in one float64 table. A token has one owner and x + 0 = x, for NaN and ±inf
-    too, so that values arrive unchanged.
+    Every rank writes its tokens into zeros, and one sum over the context-parallel ranks joins them
+    in one float64 table. A token has one owner and x + 0 = x, also for NaN and ±inf, so values are
+    not changed.
 
     Raises:
-        ValueError: if `slices` is of responses with other lengths.
+        ValueError: if the slices belong to responses of other lengths.
     """
     if local.lengths != list(slices.local_lengths):
         raise ValueError(
@@ -281,13 +301,12 @@ def gather_slices(local: Layout, slices: ResponseSlices, ranks: Ranks) -> dict[s
             f" {list(slices.local_lengths)} on this rank; pass this rank's tokens, and the slices"
             " of these sequences."
         )
-    columns = {
-        name: x if isinstance(x, Tensor) else torch.cat([torch.zeros(0, device=local.device), *x])
-        for name, x in local.tokens.items()
-    }
+    packed = local.packed()
+    columns = [values.to(torch.float64) for values in packed.values()]
+    table_L = torch.stack(columns, 1)
+    table_N = ranks.over_context(slices.scatter(table_L))
     working = torch.promote_types(
-        columns["train_log_probs"].dtype, columns["rollout_log_probs"].dtype
+        packed["train_log_probs"].dtype, packed["rollout_log_probs"].dtype
     )
-    table_L = torch.stack([column.to(torch.float64) for column in columns.values()], 1)
-    table_N = ranks.over_context(slices.scatter(table_L)).to(working)
-    return dict(zip(columns, table_N.unbind(1), strict=True))
+    columns_N = table_N.to(working).unbind(1)
+    return dict(zip(packed, columns_N, strict=True))

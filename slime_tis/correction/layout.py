@@ -1,16 +1,16 @@
-"""Lists of sequences, padded [B, T] batches and packed tokens, all read as blocks, and written back.
+"""Lists of sequences, padded [B, T] batches and packed tokens: checked, read as blocks, and written back.
 
-The block layout: each row of K tokens is owned by one sequence; tokens of other sequences in it are
-masked. A row is summed in the working precision, rows are added into sequences in float64:
-accurate, without a loop over sequences, and without a host synchronisation. A row that two
-sequences share is taken once for each. Blocks come in chunks that fit a CPU cache, so that a chunk
-is read from memory once, however many operations follow.
+A block has rows of K tokens, and one sequence owns each row. Tokens of other sequences in a row are
+masked. A row that two sequences share is taken once for each. Rows are summed in the working
+precision, and their sums are added up per sequence in float64: that is accurate, without a loop
+over sequences and without a host synchronisation. Blocks come in chunks that fit a CPU cache. So a
+chunk is read from memory once, however many operations follow.
 
-Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence, _N per token of the chunk.
+Shapes: suffix _RK is [rows, row width], _R per row, _S per sequence, _N per packed token.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,49 +18,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROW_WIDTHS = (128, 64, 32, 16)
 WIDEST_ROW = 256
+"""Widest row, in tokens."""
+NARROWEST_DIVISOR = 64
+"""Narrowest row, in tokens, that cuts longer sequences of one length into equal parts."""
+ROW_WIDTHS = (128, 64, 32, 16)
+"""Row widths for sequences of different lengths, in tokens."""
+TOKENS_PER_ROW_WIDTH = 8
+"""Smallest ratio of the average sequence to the row width, if lengths differ. Each sequence adds one
+boundary row, so this limits the additional tokens to 1/8."""
 LONGEST_SEQUENCE = 1 << 32
+"""Above the length of any sequence: sequence · LONGEST_SEQUENCE + position orders all tokens."""
 CPU_CHUNK_TOKENS = 1 << 18
-"""Tokens of a chunk on a CPU: a dozen float32 temporaries of this size live in its caches."""
+"""Tokens of a chunk on a CPU: a dozen float32 temporaries of this size fit its caches."""
 GPU_CHUNK_TOKENS = 1 << 24
-"""Tokens of a chunk elsewhere, where the number of launched kernels is what costs."""
+"""Tokens of a chunk on other devices, where the number of launched kernels determines the time."""
 
 LogProbs = Tensor | Sequence[Tensor | None]
+"""An input of `correct`: [B, T], packed [N], or a list of [T_i] with None for a missing one."""
 Sequences = Tensor | list[Tensor]
 """One value per token: packed [N], sequence after sequence, or a list of [T_i]."""
-INPUTS = {
-    "train_log_probs": "train_N",
-    "rollout_log_probs": "rollout_N",
-    "loss_mask": "mask_N",
-    "current_log_probs": "current_N",
-    "advantages": "advantage_N",
-}
-"""Fields of `PackedChunk` by the name of the input; the last two are optional."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some whole sequences of a batch, as blocks."""
+    """Some complete sequences of a batch, as blocks in the working precision."""
 
     train_RK: Tensor
-    """Log-probs of the training policy; anything where masked."""
+    """Log-probs of the training policy; undefined at masked tokens."""
     rollout_RK: Tensor
-    """Log-probs of the rollout policy; NaN where the sample has none."""
+    """Log-probs of the rollout policy; NaN if the sample has none."""
     mask_RK: Tensor
-    """1.0 at valid tokens, 0.0 elsewhere and at tokens of other sequences."""
+    """1.0 at tokens of the loss mask, 0.0 elsewhere and at tokens of other sequences."""
+    current_RK: Tensor | None
+    """Log-probs of the current policy, if it is not the training policy."""
+    advantage_RK: Tensor | None
+    """Advantages, if an option needs them."""
     sequence_R: Tensor
-    """Which sequence of the chunk owns the row; a sequence's rows are in order, but not next to
-    each other."""
+    """Index in the chunk of the sequence that owns the row. The rows of a sequence are in order, but
+    not next to each other."""
     offset_R: Tensor
-    """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens come
+    """Position of the row's first token in the owner, below 0 if another sequence's tokens come
     first."""
     first: int
-    """Number of the chunk's first sequence in the batch."""
-    current_RK: Tensor | None = None
-    """Log-probs of the current policy, if it is not the training policy."""
-    advantage_RK: Tensor | None = None
-    are_densities: bool = False
+    """Index in the batch of the chunk's first sequence."""
+    sequences: int
+    """Number of sequences in the chunk."""
+    are_densities: bool
     """Whether the log-probs are log-densities of continuous samples, which have no lowest value."""
 
     def order(self) -> Tensor:
@@ -68,64 +72,12 @@ class Chunk:
         return (self.sequence_R * LONGEST_SEQUENCE + self.offset_R).argsort()
 
 
-@dataclass(frozen=True)
-class PackedChunk:
-    """Some whole sequences of a batch, as packed tokens and the rows that they lie in."""
-
-    train_N: Tensor
-    """Log-probs of the training policy; after the chunk's last token come other sequences, or
-    padding."""
-    rollout_N: Tensor
-    """Log-probs of the rollout policy; NaN where the sample has none."""
-    mask_N: Tensor
-    """Of any dtype, nonzero at the tokens of the loss."""
-    rows: "Rows"
-    """Where the sequences lie."""
-    first: int
-    """Number of the chunk's first sequence in the batch."""
-    current_N: Tensor | None = None
-    """Log-probs of the current policy, if it is not the training policy."""
-    advantage_N: Tensor | None = None
-    are_densities: bool = False
-    """As in `Chunk`."""
-
-    @property
-    def working_dtype(self) -> torch.dtype:
-        """What the correction is computed in: float32, or float64 where log-probs are."""
-        return torch.promote_types(
-            torch.promote_types(self.train_N.dtype, self.rollout_N.dtype), torch.float32
-        )
-
-    def blocks(self) -> Chunk:
-        """The chunk as blocks, in the working precision."""
-        rows = self.rows
-        working = self.working_dtype
-        current = None
-        if self.current_N is not None:
-            current = rows.to_blocks(self.current_N).to(working)
-        advantage = None
-        if self.advantage_N is not None:
-            advantage = rows.to_blocks(self.advantage_N).to(working)
-        mask = _indicator(rows.to_blocks(self.mask_N), working)
-        return Chunk(
-            train_RK=rows.to_blocks(self.train_N).to(working),
-            rollout_RK=rows.to_blocks(self.rollout_N).to(working),
-            mask_RK=rows.mask_foreign_(mask),
-            sequence_R=rows.owner_R,
-            offset_R=rows.offset_R,
-            first=self.first,
-            current_RK=current,
-            advantage_RK=advantage,
-            are_densities=self.are_densities,
-        )
-
-
 class Rows:
     """Maps the sequences of a chunk to rows of K tokens.
 
-    First come all rows in order; each is owned by the sequence of its first token. Then comes one
-    boundary row per sequence: a copy of the row in which it begins, for its tokens in a row that
-    another sequence owns.
+    The full rows come first, in order. The sequence of the first token owns a full row. Then comes
+    one boundary row per sequence: a copy of the full row in which the sequence begins. It is for
+    the sequence's tokens in a row that another sequence owns.
     """
 
     def __init__(
@@ -134,45 +86,44 @@ class Rows:
         """Finds the rows and their owners.
 
         Args:
-            end_S: Where each sequence of the chunk ends, in tokens of the chunk.
-            length_S: Its length in tokens.
-            tokens: Number of tokens of the chunk.
+            end_S: Ends of the sequences, in tokens from the start of the chunk.
+            length_S: Lengths of the sequences, in tokens.
+            tokens: Number of tokens in the chunk.
             width: K.
-            aligned: Whether no row is shared by two sequences.
+            aligned: Whether no two sequences share a row. Then there are no boundary rows.
         """
         self.end_S = end_S
         self.length_S = length_S
-        self.width = width
         self.tokens = tokens
+        self.width = width
         self.aligned = aligned
+        # a chunk of empty sequences has one row, because reductions refuse blocks without a row
         self.full_rows = max(-(-tokens // width), 1)
         """Number of rows without the boundary rows."""
         self.padded_len = self.full_rows * width
-        """Tokens that the rows hold: the last row may end after the chunk's last token."""
+        """Tokens that the full rows hold; the last row may end after the chunk's last token."""
         device = end_S.device
-        count = end_S.numel()
+        sequences = end_S.numel()
         start_S = end_S - length_S
-        self.start_S = start_S
         row_starts = torch.arange(0, self.padded_len, width, device=device)
-        owner_R = torch.searchsorted(self.end_S, row_starts, right=True).clamp_max_(count - 1)
-        if not self.aligned:
-            self._boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(
-                self.full_rows - 1
-            )
-            boundary = self._boundary_S * width
+        owner_R = torch.searchsorted(end_S, row_starts, right=True).clamp_max_(sequences - 1)
+        if not aligned:
+            boundary_S = start_S.div(width, rounding_mode="floor").clamp_max_(self.full_rows - 1)
+            self._boundary_S = boundary_S
+            """Full row in which each sequence begins."""
+            boundary = boundary_S * width
             # A sequence that begins at a row's start owns that row. Its boundary row gets an
-            # offset of −width, so that none of its tokens count twice.
+            # offset of −width, so that its tokens do not count twice.
             boundary_starts = torch.where(boundary < start_S, boundary, boundary - width)
             row_starts = torch.cat([row_starts, boundary_starts])
-            owner_R = torch.cat([owner_R, torch.arange(count, device=device)])
+            owner_R = torch.cat([owner_R, torch.arange(sequences, device=device)])
         self.owner_R = owner_R
-        """Which sequence of the chunk owns the row."""
+        """As `Chunk.sequence_R`."""
         self.offset_R = row_starts - start_S.index_select(0, owner_R)
-        """Where in its sequence the row begins, in tokens; below 0 where another sequence's tokens
-        come first."""
+        """As `Chunk.offset_R`."""
 
     def to_blocks(self, flat_N: Tensor) -> Tensor:
-        """Tokens of the chunk as blocks [R, K]: all rows, then boundary rows; a view if aligned."""
+        """Tokens of the chunk as blocks [R, K]: full rows, then boundary rows; a view if aligned."""
         gap = self.padded_len - flat_N.numel()
         if gap > 0:
             flat_N = torch.cat([flat_N, flat_N.new_zeros(gap)])
@@ -182,7 +133,7 @@ class Rows:
         return torch.cat([rows, rows.index_select(0, self._boundary_S)])
 
     def mask_foreign_(self, mask_RK: Tensor) -> Tensor:
-        """Clears a mask, in place, at tokens that the row's owner does not have.
+        """Clears a mask, in place, at tokens that do not belong to the row's owner.
 
         Each token then counts exactly once.
         """
@@ -191,13 +142,15 @@ class Rows:
         column = torch.arange(self.width, device=mask_RK.device)
         rows = mask_RK[: self.full_rows]
         boundary_rows = mask_RK[self.full_rows :]
-        rows.view(-1)[self.tokens :].zero_()  # the last row may end in the next chunk
+        # packed tokens go on after the chunk's last token, with sequences of the next chunk
+        rows.view(-1)[self.tokens :].zero_()
         position = self.offset_R[self.full_rows :, None] + column
         boundary_rows.mul_((position >= 0) & (position < self.length_S[:, None]))
+        # Only full rows in which a sequence begins can have tokens of other sequences.
         owner_S = self.owner_R.index_select(0, self._boundary_S)
         left_S = self.end_S.index_select(0, owner_S) - self._boundary_S * self.width
-        # a row with several boundaries is written several times, with the same values
         owned = rows.index_select(0, self._boundary_S) * (column < left_S[:, None])
+        # a row in which several sequences begin is written several times, with the same values
         rows.index_copy_(0, self._boundary_S, owned)
         return mask_RK
 
@@ -207,153 +160,269 @@ class Rows:
             return blocks_RK.view(-1)
         numbers = blocks_RK
         if blocks_RK.dtype == torch.bool:
-            numbers = blocks_RK.view(
-                torch.uint8
-            )  # added as bytes; the owners of a token do not overlap
+            # bytes can be added; at most one of the added values is not 0
+            numbers = blocks_RK.view(torch.uint8)
         numbers[: self.full_rows].index_add_(0, self._boundary_S, numbers[self.full_rows :])
         return blocks_RK[: self.full_rows].view(-1)
 
 
 class Layout:
-    """A batch, read as chunks of blocks, and the way back."""
+    """The inputs of `correct` as chunks of blocks, and the way back to their layout."""
 
     def __init__(
-        self, tokens: Mapping[str, Sequences], lengths: list[int], shape: tuple[int, ...] | None
+        self,
+        inputs: Mapping[str, Sequences],
+        lengths: list[int],
+        shape: tuple[int, ...] | None,
+        device: torch.device,
     ) -> None:
-        """Lays the tokens out in rows.
+        """Divides the sequences into chunks and rows.
 
         Args:
-            tokens: By their names in `INPUTS`.
-            lengths: Tokens of each sequence.
+            inputs: The inputs by their names in `correct`.
+            lengths: Tokens per sequence.
             shape: Shape of the results; None for a list of sequences.
+            device: The device of all inputs.
         """
-        self.tokens = tokens
+        self.inputs = inputs
         self.lengths = lengths
+        self.device = device
         self._shape = shape
-        self.device = device_of(tokens["train_log_probs"])
-        self._width = row_width(lengths)
-        chunk_tokens = CPU_CHUNK_TOKENS if self.device.type == "cpu" else GPU_CHUNK_TOKENS
+        self._starts = list(accumulate(lengths, initial=0))
+        """Where each sequence starts in the packed tokens, and where the last one ends."""
+        chunk_tokens = GPU_CHUNK_TOKENS
+        if device.type == "cpu":
+            chunk_tokens = CPU_CHUNK_TOKENS
         self._spans = _spans(lengths, chunk_tokens)
-        self._rows = list(self._rows_of_chunks()) if lengths else []
+        self._rows = self._rows_per_chunk()
 
-    def chunks(self, *, are_densities: bool = False) -> Iterator[PackedChunk]:
-        """The batch as chunks of complete sequences, in order; `are_densities` as in `Chunk`."""
-        start = 0
-        for (first, last), rows in zip(self._spans, self._rows, strict=True):
-            tokens = {
-                INPUTS[name]: _tokens_of(x, first, last, start, rows)
-                for name, x in self.tokens.items()
-            }
-            yield PackedChunk(rows=rows, first=first, are_densities=are_densities, **tokens)
-            start += rows.tokens
-
-    def _rows_of_chunks(self) -> Iterator[Rows]:
-        ends = list(accumulate(self.lengths))
-        aligned = all(length % self._width == 0 and length for length in self.lengths)
+    def _rows_per_chunk(self) -> list[Rows]:
+        width = row_width(self.lengths)
+        aligned = all(length > 0 and length % width == 0 for length in self.lengths)
+        ends = self._starts[1:]
+        # One copy for the complete batch: on a GPU each copy from the host costs a launch.
         end_S, length_S = torch.tensor([ends, self.lengths]).to(self.device, non_blocking=True)
-        start = 0
+        rows_per_chunk = []
         for first, last in self._spans:
-            tokens = ends[last - 1] - start
-            yield Rows(
-                end_S[first:last] - start, length_S[first:last], tokens, self._width, aligned
+            start = self._starts[first]
+            rows = Rows(
+                end_S=end_S[first:last] - start,
+                length_S=length_S[first:last],
+                tokens=self._starts[last] - start,
+                width=width,
+                aligned=aligned,
             )
-            start += tokens
+            rows_per_chunk.append(rows)
+        return rows_per_chunk
+
+    @property
+    def number_of_chunks(self) -> int:
+        """How many chunks the batch has; 0 without a sequence."""
+        return len(self._rows)
+
+    def chunk(self, number: int, *, are_densities: bool = False) -> Chunk:
+        """A chunk of complete sequences, in new memory or as views; `are_densities` as in `Chunk`."""
+        rows = self._rows[number]
+        first, last = self._spans[number]
+        blocks = {}
+        for name, values in self.inputs.items():
+            blocks[name] = rows.to_blocks(self._tokens_of_chunk(values, number))
+        train = blocks["train_log_probs"]
+        rollout = blocks["rollout_log_probs"]
+        log_prob_dtype = torch.promote_types(train.dtype, rollout.dtype)
+        # float64 log-probs are computed in float64, all others in float32
+        working = torch.promote_types(log_prob_dtype, torch.float32)
+        current = blocks.get("current_log_probs")
+        if current is not None:
+            current = current.to(working)
+        advantage = blocks.get("advantages")
+        if advantage is not None:
+            advantage = advantage.to(working)
+        mask = _indicator(blocks["loss_mask"], working)
+        return Chunk(
+            train_RK=train.to(working),
+            rollout_RK=rollout.to(working),
+            mask_RK=rows.mask_foreign_(mask),
+            current_RK=current,
+            advantage_RK=advantage,
+            sequence_R=rows.owner_R,
+            offset_R=rows.offset_R,
+            first=first,
+            sequences=last - first,
+            are_densities=are_densities,
+        )
+
+    def _tokens_of_chunk(self, values: Sequences, number: int) -> Tensor:
+        """The tokens of a chunk, flat.
+
+        Packed tokens are a view up to the end of the last row or of the batch. Lists become one
+        copy, padded to complete rows.
+        """
+        rows = self._rows[number]
+        first, last = self._spans[number]
+        if isinstance(values, Tensor):
+            start = self._starts[first]
+            return values[start : start + rows.padded_len]
+        padding = values[first].new_zeros(rows.padded_len - rows.tokens)
+        return torch.cat([*values[first:last], padding])
+
+    def packed(self) -> dict[str, Tensor]:
+        """The inputs as packed [N] tensors, by their names in `correct`."""
+        packed = {}
+        for name, values in self.inputs.items():
+            if not isinstance(values, Tensor):
+                no_token = torch.zeros(0, device=self.device)  # for a batch without a sequence
+                values = torch.cat([no_token, *values])
+            packed[name] = values
+        return packed
 
     def restore(self, blocks: list[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
-        """Blocks of all chunks, in order and 0 where masked, in the layout of the input; `dtype` is theirs."""
-        parts = [
-            rows.from_blocks(block)[: rows.tokens]
-            for rows, block in zip(self._rows, blocks, strict=True)
-        ]
-        if not parts:
-            parts = [torch.empty(0, dtype=dtype, device=self.device)]
-        return self.shaped(parts[0] if len(parts) == 1 else torch.cat(parts))
+        """Blocks of all chunks in the layout of the input.
 
-    def shaped(self, flat: Tensor) -> Tensor | list[Tensor]:
+        Args:
+            blocks: [R, K] per chunk, in order; 0 at masked tokens. They are overwritten.
+            dtype: The dtype of the blocks, for a batch without a sequence.
+        """
+        if not blocks:
+            return self.shaped(torch.empty(0, dtype=dtype, device=self.device))
+        chunks = []
+        for rows, block in zip(self._rows, blocks, strict=True):
+            chunks.append(rows.from_blocks(block)[: rows.tokens])
+        if len(chunks) == 1:
+            return self.shaped(chunks[0])  # `cat` would copy it
+        return self.shaped(torch.cat(chunks))
+
+    def shaped(self, flat_N: Tensor) -> Tensor | list[Tensor]:
         """All tokens, one sequence after another, in the layout of the input."""
-        return list(flat.split(self.lengths)) if self._shape is None else flat.view(self._shape)
+        if self._shape is None:
+            return list(flat_N.split(self.lengths))
+        return flat_N.view(self._shape)
+
+
+def row_width(lengths: Sequence[int]) -> int:
+    """K for sequences of these lengths.
+
+    If all have one length, K divides it, so no two sequences share a row. It is the length itself or
+    at least `NARROWEST_DIVISOR`. Otherwise, and without such a divisor, K is one of `ROW_WIDTHS`.
+    """
+    if not lengths:
+        return ROW_WIDTHS[-1]
+    length = lengths[0]
+    if min(lengths) == max(lengths) > 0:
+        if length <= WIDEST_ROW:
+            return length
+        for width in range(WIDEST_ROW, NARROWEST_DIVISOR - 1, -1):
+            if length % width == 0:
+                return width
+    average = sum(lengths) / len(lengths)
+    for width in ROW_WIDTHS:
+        if average >= TOKENS_PER_ROW_WIDTH * width:
+            return width
+    return ROW_WIDTHS[-1]
+
+
+def _spans(lengths: Sequence[int], largest: int) -> list[tuple[int, int]]:
+    """Consecutive [first, last) of sequences, each with at most `largest` tokens or one sequence."""
+    spans = []
+    first = 0
+    tokens = 0
+    for i, length in enumerate(lengths):
+        if i > first and tokens + length > largest:
+            spans.append((first, i))
+            first = i
+            tokens = 0
+        tokens += length
+    if lengths:
+        spans.append((first, len(lengths)))
+    return spans
+
+
+def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
+    """1.0 where a mask of any dtype is not 0, in new memory."""
+    if mask.dtype == torch.bool:
+        # conversion from bytes vectorises on a CPU, conversion from bools does not
+        return mask.view(torch.uint8).to(working)
+    return torch.ne(mask, 0, out=torch.empty_like(mask, dtype=working))
 
 
 def as_layout(inputs: Mapping[str, LogProbs], lengths: Sequence[int] | None) -> Layout:
-    """The layout of the inputs of `correct`, by their names in `INPUTS`.
+    """The layout of the inputs of `correct`, by their names.
 
     Raises:
         ValueError: if the inputs differ in layout, device, number of sequences or lengths, or
             log-probs are not floating-point numbers.
     """
+    if all(isinstance(values, Tensor) for values in inputs.values()):
+        return _layout_of_tensors(inputs, lengths)
+    if all(isinstance(values, list | tuple) for values in inputs.values()):
+        return _layout_of_lists(inputs, lengths)
+    kinds = ", ".join(f"{name} is {type(values).__name__}" for name, values in inputs.items())
+    raise ValueError(f"{kinds}; pass tensors of one shape, or lists of tensors.")
+
+
+def _layout_of_tensors(inputs: Mapping[str, Any], lengths: Sequence[int] | None) -> Layout:
+    """The layout of padded tensors, or of packed ones with lengths."""
     train = inputs["train_log_probs"]
-    is_tensor = isinstance(train, Tensor)
-    if any(
-        isinstance(x, Tensor) != is_tensor or not isinstance(x, Tensor | list | tuple)
-        for x in inputs.values()
-    ):
-        kinds = ", ".join(f"{name} is {type(x).__name__}" for name, x in inputs.items())
-        raise ValueError(f"{kinds}; pass tensors of one shape, or lists of tensors.")
-    device = device_of(train)
-    if not isinstance(train, Tensor):
-        if lengths is not None:
-            raise ValueError(
-                "lengths are given but the log-probs are a list; pass lengths with packed tensors"
-                " only."
-            )
-        lists = _checked_lists(inputs, device)
-        return Layout(lists, [x.numel() for x in lists["train_log_probs"]], None)
-    tensors = {name: _checked(name, x, device) for name, x in inputs.items()}
     shape = train.shape
-    if any(x.shape != shape for x in tensors.values()):
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    for name, values in inputs.items():
+        _check(name, values, train.device)
+    if any(values.shape != shape for values in inputs.values()):
+        shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in inputs.items())
         raise ValueError(f"the inputs have shapes {shapes}; pass tensors of one shape.")
     if lengths is not None:
-        return Layout(tensors, _checked_lengths(lengths, shape), shape)
-    if len(shape) != 2:
+        sequence_lengths = _checked_lengths(lengths, shape)
+    elif len(shape) == 2:
+        sequence_lengths = [shape[1]] * shape[0]
+    else:
         raise ValueError(
             f"the log-probs have shape {tuple(shape)}; pass [B, T], or [N] with lengths."
         )
-    return Layout(
-        {name: x.reshape(-1) for name, x in tensors.items()}, [shape[1]] * shape[0], shape
-    )
+    packed = {name: values.reshape(-1) for name, values in inputs.items()}
+    return Layout(packed, sequence_lengths, shape, train.device)
 
 
-def device_of(values: object) -> torch.device:
-    """The device of a tensor or of the first tensor of a list, the CPU without any."""
-    first = values[0] if isinstance(values, list | tuple) and values else values
-    return first.device if isinstance(first, Tensor) else torch.device("cpu")
-
-
-def _checked_lists(inputs: Mapping[str, Any], device: torch.device) -> dict[str, list[Tensor]]:
-    """The inputs as lists of [T_i], with NaN for samples without rollout log-probs."""
-    counts = {name: len(values) for name, values in inputs.items()}
+def _layout_of_lists(inputs: Mapping[str, Any], lengths: Sequence[int] | None) -> Layout:
+    """The layout of lists of [T_i], with NaN for samples without rollout log-probs."""
+    if lengths is not None:
+        raise ValueError(
+            "lengths are given but the log-probs are a list; pass lengths with packed tensors only."
+        )
+    counts = {name: len(tensors) for name, tensors in inputs.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"the numbers of sequences differ: {counts}; pass one of each per sequence."
         )
-    train, rollout = inputs["train_log_probs"], inputs["rollout_log_probs"]
-    sizes = [
-        t.numel()
-        for t, r in zip(train, rollout, strict=True)
-        if r is None and isinstance(t, Tensor)
-    ]
-    absent = iter(torch.full((sum(sizes),), torch.nan, device=device).split(sizes) if sizes else ())
-    inputs = {
-        **inputs,
-        "rollout_log_probs": [next(absent, None) if x is None else x for x in rollout],
-    }
-    lists = {
-        name: [_checked(f"{name}[{i}]", x, device, 1) for i, x in enumerate(xs)]
-        for name, xs in inputs.items()
-    }
-    for i, tensors in enumerate(zip(*lists.values(), strict=True)):
-        if len({x.numel() for x in tensors}) > 1:
-            tokens = ", ".join(
-                f"{name} {x.numel()}" for name, x in zip(lists, tensors, strict=True)
-            )
+    train = inputs["train_log_probs"]
+    device = torch.device("cpu")
+    if train and isinstance(train[0], Tensor):
+        device = train[0].device
+    lists = dict(inputs)
+    lists["rollout_log_probs"] = _with_missing(train, inputs["rollout_log_probs"], device)
+    for name, tensors in lists.items():
+        for i, tensor in enumerate(tensors):
+            _check(f"{name}[{i}]", tensor, device, dimensions=1)
+    sequence_lengths = [tensor.numel() for tensor in train]
+    for i, length in enumerate(sequence_lengths):
+        if any(tensors[i].numel() != length for tensors in lists.values()):
+            sizes = ", ".join(f"{name} {tensors[i].numel()}" for name, tensors in lists.items())
             raise ValueError(
-                f"sequence {i} has these numbers of tokens: {tokens}; pass tensors of one length."
+                f"sequence {i} has these numbers of tokens: {sizes}; pass tensors of one length."
             )
-    return lists
+    return Layout(lists, sequence_lengths, None, device)
+
+
+def _with_missing(train: Sequence[Any], rollout: Sequence[Any], device: torch.device) -> list[Any]:
+    """The rollout log-probs, with NaN for each token of a sample that has none."""
+    completed = []
+    for train_T, rollout_T in zip(train, rollout, strict=True):
+        if rollout_T is None and isinstance(train_T, Tensor):
+            rollout_T = torch.full((train_T.numel(),), torch.nan, device=device)
+        completed.append(rollout_T)
+    return completed
 
 
 def _checked_lengths(lengths: Sequence[int], shape: torch.Size) -> list[int]:
+    """The lengths as ints, if they fit packed tensors of this shape."""
     try:
         numbers = [operator.index(length) for length in lengths]
     except TypeError as error:
@@ -368,82 +437,42 @@ def _checked_lengths(lengths: Sequence[int], shape: torch.Size) -> list[int]:
     return numbers
 
 
-def _checked(name: str, x: Any, device: torch.device, dimensions: int | None = None) -> Tensor:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} is {type(x).__name__}; pass a tensor.")
-    if x.layout != torch.strided or x.device != device:
+def _check(name: str, values: Any, device: torch.device, dimensions: int | None = None) -> None:
+    """Raises a ValueError unless the values are a tensor that the correction can read."""
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name} is {type(values).__name__}; pass a tensor.")
+    if values.layout != torch.strided or values.device != device:
         raise ValueError(
-            f"{name} is {x.layout} on {x.device}; pass dense tensors, all on {device}."
+            f"{name} is {values.layout} on {values.device}; pass dense tensors, all on {device}."
         )
-    if x.device.type == "meta":
+    if device.type == "meta":
         raise ValueError(
             f"{name} is on the meta device, which has no values; pass it on a CPU or GPU."
         )
-    if dimensions is not None and x.dim() != dimensions:
+    if dimensions is not None and values.dim() != dimensions:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; pass one dimension per sequence, [T]."
+            f"{name} has shape {tuple(values.shape)}; pass one dimension per sequence, [T]."
         )
-    if x.dtype.is_complex if name.startswith("loss_mask") else not x.dtype.is_floating_point:
+    if name.startswith("loss_mask"):
+        is_usable = not values.dtype.is_complex
+    else:
+        is_usable = values.dtype.is_floating_point
+    if not is_usable:
         raise ValueError(
-            f"{name} has dtype {x.dtype}; pass floating-point log-probs and a real or bool mask."
+            f"{name} has dtype {values.dtype}; pass floating-point log-probs and a real or bool"
+            " mask."
         )
-    check_precision(name, x)
-    return x
+    check_precision(name, values)
 
 
-def check_precision(name: str, x: Tensor) -> None:
+def check_precision(name: str, values: Tensor) -> None:
     """Refuses float8 and float4, in which torch neither subtracts nor compares.
 
     Raises:
         ValueError: naming the tensor and its dtype.
     """
-    if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+    if values.dtype.is_floating_point and values.dtype.itemsize == 1:
         raise ValueError(
-            f"{name} has dtype {x.dtype}, which has too few digits; pass float32, bfloat16 or"
+            f"{name} has dtype {values.dtype}, which has too few digits; pass float32, bfloat16 or"
             " float16."
         )
-
-
-def row_width(lengths: list[int]) -> int:
-    """One row for short sequences of one length, a divisor of longer ones; else an eighth of the average at most."""
-    if lengths and min(lengths) == max(lengths) > 0:
-        length = lengths[0]
-        if length <= WIDEST_ROW:
-            return length
-        divisor = next(
-            (width for width in range(WIDEST_ROW, WIDEST_ROW // 4 - 1, -1) if length % width == 0),
-            None,
-        )
-        if divisor is not None:
-            return divisor
-    average = sum(lengths) / max(len(lengths), 1)
-    return next((width for width in ROW_WIDTHS if average >= 8 * width), ROW_WIDTHS[-1])
-
-
-def _tokens_of(tokens: Sequences, first: int, last: int, start: int, rows: Rows) -> Tensor:
-    """The tokens of sequences first … last, which begin at `start`, and the tokens after them in their last row.
-
-    Packed tokens are a view, which ends where the batch does; lists become one copy, padded to
-    whole rows.
-    """
-    if isinstance(tokens, Tensor):
-        return tokens[start : start + rows.padded_len]
-    return torch.cat([*tokens[first:last], tokens[first].new_zeros(rows.padded_len - rows.tokens)])
-
-
-def _spans(lengths: list[int], most: int) -> list[tuple[int, int]]:
-    """Consecutive [first, last) of sequences, each with at most `most` tokens or a single sequence."""
-    spans, first, tokens = [], 0, 0
-    for i, length in enumerate(lengths):
-        if i > first and tokens + length > most:
-            spans.append((first, i))
-            first, tokens = i, 0
-        tokens += length
-    return [*spans, (first, len(lengths))] if lengths else []
-
-
-def _indicator(mask: Tensor, working: torch.dtype) -> Tensor:
-    """Returns 1.0 where a mask of any dtype is not 0, in new memory."""
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8).to(working)
-    return torch.ne(mask, 0, out=torch.empty_like(mask, dtype=working))

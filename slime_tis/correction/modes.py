@@ -68,7 +68,7 @@ class LevelRule:
     sequence."""
     per_token: bool
     """Whether weights and verdicts differ from token to token."""
-    needs_whole_sequences: bool = False
+    needs_complete_sequences: bool = False
     """Whether a token's value depends on tokens of other context-parallel slices in more than their
     sum."""
 
@@ -77,8 +77,8 @@ LEVELS: dict[Level, LevelRule] = {
     "token": LevelRule(aggregation="token", per_token=True),
     "sequence": LevelRule(aggregation="sum", per_token=False),
     "geometric": LevelRule(aggregation="mean", per_token=False),
-    "prefix": LevelRule(aggregation="prefix", per_token=True, needs_whole_sequences=True),
-    "segment": LevelRule(aggregation="segment", per_token=True, needs_whole_sequences=True),
+    "prefix": LevelRule(aggregation="prefix", per_token=True, needs_complete_sequences=True),
+    "segment": LevelRule(aggregation="segment", per_token=True, needs_complete_sequences=True),
 }
 """Levels by their command-line name (--tis-level, --rs-level)."""
 SEQUENCE_LEVELS = tuple(sorted(name for name, rule in LEVELS.items() if not rule.per_token))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_tis.correction.config import RolloutCorrectionConfig
-from slime_tis.correction.layout import Chunk, PackedChunk
+from slime_tis.correction.layout import Chunk
 from slime_tis.correction.modes import LEVELS, Criterion
 from slime_tis.correction.ratio import (
     TOKEN_LEVELS,
@@ -60,13 +60,12 @@ LOWEST_BOUND = 1e-30
 """A lower bound that is below every weight and above 0 in float32."""
 
 
-def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPass:
+def token_pass(config: RolloutCorrectionConfig, chunk: Chunk) -> TokenPass:
     """Weights, verdicts and row sums of one chunk in torch operations, on any device.
 
     Raises:
         ValueError: if a token is not finite under the "raise" policy.
     """
-    chunk = packed.blocks()
     tokens = log_ratios(chunk, config.nonfinite_policy)
     weight = tokens.valid_RK
     extremes = None
@@ -126,8 +125,7 @@ def token_pass(config: RolloutCorrectionConfig, packed: PackedChunk) -> TokenPas
         advantage=advantage_R,
     )
     table_R = stacked(sums_R).to(torch.float64)
-    sequences = packed.rows.end_S.numel()
-    table_S = table_R.new_zeros(sequences, table_R.shape[1])
+    table_S = table_R.new_zeros(chunk.sequences, table_R.shape[1])
     return TokenPass(
         weight_RK=weight,
         accepted_RK=accepted.bool(),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
-from slime_tis.correction import response_slices
+from slime_tis.correction import context_parallel_slices
 from slime_tis.integrations.slime import context_parallel
 
 Values = TypeVar("Values", Tensor, list[float])
@@ -51,13 +51,13 @@ def slice_log_prob_with_cp(log_prob: Values, total_length: int, response_length:
     context = context_parallel({})
     if context.size == 1:
         return log_prob
-    slices = response_slices([total_length], [response_length], context.rank, context.size)
-    if isinstance(log_prob, Tensor):
-        return slices.slice_flat(log_prob)
     # A rank has two pieces of a sequence, one from each half, so that all ranks have equal work.
-    gap, first, middle, second, _ = slices.pieces
-    start = gap + first + middle
-    return log_prob[gap : gap + first] + log_prob[start : start + second]
+    first, second = context_parallel_slices(
+        total_length, response_length, context.rank, context.size
+    )
+    if isinstance(log_prob, Tensor):
+        return torch.cat([log_prob[first], log_prob[second]])
+    return log_prob[first] + log_prob[second]
 
 
 _FILTERS = "slime_tis.trainer.rollout.filter_hub"

@@ -277,11 +277,11 @@ def test_slices_of_a_worked_example():
 def test_levels_that_need_whole_sequences_say_so(level):
     config = RolloutCorrectionConfig(use_tis=True, tis_level=level)
     with pytest.raises(
-        ValueError, match=f"--tis-level {level} needs whole sequences.*slices=response_slices"
+        ValueError, match=f"--tis-level {level} needs complete sequences.*slices=response_slices"
     ):
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
     config = RolloutCorrectionConfig(use_rs=True, rs_level=level)
-    with pytest.raises(ValueError, match=f"--rs-level {level} needs whole sequences"):
+    with pytest.raises(ValueError, match=f"--rs-level {level} needs complete sequences"):
         correct(config, [], [], [], global_batch=GlobalBatch(ranks=Ranks(context=unchanged)))
 
 
