@@ -2,7 +2,12 @@
 
 
 class Alarm:
-    """Turns on after a condition held `after` times in a row, and off after it failed `calm` times in a row."""
+    """An alarm that neither starts nor ends because of a single observation.
+
+    Args:
+        after: Observations in a row with the condition that turn it on.
+        calm: Observations in a row without the condition that turn it off.
+    """
 
     def __init__(self, after: int, calm: int = 1) -> None:
         self.is_on = False
@@ -13,9 +18,14 @@ class Alarm:
 
     def observe(self, holds: bool) -> bool:
         """Takes one observation; returns whether the alarm is on."""
-        self.count = 0 if holds is self.is_on else self.count + 1
-        limit = self._calm if self.is_on else self._after
+        if holds is self.is_on:
+            self.count = 0
+            return self.is_on
+        self.count += 1
+        limit = self._after
+        if self.is_on:
+            limit = self._calm
         if self.count >= limit:
-            self.is_on = not self.is_on
+            self.is_on = holds
             self.count = 0
         return self.is_on

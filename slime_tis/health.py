@@ -1,8 +1,9 @@
-"""The rule engine of health warnings and of the diagnosis: rules are table entries, their results are findings.
+"""Rules of the health warnings, and the rule engine that the diagnosis uses as well.
 
-`evaluate` applies a table of rules to named values. `STEP_RULES` are the health warnings: they read
-the metrics of one optimizer step, and `Health` reports when one begins and ends. The rules of the
-diagnosis on a run's metrics are in `slime_tis.analysis.diagnosis.metric_rules`.
+Rules are entries of a table, and `evaluate` applies them to named values. `STEP_RULES` are the
+health warnings on the metrics of one optimizer step; `Health` reports when a warning begins and
+ends. The rules of the diagnosis on a run's metrics are in
+`slime_tis.analysis.diagnosis.metric_rules`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,13 @@ from slime_tis.alarm import Alarm
 from slime_tis.correction import MODES, RolloutCorrectionConfig
 
 Values = Mapping[str, float]
+"""Metrics or statistics by name."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a metrics.jsonl."""
 
 METRIC_PREFIXES = ("train/", "rollout_corr/", "actor/rollout_corr/", "correction/")
-"""A run logs the metrics of the correction under one of these prefixes; the last one is that of the
-TRL adapter."""
+"""A run logs the metrics of the correction under one of these prefixes. The TRL adapter uses the
+last one."""
 MAX_REJECTED = 0.1
 """Largest healthy share of rejected tokens."""
 MIN_EFFECTIVE_SAMPLES = 0.5
@@ -37,7 +39,7 @@ MIN_UPDATE_RECEIVED = 0.5
 CONSTANT_REWARD_ROLLOUTS = 10
 """Consecutive rollouts with a single reward value after which the reward function is suspect."""
 EQUAL_REWARD_ROLLOUTS = "equal_reward_rollouts"
-"""Value that `Health` counts: consecutive rollouts with a single reward value."""
+"""Name of a value that `Health` counts: consecutive rollouts with a single reward value."""
 CALM_STEPS = 10
 """Consecutive steps without a finding after which its warning ends."""
 
@@ -47,7 +49,7 @@ class Finding:
     """A problem that metrics or tokens show."""
 
     cause: str
-    """Name of the rule that found it, or of the cause in `slime_tis.analysis.diagnosis.CAUSES`."""
+    """Name of the health rule, or of the cause in `slime_tis.analysis.diagnosis.CAUSES`."""
     evidence: tuple[str, ...]
     """Measured facts, one statement each."""
     confidence: float = 1.0
@@ -59,7 +61,7 @@ class Finding:
     title: str = ""
     """The cause in words."""
     fix: str = ""
-    """What to change."""
+    """Advice: the change that removes the problem."""
 
     @property
     def score(self) -> float:
@@ -73,39 +75,45 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A condition on named values, and the finding it leads to."""
+    """A condition on named values, and the finding if it holds."""
 
     cause: str
+    """Cause of the finding."""
     metric: str
     """Name of the value that shows the problem. The rule is skipped if the value is missing."""
     condition: Callable[[float, Values, RolloutCorrectionConfig], float | bool]
-    """Confidence from 0 to 1, or a bool, from the metric's value, all values and the run's
-    configuration."""
+    """(the metric's value, all values, the run's configuration) → confidence from 0 to 1, or a
+    bool. The rule is skipped if it raises a KeyError, as other values may be missing."""
     message: str
     """Template of the evidence, with `value`, `complement` (1 − value), `values` and
     `correction`."""
     fix: str = ""
+    """Template of the advice, with `correction`."""
     after: int = 1
     """Consecutive steps with the finding before a health warning is printed."""
     share: float = 0.5
-    """Share of the mismatch that the cause is taken to explain, as metrics do not show it."""
+    """Assumed share of the mismatch that the cause explains, as metrics do not show it."""
     detail: str = ""
+    """Variant of the cause."""
 
 
 def ramp(value: float, low: float, high: float) -> float:
-    """0 up to `low`, 1 from `high`, linear in between; `low` may be the larger number."""
+    """Returns 0 up to `low`, 1 from `high` on, linear in between; `low` may be the larger one."""
     return float(min(max((value - low) / (high - low), 0.0), 1.0))
 
 
 def evaluate(
     rules: Sequence[Rule], values: Values, correction: RolloutCorrectionConfig | None = None
 ) -> dict[str, Finding | None]:
-    """Findings by cause: None if no rule of the cause applies, no entry if all its metrics are missing.
+    """Applies a table of rules.
 
     Args:
-        rules: Table of rules. The first rule of a cause whose condition holds makes its finding.
+        rules: The rules. Of several rules of a cause, the first one that holds makes the finding.
         values: Metrics or statistics by name.
         correction: Configuration of the run.
+
+    Returns:
+        Findings by cause. It is None if no rule holds, and missing if all metrics are missing.
     """
     correction = correction or RolloutCorrectionConfig()
     findings: dict[str, Finding | None] = {}
@@ -113,7 +121,8 @@ def evaluate(
         try:
             value = values[rule.metric]
             confidence = float(rule.condition(value, values, correction))
-        except KeyError:  # a value is missing
+        except KeyError:
+            # A value is missing.
             continue
         if findings.setdefault(rule.cause, None) is None and confidence > 0:
             text = rule.message.format(
@@ -151,10 +160,10 @@ def _all_retokenized(values: Values) -> bool:
 
 
 def _at_bound_rule(fraction: str) -> Rule:
-    metric = f"train/mis_{fraction}"
+    """Returns the rule on the share of weights at the upper bound, a metric of one mode."""
     return Rule(
         cause="at_bound",
-        metric=metric,
+        metric=f"train/mis_{fraction}",
         condition=lambda value, values, correction: (
             correction.mode.high_fraction == fraction and value > MAX_WEIGHTS_AT_BOUND
         ),
@@ -169,12 +178,14 @@ def _at_bound_rule(fraction: str) -> Rule:
 
 
 def _positive_rule(cause: str, metric: str, message: str, fix: str) -> Rule:
+    """Returns the rule that a metric is above 0."""
     return Rule(
         cause=cause, metric=metric, condition=lambda value, *_: value > 0, message=message, fix=fix
     )
 
 
 def _zero_gradient_rule(holds: Callable[[Values], bool], message: str, fix: str) -> Rule:
+    """Returns the rule on a zero gradient that has a reason in the values."""
     return Rule(
         cause="zero_gradient",
         metric="train/grad_norm",
@@ -213,6 +224,7 @@ _STEP_RULES = (
         after=2,
     ),
     *(_at_bound_rule(mode.high_fraction) for mode in MODES.values() if not mode.rejects),
+    # The first reason that holds is named, so the most special one comes first.
     _zero_gradient_rule(
         _all_retokenized,
         "every sample was retokenized, so no token was trained on",
@@ -352,16 +364,18 @@ STEP_RULES = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class HealthState:
-    """What `Health` remembers between two steps, for a checkpoint."""
+    """State of `Health` between two steps, for a checkpoint."""
 
     alarms: dict[str, tuple[bool, int]] = field(default_factory=dict)
-    """Whether the warning of each rule is on, and the steps in a row that contradict that."""
+    """For each rule, whether its warning is on, and the steps in a row that contradict that."""
     last_reward: float | None = None
+    """Mean reward of the last rollout."""
     equal_reward_rollouts: int = 0
+    """Consecutive rollouts in which every sample has that reward."""
 
 
 class Health:
-    """Checks the metrics of each step. A finding whose metric is missing keeps its state."""
+    """Checks the metrics of every step. A warning whose metric is missing keeps its state."""
 
     def __init__(self, correction: RolloutCorrectionConfig) -> None:
         self._correction = correction
@@ -377,22 +391,24 @@ class Health:
             One message for each finding that began or ended at the step.
         """
         values = {**metrics, EQUAL_REWARD_ROLLOUTS: float(self._count_equal_rewards(metrics))}
-        health, messages = {}, []
+        health: dict[str, float] = {}
+        messages: list[str] = []
         for name, finding in evaluate(STEP_RULES, values, self._correction).items():
             alarm = self._alarms[name]
-            was_on, is_on = alarm.is_on, alarm.observe(finding is not None)
+            was_on = alarm.is_on
+            is_on = alarm.observe(finding is not None)
             if is_on or was_on:
                 health[f"health/{name}"] = float(is_on)
             if is_on and not was_on:
                 messages.append(str(finding))
             elif was_on and not is_on:
                 messages.append(
-                    f"health/{name} has ended: the finding is absent since {CALM_STEPS} steps."
+                    f"health/{name} has ended: the finding has been absent for {CALM_STEPS} steps."
                 )
         return health, messages
 
     def state(self) -> HealthState:
-        """Returns what a resumed run needs to go on counting."""
+        """Returns the state that a resumed run continues from."""
         return HealthState(
             alarms={name: (alarm.is_on, alarm.count) for name, alarm in self._alarms.items()},
             last_reward=self._last_reward,
@@ -400,18 +416,23 @@ class Health:
         )
 
     def restore(self, state: HealthState) -> None:
-        """Takes over the state of an earlier process; rules that it does not name start anew."""
+        """Continues from the state of an earlier process; rules that it lacks start anew."""
         for name, alarm in self._alarms.items():
             alarm.is_on, alarm.count = state.alarms.get(name, (False, 0))
         self._last_reward = state.last_reward
         self._equal_reward_rollouts = state.equal_reward_rollouts
 
     def _count_equal_rewards(self, metrics: Mapping[str, float]) -> int:
-        """Consecutive rollouts, including this step's, in which every sample has the same reward."""
+        """Counts consecutive rollouts, up to this step's, in which every sample has one reward."""
         reward = metrics.get("rollout/raw_reward")
-        if reward is not None:
-            is_constant = metrics.get("rollout/zero_std_groups") == 1.0
-            count = self._equal_reward_rollouts + 1 if reward == self._last_reward else 1
-            self._equal_reward_rollouts = count if is_constant else 0
-            self._last_reward = reward
+        if reward is None:
+            # Not every optimizer step starts a rollout.
+            return self._equal_reward_rollouts
+        if metrics.get("rollout/zero_std_groups") != 1.0:
+            self._equal_reward_rollouts = 0
+        elif reward == self._last_reward:
+            self._equal_reward_rollouts += 1
+        else:
+            self._equal_reward_rollouts = 1
+        self._last_reward = reward
         return self._equal_reward_rollouts

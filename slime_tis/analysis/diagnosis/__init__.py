@@ -1,4 +1,4 @@
-"""Diagnosis: from the tokens of a dump and the metrics of a run to the ranked causes of the mismatch."""
+"""Ranks the causes of a mismatch from the tokens of a dump and the metrics of a run."""
 
 from slime_tis.analysis.diagnosis.diagnose import CAUSES, Diagnosis, diagnose
 

@@ -224,7 +224,7 @@ class Diagnosis:
 
     @property
     def overlaps(self) -> bool:
-        """Whether several causes cover the same tokens, so that their shares add up to more than 1."""
+        """Whether several causes cover the same tokens: their shares add up to more than 1."""
         named = [finding.share for finding in self.findings if finding.cause != "unexplained"]
         return self.tokens > 0 and sum(named) > 1.005
 
