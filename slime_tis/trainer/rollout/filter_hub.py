@@ -1,9 +1,10 @@
-"""Dynamic sampling: filters of scored groups, and batches until enough groups for a rollout are accepted."""
+"""Dynamic sampling: samples batches until a filter has accepted enough groups for a rollout."""
 
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import stdev
 from typing import Any
 
@@ -42,16 +43,15 @@ def check_reward_nonzero_std(
     (https://arxiv.org/abs/2503.14476), section 3.2.
     """
     rewards = [float(sample.get_reward_value(args) or 0.0) for sample in samples]
-    keep = len(rewards) > 1 and stdev(rewards) > 1e-6
-    return DynamicFilterOutput(
-        keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}"
-    )
+    if len(rewards) > 1 and stdev(rewards) > 1e-6:
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
 
 def check_reward_nonzero_std_with_fallback(
     args: Namespace, samples: Sequence[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """Prefers groups whose rewards differ; others fill the rollout if the batch has too few of them."""
+    """Prefers groups whose rewards differ; other groups fill the rollout if these are too few."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output
@@ -63,7 +63,7 @@ class Collected:
 
     groups: Groups = field(default_factory=list)
     sampled: Groups = field(default_factory=list)
-    """All sampled groups, in the order of their prompts."""
+    """All sampled groups, in prompt order."""
     metrics: dict[str, float] = field(default_factory=dict)
     """rollout/dynamic_filter/NAME; empty without a filter."""
 
@@ -71,26 +71,31 @@ class Collected:
 def collect(
     batches: Iterator[Groups], size: int, judge: DynamicFilter | None, *, max_batches: int
 ) -> Collected:
-    """Takes scored batches until `size` groups are accepted; further accepted groups are not used."""
+    """Takes scored batches until `size` groups are accepted.
+
+    Accepted groups beyond `size` are counted as unused.
+
+    Raises:
+        RolloutUnavailable: `max_batches` batches have too few accepted groups.
+    """
     rollout = Collected()
     if judge is None:
         rollout.groups = rollout.sampled = next(batches)
         return rollout
     reasons: Counter[str] = Counter()
-    accepted = dropped = 0
     for number, batch in enumerate(batches, start=1):
+        # Every batch is numbered from 0; a rollout continues the numbers of its earlier batches.
+        earlier_groups = len(rollout.sampled)
         earlier_samples = sum(map(len, rollout.sampled))
-        for sample in (
-            sample for group in batch for sample in group
-        ):  # continues the numbers of earlier batches
-            sample.group_index = (sample.group_index or 0) + len(rollout.sampled)
+        for sample in chain.from_iterable(batch):
+            sample.group_index = (sample.group_index or 0) + earlier_groups
             sample.index = (sample.index or 0) + earlier_samples
             if sample.rollout_id is not None:
                 sample.rollout_id += earlier_samples
         rollout.sampled += batch
-        kept = accepted_groups(batch, judge(batch), size - accepted, reasons)
-        accepted, dropped = accepted + len(kept), dropped + len(batch) - len(kept)
-        rollout.groups += kept[: size - len(rollout.groups)]
+        missing = size - len(rollout.groups)
+        rollout.groups += accepted_groups(batch, judge(batch), missing, reasons)
+        accepted = len(rollout.groups)
         if accepted >= size:
             break
         if number == max_batches:
@@ -100,15 +105,17 @@ def collect(
                 f" {dict(reasons.most_common(3))}); choose other prompts, raise"
                 " --dynamic-sampling-max-batches, or use a filter with keep_when_insufficient."
             )
-    rewards = [sample.reward or 0.0 for group in rollout.sampled for sample in group]
+    del rollout.groups[size:]
+    rewards = [sample.reward or 0.0 for sample in chain.from_iterable(rollout.sampled)]
     rollout.metrics = {
         f"{PREFIX}batches": float(number),
         f"{PREFIX}sampled": float(len(rollout.sampled)),
-        f"{PREFIX}dropped": float(dropped),
+        f"{PREFIX}dropped": float(len(rollout.sampled) - accepted),
         f"{PREFIX}unused": float(accepted - size),
         f"{PREFIX}raw_reward": sum(rewards) / max(len(rewards), 1),
-        **{f"{PREFIX}drop_{reason}": float(count) for reason, count in sorted(reasons.items())},
     }
+    for reason, count in sorted(reasons.items()):
+        rollout.metrics[f"{PREFIX}drop_{reason}"] = float(count)
     return rollout
 
 
@@ -118,18 +125,21 @@ def accepted_groups(
     missing: int,
     reasons: Counter[str],
 ) -> Groups:
-    """Returns the accepted groups of a batch in order, and counts the reasons of the others.
+    """Returns the accepted groups of a batch in order, and counts why others are dropped.
 
     A group with `keep_when_insufficient` is accepted only if too few other groups remain to fill
     the rollout, which needs `missing` groups.
     """
-    kept, remaining = [], len(batch)
+    kept = []
+    remaining = len(batch)
     for group, output in zip(batch, outputs, strict=True):
         if output.keep or (output.keep_when_insufficient and remaining <= missing):
             kept.append(group)
             continue
         remaining -= 1
         if output.reason:
-            known = output.reason in reasons or len(reasons) < MAX_REASONS
-            reasons[output.reason if known else "other"] += 1
+            reason = output.reason
+            if reason not in reasons and len(reasons) >= MAX_REASONS:
+                reason = "other"
+            reasons[reason] += 1
     return kept

@@ -1,8 +1,12 @@
-"""User functions around a rollout, in slime's signatures; rank 0 calls them and sends results and edits of samples."""
+"""User functions around a rollout, in slime's signatures.
+
+Rank 0 calls them, and sends their results and their edits of samples to the other ranks.
+"""
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 from slime_tis.errors import CustomFunctionError, one_line
@@ -17,11 +21,15 @@ from slime_tis.user_functions import calling, describe, load_user_function
 
 Result = TypeVar("Result")
 Function = Callable[..., Any]
-BUFFER_FILTER, DYNAMIC_FILTER = "buffer_filter_path", "dynamic_sampling_filter_path"
-SAMPLE_FILTER, ALL_SAMPLES = "rollout_sample_filter_path", "rollout_all_samples_process_path"
+BUFFER_FILTER = "buffer_filter_path"
+DYNAMIC_FILTER = "dynamic_sampling_filter_path"
+SAMPLE_FILTER = "rollout_sample_filter_path"
+ALL_SAMPLES = "rollout_all_samples_process_path"
 REWARDS = "custom_reward_post_process_path"
-ROLLOUT_LOG, EVAL_LOG = "custom_rollout_log_function_path", "custom_eval_rollout_log_function_path"
+ROLLOUT_LOG = "custom_rollout_log_function_path"
+EVAL_LOG = "custom_eval_rollout_log_function_path"
 HOOKS = (BUFFER_FILTER, DYNAMIC_FILTER, SAMPLE_FILTER, ALL_SAMPLES, REWARDS, ROLLOUT_LOG, EVAL_LOG)
+"""Options that name a function, as fields of `RolloutConfig`."""
 MAX_REASON_LENGTH = 100
 """Characters of a filter's reason, which becomes part of a metric's name."""
 
@@ -36,12 +44,11 @@ class RolloutHooks:
     @classmethod
     def load(cls, config: RolloutConfig, args: Namespace) -> Self:
         """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
-        paths = {option: getattr(config, option) for option in HOOKS}
-        functions = {
-            option: load_user_function(option, path)
-            for option, path in paths.items()
-            if path is not None
-        }
+        functions: dict[str, Function] = {}
+        for option in HOOKS:
+            path = getattr(config, option)
+            if path is not None:
+                functions[option] = load_user_function(option, path)
         return cls(args=args, functions=functions)
 
     @property
@@ -50,19 +57,23 @@ class RolloutHooks:
         return self._choose if BUFFER_FILTER in self.functions else None
 
     def _choose(self, groups: Sequence[list[Sample]], count: int) -> tuple[list[int], list[int]]:
-        """Returns the indices of groups that the filter returns, and of groups that it leaves in the buffer."""
-        buffer, indices = list(groups), {id(group): index for index, group in enumerate(groups)}
+        """Returns the indices of the chosen groups, and of the groups left in the buffer.
+
+        As in slime, the filter may remove groups from its buffer.
+        """
+        buffer = list(groups)
+        # By identity: the filter returns the lists it got, and two groups may have equal samples.
+        indices = {id(group): index for index, group in enumerate(groups)}
 
         def call(function: Function) -> tuple[list[int], list[int]]:
-            returned = typed_value(
-                BUFFER_FILTER, function, function(self.args, None, buffer, count)
-            )
+            output = function(self.args, None, buffer, count)
+            returned = typed_value(BUFFER_FILTER, function, output)
             chosen = [indices.get(id(group), -1) for group in returned]
-            left = [
-                index
-                for index in (indices.get(id(group), -1) for group in buffer)
-                if index not in chosen
-            ]
+            left = []
+            for group in buffer:
+                index = indices.get(id(group), -1)
+                if index not in chosen:
+                    left.append(index)
             if -1 in chosen or -1 in left or len(set(chosen)) < len(chosen) or len(chosen) > count:
                 raise CustomFunctionError(
                     f"{describe(function)} returned {len(returned)} groups; return at most"
@@ -85,10 +96,10 @@ class RolloutHooks:
         return self._call(DYNAMIC_FILTER, groups, call)
 
     def process(self, option: str, groups: Sequence[list[Sample]], *more: object) -> None:
-        """Calls the function of SAMPLE_FILTER or ALL_SAMPLES, which may edit the samples of the groups."""
+        """Calls the function of SAMPLE_FILTER or ALL_SAMPLES, which may edit the samples."""
 
         def call(function: Function) -> None:
-            function(self.args, [list(group) for group in groups], *more)
+            function(self.args, list(map(list, groups)), *more)
 
         if option in self.functions:
             self._call(option, groups, call)
@@ -96,11 +107,14 @@ class RolloutHooks:
     def shape_rewards(
         self, groups: Sequence[list[Sample]]
     ) -> tuple[list[float], list[float]] | None:
-        """Returns the raw rewards and the advantages of the user's function, one per sample; None without one."""
-        samples = [sample for group in groups for sample in group]
+        """Returns raw rewards and advantages, one per sample; None without a user function."""
+        if REWARDS not in self.functions:
+            return None
+        samples = list(chain.from_iterable(groups))
 
         def call(function: Function) -> tuple[list[float], list[float]]:
-            raw, rewards = typed_value(REWARDS, function, function(self.args, list(samples)))
+            output = function(self.args, list(samples))
+            raw, rewards = typed_value(REWARDS, function, output)
             are_valid = all(abs(value) <= MAX_REWARD for value in [*raw, *rewards])
             if not are_valid or not len(raw) == len(rewards) == len(samples):
                 raise CustomFunctionError(
@@ -110,7 +124,7 @@ class RolloutHooks:
                 )
             return raw, rewards
 
-        return self._call(REWARDS, groups, call) if REWARDS in self.functions else None
+        return self._call(REWARDS, groups, call)
 
     def logs_rollout(
         self,
@@ -119,37 +133,36 @@ class RolloutHooks:
         metrics: Mapping[str, float],
         seconds: float,
     ) -> bool:
-        """Calls the user's log function; returns whether the program logs the rollout's metrics, too."""
-        samples = [sample for group in groups for sample in group]
+        """Calls the user's log function; returns whether the program must log the metrics too."""
+        samples = list(chain.from_iterable(groups))
         return self._log(
             ROLLOUT_LOG, groups, rollout_id, self.args, samples, dict(metrics), seconds
         )
 
     def logs_evaluation(self, rollout_id: int, sets: Mapping[str, Sequence[Sample]]) -> bool:
-        """Calls the user's log function for held-out prompts; returns whether the program logs their metrics, too."""
-        data = {
-            name: {
+        """Calls the log function for held-out prompts; returns whether the program must log too."""
+        data = {}
+        for name, samples in sets.items():
+            data[name] = {
                 "rewards": [sample.reward for sample in samples],
                 "truncated": [sample.status is SampleStatus.TRUNCATED for sample in samples],
                 "samples": list(samples),
             }
-            for name, samples in sets.items()
-        }
-        return self._log(
-            EVAL_LOG, list(map(list, sets.values())), rollout_id, self.args, data, None
-        )
+        groups = list(map(list, sets.values()))
+        # slime's signature has `extra_metrics` last; this trainer has none.
+        return self._log(EVAL_LOG, groups, rollout_id, self.args, data, None)
 
     def _log(self, option: str, groups: Sequence[list[Sample]], *arguments: object) -> bool:
-        return option not in self.functions or not self._call(
-            option, groups, lambda log: bool(log(*arguments))
-        )
+        if option not in self.functions:
+            return True
+        return self._call(option, groups, lambda log: not log(*arguments))
 
     def _call(
         self, option: str, groups: Sequence[list[Sample]], call: Callable[[Function], Result]
     ) -> Result:
         """Calls a function on rank 0, and applies its edits to the samples of every rank."""
         function = self.functions[option]
-        samples = [sample for group in groups for sample in group]
+        samples = list(chain.from_iterable(groups))
 
         def on_this_rank() -> tuple[Result, list[SampleEdits]]:
             before = [(handed_out(sample), sample.reward) for sample in samples]
@@ -173,10 +186,16 @@ class RolloutHooks:
 
 
 def _verdict(output: Any, function: Function) -> DynamicFilterOutput:
-    """Returns a filter's bool or DynamicFilterOutput, which may be slime's class, as plain values."""
-    keep, reason = getattr(output, "keep", output), getattr(output, "reason", None)
+    """Returns the verdict of a filter, which returned a bool, slime's class or ours."""
+    keep = getattr(output, "keep", output)
+    # A comparison of tensors or numpy numbers returns one, not a bool.
+    if hasattr(keep, "item"):
+        keep = keep.item()
+    reason = getattr(output, "reason", None)
+    if reason is not None:
+        reason = one_line(str(reason), MAX_REASON_LENGTH)
     return DynamicFilterOutput(
-        keep=typed_value(DYNAMIC_FILTER, function, keep.item() if hasattr(keep, "item") else keep),
-        reason=None if reason is None else one_line(str(reason), MAX_REASON_LENGTH),
+        keep=typed_value(DYNAMIC_FILTER, function, keep),
+        reason=reason,
         keep_when_insufficient=bool(getattr(output, "keep_when_insufficient", False)),
     )

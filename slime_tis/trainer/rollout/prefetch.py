@@ -15,8 +15,8 @@ BATCH = "batch"
 COPIED = (*NUMBER_TYPES, "prompt", "label", "reward", "reward_parts", "metadata", "train_metadata")
 """Fields of a sample that can be changed in place."""
 Choose = Callable[[Sequence[list[Sample]], int], tuple[list[int], list[int]]]
-"""Returns indices of at most this number of groups to resume, and of groups that wait; a
-collective."""
+"""Takes unfinished groups and a number. Returns the indices of at most that many groups to resume,
+and of groups that keep waiting. A collective."""
 
 
 @dataclass(kw_only=True)
@@ -56,12 +56,14 @@ class Batch:
         """Returns the batch if its responses are complete; a collective."""
         if not isinstance(self.future, FinishedBatch) and self.future.is_done():
             self.future = FinishedBatch(groups=self.future.result(), prompts=self.prompts)
-        return self.future if isinstance(self.future, FinishedBatch) else None
+        if isinstance(self.future, FinishedBatch):
+            return self.future
+        return None
 
 
 @dataclass
 class Prefetcher:
-    """Takes prompts from the data and keeps `depth` batches in flight in addition to the current one."""
+    """Takes prompts from the data, and keeps `depth` batches in flight besides the current one."""
 
     dataset: PromptDataset | CustomDataSource
     submit: Callable[[list[Prompt], int], RolloutFuture]
@@ -74,7 +76,10 @@ class Prefetcher:
     """Batches in flight."""
 
     def next(self, rollout_id: int, last: int) -> list[list[Sample]]:
-        """Returns the groups of the next batch of a rollout; later batches, up to rollout `last`, stay in flight."""
+        """Returns the groups of the next batch of a rollout.
+
+        Later batches stay in flight, but none beyond the batches that rollout `last` needs.
+        """
         while len(self._queue) <= min(self.depth, last - rollout_id):
             state = self._state()
             prompts = self.dataset.next_batch(self.prompts())
@@ -85,27 +90,31 @@ class Prefetcher:
         groups = future.result()
         self._queue.popleft()
         if isinstance(future, FinishedBatch):
-            # a checkpoint of the position before this rollout has the samples as the engine made
-            # them, and training and user functions change samples in place
-            return [[copied(sample) for sample in group] for group in groups]
+            # A checkpoint of the position before this rollout needs the samples as the engine made
+            # them, but training and user functions change samples in place.
+            return [list(map(copied, group)) for group in groups]
         return groups
 
     def progress(self) -> tuple[int, int]:
         """Returns the numbers of complete and of all responses of the next batch."""
-        return self._queue[0].future.progress if self._queue else (0, 0)
+        if not self._queue:
+            return 0, 0
+        return self._queue[0].future.progress
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state before the prompts in flight, which a resumed run takes again."""
-        state = self._queue[0].state if self._queue else self._state()
+        if self._queue:
+            state = self._queue[0].state
+        else:
+            state = self._state()
         if isinstance(self.dataset, CustomDataSource):
             self.dataset.forget_before(state)
         return state
 
     def finished(self) -> list[FinishedBatch]:
-        """Returns the batches in flight that are complete, up to the first that is not; a collective.
+        """Returns the complete batches in flight before the first incomplete one; a collective.
 
-        A resumed run takes them over. It samples later batches again, with the weights that it has
-        then.
+        A resumed run uses them. It samples later batches again, with its current weights.
         """
         batches: list[FinishedBatch] = []
         for batch in self._queue:
@@ -116,7 +125,9 @@ class Prefetcher:
         return batches
 
     def restore(self, batches: Sequence[FinishedBatch]) -> None:
-        """Puts the complete batches of a checkpoint in flight again; the data are at the state before them.
+        """Puts the complete batches of a checkpoint in flight again.
+
+        The data must be in the state before these batches.
 
         Raises:
             ValueError: The batches answer other prompts than those that the data have next.
@@ -124,9 +135,8 @@ class Prefetcher:
         for batch in batches:
             state = self._state()
             prompts = self.dataset.next_batch(batch.prompts)
-            if [group[0].prompt_index for group in batch.groups] != [
-                prompt.index for prompt in prompts
-            ]:
+            answered = [group[0].prompt_index for group in batch.groups]
+            if answered != [prompt.index for prompt in prompts]:
                 raise ValueError(
                     "the checkpoint has rollouts in flight that answer other prompts than those"
                     " that come next in the data; give the same --prompt-data, or start a new run"
@@ -143,7 +153,7 @@ class Prefetcher:
 
 
 def copied(sample: Sample) -> Sample:
-    """Returns a sample that can be changed in place; it shares tensors and the prompt's row with the original."""
+    """Returns a copy that can be changed in place; it shares only tensors and the prompt's row."""
     duplicate = copy.copy(sample)
     for name in COPIED:
         setattr(duplicate, name, copy.deepcopy(getattr(sample, name)))
@@ -152,7 +162,7 @@ def copied(sample: Sample) -> Sample:
 
 @dataclass(kw_only=True)
 class Unfinished:
-    """The unfinished groups of a run: waiting groups first, then the groups that the engine resumes."""
+    """The unfinished groups of a run: waiting groups, then the groups that the engine resumes."""
 
     engine: RolloutEngine
     choose: Choose | None = None
@@ -166,7 +176,11 @@ class Unfinished:
         return [*self.waiting, *self.engine.unfinished()]
 
     def take(self, count: int) -> int:
-        """Chooses the groups that the next batch of `count` resumes, and returns their number; a collective."""
+        """Chooses the groups that the next batch of `count` resumes; a collective.
+
+        Returns:
+            The number of chosen groups.
+        """
         groups = self.groups()
         if self.choose is not None and groups:
             resumed, left = self.choose(groups, count)

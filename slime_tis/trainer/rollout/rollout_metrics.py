@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 from slime_tis.trainer.data.sample import Sample, SampleStatus, by_rollout
 
@@ -9,65 +10,83 @@ from slime_tis.trainer.data.sample import Sample, SampleStatus, by_rollout
 def rollout_metrics(
     groups: Sequence[Sequence[Sample]], version: int, *, are_episodes: bool = False
 ) -> dict[str, float]:
-    """Returns means over the rollouts of a batch as rollout/NAME, without observations and failed calls.
+    """Returns means over the rollouts of a batch as rollout/NAME.
 
-    `version` is the version of the policy in optimizer steps; `are_episodes` adds
-    `episode_metrics`.
+    Observations do not count as response tokens. Failed calls count only in the rewards.
+
+    Args:
+        groups: The samples of each prompt.
+        version: Version of the policy, in optimizer steps.
+        are_episodes: Adds `episode_metrics`, also if no sample has a sign of several turns.
     """
-    rollouts = [rollout for group in groups for rollout in by_rollout(group)]
-    made = [rollout for rollout in rollouts if not rollout[0].failure]
-    samples = [sample for rollout in made for sample in rollout]
-    staleness = [
-        version - sampled_by for sample in samples for sampled_by in sample.trained_versions
-    ]
+    rollouts: list[list[Sample]] = []
+    has_equal_rewards: list[bool] = []
+    for group in groups:
+        rollouts_of_group = by_rollout(group)
+        rollouts += rollouts_of_group
+        rewards = set(map(rollout_reward, rollouts_of_group))
+        has_equal_rewards.append(len(rewards) == 1)
+
+    successful = [rollout for rollout in rollouts if not rollout[0].failure]
+    staleness: list[int] = []
+    has_mixed_versions: list[bool] = []
+    for rollout in successful:
+        versions: list[int] = []
+        for sample in rollout:
+            versions += sample.trained_versions
+        staleness += [version - sampled_by for sampled_by in versions]
+        has_mixed_versions.append(len(set(versions)) > 1)
+
+    truncated = [has_status(rollout, SampleStatus.TRUNCATED) for rollout in successful]
+    aborted = [has_status(rollout, SampleStatus.ABORTED) for rollout in successful]
     metrics = {
-        "raw_reward": _mean([rollout_reward(rollout) for rollout in rollouts]),
-        "response_len": _mean(
-            [sum(sample.effective_response_length for sample in rollout) for rollout in made]
-        ),
-        "truncated": _mean([has_status(rollout, SampleStatus.TRUNCATED) for rollout in made]),
-        "aborted": _mean([has_status(rollout, SampleStatus.ABORTED) for rollout in made]),
+        "raw_reward": _mean(list(map(rollout_reward, rollouts))),
+        "response_len": _mean(list(map(_effective_length, successful))),
+        "truncated": _mean(truncated),
+        "aborted": _mean(aborted),
         "weight_staleness": _mean(staleness),
         "weight_staleness_max": float(max(staleness, default=0)),
-        "mixed_versions": _mean(
-            [len({v for one in rollout for v in one.trained_versions}) > 1 for rollout in made]
-        ),
-        "zero_std_groups": _mean(
-            [len(set(map(rollout_reward, by_rollout(group)))) == 1 for group in groups]
-        ),
+        "mixed_versions": _mean(has_mixed_versions),
+        "zero_std_groups": _mean(has_equal_rewards),
     }
-    metrics |= {f"reward/{key}": value for key, value in mean_parts(samples).items()}
-    are_episodes |= any(
-        one.turns != 1 or 0 in one.loss_mask or one.failure for group in groups for one in group
-    )
-    if are_episodes:
-        metrics |= episode_metrics(rollouts, made)
+    reward_parts = mean_parts(list(chain.from_iterable(successful)))
+    for name, mean in reward_parts.items():
+        metrics[f"reward/{name}"] = mean
+    if are_episodes or any(map(_is_episode, chain.from_iterable(groups))):
+        metrics |= episode_metrics(rollouts, successful)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
 def episode_metrics(
-    rollouts: Sequence[Sequence[Sample]], made: Sequence[Sequence[Sample]]
+    rollouts: Sequence[Sequence[Sample]], successful: Sequence[Sequence[Sample]]
 ) -> dict[str, float]:
-    """Returns outcomes of the calls of a generate function, and means over the successful calls `made`."""
-    reasons = Counter(rollout[0].failure for rollout in rollouts if rollout[0].failure)
-    tokens = sum(sample.effective_response_length for rollout in made for sample in rollout)
-    retokenized = [sum(sample.retokenized for sample in rollout) for rollout in made]
-    return {
-        "generate_failed": 1 - len(made) / max(len(rollouts), 1),
-        **{f"generate_failed/{reason}": float(count) for reason, count in reasons.items()},
-        "retokenized": _mean([count > 0 for count in retokenized]),
+    """Returns the outcomes of a generate function, and means over its successful calls."""
+    metrics = {"generate_failed": 1 - len(successful) / max(len(rollouts), 1)}
+    reasons = Counter(rollout[0].failure for rollout in rollouts)
+    for reason, count in reasons.items():
+        if reason:
+            metrics[f"generate_failed/{reason}"] = float(count)
+
+    retokenized: list[int] = []
+    turns: list[int] = []
+    observation_lengths: list[int] = []
+    seconds: list[float] = []
+    for rollout in successful:
+        response_length = sum(sample.response_length for sample in rollout)
+        observation_lengths.append(response_length - _effective_length(rollout))
+        retokenized.append(sum(sample.retokenized for sample in rollout))
+        turns.append(sum(sample.turns for sample in rollout))
+        seconds.append(sum(sample.non_generation_time for sample in rollout))
+
+    has_retokenized = [tokens > 0 for tokens in retokenized]
+    tokens = sum(map(_effective_length, successful))
+    return metrics | {
+        "retokenized": _mean(has_retokenized),
         "retokenized_tokens": sum(retokenized) / max(tokens, 1),
-        "segments": _mean([len(rollout) for rollout in made]),
-        "turns": _mean([sum(sample.turns for sample in rollout) for rollout in made]),
-        "observation_len": _mean(
-            [
-                sum(one.response_length - one.effective_response_length for one in rollout)
-                for rollout in made
-            ]
-        ),
-        "non_generation_time": _mean(
-            [sum(sample.non_generation_time for sample in rollout) for rollout in made]
-        ),
+        "segments": _mean(list(map(len, successful))),
+        "turns": _mean(turns),
+        "observation_len": _mean(observation_lengths),
+        "non_generation_time": _mean(seconds),
     }
 
 
@@ -82,13 +101,24 @@ def has_status(rollout: Sequence[Sample], status: SampleStatus) -> bool:
 
 
 def mean_parts(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns the mean of each number of dictionary rewards, over the samples that have it."""
-    keys = dict.fromkeys(key for sample in samples for key in sample.reward_parts)
-    return {
-        key: _mean([sample.reward_parts[key] for sample in samples if key in sample.reward_parts])
-        for key in keys
-    }
+    """Returns the mean of every part of dictionary rewards, over the samples that have it."""
+    values_by_name: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            values_by_name.setdefault(name, []).append(value)
+    return {name: _mean(values) for name, values in values_by_name.items()}
+
+
+def _effective_length(rollout: Sequence[Sample]) -> int:
+    return sum(sample.effective_response_length for sample in rollout)
+
+
+def _is_episode(sample: Sample) -> bool:
+    """Whether only a generate function can have made the sample."""
+    return sample.turns != 1 or 0 in sample.loss_mask or bool(sample.failure)
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    if not values:
+        return 0.0
+    return sum(values) / len(values)
