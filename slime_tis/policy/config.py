@@ -1,4 +1,4 @@
-"""Options of the policy objective: advantages, clipping, KL penalty, entropy bonus; forward passes they need."""
+"""Options of the policy objective, and the forward passes that they need."""
 
 import math
 from dataclasses import dataclass
@@ -7,14 +7,21 @@ from typing import Annotated, Literal
 from slime_tis.correction.config import RolloutCorrectionConfig, loss_option
 from slime_tis.options.fields import REJECTS, Limits, check_fields
 
-CLIPPING_LOSSES = tuple(
-    f"--policy-loss={name}"
-    for name in ("ppo", "cispo", "gspo", "aspo", "clip_cov", "experimental_ctpo")
+CLIPPING_LOSSES = (
+    "--policy-loss=ppo",
+    "--policy-loss=cispo",
+    "--policy-loss=gspo",
+    "--policy-loss=aspo",
+    "--policy-loss=clip_cov",
+    "--policy-loss=experimental_ctpo",
 )
+"""Losses with a clip range."""
 OPSM_DELTAS = {"rollout": 0.1, "old": 1e-4}
-"""Customary bound for each policy, in nats per token. The noise of the engines alone makes T tokens
-differ from the rollout policy by k3 ± √(2·k3/T), with fp8 weights by 0.02 ± 0.01 at 300 tokens, and
-by nothing from the old one."""
+"""Default bound per policy, in nats per token.
+
+π_old differs from π_θ only by training. From the rollout policy π_θ also differs by the engines'
+noise: k3 ± √(2·k3/T) over T tokens, which is 0.02 ± 0.01 for fp8 weights and 300 tokens.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,22 +140,22 @@ class PolicyConfig:
 
     @property
     def has_token_baseline(self) -> bool:
-        """Whether the advantages differ from token to token, by log π_old and Σ_v π_v²."""
+        """Whether advantages are per token and need log π_old and Σ_v π_v²."""
         return self.advantage_estimator == "optimal_token_baseline"
 
     @property
     def stays_close_to_rollouts(self) -> bool:
-        """Whether a term of the loss keeps the policy close to the one that sampled."""
+        """Whether the loss keeps the policy close to the rollout policy."""
         return self.rollout_pull_coef > 0 or (self.use_opsm and self.opsm_policy == "rollout")
 
     @property
     def clip_high(self) -> float:
-        """The upper clip range in force: eps_clip_high, or eps_clip where it is unset."""
+        """The upper clip range: eps_clip_high, or eps_clip if that is unset."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
 
     @property
     def opsm_bound(self) -> float:
-        """The effective bound of off-policy sequence masking: opsm_delta, or the default of its policy."""
+        """The bound of off-policy sequence masking: opsm_delta, or the policy's default."""
         return OPSM_DELTAS[self.opsm_policy] if self.opsm_delta is None else self.opsm_delta
 
 
@@ -156,8 +163,8 @@ COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 """Losses that select tokens by covariance.
 
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", Cui et al.
-(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. Clip-Cov draws its tokens at
-random among the candidates there; here the largest covariances are taken, because a draw would
+(https://arxiv.org/abs/2505.22617), eq. 10 to 13; verl, core_algos.py. There, Clip-Cov draws tokens at
+random among the candidates. Here it takes the largest covariances, because a random draw would
 depend on the micro-batches.
 """
 
@@ -165,48 +172,51 @@ depend on the micro-batches.
 def uses_recomputed_old_policy(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
     """Whether the loss takes log π_old from a forward pass before the rollout's first step.
 
-    With one step per rollout π_old is the policy of the training forward itself, detached; then
-    only a correction that must know something of the global batch beforehand asks for the pass.
+    With one step per rollout, π_old is π_θ of the training forward, detached. Then only corrections
+    that need statistics of the global batch need this pass.
     """
     return old_policy_name(correction, steps_per_rollout) == "recomputed"
 
 
 def old_policy_name(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> str:
-    """Whose log-probs the loss takes as log π_old: "rollout", "interpolated", "recomputed", or "current" (π_θ)."""
+    """The source of log π_old in the loss.
+
+    Returns:
+        "rollout", "interpolated", "recomputed" (by a forward pass before the first step), or
+        "current" (π_θ, detached).
+    """
     if correction.use_rollout_logprobs:
         return "rollout"
     if correction.old_logprobs == "interpolate":
         return "interpolated"
-    early = needs_global_batch(correction) or correction.policy_loss in COVARIANCE_LOSSES
-    return "recomputed" if early or steps_per_rollout > 1 else "current"
+    selects_tokens = correction.policy_loss in COVARIANCE_LOSSES
+    if steps_per_rollout > 1 or needs_global_batch(correction) or selects_tokens:
+        return "recomputed"
+    return "current"
 
 
 def needs_old_log_probs(
     correction: RolloutCorrectionConfig, steps_per_rollout: int, policy: PolicyConfig
 ) -> bool:
-    """Whether that forward pass is made: for the loss, the mismatch of π_old itself, early rejection or advantages.
-
-    User functions for advantages or the loss get them, too, where they are not the rollout's.
-    Measuring takes none with one step per rollout, where the training forward computes π_old.
-    """
-    measures = correction.get_mismatch_metrics and steps_per_rollout > 1
-    has_own_objective = (
+    """Whether a forward pass before the rollout's first step computes log π_old."""
+    if uses_recomputed_old_policy(correction, steps_per_rollout):
+        return True
+    if policy.reject_before_advantage or policy.has_token_baseline:
+        return True
+    # With one step per rollout, the training forward itself measures π_old.
+    if correction.get_mismatch_metrics and steps_per_rollout > 1:
+        return True
+    # User functions for advantages or the loss get log π_old; in bypass mode it is the rollout's.
+    has_user_objective = (
         policy.custom_advantage_function_path is not None or policy.loss_type == "custom_loss"
     )
-    is_given = has_own_objective and not correction.use_rollout_logprobs
-    shapes_advantages = policy.reject_before_advantage or policy.has_token_baseline
-    return (
-        measures
-        or shapes_advantages
-        or is_given
-        or uses_recomputed_old_policy(correction, steps_per_rollout)
-    )
+    return has_user_objective and not correction.use_rollout_logprobs
 
 
 def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
-    """Returns whether a micro-batch's correction depends on values of the whole step.
+    """Whether a micro-batch's correction depends on statistics of the complete step.
 
-    That is the mean weight of batch normalisation, the limit of second-moment trimming, and
+    These are the mean weight of batch normalisation, the limit of second-moment trimming, and
     adaptive bounds.
     """
     normalizes = correction.use_tis and correction.tis_batch_normalize
@@ -214,9 +224,9 @@ def needs_global_batch(correction: RolloutCorrectionConfig) -> bool:
 
 
 def clip_is_inactive(correction: RolloutCorrectionConfig, steps_per_rollout: int) -> bool:
-    """Whether π_θ/π_old is 1 at every token of every step, so that no clip range has any effect.
+    """Whether π_θ/π_old is always 1, so that clip ranges have no effect.
 
-    That is so with one optimizer step per rollout where π_old is the policy of that very step:
-    recomputed, or this forward pass itself.
+    This holds with one optimizer step per rollout if π_old is the policy of this step, recomputed or
+    from the same forward pass.
     """
     return steps_per_rollout == 1 and old_policy_name(correction, 1) in ("recomputed", "current")

@@ -17,22 +17,24 @@ def dr_grpo(
     *,
     args: Namespace,
 ) -> Callable[[Tensor], Tensor]:
-    """Divides the loss of every response by the longest allowed length, for every length of the response.
+    """Divides all responses' losses by the same number, the longest allowed length.
 
         L = 1/S Σ_i Σ_t mask_it · loss_it / C,    C = --rollout-max-response-len
 
-    The mean over a response's own tokens makes wrong answers that are long cost less than short
-    ones.
+    With a mean over the tokens of a response, long wrong answers would cost less than short ones.
 
     Source: "Understanding R1-Zero-Like Training: A Critical Perspective", Liu et al.
     (https://arxiv.org/abs/2503.20783), section 3.2.
 
     Args:
-        total_lengths: tokens of prompt and response.
-        response_lengths: tokens of the response.
-        loss_masks: of whole responses.
-        calculate_per_token_loss: whether the sum is divided by tokens, and not by sequences.
-        args: with rollout_max_response_len.
+        total_lengths: Tokens of prompt and response.
+        response_lengths: Tokens of the response.
+        loss_masks: Masks of complete responses.
+        calculate_per_token_loss: Whether the trainer divides by tokens instead of sequences.
+        args: Options with rollout_max_response_len.
+
+    Returns:
+        A function from losses [L] of this rank's tokens to their reduced loss [].
     """
     context = context_parallel({})
     mask_L = torch.cat(context.slices(total_lengths, response_lengths, None).slice_list(loss_masks))

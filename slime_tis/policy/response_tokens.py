@@ -1,4 +1,4 @@
-"""The response tokens of a batch on one rank, packed: what is known of them on their way from samples to the loss."""
+"""Data of the response tokens on one rank, packed: from samples to the loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,74 +12,75 @@ from slime_tis.correction import ResponseSlices
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseTokens:
-    """What is known of the response tokens that this context-parallel rank owns, one response after another.
+    """This context-parallel rank's response tokens, one response after another.
 
-    Shapes: suffix _L the tokens of this rank's slices, packed; _N the tokens of whole responses.
+    Shapes: suffix _L is the tokens of this rank's slices, packed; _N the tokens of complete
+    responses, packed.
     """
 
     slices: ResponseSlices
-    """Where the tokens lie in the whole responses."""
+    """Positions of this rank's tokens in the complete responses."""
     total_lengths: tuple[int, ...]
-    """Tokens of each whole sequence, prompt and response."""
+    """Tokens of prompt and complete response, per sequence."""
     loss_mask_L: Tensor
-    """float32: 1 where a token is trained on, 0 on tool output."""
+    """float32: 1 at trained tokens, 0 at tool output."""
     loss_mask_N: Tensor
-    """The same of the whole responses, which custom functions get; without context parallelism that
-    is all of it."""
+    """The mask of complete responses, for custom functions; equal to `loss_mask_L` without context
+    parallelism."""
     rollout_log_probs_L: Tensor
-    """float32 log π_rollout in nats; NaN where the engine gave none."""
+    """float32 log π_rollout in nats; NaN if the engine gave none."""
     weight_versions_L: Tensor
-    """int64: optimizer steps behind the weights that sampled each token."""
+    """int64: version of the weights that sampled a token, in optimizer steps."""
     workers_L: Tensor | None = None
-    """int64: index of the server that sampled each token, -1 if unknown; None if no token's is
-    known."""
+    """int64: index of the server that sampled a token, -1 if unknown; None if all are unknown."""
     turns_L: Tensor
-    """int64: number of the run of trained tokens that each token belongs to, from 1 on in each
-    response."""
+    """int64: turn of the token, from 1 in each response; see `turns_of`."""
     old_log_probs_L: Tensor | None = None
-    """float32 log π_old in nats, from a forward pass before the rollout's first step; None where
-    none was made."""
+    """float32 log π_old in nats, from a forward pass before the rollout's first step; None without
+    this pass."""
     sum_pi_squared_L: Tensor | None = None
-    """float32 Σ_v π_v² over the vocabulary, of the same pass; None unless the advantages need
+    """float32 Σ_v π_v² over the vocabulary, from the same pass; None unless the advantages need
     it."""
     ref_log_probs_L: Tensor | None = None
     """float32 log π_ref in nats; None without a KL loss."""
     advantages_L: Tensor | None = None
     """float32; None before rewards are compared."""
     rollouts: tuple[int, ...] | None = None
-    """Number of the rollout to which each response belongs, from 0; None if each response is a
-    separate rollout."""
+    """Number of the response's rollout, from 0; None if every response is a separate rollout."""
 
     def __len__(self) -> int:
-        """Responses."""
+        """Number of responses."""
         return len(self.total_lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each response on this rank."""
+        """Tokens on this rank, per response."""
         return self.slices.local_lengths
 
     @property
     def response_lengths(self) -> tuple[int, ...]:
-        """Tokens of each whole response."""
+        """Tokens of the complete response, per response."""
         return self.slices.lengths
 
     def select(self, samples: Sequence[int]) -> Self:
         """The responses at the indices `samples`, in that order."""
-        slices = self.slices
-        tensors: dict[str, Any] = {
-            name: _select(
-                value, slices.starts if name == "loss_mask_N" else slices.local_starts, samples
-            )
-            for name, value in self._tensors().items()
-        }
+        tensors: dict[str, Any] = {}
+        for name, value in self._tensors().items():
+            starts = self.slices.local_starts
+            if name == "loss_mask_N":
+                starts = self.slices.starts
+            # Only views of the chosen responses: this runs for every micro-batch, over the batch
+            # of the complete step.
+            pieces = [value[starts[i] : starts[i + 1]] for i in samples]
+            tensors[name] = torch.cat([value[:0], *pieces])  # torch.cat refuses an empty list
+        rollouts = None
+        if self.rollouts is not None:
+            rollouts = numbered([self.rollouts[i] for i in samples])
         return replace(
             self,
             slices=self.slices.select(samples),
             total_lengths=tuple(self.total_lengths[i] for i in samples),
-            rollouts=(
-                None if self.rollouts is None else numbered([self.rollouts[i] for i in samples])
-            ),
+            rollouts=rollouts,
             **tensors,
         )
 
@@ -91,10 +92,9 @@ class ResponseTokens:
         return replace(self, **moved)
 
     def with_advantages(self, per_sample: Sequence[float]) -> Self:
-        """The same tokens with every sample's advantage at each of its tokens."""
-        advantages_S = torch.tensor(
-            per_sample, dtype=torch.float64
-        ).float()  # beyond float32 it is infinite
+        """The same tokens with a sample's advantage at all tokens of the sample."""
+        # Values beyond float32 become infinite.
+        advantages_S = torch.tensor(per_sample, dtype=torch.float64).float()
         return replace(self, advantages_L=expand(advantages_S, self.lengths))
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -103,30 +103,29 @@ class ResponseTokens:
 
 
 def turns_of(loss_mask_N: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[N] int64: number of the run of trained tokens that each token belongs to or follows, from 1 in each response."""
+    """Turns [N] int64, from 1 in each response.
+
+    A turn begins with a run of trained tokens; tool output after the run belongs to it.
+    """
     trained_N = loss_mask_N > 0
-    before_N = torch.nn.functional.pad(trained_N[:-1], (1, 0)) if len(trained_N) else trained_N
+    # Whether the token before is trained. A response begins without a token before.
+    before_N = trained_N.roll(1)
     length_S = torch.tensor(lengths, dtype=torch.int64)
     start_S = length_S.cumsum(0) - length_S
     before_N[start_S[length_S > 0]] = False
-    starts_N = (trained_N & ~before_N).long().cumsum(0)
-    earlier_S = torch.nn.functional.pad(starts_N, (1, 0))[start_S]
-    return (starts_N - expand(earlier_S, lengths)).clamp_min(1)
+    runs_N = (trained_N & ~before_N).long().cumsum(0)
+    # Subtract the runs of earlier responses. Masked tokens before the first run belong to turn 1.
+    earlier_S = torch.nn.functional.pad(runs_N, (1, 0))[start_S]
+    return (runs_N - expand(earlier_S, lengths)).clamp_min(1)
 
 
 def numbered(names: Sequence[int]) -> tuple[int, ...]:
-    """The same names as numbers from 0 on, in the order in which they first occur."""
+    """Replaces names by numbers from 0, in the order of first occurrence."""
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 def expand(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Every sequence's value at each of its tokens, [L]; nothing synchronises with the host."""
+    """A sequence's value at all tokens of the sequence, [L], without a host synchronisation."""
     repeats_S = torch.tensor(lengths, dtype=torch.int64).to(values_S.device, non_blocking=True)
     return values_S.repeat_interleave(repeats_S, output_size=sum(lengths))
-
-
-def _select(values: Tensor, starts: Sequence[int], samples: Sequence[int]) -> Tensor:
-    # A view of each chosen response alone: this runs for every micro-batch, over the batch of the
-    # whole step.
-    return torch.cat([values[:0], *(values[starts[i] : starts[i + 1]] for i in samples)])

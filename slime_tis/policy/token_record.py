@@ -1,4 +1,4 @@
-"""Values of each response token that the policy loss computes, for dumps."""
+"""Per-token values of the policy loss, for dumps."""
 
 from dataclasses import dataclass, fields
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecord:
-    """Values of each response token of a micro-batch, without gradient; [L] each."""
+    """Values of a micro-batch's response tokens, without gradient; all are [L]."""
 
     log_probs_L: Tensor
     """log π_θ."""
@@ -19,9 +19,9 @@ class TokenRecord:
     """Loss weights: 1 without importance weights, 0 at masked tokens; NaN if a user's function
     applies them."""
     accepted_L: Tensor
-    """bool, the tokens that count in the loss."""
+    """bool: the tokens in the loss."""
     measured_log_probs_L: Tensor
-    """log π_train of the mismatch metrics, as `measured_log_probs` has it."""
+    """log π_train of the mismatch metrics; see `measured_log_probs`."""
 
     def stack(self) -> Tensor:
         """float32 [L, 6], in the order of the fields."""
