@@ -13,10 +13,9 @@ MAX_REWARD = 1e150
 """Largest magnitude of a reward: the squares of larger ones overflow in float64, and all advantages
 would be 0."""
 EPSILON = 1e-6
-"""Added to standard deviations: equal rewards of a group get advantage 0 instead of 0/0."""
+"""Added to standard deviations, so that equal rewards get advantage 0 instead of 0/0."""
 ROUNDING = 1e-12
-"""An advantage below this share of the return is the rounding of a weighted mean of equal
-returns."""
+"""An advantage below this share of the return is rounding: all returns are equal."""
 
 
 def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None = None) -> Tensor:
@@ -30,16 +29,15 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None
 
     Args:
         rewards: [G, n], n ≥ 2.
-        normalize_std: divide by the group's standard deviation (the unbiased one).
-        accepted: [G, n] bool, the samples that the mean and the deviation are of; the others get 0.
-            None for all.
+        normalize_std: Divide by the group's (unbiased) standard deviation.
+        accepted: [G, n] bool: samples in mean and deviation; other samples get 0. None for all.
 
     Returns:
         [G, n] in the dtype of the rewards, computed in float64; exactly 0 in a group of equal
         rewards.
 
     Raises:
-        ValueError: if there are fewer than two samples, or the reward of an accepted one is not
+        ValueError: There are fewer than two samples, or the reward of an accepted sample is not
             finite.
     """
     centred, count = _centred(rewards, accepted, "grpo")
@@ -50,7 +48,7 @@ def grpo(rewards: Tensor, *, normalize_std: bool = True, accepted: Tensor | None
 
 
 def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
-    """Leave-one-out advantage: the baseline of a sample is the mean of its siblings.
+    """Leave-one-out advantage: the baseline is the mean of the group's other samples.
 
         A_i = r_i − 1/(n−1) Σ_{j≠i} r_j = n/(n−1) · (r_i − mean_group r)
 
@@ -66,15 +64,15 @@ def rloo(rewards: Tensor, *, accepted: Tensor | None = None) -> Tensor:
 def reinforce_plus_plus_baseline(
     rewards: Tensor, valid_tokens: Tensor, *, accepted: Tensor | None = None
 ) -> Tensor:
-    """Group mean as the baseline, then one scale for the whole batch.
+    """Group mean as the baseline, then one scale for the complete batch.
 
         A_i = whiten(r_i − mean_group r), mean and variance over all valid tokens of the batch
 
     Source: "REINFORCE++: Stabilizing Critic-Free Policy Optimization", Hu et al.
     (https://arxiv.org/abs/2501.03262), §3.
 
-    Args, returns and raises as `grpo`; `valid_tokens` [G, n] are the trained tokens of each sample,
-    the weights of the batch statistics.
+    Args, returns and raises as `grpo`; `valid_tokens` [G, n] are numbers of trained tokens, the
+    weights of the batch statistics.
     """
     centred, _ = _centred(rewards, accepted, "reinforce_plus_plus_baseline")
     weights = valid_tokens if accepted is None else valid_tokens * accepted
@@ -94,30 +92,30 @@ def optimal_token_baseline(
 ) -> Tensor:
     """Advantages with the baseline at each position that minimizes the gradient's variance.
 
-        A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,   e = (1 − π)² + Σ_{v≠y} π_v²
+        A_t = G_t − B_t,   B_t = Σ_i G_it W_it / Σ_i W_it,   W_it = Σ_{j≤t} w_ij² e_ij,
+        e = (1 − π)² + Σ_{v≠y} π_v²
 
-    G_t is the sum of the rewards from t on, and e is `score_norm_squared`, 0 where it is not
+    G_t is the sum of the rewards from t on, and e is `score_norm_squared`, or 0 if that is not
     finite.
 
     Source: verl, core_algos.py, compute_optimal_token_baseline_advantage.
 
     Args:
-        rewards_BT: Reward of each token.
-        mask_BT: Nonzero at tokens of the loss.
-        group_B: int64, number of the prompt of each sample, from 0 and the same on all ranks.
+        rewards_BT: Rewards per token.
+        mask_BT: Nonzero at trained tokens.
+        group_B: int64: a sample's prompt, numbered from 0 and the same on all ranks.
         log_probs_BT: log π of the sampled token y under the policy before the step.
-        sum_pi_squared_BT: Σ_v π_v² over the vocabulary, at each token.
-        weights_BT: Importance weights of the tokens; None for 1.
-        zero_tail: No baseline where the longest sample of a prompt is longer than all others, as in
-            verl.
-        ranks: Data-parallel ranks, each with other samples of the prompts, also of another length T.
+        sum_pi_squared_BT: Σ_v π_v² over the vocabulary, per token.
+        weights_BT: Importance weights per token; None for 1.
+        zero_tail: As in verl, no baseline at positions that only a prompt's longest sample has.
+        ranks: Data-parallel ranks. They may have samples of the same prompts, and other lengths T.
 
     Returns:
-        float64 [B, T], 0 at masked tokens and where all samples of a prompt have the same return;
-        without baseline for the only sample of a prompt.
+        float64 [B, T]: 0 at masked tokens, and at positions where all samples of a prompt have the
+        same return. If a prompt has one sample, there is no baseline.
 
     Raises:
-        ValueError: if the reward of a token of the loss is not finite.
+        ValueError: The reward of a trained token is not finite.
     """
     _refuse_nonfinite(rewards_BT, mask_BT != 0, "optimal_token_baseline")
     trained_BT = torch.where(mask_BT != 0, rewards_BT.double(), 0.0)
@@ -130,16 +128,20 @@ def optimal_token_baseline(
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     is_longer_BT = position_T < mask_BT.sum(1, keepdim=True)
     columns = torch.stack([path_BT, returns_BT * path_BT, is_longer_BT.double()], 2)
-    # ranks may have other samples and lengths: all use the largest size, so that sums add up
-    size = [int(group_B.max()) + 1 if len(group_B) else 0, mask_BT.shape[1]]
-    groups, width = ranks.over_data(torch.tensor(size, device=mask_BT.device), "max").tolist()
+    # Ranks may have other samples and lengths: all use the largest size, so that sums add up.
+    local_groups = 0
+    if len(group_B):
+        local_groups = int(group_B.max()) + 1
+    size = torch.tensor([local_groups, mask_BT.shape[1]], device=mask_BT.device)
+    groups, width = ranks.over_data(size, "max").tolist()
     padding = columns.new_zeros(len(columns), width - columns.shape[1], 3)
-    # the last column, of ones, counts samples
+    # The last column, of ones, counts samples.
     columns = pad(torch.cat([columns, padding], 1), (0, 1), value=1.0)
     sums = ranks.over_data(columns.new_zeros(groups, width, 4).index_add_(0, group_B, columns))
     total_BT, weighted_BT, longer_BT, samples_BT = sums[group_B, : mask_BT.shape[1]].unbind(2)
     baseline_BT = torch.where((total_BT > 0) & (samples_BT > 1), weighted_BT / total_BT, 0.0)
-    if zero_tail:  # of the longest sample, after the last token of the second longest
+    if zero_tail:
+        # No baseline for the longest sample after the last token of the second longest one.
         is_longest_B1 = (is_longer_BT & (longer_BT == 1)).any(1, keepdim=True)
         baseline_BT = torch.where(is_longest_B1 & (longer_BT <= 1), 0.0, baseline_BT)
     advantages_BT = (returns_BT - baseline_BT) * mask_BT
@@ -147,14 +149,17 @@ def optimal_token_baseline(
 
 
 def score_norm_squared(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """Squared norm of the gradient of log π(y) in the logits, e = (1 − π)² + Σ_{v≠y} π_v², float64 of any shape.
+    """Squared norm of the gradient of log π(y) in the logits, float64 of any shape.
 
-    verl computes 1 − 2π + Σ_v π_v² in float32, which is 0 for sure tokens. Here Σ_{v≠y} π_v² is at
-    most (1 − π)².
+        e = (1 − π)² + Σ_{v≠y} π_v²
+
+    verl computes 1 − 2π + Σ_v π_v² in float32, which is 0 for nearly deterministic tokens.
     """
     log_probs = log_probs.double()
-    rest = log_probs.expm1().square()
-    return rest + (sum_pi_squared.double() - (2 * log_probs).exp()).clamp_min(0).minimum(rest)
+    own = log_probs.expm1().square()
+    # The second term is at most (1 − π)²; rounding may leave this range.
+    others = sum_pi_squared.double() - (2 * log_probs).exp()
+    return own + others.clamp_min(0).minimum(own)
 
 
 def minimum_variance_baseline(
@@ -164,27 +169,27 @@ def minimum_variance_baseline(
     *,
     log_weights_B: Tensor | None = None,
 ) -> Tensor:
-    """Advantages with the baseline of each prompt that minimizes the weighted gradient's variance.
+    """Advantages with one baseline per prompt that minimizes the weighted gradient's variance.
 
         A_i = R_i − b,   b = Σ_i w_i² ‖g_i‖² R_i / Σ_i w_i² ‖g_i‖²   over the samples of a prompt
 
-    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); its repository,
-    staleness_utils.py, compute_opob_baseline. A sequence ratio beyond float32 makes that baseline NaN; here weights are
-    log-weights.
+    Source: "VCPO", Huang et al. (https://arxiv.org/abs/2602.17616); the authors' staleness_utils.py,
+    compute_opob_baseline. Weights are log-weights here: in the authors' code, a sequence ratio
+    beyond float32 makes the baseline NaN.
 
     Args:
-        rewards_B: Reward of each sample.
-        group_B: int64, number of the prompt of each sample.
-        gradient_norms_B: ‖g_i‖, the norm of the gradient of the sample's log π, or the root of
-            Σ_t `score_norm_squared`, which is the norm in the logits instead of in the parameters.
-        log_weights_B: log w_i of the sample, for example Σ_t Δ_t; None for 0.
+        rewards_B: Rewards per sample.
+        group_B: int64: number of a sample's prompt.
+        gradient_norms_B: ‖g_i‖, the norm of the gradient of the sample's log π in the parameters; or
+            the root of Σ_t `score_norm_squared`, the norm in the logits.
+        log_weights_B: log w_i per sample, for example Σ_t Δ_t; None for 0.
 
     Returns:
-        float64 [B]; exactly 0 for equal rewards of a prompt, without baseline if all gradients of a
+        float64 [B]: exactly 0 if a prompt has equal rewards, without baseline if all gradients of a
         prompt are 0.
 
     Raises:
-        ValueError: if a reward is not finite.
+        ValueError: A reward is not finite.
     """
     _refuse_nonfinite(
         rewards_B, torch.ones_like(rewards_B, dtype=torch.bool), "minimum_variance_baseline"
@@ -198,17 +203,17 @@ def minimum_variance_baseline(
         logits = log_share_B[members]
         if not logits.isneginf().all():
             rewards = rewards_B[members].double()
-            # 0 for equal rewards, whose weighted mean would be off by rounding
+            # Relative to the lowest reward, so that equal rewards give exactly 0.
             relative = rewards - rewards.min()
             advantages_B[members] = relative - logits.softmax(0) @ relative
     return advantages_B
 
 
 def whiten(values: Tensor, weights: Tensor) -> Tensor:
-    """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation; 0 where the weight is 0.
+    """(x − μ) / (σ + ε) with weighted mean and (population) standard deviation.
 
-    Computed in float64, returned in the dtype of the values; exactly 0 if all values with a weight
-    are equal.
+    It is 0 at weight 0, and exactly 0 if all values with a weight are equal. The computation is in
+    float64, the result in the dtype of the values.
     """
     if not values.numel():
         return values
@@ -229,9 +234,9 @@ def advantages(
     accepted: Tensor | None = None,
     given: Tensor | None = None,
 ) -> Tensor:
-    """The advantages [G, n] that the options choose; `given` ones replace the estimator's.
+    """The advantages [G, n] of the options; `given` advantages replace the estimator's.
 
-    Arguments as in `grpo` and `reinforce_plus_plus_baseline`.
+    Other arguments as in `grpo` and `reinforce_plus_plus_baseline`.
     """
     values = given
     if values is None:
@@ -252,26 +257,29 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor, PolicyConfig, Tensor | None], Te
             rewards, valid, accepted=accepted
         )
     ),
-    # the trainer subtracts a baseline from the reward at each token
+    # The trainer later subtracts a baseline from the rewards, per token.
     "optimal_token_baseline": lambda rewards, *_: rewards,
 }
 """Estimators by their command-line name."""
 
 
 def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    """Rewards less the mean of the accepted samples of their group, 0 where not accepted, and their number [G, 1].
+    """Rewards minus the group's mean of accepted samples, and the number of accepted samples [G, 1].
 
-    In float64: in float32 the mean of eight rewards of 0.35 is off by 3e-8, which the division by ε
-    makes 0.03. Rewards are taken relative to the lowest one, so that equal ones give exactly 0.
+    Rejected samples have 0. The computation is in float64: in float32 the mean of eight rewards of
+    0.35 is off by 3e-8, and the division by ε makes this 0.03.
     """
     if rewards.dim() != 2 or rewards.shape[1] < 2:
         shape = tuple(rewards.shape)
         raise ValueError(
             f"{name} compares samples of one prompt: rewards must be [groups, n ≥ 2], got {shape}"
         )
-    counted = torch.ones_like(rewards, dtype=torch.bool) if accepted is None else accepted.bool()
+    if accepted is None:
+        accepted = torch.ones_like(rewards)
+    counted = accepted.bool()
     _refuse_nonfinite(rewards, counted, name)
     count = counted.sum(1, keepdim=True).double()
+    # Relative to the lowest reward, so that equal rewards give exactly 0.
     lowest = torch.where(counted, rewards.double(), torch.inf).amin(1, keepdim=True)
     relative = torch.where(counted, rewards.double() - lowest, 0.0)
     mean = relative.sum(1, keepdim=True) / count.clamp_min(1)
@@ -279,17 +287,17 @@ def _centred(rewards: Tensor, accepted: Tensor | None, name: str) -> tuple[Tenso
 
 
 def _refuse_nonfinite(rewards: Tensor, counted: Tensor, name: str) -> None:
-    """Names the first reward that is NaN or infinite where it counts."""
+    """Raises ValueError for the first counted reward that is NaN or infinite."""
     wrong = counted & ~rewards.isfinite()
     if wrong.any():
-        place = tuple(wrong.nonzero()[0].tolist())
+        index = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"{name}: the reward at {place} is {rewards[place].item()}; pass finite rewards, or"
+            f"{name}: the reward at {index} is {rewards[index].item()}; pass finite rewards, or"
             " reject the sample."
         )
 
 
 def _as(rewards: Tensor, advantages: Tensor) -> Tensor:
-    """Advantages in the dtype of the rewards, the default one for whole-number rewards."""
+    """Advantages in the dtype of the rewards, or in the default dtype for integer rewards."""
     dtype = rewards.dtype if rewards.dtype.is_floating_point else torch.get_default_dtype()
     return advantages.to(dtype)

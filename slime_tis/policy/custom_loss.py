@@ -1,4 +1,4 @@
-"""User functions of the objective, in slime's signatures: correction, loss, loss reducer, advantages."""
+"""User functions for correction, loss, loss reduction and advantages, in slime's signatures."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -38,11 +38,17 @@ class ObjectiveFunctions:
 
     @classmethod
     def load(cls, config: PolicyConfig, args: Namespace) -> Self:
-        """Loads the functions; raises CustomFunctionError if one cannot be loaded or called."""
+        """Loads the functions of the options.
+
+        Raises:
+            CustomFunctionError: A function cannot be loaded or called.
+        """
 
         def load(option: str) -> Any:
             path = getattr(config, option)
-            return None if path is None else load_user_function(option, path)
+            if path is None:
+                return None
+            return load_user_function(option, path)
 
         return cls(
             args=args,
@@ -63,7 +69,7 @@ class CustomTis:
     """Seed of the first micro-batch."""
     context_group: ProcessGroup | None = None
     metric_names: list[list[str]] = field(default_factory=list)
-    """Names of the metrics of each call."""
+    """Metric names per call."""
 
     def __call__(
         self,
@@ -74,15 +80,26 @@ class CustomTis:
         train_log_probs_L: Tensor,
         global_batch: GlobalBatch,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Returns the function's loss [L], accepted tokens bool [L], their number per sequence [S] and metrics [L].
+        """Calls the function for one micro-batch.
 
-        `loss_L` has a gradient, `log_probs_L` is log π_θ, and `train_log_probs_L` is log π_train,
-        the numerator. Raises CustomFunctionError for invalid results.
+        Args:
+            tokens: Tokens of the micro-batch.
+            loss_L: Loss per token, with gradient.
+            log_probs_L: log π_θ.
+            train_log_probs_L: log π_train, the numerator of the ratio.
+            global_batch: Statistics of the global batch.
+
+        Returns:
+            The function's loss [L], accepted tokens bool [L], numbers of accepted tokens per
+            sequence [S], and metrics [L].
+
+        Raises:
+            CustomFunctionError: The function returns invalid values.
         """
         assert tokens.advantages_L is not None
         lengths = tokens.lengths
-        # slime's functions multiply with the mask: log-probs of tokens that were not sampled are 0
-        # there, NaN here
+        # slime's functions multiply by the mask, which a NaN survives: slime has log-prob 0 at
+        # tokens that were not sampled.
         missing_L = (tokens.loss_mask_L <= 0) & ~is_log_prob(tokens.rollout_log_probs_L)
         rollout_log_probs_L = tokens.rollout_log_probs_L.masked_fill(missing_L, 0.0)
         new_loss_L, masks, metrics = call_custom_tis(
@@ -106,7 +123,7 @@ class CustomTis:
         check_metric_names(
             self.function, [self.metric_names[0], self.metric_names[-1]], "micro-batch"
         )
-        # the masks are those of complete responses, so no collective is needed to count
+        # The masks cover complete responses, so counting needs no collective.
         accepted_S = torch.stack([(mask > 0).sum() for mask in masks]).double()
         mask_L = torch.cat(tokens.slices.slice_list(masks)) > 0
         return new_loss_L, mask_L, accepted_S, metrics
@@ -121,7 +138,7 @@ class CustomLoss:
     seed: int
     """Seed of the first micro-batch."""
     metric_names: list[list[str]] = field(default_factory=list)
-    """Names of the metrics of each call."""
+    """Metric names per call."""
 
     def __call__(
         self,
@@ -131,16 +148,22 @@ class CustomLoss:
         logits: Tensor,
         sum_of_sample_mean: Function,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss of a micro-batch, a scalar that is a sum over samples (or tokens), and sums to report.
+        """Calls the function for one micro-batch.
 
         Args:
             tokens: Tokens of the micro-batch; `loss_mask_N` excludes tokens that the correction
                 rejects.
-            weights_L: Importance weights of the correction: 1 without weights, 0 where masked.
-            sequences: Prompt and response of each sample, int64.
+            weights_L: Importance weights of the correction: 1 without weights, 0 at masked tokens.
+            sequences: Tokens of prompt and response per sample, int64.
             logits: [1, L, V] logits that predict the response tokens, with gradient.
-            sum_of_sample_mean: The sum over samples of the mean over their accepted tokens, or over
-                tokens.
+            sum_of_sample_mean: Reduces [L]: the sum of samples' means over accepted tokens, or the
+                sum over accepted tokens.
+
+        Returns:
+            The loss, a scalar that is a sum over samples (or tokens), and sums for metrics.
+
+        Raises:
+            CustomFunctionError: The function returns invalid values.
         """
         batch = loss_batch(tokens, sequences)
         batch["rollout_is_weights"] = list(weights_L.clone().split(tokens.lengths))
@@ -155,8 +178,10 @@ class CustomLoss:
         check_metrics(name, returned[1])
         metrics = {}
         for key, value in returned[1].items():
+            if isinstance(value, Tensor):
+                value = value.detach()
             try:
-                number = float(value.detach() if isinstance(value, Tensor) else value)
+                number = float(value)
             except (TypeError, ValueError, RuntimeError):
                 message = f"{name} returned {kind(value)} as metric {key!r}; return a scalar."
                 raise CustomFunctionError(message) from None
@@ -202,14 +227,21 @@ def reduced_loss(
 ) -> Tensor:
     """Returns the policy loss of a micro-batch, reduced by the user's function.
 
-    `loss_L` has a gradient and is 0 at tokens that are not accepted; `mask_N` are the accepted
-    tokens.
+    Args:
+        functions: The user's functions.
+        tokens: Tokens of the micro-batch.
+        loss_L: Loss per token with gradient, 0 at rejected tokens.
+        mask_N: Accepted tokens of complete responses.
+        per_token: Whether the trainer divides by tokens instead of sequences.
+        seed: Seed of the random numbers that the function may draw.
     """
     function = functions.reducer
     assert function is not None
     masks = list(mask_N.clone().split(tokens.response_lengths))
-    # slime's reducers have no parameter `args`; those of this library may read options
-    options = {"args": functions.args} if accepted(function, ("args",)) else {}
+    # slime's reducers have no parameter `args`; the reducers of this library read options.
+    options = {}
+    if accepted(function, ("args",)):
+        options["args"] = functions.args
     total_lengths = list(tokens.total_lengths)
     response_lengths = list(tokens.response_lengths)
     with isolated_global_state(seed), calling(function):
@@ -226,9 +258,14 @@ def token_advantages(
     *,
     seed: int,
 ) -> Tensor:
-    """Returns advantages [L] of a rollout's tokens on this rank, which the user's function sets in `rollout_data`.
+    """Returns the advantages [L] that the user's function sets in `rollout_data`.
 
-    `lengths` are the response tokens of each sample on this rank.
+    Args:
+        functions: The user's functions.
+        rollout_data: Data of a rollout under slime's keys.
+        lengths: Response tokens on this rank per sample.
+        mask_L: Nonzero at trained tokens.
+        seed: Seed of the random numbers that the function may draw.
     """
     function = functions.advantage
     assert function is not None
@@ -260,7 +297,8 @@ def token_advantages(
 def checked_scalar(value: Any, source: Tensor, name: str, role: str, source_name: str) -> Tensor:
     """Returns a function's loss as a scalar.
 
-    Raises CustomFunctionError if it is not finite or has no gradient.
+    Raises:
+        CustomFunctionError: The loss is not finite or has no gradient.
     """
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         raise CustomFunctionError(

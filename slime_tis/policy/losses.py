@@ -1,6 +1,6 @@
-"""Losses per token: pure functions of log-probs and advantages, before weights, masks and averaging.
+"""Losses per token: pure functions of log-probs and advantages, before weights, masks and means.
 
-Shapes: suffix _L per response token, packed; any shape does, as long as all agree.
+Shapes: suffix _L is the response tokens, packed. Any other shape works, too, if all agree.
 """
 
 import math
@@ -26,7 +26,7 @@ from slime_tis.policy.config import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLossInputs:
-    """What a loss per token may depend on."""
+    """Inputs of a loss per token."""
 
     log_probs_L: Tensor
     """log π_θ, with gradient."""
@@ -34,14 +34,14 @@ class TokenLossInputs:
     """log π_old, without gradient."""
     advantages_L: Tensor
     over_sequence: Callable[..., Tensor]
-    """Mean or sum (`mean=False`) of [L] values over the accepted tokens of each complete sequence,
-    at each of its tokens; a collective of the context-parallel ranks."""
+    """Mean or sum (`mean=False`) of values [L] over the accepted tokens of complete sequences, at
+    all tokens of the sequence; a context-parallel collective."""
     prefix_sums: Callable[[Tensor], Tensor]
-    """Sums of [L] values over the accepted tokens of the complete sequence up to each token; also a
+    """Sums of values [L] over the accepted tokens of a complete sequence up to every token; also a
     context-parallel collective."""
     config: PolicyConfig
     selected_L: Tensor | None = None
-    """bool, tokens of a large covariance, for clip_cov and kl_cov."""
+    """bool: tokens with a large covariance, for clip_cov and kl_cov."""
 
     @property
     def policies(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,27 +57,28 @@ class TokenLossInputs:
 def bounded(log_values: Tensor) -> Tensor:
     """Log-probs, or differences of two, within ±9984: larger values are codes for minus infinity.
 
-    The gradient is 0 at bounded values. NaN becomes 0, ±inf the bound; other values keep all
-    bits. float16, which ends at 65504, has a bound of ±512.
+    NaN becomes 0, ±inf the bound; the gradient there is 0. Other values keep all bits. In float16,
+    which ends at 65504, the bound is ±512.
     """
     bound = 512.0 if log_values.dtype == torch.float16 else LOG_PROB_LIMIT
     return log_values.nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
 
 
 def policy_ratio(log_prob_L: Tensor, old_log_prob_L: Tensor) -> Tensor:
-    """π_θ/π_old with log r bounded to ±20; the gradient is r inside, 0 outside. NaN − NaN and inf − inf give 1.
+    """π_θ/π_old with log r bounded to ±20; 1 if log r is NaN.
 
-    Source of the bound: verl, core_algos.py, compute_policy_loss_vanilla.
+    The gradient is r within the bound, 0 outside. Source of the bound: verl, core_algos.py,
+    compute_policy_loss_vanilla.
     """
     log_ratio_L = bounded(log_prob_L - old_log_prob_L)
     if log_prob_L.dtype == torch.float16:
-        # the gradient is float16 even if the ratio is float32, so it must fit, too
+        # The gradient is float16 even if the ratio is float32, so it must fit as well.
         log_ratio_L = log_ratio_L.clamp(-FLOAT16_LOG_RATIO_BOUND, FLOAT16_LOG_RATIO_BOUND)
     return safe_exp(log_ratio_L)
 
 
 TokenLoss = Callable[[TokenLossInputs], tuple[Tensor, Tensor]]
-"""Returns (loss_L, clipped_L): the losses, and 1.0 where a clip took the gradient away."""
+"""Returns (loss_L, clipped_L): the losses, and 1.0 at tokens whose gradient a clip removes."""
 
 
 def ppo_clip(
@@ -91,7 +92,8 @@ def ppo_clip(
 ) -> tuple[Tensor, Tensor]:
     """Clipped surrogate objective, with asymmetric and dual clipping.
 
-        r_t = π_θ / π_old,   L_t = −min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t);   where A_t < 0:  min(L_t, −c A_t)
+        r_t = π_θ / π_old,   L_t = −min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t);
+        if A_t < 0:  min(L_t, −c A_t)
 
     Source: "Proximal Policy Optimization Algorithms", Schulman et al.
     (https://arxiv.org/abs/1707.06347), eq. 7; asymmetric range: "DAPO", Yu et al.
@@ -101,13 +103,13 @@ def ppo_clip(
     Args:
         log_prob_L: log π_θ, with gradient.
         old_log_prob_L: log π_old, without gradient.
-        advantage_L: advantages.
+        advantage_L: Advantages.
         clip_low: ε_low, distance below 1.
         clip_high: ε_high, distance above 1.
         dual_clip: c > 1, or None for no dual clip.
 
     Returns:
-        (loss_L, clipped_L): the losses, and 1.0 where a clip took the gradient away.
+        (loss_L, clipped_L): the losses, and 1.0 at tokens whose gradient a clip removes.
     """
     ratio_L = policy_ratio(log_prob_L, old_log_prob_L)
     return _clipped(ratio_L, ratio_L.clamp(1 - clip_low, 1 + clip_high), advantage_L, dual_clip)
@@ -126,16 +128,16 @@ def gspo(
         s = exp(mean_t log(π_θ/π_old)),   s_t = sg(s) π_θ / sg(π_θ),
         L_t = −min(s_t A_t, clip(s_t, 1−ε_low, 1+ε_high) A_t)
 
-    Averaged over the tokens of a sequence, its gradient equals the gradient of −min(s A, clip(s)
-    A); no gradient crosses context-parallel ranks.
+    Averaged over the tokens of a sequence, it has the gradient of −min(s A, clip(s) A). No gradient
+    crosses context-parallel ranks.
 
     Source: "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071),
     eq. 5, 7 and 13.
 
-    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the mean over the sequence of log π_θ −
-    log π_old, at each of its tokens, without gradient. The paper's clip ranges are about 3e-4.
+    Args and returns as `ppo_clip`; `mean_log_ratio_L` is the sequence's mean of log π_θ − log π_old,
+    at all tokens of the sequence, without gradient. The paper's clip ranges are about 3e-4.
     """
-    # log π_θ − sg(log π_θ) carries the gradient; inf − inf would be NaN
+    # log π_θ − sg(log π_θ) carries the gradient. Both are bounded, because inf − inf is NaN.
     ratio_L = safe_exp(
         bounded(mean_log_ratio_L) + bounded(log_prob_L) - bounded(log_prob_L.detach())
     )
@@ -150,13 +152,13 @@ def cispo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped importance weights on a policy gradient: a clipped token still has a gradient.
+    """Policy gradient with clipped importance weights: clipped tokens keep a gradient.
 
         L_t = −sg(clip(r_t, 1−ε_low, 1+ε_high)) A_t log π_θ
 
     Source: "MiniMax-M1", MiniMax (https://arxiv.org/abs/2506.13585), eq. 4 and 5.
 
-    Args and returns as `ppo_clip`; a `clip_low` of 1 or more leaves small ratios as they are.
+    Args and returns as `ppo_clip`; a `clip_low` of 1 or more is no lower bound.
     """
     ratio_L = policy_ratio(log_prob_L.detach(), old_log_prob_L)
     weight_L = ratio_L.clamp(1 - clip_low, 1 + clip_high)
@@ -172,15 +174,17 @@ def aspo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Policy gradient weighted by the ratio, or its reciprocal at positive advantages: rare tokens gain most.
+    """Policy gradient with the ratio as weight, inverted at positive advantages.
 
-        L_t = −sg(u_t) A_t π_θ/sg(π_θ),   u_t = min(1/r_t, c) where A_t ≥ 0, else min(r_t, c);
-        no gradient where A_t ≥ 0 and r_t > 1+ε_high, or A_t < 0 and r_t < 1−ε_low
+    Rare tokens with a positive advantage gain most.
+
+        L_t = −sg(u_t) A_t π_θ/sg(π_θ),   u_t = min(1/r_t, c) if A_t ≥ 0, else min(r_t, c);
+        no gradient if A_t ≥ 0 and r_t > 1+ε_high, or A_t < 0 and r_t < 1−ε_low
 
     Source: "ASPO", Wang et al. (https://arxiv.org/abs/2510.06062); Archer2.0, core_algos.py.
 
-    Args and returns as `ppo_clip`; `dual_clip` bounds the weight and keeps the gradient, 3 in the
-    source.
+    Args and returns as `ppo_clip`; `dual_clip` bounds the weight and keeps the gradient. It is 3 in
+    the source.
     """
     log_ratio_L = bounded(log_prob_L.detach() - old_log_prob_L)
     positive_L = advantage_L >= 0
@@ -204,9 +208,9 @@ def sapo(
     tau_positive: float,
     tau_negative: float,
 ) -> Tensor:
-    """Soft gate instead of a clip: far from ratio 1 the gradient vanishes smoothly.
+    """Soft gate instead of a clip: the gradient vanishes smoothly away from ratio 1.
 
-        L_t = −(4/τ) σ(τ (r_t − 1)) A_t,   τ = τ_pos where A_t > 0, else τ_neg
+        L_t = −(4/τ) σ(τ (r_t − 1)) A_t,   τ = τ_pos if A_t > 0, else τ_neg
 
     Source: "Soft Adaptive Policy Optimization", Gao et al. (https://arxiv.org/abs/2511.20347), eq.
     5 and 6.
@@ -220,16 +224,16 @@ def vespo(log_prob_L: Tensor, sequence_log_ratio_L: Tensor, advantage_L: Tensor)
     """Policy gradient with a gamma-shaped weight of the sequence ratio W, which peaks near 1.
 
         L_t = −sg(W^k e^{λ(1 − W)}) A_t log π_θ,   log W = clamp(Σ_t log(π_θ/π_old), log 1e-8, 20),
-        (k, λ) = (2, 3) where A_t ≥ 0, else (3, 2)
+        (k, λ) = (2, 3) if A_t ≥ 0, else (3, 2)
 
     Source: "VESPO", Shen et al. (https://arxiv.org/abs/2602.10693); k and λ as in TRL,
         grpo_trainer.py, get_gamma_weights.
 
     Args:
         log_prob_L: log π_θ, with gradient.
-        sequence_log_ratio_L: Σ_t log(π_θ/π_old) of the complete sequence at each of its tokens,
-            without gradient; each term clamped to ±20.
-        advantage_L: advantages.
+        sequence_log_ratio_L: The complete sequence's Σ_t log(π_θ/π_old), at all tokens of the
+            sequence, without gradient; terms are clamped to ±20.
+        advantage_L: Advantages.
     """
     log_w_L = sequence_log_ratio_L.double().nan_to_num(0.0).clamp(math.log(1e-8), 20)
     positive_L = advantage_L >= 0
@@ -248,7 +252,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """PPO without the loss of selected tokens; `config.COVARIANCE_LOSSES` has the source.
+    """PPO without the selected tokens; `config.COVARIANCE_LOSSES` has the source.
 
     Args and returns as `ppo_clip`; `selected_L` is bool.
     """
@@ -268,7 +272,7 @@ def kl_cov(
     *,
     coef: float,
 ) -> Tensor:
-    """−r_t A_t, and β |log r_t| on selected tokens; `config.COVARIANCE_LOSSES` has the source.
+    """−r_t A_t, plus β |log r_t| at selected tokens; `config.COVARIANCE_LOSSES` has the source.
 
     Args as `clip_cov`; `coef` is β.
     """
@@ -280,16 +284,19 @@ def kl_cov(
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceLimit:
-    """The selection in a global batch by c_t = (A_t − mean A)(log π_t − mean log π); float64 scalars."""
+    """Selection in a global batch by c_t = (A_t − mean A)(log π_t − mean log π).
+
+    Tensors are float64 scalars.
+    """
 
     bounds: tuple[float, float]
-    """c outside them selects nothing."""
+    """Tokens with c out of these bounds are never selected."""
     mean_advantage: Tensor
     mean_log_prob: Tensor
     highest: Tensor
-    """Largest c inside the bounds."""
+    """Largest c within the bounds."""
     gap: Tensor
-    """Tokens inside the bounds with highest − c at most this are selected."""
+    """Largest highest − c of a selected token."""
 
     def selects(self, log_probs_L: Tensor, advantages_L: Tensor) -> Tensor:
         """bool [L], the selected tokens."""
@@ -297,7 +304,7 @@ class CovarianceLimit:
         return (gap_L <= self.gap) & gap_L.isfinite()
 
     def candidates(self, log_probs_L: Tensor, advantages_L: Tensor) -> Tensor:
-        """c of tokens inside the bounds, −inf elsewhere, float64 [L]."""
+        """c of tokens within the bounds, −inf at other tokens, float64 [L]."""
         c_L = (advantages_L.double() - self.mean_advantage) * (
             log_probs_L.double() - self.mean_log_prob
         )
@@ -313,9 +320,9 @@ def covariance_limit(
     name: str,
     ranks: Ranks = ONE_RANK,
 ) -> CovarianceLimit:
-    """The selection of clip_cov, within its bounds, or kl_cov; without a host synchronisation.
+    """Selection of clip_cov (within its bounds) or kl_cov, without a host synchronisation.
 
-    Selects among masked-in tokens with a log-prob, of all ranks.
+    It selects among the masked-in tokens with a log-prob on all ranks.
     """
     bounds = (-math.inf, math.inf)
     if name == "clip_cov":
@@ -335,17 +342,18 @@ def covariance_limit(
         gap=zero + math.inf,
     )
     c_N = torch.where(counts_L, limit.candidates(log_probs_L, advantages_L), -math.inf).flatten()
-    # one more −inf: amax refuses an empty tensor, and a rank may have no tokens
+    # One more −inf: amax refuses an empty tensor, and a rank may have no tokens.
     highest = ranks.all_reduce(torch.cat([c_N, c_N.new_full((1,), -math.inf)]).amax(), "max")
-    # 1e-9 against rounding, as 0.29 · 100 is 28.999…; at least one is selected, as in verl
+    # 1e-9 against rounding: 0.29 · 100 is 28.999…. At least one token is selected, as in verl.
     index = (config.cov_ratio * count + 1e-9).floor().clamp_min(1) - 1
     return replace(limit, highest=highest, gap=order_statistic(highest - c_N, index, ranks))
 
 
 def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
-    """PPO with the ratio of the prefix up to the token; the clip range grows with its position t.
+    """PPO with the ratio of the prefix up to the token; the clip range grows with the position t.
 
-        s_t = min(Π_{i≤t} π_θ/π_old, e^10), gradient of token t alone;   bounds (1−ε_low)^√t, (1+ε_high)^√t and c^√t
+        s_t = min(Π_{i≤t} π_θ/π_old, e^10), with the gradient of token t only;
+        bounds (1−ε_low)^√t, (1+ε_high)^√t and c^√t
 
     Source: "Rethinking Importance Sampling in LLM Policy Optimization", Zhang et al.
         (https://arxiv.org/abs/2605.07331);
@@ -358,7 +366,7 @@ def ctpo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
         bounded(log_prob_L - x.old_log_probs_L).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     )
     highest = FLOAT16_LOG_RATIO_BOUND if log_prob_L.dtype == torch.float16 else 10.0
-    # no lower bound, as in the authors' code: a small ratio does not overflow
+    # No lower bound, as in the authors' code: a small ratio does not overflow.
     ratio_L = (prefix_L + bounded(x.log_probs_L) - log_prob_L).clamp_max(highest).exp()
     power_L = x.prefix_sums(torch.ones_like(log_prob_L)).sqrt()
     bounded_L = ratio_L.clamp(
@@ -374,12 +382,14 @@ CPPO_LOWEST_WEIGHT = 0.8
 def cppo(x: TokenLossInputs) -> tuple[Tensor, Tensor]:
     """Policy gradient without tokens that exceed a divergence threshold or their prefix's budget.
 
-        L_t = −M_t r_t A_t,   M_t = 1 where A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
-        S_t = Σ_{i≤t} w_i D_i,   W_t = Σ_{i≤t} w_i,   D = |π_θ − π_old|,   w_t from 1 at t = 1 to 0.8 at the end
+        L_t = −M_t r_t A_t,   M_t = 1 if A_t (r_t − 1) ≤ 0, or w_t D_t ≤ δ and S_t ≤ δ + δ_b W_{t−1},
+        S_t = Σ_{i≤t} w_i D_i,   W_t = Σ_{i≤t} w_i,   D = |π_θ − π_old|,
+        w_t from 1 at t = 1 to 0.8 at the end
+
+    δ is `eps_clip`, δ_b is `experimental_cppo_budget`.
 
     Source: "Beyond Uniform Token-Level Trust Region", Mao et al.
-        (https://arxiv.org/abs/2606.10968), eq. 8 to 11, with
-    the binary total variation of its section 4.3. δ is `eps_clip`, δ_b `experimental_cppo_budget`.
+    (https://arxiv.org/abs/2606.10968), eq. 8 to 11, with the binary total variation of section 4.3.
     """
     log_prob_L = bounded(x.log_probs_L.detach())
     old_log_prob_L = bounded(x.old_log_probs_L)
@@ -437,11 +447,12 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate of KL(π_θ ‖ π_ref) on tokens sampled from π_θ, or with a ratio from another policy.
 
-        d = log π_θ − log π_ref:   k1 = d,   k2 = d²/2,   k3 = e^{−d} + d − 1,   low_var_kl = k3 clamped to [−10, 10]
+        d = log π_θ − log π_ref:   k1 = d,   k2 = d²/2,   k3 = e^{−d} + d − 1,
+        low_var_kl = k3 clamped to [−10, 10]
 
-    With r = π_θ/π_old of tokens sampled from π_old, r·k1 and r·k3 are unbiased. d < −20 counts as
-    −20 in k3, with a gradient of 0: e^{−d} overflows, and d alone would push the policy further
-    away.
+    For tokens sampled from π_old and r = π_θ/π_old, r·k1 and r·k3 are unbiased. In k3, d < −20
+    counts as −20 and has gradient 0: e^{−d} would overflow, and the gradient of d without it would
+    push the policy further away.
 
     Source: "Approximating KL Divergence", Schulman (http://joschu.net/blog/kl-approx.html); the
     ratio: "DeepSeek-V3.2" (https://arxiv.org/abs/2512.02556), section 3.1, clamped after the
@@ -454,7 +465,7 @@ def kl_estimate(
         ratio_L: π_θ/π_old, with gradient; None for 1.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: The kind is unknown.
     """
     difference_L = bounded(log_prob_L - reference_log_prob_L)
     estimates = {"k1": _k1, "k2": _k2, "k3": _k3}
@@ -463,7 +474,7 @@ def kl_estimate(
         raise ValueError(f"kl_loss_type must be k1, k2, k3 or low_var_kl, got {kind!r}")
     kl_L = estimate(difference_L)
     if ratio_L is not None:
-        # float16 ends at 65504, before the product of both bounds
+        # float16 ends at 65504, and the product of both bounds is larger.
         largest = torch.finfo(kl_L.dtype).max / 4
         kl_L = (ratio_L * kl_L).clamp(-largest, largest)
     return kl_L.clamp(-10, 10) if kind == "low_var_kl" else kl_L
@@ -481,7 +492,7 @@ def _k2(difference_L: Tensor) -> Tensor:
 
 def _squared(difference_L: Tensor) -> Tensor:
     """d², bounded; the gradient is 0 beyond the bound."""
-    # float16 cannot hold 256²
+    # float16 ends at 65504, so 256² would overflow.
     bound = 128.0 if difference_L.dtype == torch.float16 else LOG_PROB_LIMIT
     return bounded(difference_L).clamp(-bound, bound).square()
 
@@ -494,7 +505,7 @@ def _k3(difference_L: Tensor) -> Tensor:
 
 
 def _unclipped(loss_L: Tensor) -> tuple[Tensor, Tensor]:
-    """The returns of a loss that clips no token."""
+    """A loss that clips no token."""
     return loss_L, zeros_like(loss_L.detach())
 
 

@@ -61,27 +61,27 @@ class LossInputs:
     log_probs_L: Tensor
     """log π_θ, with gradient."""
     entropy_L: Tensor
-    """Entropies of the distributions that the tokens were predicted from."""
+    """Entropies of the distributions that predict the tokens."""
     sequences: Sequence[Tensor] = ()
-    """Prompt and response of each sample, int64, for a user's loss; empty without one."""
+    """Tokens of prompt and response per sample, int64; only for a user's loss."""
     logits: Tensor | None = None
-    """[1, L, V] of these tokens with gradient, for a user's loss; None without one."""
+    """[1, L, V] of these tokens with gradient; only for a user's loss."""
 
     @property
     def advantages_L(self) -> Tensor:
-        """The advantages, which the learner has put in before training."""
+        """The advantages; the learner sets them before training."""
         assert self.tokens.advantages_L is not None
         return self.tokens.advantages_L
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossStep:
-    """The values that all micro-batches of an optimizer step have in common."""
+    """Values that are the same for all micro-batches of an optimizer step."""
 
     correction: RolloutCorrectionConfig
     policy: PolicyConfig
     uses_recomputed_old_policy: bool
-    """Whether `old_log_probs_L` gives π_old; otherwise π_old is π_θ of this forward pass,
+    """Whether π_old is in `old_log_probs_L`; otherwise it is π_θ of this forward pass,
     detached."""
     version: int = 0
     """Version of the policy's weights, in optimizer steps."""
@@ -111,31 +111,33 @@ class LossOutputs:
     """Scalar: number of tokens that receive a gradient. These are the accepted tokens, or all
     masked-in tokens with a pull to the rollout policy."""
     sums: StepSums
-    """The sums that metrics are computed from."""
+    """Sums for the metrics."""
     record: TokenRecord
-    """Values of each token, for dumps."""
+    """Per-token values, for dumps."""
 
 
 def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
-    """The loss of one micro-batch by the algorithm that the options choose (the README lists them).
+    """The loss of one micro-batch by the algorithm of the options (the README lists them).
 
     Args:
         inputs: Log-probs, entropies and data of the micro-batch's response tokens.
         step: Options, version and user functions of the optimizer step.
 
     Returns:
-        Numerator and denominator of the loss, sums for metrics, and values of each token for dumps.
+        Numerator and denominator of the loss, sums for metrics, and per-token values for dumps.
 
     Raises:
-        CustomFunctionError: if a user's function returns invalid values.
+        CustomFunctionError: A user's function returned invalid values.
     """
     tokens = inputs.tokens
     options = step.correction
     ranks = step.global_batch.ranks
 
-    # 1. Old policy. In bypass mode it is the rollout policy, whose mismatch is that of π_θ.
+    # 1. Old policy. In bypass mode it is the rollout policy, so the mismatch is measured with π_θ.
     old_L = old_log_probs(inputs, step)
-    train_L = inputs.log_probs_L.detach() if options.use_rollout_logprobs else old_L
+    train_L = old_L
+    if options.use_rollout_logprobs:
+        train_L = inputs.log_probs_L.detach()
 
     # 2. Correction: weights and rejected tokens, then sequences that OPSM rejects.
     correction = correct(
@@ -152,7 +154,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     correction = without_opsm(correction, opsm_mask_L, ranks)
 
     # 3. Loss per token. A masked token, or one without a log-prob, gets ratio 1 before any
-    # arithmetic: a NaN behind a mask would still poison the gradient.
+    # arithmetic: the gradient of a masked NaN is NaN.
     counts_L = correction.mask & is_log_prob(inputs.log_probs_L.detach())
     log_probs_L = torch.where(counts_L, inputs.log_probs_L, bounded(inputs.log_probs_L.detach()))
     finite_old_L = torch.where(counts_L & is_log_prob(old_L), old_L, log_probs_L.detach())
@@ -169,10 +171,10 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
             train_log_probs_L=train_L,
             global_batch=step.global_batch,
         )
-        # Without --use-tis and --use-rs the function only measures: the loss keeps all its bits.
+        # Without --use-tis and --use-rs the function only measures, and the loss keeps all bits.
         if options.corrects:
             loss_L = custom_loss_L
-            weights_L = torch.full_like(weights_L, torch.nan)  # known only to the function
+            weights_L = torch.full_like(weights_L, torch.nan)  # only the function has weights
             correction = replace(
                 correction, mask=custom_mask_L, accepted_per_sequence=custom_accepted_S
             )
@@ -188,7 +190,9 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
     # 4. Reduction over the accepted tokens; some metrics need it over all masked-in tokens.
     accepted_S = correction.accepted_per_sequence
     masked_in_S = correction.masked_in_per_sequence
-    counts_S = masked_in_S if options.rejection_normalizer == "original" else accepted_S
+    counts_S = accepted_S
+    if options.rejection_normalizer == "original":
+        counts_S = masked_in_S
     reduction = reduction_over(correction.mask, counts_S, tokens, step)
     original = reduction_over(tokens.loss_mask_L > 0, masked_in_S, tokens, step)
     measured_L = measured_log_probs(inputs, train_L, step)
@@ -218,7 +222,7 @@ def policy_loss(inputs: LossInputs, step: LossStep) -> LossOutputs:
 
 
 def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
-    """log π_old [L]: of the rollout (bypass), interpolated, recomputed, or of this forward pass."""
+    """log π_old [L]: the rollout's (bypass), interpolated, recomputed, or from this forward pass."""
     tokens = inputs.tokens
     if step.correction.use_rollout_logprobs:
         return tokens.rollout_log_probs_L
@@ -235,9 +239,9 @@ def old_log_probs(inputs: LossInputs, step: LossStep) -> Tensor:
 def config_of_correction(step: LossStep) -> RolloutCorrectionConfig:
     """The configuration that `correct` gets.
 
-    If a user's function corrects, the library only computes statistics. In bypass mode π_θ/π_rollout
-    already is the ratio of the loss, so weights are measured and not applied, as in verl. Truncated
-    weights leave the mask as it is.
+    If a user's function corrects, the library only computes statistics. In bypass mode the ratio of
+    the loss is π_θ/π_rollout already, so weights are only measured, as in verl. Truncated weights do
+    not change the mask.
     """
     config = step.correction
     if step.custom is not None:
@@ -273,7 +277,7 @@ def without_correction(config: RolloutCorrectionConfig) -> RolloutCorrectionConf
 
 
 def opsm_mask(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> Tensor | None:
-    """bool [L], the tokens that off-policy sequence masking (OPSM) accepts; None if it is off."""
+    """Tokens that off-policy sequence masking (OPSM) accepts, bool [L]; None if it is off."""
     if not step.policy.use_opsm:
         return None
     tokens = inputs.tokens
@@ -295,7 +299,7 @@ def opsm_mask(inputs: LossInputs, old_log_probs_L: Tensor, step: LossStep) -> Te
 def without_opsm(
     correction: Correction[Tensor], opsm_mask_L: Tensor | None, ranks: Ranks
 ) -> Correction[Tensor]:
-    """The correction without the tokens that OPSM rejects; a collective if OPSM is on."""
+    """Removes the tokens that OPSM rejects from the mask; a collective if OPSM is on."""
     if opsm_mask_L is None:
         return correction
     mask_L = correction.mask & opsm_mask_L
@@ -313,14 +317,14 @@ def token_terms(
     selected_L: Tensor | None,
     step: LossStep,
 ) -> LossTerms:
-    """The terms of the loss per token, [L] each, before weights.
+    """Terms of the loss per token before weights; all are [L].
 
     Args:
         inputs: The micro-batch.
-        log_probs_L: log π_θ with gradient, bounded at tokens that do not count.
-        old_log_probs_L: log π_old, equal to `log_probs_L` at tokens that do not count.
-        mask_L: bool, the accepted tokens, over which losses average a sequence.
-        selected_L: As `selected_tokens` returns it.
+        log_probs_L: log π_θ with gradient, bounded at masked tokens.
+        old_log_probs_L: log π_old, equal to `log_probs_L` at masked tokens.
+        mask_L: bool: the accepted tokens, over which losses average a sequence.
+        selected_L: The result of `selected_tokens`.
         step: Options of the optimizer step.
     """
     tokens = inputs.tokens
@@ -342,7 +346,7 @@ def token_terms(
         assert reference_L is not None
         kl_ratio_L = ratio_L if step.policy.use_unbiased_kl else None
         kl_L = kl_estimate(log_probs_L, reference_L, step.policy.kl_loss_type, kl_ratio_L)
-        # −9984 nats of a reference without a log-prob would drown the mean
+        # A reference without a log-prob has −9984 nats, which would dominate the mean.
         kl_L = torch.where(is_log_prob(reference_L), kl_L, 0.0)
     return LossTerms(
         pg_loss=loss_L,
@@ -358,7 +362,7 @@ def token_terms(
 def selected_tokens(
     old_log_probs_L: Tensor, tokens: ResponseTokens, step: LossStep
 ) -> Tensor | None:
-    """bool [L], the tokens that clip_cov or kl_cov select by log π_old; None for other losses."""
+    """Tokens that clip_cov or kl_cov select by log π_old, bool [L]; None for other losses."""
     name = step.correction.policy_loss
     if name not in COVARIANCE_LOSSES:
         return None
@@ -380,9 +384,9 @@ def selected_tokens(
 def over_sequence(
     values_L: Tensor, *, mean: bool, mask_L: Tensor, lengths: Sequence[int], ranks: Ranks
 ) -> Tensor:
-    """Mean or sum over the masked-in tokens of the complete sequence, at each of its tokens, [L].
+    """Mean or sum over a complete sequence's masked-in tokens, at all tokens of the sequence, [L].
 
-    A collective of the context-parallel ranks, which share the tokens of a sequence.
+    A collective: context-parallel ranks share a sequence.
     """
     sequence_L = expand(torch.arange(len(lengths), device=values_L.device), lengths)
     masked_L = torch.where(mask_L, values_L, 0.0)
@@ -396,14 +400,14 @@ def over_sequence(
 def prefix_sums(
     values_L: Tensor, *, mask_L: Tensor, slices: ResponseSlices, ranks: Ranks
 ) -> Tensor:
-    """Sums over the masked-in tokens of the complete sequence up to each token on this rank, [L].
+    """Sums over the masked-in tokens of a sequence up to every token on this rank, [L].
 
-    A collective of the context-parallel ranks, which share the tokens of a sequence.
+    A collective: context-parallel ranks share a sequence.
     """
     masked_L = torch.where(mask_L, values_L, 0.0).double()
     values_N = ranks.over_context(slices.scatter(masked_L))
     sums = [response.cumsum(0) for response in values_N.split(slices.lengths)]
-    # an empty slice first: cat refuses an empty list, if the micro-batch has no sequences
+    # An empty tensor first: cat refuses an empty list, and a micro-batch may have no sequences.
     sums_N = torch.cat([values_N[:0], *sums])
     return slices.slice_flat(sums_N).to(values_L.dtype)
 
@@ -421,7 +425,7 @@ def staleness_weights(tokens: ResponseTokens, step: LossStep) -> Tensor:
 def reduction_over(
     mask_L: Tensor, counts_S: Tensor, tokens: ResponseTokens, step: LossStep
 ) -> LossReduction:
-    """The mean that the options choose, over the tokens of a mask; `counts_S` are its divisors."""
+    """The mean of the options over the tokens of a mask; `counts_S` are the divisors."""
     rollouts = tokens.rollouts
     if rollouts is None:
         rollouts = tuple(range(len(tokens)))
@@ -460,7 +464,7 @@ def objective(
             seed=step.version,
         )
         reduced_terms = replace(sums.terms, pg_loss=loss.detach().double())
-        # the function reduces the policy loss; KL and entropy keep the reduction of the options
+        # The function reduces the policy loss; KL and entropy keep the reduction of the options.
         regularizer_L = (
             policy.kl_loss_coef * terms.kl_loss - policy.entropy_coef * terms.entropy_loss
         )
@@ -479,10 +483,10 @@ def mask_of_responses(tokens: ResponseTokens, mask_L: Tensor, step: LossStep) ->
 
 
 def rollout_pull(inputs: LossInputs) -> Tensor:
-    """(log π_θ − log π_rollout)² of each token, with gradient, [L]; 0 if either log-prob is missing.
+    """(log π_θ − log π_rollout)² per token with gradient, [L]; 0 if a log-prob is missing.
 
-    The gradient pulls the policy back to the policy that sampled, also at rejected tokens, whose
-    policy loss has no gradient.
+    The gradient pulls the policy back to the rollout policy. Rejected tokens are pulled as well;
+    their policy loss has no gradient.
 
     Source: "Kimi K2.5" (https://arxiv.org/abs/2602.02276); prime-rl,
         src/prime_rl/trainer/rl/loss.py, kl_tau.
@@ -490,7 +494,7 @@ def rollout_pull(inputs: LossInputs) -> Tensor:
     log_probs_L = inputs.log_probs_L
     rollout_L = inputs.tokens.rollout_log_probs_L
     counts_L = is_log_prob(rollout_L) & is_log_prob(log_probs_L.detach())
-    # zeros before the difference: the gradient of inf − inf would be NaN behind a later mask
+    # Zeros before the difference: a later mask would leave the NaN gradient of inf − inf.
     difference_L = torch.where(counts_L, log_probs_L, 0.0) - torch.where(counts_L, rollout_L, 0.0)
     return difference_L.square()
 
@@ -504,7 +508,7 @@ def step_sums(
     measured_log_probs_L: Tensor,
     step: LossStep,
 ) -> StepSums:
-    """The micro-batch's contribution to the metrics of the step, without optional metrics."""
+    """The micro-batch's sums for the metrics of the step, without optional metrics."""
     tokens = inputs.tokens
     workers_L = tokens.workers_L
     if workers_L is None:
@@ -515,7 +519,7 @@ def step_sums(
         rollout_log_probs_L=tokens.rollout_log_probs_L,
         loss_mask_L=tokens.loss_mask_L,
     )
-    # counts are complete on each context-parallel rank; only one of them may add them to the step
+    # All context-parallel ranks have the complete counts; one rank adds them to the step.
     is_counted = float(step.counts)
     return StepSums(
         terms=LossTerms.unstack(reduction.sum_each(terms.stack())),
@@ -537,7 +541,7 @@ def with_optional_metrics(
     opsm_mask_L: Tensor | None,
     custom_metrics: dict[str, Tensor],
 ) -> StepSums:
-    """The sums with those of OPSM and of a user's correction, over all masked-in tokens."""
+    """Adds the sums of OPSM and of a user's correction, over all masked-in tokens."""
     if opsm_mask_L is not None:
         rejected_L = (~opsm_mask_L).double()
         sums = replace(sums, opsm_clipped=original.sum_each(rejected_L[None])[0])
@@ -549,10 +553,11 @@ def with_optional_metrics(
 
 
 def measured_log_probs(inputs: LossInputs, train_log_probs_L: Tensor, step: LossStep) -> Tensor:
-    """log π_train [L] that the mismatch metrics compare with the rollout.
+    """log π_train [L] of the mismatch metrics.
 
-    These are the log-probs of the weights, or with --get-mismatch-metrics π_old of the training
-    engine: in bypass mode the weights have π_θ, which moves away from the rollout with every step.
+    It is log π_train of the importance weights. With --get-mismatch-metrics it is the training
+    engine's log π_old: in bypass mode the weights have π_θ, which moves away from the rollout policy
+    with every step.
     """
     if step.correction.get_mismatch_metrics:
         return training_old_log_probs(inputs)
@@ -560,13 +565,13 @@ def measured_log_probs(inputs: LossInputs, train_log_probs_L: Tensor, step: Loss
 
 
 def training_old_log_probs(inputs: LossInputs) -> Tensor:
-    """log π_old of the training engine [L]; of this forward pass unless one came before the step."""
+    """The training engine's log π_old [L]: recomputed before the step, or from this forward pass."""
     recomputed_L = inputs.tokens.old_log_probs_L
     return inputs.log_probs_L.detach() if recomputed_L is None else recomputed_L
 
 
 def old_policy_statistics(inputs: LossInputs, step: LossStep) -> Statistics:
-    """The mismatch of the training engine's π_old, under --get-mismatch-metrics; else empty."""
+    """Mismatch of the training engine's π_old, with --get-mismatch-metrics; else empty."""
     config = without_correction(step.correction)
     tokens = inputs.tokens
     if not step.correction.get_mismatch_metrics:

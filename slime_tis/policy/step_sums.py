@@ -1,6 +1,6 @@
-"""The sums of a step's loss: merging over micro-batches and ranks, and the metrics from the sums.
+"""Sums of a step's loss, their merging over micro-batches and ranks, and the metrics.
 
-Shapes: suffix _L the response tokens a rank holds, packed; _S the sequences.
+Shapes: suffix _L is this rank's response tokens, packed; _S the sequences.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ from slime_tis.policy.response_tokens import ResponseTokens, expand
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """Terms of the loss and values reported with it, per token or summed over tokens.
+    """Terms of the loss, and values that are reported as well.
 
-    All are [L] per token, or float64 scalars as sums.
+    All are [L] per token, or float64 scalars as sums over tokens.
     """
 
     pg_loss: Tensor
     """Policy loss after weights."""
     pg_clipfrac: Tensor
-    """1 where a clip took the gradient away."""
+    """1 at tokens whose gradient a clip removes."""
     ppo_kl: Tensor
     """log π_old − log π_θ."""
     ois: Tensor
     """π_θ/π_old."""
     entropy_loss: Tensor
-    """Entropy of the distribution that the token was predicted from."""
+    """Entropy of the distribution that predicts the token."""
     entropy_gap: Tensor
     """Entropy plus log π_θ: 0 on average if tokens are sampled from the distribution that predicts
     them."""
@@ -59,15 +59,15 @@ class LossTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSums:
-    """The mergeable sums of the loss, in float64; metrics are computed once per step, after merging."""
+    """Mergeable sums of the loss, in float64; metrics are computed once per step, after merging."""
 
     terms: LossTerms
     """Numerators over accepted tokens or sequences, of this rank's tokens."""
     loss_denominator: Tensor
-    """Accepted tokens, or rollouts that have any. This and the next three are nonzero only on
-    context-parallel rank 0."""
+    """Accepted tokens, or rollouts with an accepted token. This and the next three are nonzero only
+    on context-parallel rank 0."""
     original_denominator: Tensor
-    """The same before rejection."""
+    """The denominator before rejection."""
     accepted_tokens: Tensor
     masked_in_tokens: Tensor
     """Tokens of the loss mask."""
@@ -78,22 +78,22 @@ class StepSums:
     staleness: Tensor
     """[buckets, 4] sums of the mismatch by staleness, of this rank's tokens."""
     turns: Tensor
-    """[buckets, 4] the same by turn."""
+    """[buckets, 4] sums of the mismatch by turn."""
     workers: Tensor
-    """[buckets, 4] the same by rollout server."""
+    """[buckets, 4] sums of the mismatch by rollout server."""
     opsm_clipped: Tensor | None = None
-    """Numerator over `original_denominator` of the share that off-policy sequence masking omits;
-    None if it is off."""
+    """Tokens that off-policy sequence masking omits, a numerator over `original_denominator`; None
+    if it is off."""
     rollout_pull: Tensor | None = None
-    """Numerator over `original_denominator` of the pull to the rollout policy; None if it is
-    off."""
+    """Pull to the rollout policy, a numerator over `original_denominator`; None if it is off."""
     custom: dict[str, Tensor] = field(default_factory=dict)
-    """Numerators of the metrics that a custom function returned: over `original_denominator` of a
-    custom correction, over `loss_denominator` of a custom loss."""
+    """Numerators of a custom function's metrics: over `original_denominator` for a custom
+    correction, over `loss_denominator` for a custom loss."""
 
     def merge(self, other: "StepSums") -> "StepSums":
         """The sums of two micro-batches."""
-        added = [a + b for a, b in zip(self._tensors(), other._tensors(), strict=True)]
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        added = [first + second for first, second in pairs]
         return replace(
             self._with_tensors(added),
             statistics=self.statistics.merge(other.statistics),
@@ -106,7 +106,7 @@ class StepSums:
         A collective of the last pipeline stage.
         """
         tensors = self._tensors()
-        # one collective for all sums, which are all float64
+        # One collective for all sums: all are float64.
         flat = ranks.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         pieces = flat.split([tensor.numel() for tensor in tensors])
         reduced = [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)]
@@ -120,7 +120,7 @@ class StepSums:
         """The tensors that are added over micro-batches and ranks."""
         tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
         tensors += vars(self.terms).values()
-        # sorted: functions on several ranks may return their metrics in different orders
+        # Sorted: functions on several ranks may return metrics in different orders.
         tensors += [self.custom[name] for name in sorted(self.custom)]
         return tensors
 
@@ -155,7 +155,8 @@ def step_metrics(
     )
     if sums.rollout_pull is not None:
         metrics["loss"] += policy.rollout_pull_coef * float(sums.rollout_pull / denominator)
-    if policy.loss_type == "custom_loss":  # whose loss has the other terms already
+    if policy.loss_type == "custom_loss":
+        # The function's loss contains the other terms already.
         metrics["loss"] = metrics["pg_loss"]
     if not policy.use_kl_loss:
         del metrics["kl_loss"]
@@ -165,7 +166,7 @@ def step_metrics(
     )
     if correction.get_mismatch_metrics:
         old_policy_metrics = sums.old_policy_statistics.metrics()
-        # this correction rejects nothing; the fraction is that of the loss, from above
+        # This correction rejects nothing. The fraction from above, of the loss, must stay.
         old_policy_metrics.pop("gradient_kept_fraction", None)
         metrics |= old_policy_metrics
     metrics |= metrics_by(STALENESS, sums.staleness)
@@ -177,7 +178,7 @@ def step_metrics(
         metrics["opsm_clipfrac"] = float(sums.opsm_clipped / original_denominator)
     custom_denominator = original_denominator
     if policy.loss_type == "custom_loss":
-        # the function of a custom loss reduces its metrics itself, over accepted tokens
+        # A custom loss reduces its metrics itself, over accepted tokens.
         custom_denominator = denominator
     custom = {name: float(value / custom_denominator) for name, value in sums.custom.items()}
     return metrics | _under_free_names(custom, metrics)
@@ -197,7 +198,7 @@ RESERVED = (
 
 
 def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[str, float]:
-    """The metrics of a custom function; names of the library's metrics get the prefix custom_."""
+    """A custom function's metrics; a name that the library uses gets the prefix custom_."""
     taken = {*own, *RESERVED}
     metrics = {name: value for name, value in custom.items() if name not in taken}
     for name in sorted(taken & custom.keys()):
@@ -212,13 +213,13 @@ def _under_free_names(custom: dict[str, float], own: dict[str, float]) -> dict[s
 class LossReduction:
     """Masked sums; divided by `denominator` they are a mean.
 
-    It is the mean over tokens, or over rollouts of their token means.
+    It is a mean over tokens, or the rollouts' mean of their means over tokens.
     """
 
     scale_L: Tensor
-    """float32: the factor of each token, 0 if it is masked."""
+    """float32: factor per token, 0 at masked tokens."""
     denominator: Tensor
-    """float64 scalar: tokens, or rollouts that have any."""
+    """float64 scalar: tokens, or rollouts with a token."""
 
     @classmethod
     def build(
@@ -233,18 +234,19 @@ class LossReduction:
         """The reduction over the tokens of a mask on this rank.
 
         Args:
-            mask_L: bool, the tokens that count.
-            counts_S: float64, the tokens that each complete sequence is averaged over.
-            lengths: tokens of each sequence on this rank.
-            rollouts: rollout of each sequence, from 0; its segments are averaged together.
-            per_token: average over tokens, not over sequences.
+            mask_L: bool: the tokens that count.
+            counts_S: float64: divisor of a complete sequence, its tokens before or after rejection.
+            lengths: Tokens on this rank per sequence.
+            rollouts: Rollout per sequence, from 0; sequences of the same rollout are averaged
+                together.
+            per_token: Average over tokens, not over sequences.
         """
         if per_token:
             return cls(mask_L.float(), counts_S.sum())
         rollout_S = torch.tensor(rollouts, dtype=torch.int64).to(counts_S.device, non_blocking=True)
         zeros_R = counts_S.new_zeros(max(rollouts, default=-1) + 1)
         counts_R = zeros_R.index_add_(0, rollout_S, counts_S)
-        # A rollout without tokens has no token of the mask that its factor would reach.
+        # clamp_min: a rollout without tokens has no token in the mask either.
         inverse_S = (1 / counts_R.clamp_min(1)).float()[rollout_S]
         return cls(
             torch.where(mask_L, expand(inverse_S, lengths), 0.0),
@@ -252,7 +254,7 @@ class LossReduction:
         )
 
     def sum(self, term_L: Tensor) -> Tensor:
-        """Σ scale · term, with gradient; masked tokens contribute 0 for every value of their term."""
+        """Σ scale · term, with gradient; masked tokens contribute 0, whatever their term is."""
         return torch.where(self.scale_L > 0, term_L, 0.0) @ self.scale_L
 
     def sum_each(self, terms: Tensor) -> Tensor:
@@ -263,13 +265,13 @@ class LossReduction:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Ranges of a number that every token has, by which the mismatch is reported."""
+    """Ranges of a per-token number, for metrics of the mismatch per range."""
 
     name: str
     buckets: tuple[str, ...]
-    """The ranges, as metrics name them."""
+    """Names of the ranges in metrics."""
     first: tuple[int, ...]
-    """The first number of each bucket but the first one."""
+    """First numbers of the buckets, without the first bucket."""
 
 
 STALENESS = Breakdown(
@@ -301,13 +303,21 @@ def sums_by(
     loss_mask_L: Tensor,
     number_L: Tensor,
 ) -> Tensor:
-    """Sums over the tokens of each bucket: count, Δ, e^Δ − 1 and |Δ|.
+    """Sums per bucket: count, Δ, e^Δ − 1 and |Δ|.
 
         Δ = log π_train − log π_rollout
 
-    Tokens that lack one of the two log-probs (`is_log_prob`) are omitted. `number_L` is the int64
-    number that buckets are ranges of. Returns float64 [buckets, 4], to be added over micro-batches
-    and ranks.
+    Tokens without one of the two log-probs (`is_log_prob`) are omitted.
+
+    Args:
+        by: The buckets.
+        train_log_probs_L: log π_train.
+        rollout_log_probs_L: log π_rollout.
+        loss_mask_L: Nonzero at trained tokens.
+        number_L: int64: number that selects a token's bucket.
+
+    Returns:
+        float64 [buckets, 4], to be added over micro-batches and ranks.
     """
     log_ratio_L = (train_log_probs_L - rollout_log_probs_L).double()
     valid_L = (loss_mask_L != 0) & is_log_prob(train_log_probs_L) & is_log_prob(rollout_log_probs_L)
@@ -321,9 +331,9 @@ def sums_by(
 
 
 def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
-    """KL, k3 KL, mean absolute difference and token share of each bucket that has tokens.
+    """KL, k3 KL, mean absolute difference and token share of the buckets with tokens.
 
-    Empty if all tokens are in the first bucket: its metrics equal the metrics of all tokens.
+    Empty if all tokens are in the first bucket, whose metrics equal those of all tokens.
     """
     rows = sums.tolist()
     total = sum(row[0] for row in rows)
@@ -333,7 +343,7 @@ def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
     for name, (count, log_ratio, ratio_minus_1, difference) in zip(by.buckets, rows, strict=True):
         if count:
             suffix = f"{by.name}_{name}"
-            k3_sum = max(ratio_minus_1 - log_ratio, 0.0)  # below 0 only by rounding
+            k3_sum = max(ratio_minus_1 - log_ratio, 0.0)  # rounding may make it negative
             metrics[f"mismatch_kl_{suffix}"] = -log_ratio / count
             metrics[f"mismatch_k3_kl_{suffix}"] = k3_sum / count
             metrics[f"train_rollout_logprob_abs_diff_{suffix}"] = difference / count
@@ -342,13 +352,13 @@ def metrics_by(by: Breakdown, sums: Tensor) -> dict[str, float]:
 
 
 def worst_worker(sums: Tensor) -> dict[str, float]:
-    """The server with the largest mean abs(Δ), and its ratio to the mean of the others.
+    """The server with the largest mean abs(Δ), compared with the mean of all other servers.
 
     Empty with one server.
     """
     count = sums[:, 0]
     difference = sums[:, 3]
-    # servers with few tokens are never the worst one
+    # Servers with few tokens are never the worst one.
     mean = torch.where(count >= MIN_WORKER_TOKENS, difference / count.clamp_min(1), -1.0)
     worst = int(mean.argmax())
     others = count.sum() - count[worst]
@@ -363,7 +373,7 @@ def worst_worker(sums: Tensor) -> dict[str, float]:
 
 
 REPLAY_CONFIG = RolloutCorrectionConfig(use_tis=True, tis_level="token")
-"""The configuration of statistics with and without routing replay: ratios of single tokens."""
+"""For statistics with and without routing replay: ratios of single tokens."""
 
 REPLAY_METRICS = {
     "mismatch_k3_kl": "mismatch_k3_kl",
@@ -371,11 +381,11 @@ REPLAY_METRICS = {
     "mis_weight_max_before_clip": "ratio_max",
     "mis_weight_min_before_clip": "ratio_min",
 }
-"""Metrics of the correction, and their names here."""
+"""Metric of the correction → metric of the replay."""
 
 
 def mismatch(tokens: ResponseTokens, log_probs_L: Tensor, ranks: Ranks) -> Statistics:
-    """Statistics of training log-probs against rollout log-probs, over the context-parallel ranks."""
+    """Mismatch of training and rollout log-probs, over the context-parallel ranks."""
     context_ranks = Ranks(context=ranks.context).with_slices(tokens.slices)
     correction = correct(
         REPLAY_CONFIG,
@@ -389,6 +399,6 @@ def mismatch(tokens: ResponseTokens, log_probs_L: Tensor, ranks: Ranks) -> Stati
 
 
 def mismatch_metrics(statistics: Statistics) -> dict[str, float]:
-    """The metrics of `REPLAY_METRICS` from merged statistics, under their names here."""
+    """The metrics of `REPLAY_METRICS` from merged statistics."""
     metrics = statistics.metrics()
     return {name: metrics[metric] for metric, name in REPLAY_METRICS.items() if metric in metrics}
