@@ -34,7 +34,8 @@ from slime_tis.trainer.engines.sglang.client import (
     Server,
     ServerError,
 )
-from slime_tis.trainer.engines.sglang.health import Dispatcher, ServerState
+from slime_tis.trainer.engines.sglang.dispatcher import Dispatcher
+from slime_tis.trainer.engines.sglang.health import ServerState
 from slime_tis.trainer.engines.sglang.schema import GenerateRequest
 
 ABORTED_PAUSE = 0.01

@@ -30,7 +30,8 @@ from slime_tis.trainer.engines.sglang.client import (
     SGLangError,
     make_client,
 )
-from slime_tis.trainer.engines.sglang.health import Dispatcher, HealthMonitor, ServerState, Timeouts
+from slime_tis.trainer.engines.sglang.dispatcher import Dispatcher
+from slime_tis.trainer.engines.sglang.health import HealthMonitor, ServerState, Timeouts
 from slime_tis.trainer.engines.sglang.launch import LaunchedServers
 from slime_tis.trainer.engines.sglang.responses import RolloutTask
 from slime_tis.trainer.engines.sglang.schema import ExpertLayout
@@ -240,7 +241,7 @@ class ServerGroup:
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Sends new weights to all reachable servers; a server that fails is marked down."""
-        async with self._one_update, self.health.updating(version):
+        async with self._one_update, self.health.updating():
             await asyncio.gather(*(rollout.end_before_update() for rollout in list(self.rollouts)))
             await self._push(self.health.reachable(), source, version)
             self.health.version = version
@@ -333,7 +334,6 @@ class ServerGroup:
         async with self._one_update:
             if server not in self.health.needing_weights():
                 return
-            self.health.expect(self.health.version)
             try:
                 restored = await self._sync.restore(server)
             except SGLangError as error:
